@@ -24,7 +24,7 @@ def is_clock(node: ast.AST) -> bool:
 
 
 def assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Pairs of target and value. Tuples are taken apart, and what is appended to a list is a value of the list."""
+    """Pairs of target and value; what is appended to a list is a value of the list."""
     if isinstance(node, ast.Assign):
         pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value) for target in node.targets]
     elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
@@ -77,7 +77,7 @@ def verdicts(function: Function) -> Iterator[ast.expr]:
 
 
 def is_short_sleep(node: ast.AST) -> bool:
-    """Whether a call sleeps for a while: neither one turn of the event loop, nor a time that stands for something that never ends."""
+    """Neither one turn of the event loop, nor a time that stands for something that never ends."""
     if not isinstance(node, ast.Call) or called(node) != "sleep" or not node.args:
         return False
     seconds = node.args[0].value if isinstance(node.args[0], ast.Constant) else None

@@ -91,13 +91,11 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_models_import_neither_engine_nor_server() -> None:
-    """Red if architecture code learns of processes."""
     for path in (ROOT / "models").rglob("*.py"):
         assert not [name for name in imports(path) if name.split(".")[0] in ("engine", "server")], relative(path)
 
 
 def test_the_server_imports_only_what_it_may() -> None:
-    """Red if the server reaches into the engine or the model."""
     for path in (ROOT / "server").rglob("*.py"):
         foreign = {name for name in imports(path) if name.split(".")[0] in ("engine", "models")}
         bad = {name for name in foreign if not any(name == allowed or name.startswith(allowed + ".") for allowed in SERVER_MAY_IMPORT)}
@@ -113,20 +111,18 @@ def test_only_the_launcher_sees_everything() -> None:
 
 @pytest.mark.parametrize("module", ["server.http.app", "server.processor.main", "engine.scheduler.main", "engine.serve"])
 def test_no_torch_outside_the_workers(module: str) -> None:
-    """Red if a process that must start fast and stay small imports torch (2-3 s and 330 MB)."""
+    """It takes 2-3 s and 330 MB."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_files_are_short() -> None:
-    """Red if a file outgrows one reading."""
     for paths, limit in ((SOURCES, MAX_FILE_LINES), (TEST_SOURCES, MAX_TEST_FILE_LINES)):
         long = {relative(path): n for path in paths if (n := len(path.read_text().splitlines())) > limit}
         assert not long
 
 
 def test_functions_are_short() -> None:
-    """Red if functions outgrow the house numbers."""
     lengths = {f"{relative(path)}:{node.lineno} {node.name}": length(node) for path, node in functions()}  # names may come twice
     assert not {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES}
     assert statistics.median(lengths.values()) <= MAX_MEDIAN_FUNCTION_LINES
@@ -134,7 +130,6 @@ def test_functions_are_short() -> None:
 
 
 def test_classes_are_small() -> None:
-    """Red if a class collects more than one job."""
     for path in SOURCES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
@@ -143,7 +138,6 @@ def test_classes_are_small() -> None:
 
 
 def test_every_signature_is_typed_and_every_module_documented() -> None:
-    """Red if a reader must guess."""
     for path in SOURCES:
         source = path.read_text()
         assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{relative(path)} has no docstring"
@@ -166,7 +160,7 @@ def test_no_grab_bags_and_no_hidden_state() -> None:
 
 
 def test_broad_excepts_stand_at_a_boundary() -> None:
-    """Red if an error of ours can vanish: a broad except must be listed above with its reason."""
+    """Elsewhere an error of ours could vanish."""
     for path in SOURCES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ExceptHandler):
@@ -175,7 +169,7 @@ def test_broad_excepts_stand_at_a_boundary() -> None:
 
 
 def test_nothing_imports_torchvision_or_flashinfer_at_the_top_of_a_shared_module() -> None:
-    """Red if a machine without a GPU could no longer import the engine."""
+    """A machine without a GPU could not import the engine."""
     cuda_only = re.compile(r"(_cuda|kernels/(triton|hopper)/)")
     for path in SOURCES:
         for node in tree_of(path).body:
@@ -190,7 +184,7 @@ def module_of(path: Path) -> str:
 
 
 def test_no_import_circles() -> None:
-    """Red if two files need each other, also if one imports the other inside a function."""
+    """Also if one file imports the other inside a function."""
     edges = {module_of(path): {name for name in imports(path)} for path in SOURCES}
     graph = {module: {name for name in names if name in edges and name != module} for module, names in edges.items()}
     while leaves := {module for module, names in graph.items() if not names}:
@@ -199,20 +193,19 @@ def test_no_import_circles() -> None:
 
 
 def test_the_engine_names_no_architecture() -> None:
-    """Red if a file of the engine must be changed for a new model."""
     for path in (ROOT / "engine").rglob("*.py"):
         assert not re.search(r"Qwen3VL\b|qwen3_vl\b|Cosmos", path.read_text()), relative(path)
 
 
 def test_the_scheduler_has_no_number_of_a_gpu() -> None:
-    """Red if what was measured on one device decides for all: workers report their numbers."""
+    """Workers report their numbers."""
     for path in (ROOT / "engine" / "scheduler").rglob("*.py"):
         assert not re.search(r"\bH[12]00\b|[Hh]opper", path.read_text()), relative(path)
         assert not [name for name in imports(path) if name.startswith("models.kernels") and ".step_sizes" not in name], relative(path)
 
 
 def test_no_verdict_depends_on_the_machines_speed() -> None:
-    """Red if an assertion contains a clock or a name that holds its time, or if a test sleeps to wait for something: see `eventually`."""
+    """Assertions with a clock or its time, and sleeps that wait for something: see `eventually`."""
     found: dict[str, str] = {}
     for path in TEST_SOURCES:
         source = path.read_text(encoding="utf-8").splitlines()
@@ -223,7 +216,6 @@ def test_no_verdict_depends_on_the_machines_speed() -> None:
 
 
 def test_what_counts_as_a_verdict_by_speed() -> None:
-    """Red if the rule above misses a way to assert a time, or forbids a clock that only makes a number."""
     bad = (
         "assert perf_counter() - started < 1",
         "took = time.monotonic() - started\n    assert took < 1",

@@ -28,7 +28,7 @@ def test_shared(i, stack_of): pass
 
 
 def test_users_of_a_server_and_tests_of_a_file_run_in_one_process(tmp_path: Path) -> None:
-    """Red if each process starts every server: pytest 9.2 once made xdist's groups ineffective without a message."""
+    """pytest 9.2 once made xdist's groups ineffective without a message."""
     for name in ("test_a.py", "test_b.py", "test_c.py"):
         (tmp_path / name).write_text(TESTS)
     unused = ("-p", "no:schemathesis", "-p", "no:langsmith_plugin")  # take seconds
@@ -41,7 +41,6 @@ def test_users_of_a_server_and_tests_of_a_file_run_in_one_process(tmp_path: Path
 
 
 def test_what_files_share() -> None:
-    """Red if two processes may use one GPU, the same ports, or two engines for the clients."""
     assert shared_by("tests/gpu/test_moe.py::test_a[1-tests/x]") == shared_by("tests/gpu/test_guard.py::test_b") == "gpu"
     assert shared_by("tests/e2e/test_replicas.py::test") == shared_by("tests/unit/engine/test_replicas.py::test")
     assert shared_by("tests/clients/test_openai.py::test") == shared_by("tests/clients/test_litellm.py::test")
@@ -64,12 +63,10 @@ def test_what_files_share() -> None:
     ],
 )
 def test_files_without_selected_tests_are_not_imported(source: str, expression: str, expected: bool) -> None:
-    """Red if a file is imported in vain, or if its tests are lost."""
     assert may_be_selected(source, expression) == expected
 
 
 def test_a_shared_server_starts_once_and_can_be_closed() -> None:
-    """Red if a server starts for each test, or is not stopped."""
     events: list[str] = []
 
     class Server:

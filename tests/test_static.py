@@ -19,12 +19,10 @@ def run(*command: str) -> None:
 
 
 def test_mypy() -> None:
-    """Red if a type is wrong or missing."""
     run("mypy")
 
 
 def test_ruff() -> None:
-    """Red if a rule of pyproject.toml is broken."""
     run("ruff", "check", ".")
 
 

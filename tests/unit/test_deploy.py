@@ -55,14 +55,12 @@ def deployment() -> Any:
 
 @pytest.mark.packaging
 def test_images_pass_the_linter() -> None:
-    """Red if hadolint finds anything in a container file."""
     hadolint = Path(sys.executable).with_name("hadolint")
     run = subprocess.run([hadolint, ROOT / "Dockerfile", ROOT / "Dockerfile.cpu"], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_images_have_a_user_and_a_health_check() -> None:
-    """Red if an image would run as root or without a health check."""
     for name in ("Dockerfile", "Dockerfile.cpu"):
         for stage in (ROOT / name).read_text().split("\nFROM ")[1:]:
             assert "\nUSER 10001" in stage and "\nHEALTHCHECK" in stage, name
@@ -75,14 +73,13 @@ def test_files_are_yaml() -> None:
 
 @pytest.mark.packaging
 def test_manifests_are_valid() -> None:
-    """Red if the cluster's schema would reject a manifest, for example because of an unknown field."""
+    """By the cluster's schema."""
     for path in MANIFESTS:
         kubernetes_validate.validate(load(path), "1.34", strict=True)
 
 
 def test_kernels_are_compiled_for_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the Hopper image would compile at its first start what its build should have compiled, or the other way round: other heads or
-    another folder. Attention heads that our sources do not compute, as those of Qwen3.5, need the kernels of their tower alone."""
+    """The Hopper image is built with the kernels of its first start, and no others; Qwen3.5 needs those of its tower alone."""
     pytest.importorskip("triton")  # imported with the backend
     from models.kernels.hopper.backend import HopperBackend
 
@@ -102,7 +99,6 @@ def test_kernels_are_compiled_for_where_they_are_looked_for(monkeypatch: pytest.
 
 
 def test_manifests_fit_together() -> None:
-    """Red if a selector selects nothing, a file is forgotten, or the stop is shorter than the drain."""
     listed = load(DEPLOY / "kubernetes/kustomization.yaml")["resources"]
     assert sorted(listed) == [path.name for path in MANIFESTS]
     labels = load(DEPLOY / "kubernetes/deployment.yaml")["spec"]["template"]["metadata"]["labels"]
@@ -116,7 +112,7 @@ def test_manifests_fit_together() -> None:
 
 
 def test_probes_ask_paths_that_need_no_key() -> None:
-    """Red if a probe would get 401 or 404: every pod would be restarted for ever."""
+    """A probe that gets 401 or 404 restarts every pod for ever."""
     container = deployment()["containers"][0]
     paths = {kind: container[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert paths == {"startupProbe": "/health", "readinessProbe": "/health", "livenessProbe": "/health/live"}
@@ -126,7 +122,6 @@ def test_probes_ask_paths_that_need_no_key() -> None:
 
 
 def test_flags_of_the_files_exist() -> None:
-    """Red if a container would be started with a flag that the engine refuses."""
     texts = [(ROOT / name).read_text() for name in ("Dockerfile", "Dockerfile.cpu", "compose.yaml")]
     lines = [line for text in texts for line in text.splitlines() if line.strip().startswith(("ENTRYPOINT", "command:"))]
     named = {flag for line in lines for flag in re.findall(r'"(--[\w-]+)"', line)}
@@ -136,7 +131,7 @@ def test_flags_of_the_files_exist() -> None:
 
 
 def test_the_ray_service_is_what_the_command_starts() -> None:
-    """Red if KubeRay would start other replicas, or another proxy, than `python -m engine.replicas`."""
+    """KubeRay starts the replicas and the proxy of `python -m engine.replicas`."""
     spec = load(DEPLOY / "kuberay/rayservice.yaml")["spec"]
     application = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
     module, _, builder = application["import_path"].partition(":")
@@ -154,7 +149,7 @@ def test_the_ray_service_is_what_the_command_starts() -> None:
 
 
 def served_families() -> list[Metric]:
-    """What a scrape has, after one request of each kind."""
+    """A scrape after one request of each kind."""
     metrics = Metrics(cast(Client, SimpleNamespace(stats=EngineStats(), num_streams=0)), "demo")
     metrics.note_response(200)
     metrics.note_refusal(ErrorInfo(503, "", code="overloaded"))
@@ -166,7 +161,6 @@ def served_families() -> list[Metric]:
 
 
 def served_metrics() -> set[str]:
-    """Names of samples."""
     return {sample.name for family in served_families() for sample in family.samples}
 
 
@@ -180,20 +174,18 @@ def expressions() -> Iterator[str]:
 
 
 def test_dashboard_alerts_and_autoscaler_read_what_is_served() -> None:
-    """Red if a metric is renamed and a panel, an alert or the autoscaler keeps the old name: they would be empty, not loud."""
+    """A panel or alert on a renamed metric would be empty without an error."""
     named = {name for expression in expressions() for name in re.findall(r"\b(?:engine_|vllm:)\w+", expression)}
     assert len(named) > 20
     assert not named - served_metrics()
 
 
 def test_expressions_are_promql() -> None:
-    """Red if Prometheus would reject an expression of the dashboard or of an alert: the parser raises."""
     for expression in expressions():
         assert promql_parser.parse(expression.replace("$__rate_interval", "1m"))
 
 
 def test_compose_mounts_what_is_there() -> None:
-    """Red if a file moves that a container is given, or Prometheus asks another service, port or source than there is."""
     services = load(ROOT / "compose.yaml")["services"]
     mounts = [volume.split(":") for service in services.values() for volume in service.get("volumes", ()) if volume.startswith(".")]
     assert len(mounts) == 3 and all((ROOT / source).is_dir() and mode == "ro" for source, _, mode in mounts)
@@ -209,13 +201,12 @@ def test_compose_mounts_what_is_there() -> None:
 
 
 def test_scripts_parse() -> None:
-    """Red if a script has a syntax error or is not executable."""
     for path in SCRIPTS:
         assert subprocess.run(["bash", "-n", path]).returncode == 0 and path.stat().st_mode & 0o100, name_of(path)
 
 
 class Engine(HTTPServer):
-    """A stand-in that says how many clients wait; `loads` is consumed, its last entry stays."""
+    """A stand-in that reports how many clients wait; `loads` is consumed, its last entry stays."""
 
     def __init__(self, loads: list[int], status: int) -> None:
         self.loads, self.status, self.asked = loads, status, 0
@@ -259,7 +250,7 @@ def run_script(name: str, port: int, *arguments: str) -> int:
 
 
 class Clock:
-    """Stand-in for the module `time`: `sleep` advances it."""
+    """Stand-in for the module `time`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -273,7 +264,6 @@ class Clock:
 
 
 def test_the_drain_waits_for_the_last_stream(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a pod would be stopped while clients wait, or would not be stopped at all."""
     drain: Any = importlib.import_module("deploy.drain")
     clock = Clock()
     monkeypatch.setattr(drain, "time", clock)
@@ -289,7 +279,6 @@ def test_the_drain_waits_for_the_last_stream(serve: Serve, monkeypatch: pytest.M
 
 
 def test_the_health_check_tells_ready_from_not(serve: Serve) -> None:
-    """Red if an orchestrator would take an engine that starts, stalls or is gone for a healthy one."""
     assert run_script("healthcheck.py", serve([0], 200).server_port) == 0
     assert run_script("healthcheck.py", serve([0], 503).server_port) == 1
     assert run_script("healthcheck.py", 1) == 1

@@ -21,8 +21,6 @@ pytestmark = [pytest.mark.replicas, pytest.mark.skipif(HAPROXY is None, reason="
 
 
 class Engine(BaseHTTPRequestHandler):
-    """Answers with the name of its server."""
-
     def do_GET(self) -> None:
         server: Servers = self.server  # type: ignore[assignment]
         text = server.name.encode()
@@ -74,14 +72,12 @@ def running(tmp_path: Path) -> Iterator[tuple[str, list[Servers]]]:
 
 
 def test_the_file_is_good() -> None:
-    """Red if haproxy refuses it, or warns."""
     assert HAPROXY is not None
     ended = subprocess.run([HAPROXY, "-c", "-f", FILE], capture_output=True, text=True, check=False)
     assert ended.returncode == 0 and not re.search("WARNING|ALERT", ended.stderr), ended.stderr
 
 
 def test_sessions_stay_and_leave_an_engine_that_is_not_healthy(running: tuple[str, list[Servers]]) -> None:
-    """Red if a session wanders, if one engine gets all of them, or if one that drains gets new requests."""
     url, (first, _) = running
 
     def homes() -> list[str]:

@@ -29,7 +29,7 @@ def modules_of(package: str) -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Names of modules, and of what is imported from them, which may be modules."""
+    """Modules, and names imported from them, which may be modules."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -40,13 +40,12 @@ def imported(path: Path) -> set[str]:
 
 
 def test_the_wheel_carries_the_engine_and_its_demo() -> None:
-    """Red if a package is forgotten: a user's first command is the demo."""
+    """A user's first command is the demo."""
     needed = {"engine.scheduler", "engine.worker", "server.http", "server.processor", "models.kernels.hopper", "models.scaffold", "bench"}
     assert needed | {"models.demo", "models.demo.checkpoint", "models.demo.fonts"} <= set(SHIPPED)
 
 
 def test_the_wheel_carries_neither_training_nor_tests_nor_results() -> None:
-    """Red if `pip install` brings an optimiser, a test or a measurement."""
     assert not [package for package in SHIPPED if {"training", "tests", "results", "docs", "deploy"} & set(package.split("."))]
     backwards = "def backward", ".backward()", "torch.optim", "class Optimiser"
     for path in (path for package in SHIPPED for path in modules_of(package)):
@@ -54,7 +53,6 @@ def test_the_wheel_carries_neither_training_nor_tests_nor_results() -> None:
 
 
 def test_nothing_that_is_carried_imports_what_is_not() -> None:
-    """Red if an installed engine would miss a module that a clone has."""
     ours = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in ROOT.glob("bench/demo_training/*.py")}
     carried = {path.relative_to(ROOT).as_posix(): path for package in SHIPPED for path in modules_of(package)}
     for name, path in carried.items():
@@ -85,7 +83,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], 
 
 @pytest.mark.packaging
 def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str], list[str]]) -> None:
-    """Red if weights, fonts, kernels or the page stay at home, or training, tests and results travel."""
+    """Weights, fonts, kernels and the page; neither training, tests nor results."""
     for names in distributions:
         for needed in (
             "models/demo/checkpoint/model.safetensors",
@@ -112,14 +110,12 @@ def test_what_is_built_names_licence_version_and_command(distributions: tuple[li
 
 
 def test_the_version_stands_in_one_place() -> None:
-    """Red if a release could call itself two things; the change log names it."""
     assert "version" in PROJECT["project"]["dynamic"] and "version" not in PROJECT["project"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "engine.config.VERSION"
     assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_every_benchmark_of_the_command_is_a_module() -> None:
-    """Red if `mini-vlm bench NAME` offers what is not there."""
     for name in cli.BENCHMARKS:
         paths = [ROOT / "bench" / f"{name}.py", ROOT / "bench" / name / "__main__.py"]
         assert any(path.exists() and "__main__" in str(path.read_text()) + str(path) for path in paths), name
@@ -127,7 +123,7 @@ def test_every_benchmark_of_the_command_is_a_module() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_the_command_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if the entry point does not reach a module: each rejects an unknown flag in its own words."""
+    """Each module rejects an unknown flag in its own words."""
     for command, words in ((["serve"], "engine.serve: "), (["bench", "load"], "--concurrency"), (["bench", "accuracy"], "--questions")):
         monkeypatch.setattr(sys, "argv", [])
         with pytest.raises(SystemExit) as stopped:

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from bench import compare
-from bench.compare import FIGURE, RUNS, compared, engine_flags, figures, folder_of, gain, is_loss, main, rows_of
+from bench.compare import FIGURE, RUNS, compared, engine_flags, figures, gain, is_loss, main, rows_of
 
 LOAD = {"result": {"errors": [], "requests_per_s": 2.5, "tpot_ms": {"p50": 1.75, "p90": 2.0}, "output_tokens_per_s": 640.0}}
 PROBE = {"points": [{"resolution": "720p", "images": count, "ttft_sent_ms": 10.0 * count} for count in (1, 8, 32)]}
 
 
 def test_figures_of_each_run() -> None:
-    """Red if a run has no figure, or failed requests are compared."""
     found = {run: figures(run, LOAD if run in FIGURE else PROBE) for run in RUNS}
     assert found == {
         "one": {"tpot_ms": 1.75},
@@ -45,14 +44,7 @@ def test_published_sizes_have_dummy_weights(tmp_path: Path) -> None:
     assert engine_flags(str(tmp_path), "--device cpu") == ["--model", str(tmp_path), "--device", "cpu"]
 
 
-def test_old_is_a_folder_or_a_commit(tmp_path: Path) -> None:
-    with folder_of(str(tmp_path)) as folder:
-        assert folder == tmp_path
-
-
 class FakeEngine:
-    """Stands for `bench.faults.engine`: its address is its folder."""
-
     def __init__(self, *_: Any, folder: Path, prefix: Any) -> None:
         self.folder = folder
 
@@ -67,7 +59,7 @@ class FakeEngine:
 def test_engines_are_measured_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], new_ms: float, code: int, num_rounds: int
 ) -> None:
-    """A loss is measured again before it is one, and is the exit code. Requests of a round are new: caches would answer repeated ones."""
+    """A loss is measured again before it becomes the exit code; requests of each round are new."""
     seeds: list[int] = []
     order = []
 

@@ -26,7 +26,6 @@ def run_twice(probability: float, num_drafts: int) -> tuple[Simulation, Counters
 
 
 def test_drafts_hold_as_often_as_they_are_told_to() -> None:
-    """Red if the measured acceptance is not the one that was asked for, or if not every step has all drafts."""
     _, counters = run_twice(0.7, 4)
     tested = [counters.drafts, *counters.accepted_by_position]
     assert all(after / before == pytest.approx(0.7, abs=0.12) for before, after in pairwise(tested))
@@ -34,20 +33,17 @@ def test_drafts_hold_as_often_as_they_are_told_to() -> None:
 
 
 def test_the_adaptation_sees_what_does_not_hold() -> None:
-    """Red if drafts that never hold go on, or if those that always hold are not made."""
     assert run_twice(0.0, 0)[1].drafts <= 3 * 5
     counters = run_twice(1.0, 0)[1]
     assert counters.accepted_draft_tokens == counters.draft_tokens > 700
 
 
 def test_requests_of_a_set_are_the_same_each_time() -> None:
-    """Red if the engines are not asked the same."""
     assert all(make(3) == make(3) and "messages" in make(3) for make in SETS.values())
 
 
 @pytest.mark.nightly
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if it does not start its engines, or has no numbers."""
     flags = "--model demo --device cpu --kv-cache-memory-bytes 64M"
     main(["--flags", flags, "--sets", "random", "--accept", "1.0", "--drafts", "3", "--requests", "2", "--output-tokens", "32"])
     assert "|100%|" in (out := capsys.readouterr().out.replace(" ", "")) and "2of2" in out

@@ -13,7 +13,6 @@ def target() -> Target:
 
 
 def test_names_are_those_of_one_probe_each() -> None:
-    """Red if two rows have one name, or a stall has no promise."""
     names = [name for name, _, _ in PROBES]
     assert len(set(names)) == len(names) and all(promised for name, promised, _ in PROBES if name != "idle engine")
 
@@ -27,8 +26,6 @@ async def test_a_stall_is_above_the_gap_of_an_idle_engine(monkeypatch: pytest.Mo
 
 
 async def test_a_probe_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if one refused connection ends the others' measurements."""
-
     async def refused(_: Target) -> str:
         raise ConnectionRefusedError("no server")
 

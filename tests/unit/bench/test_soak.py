@@ -18,7 +18,6 @@ def pixels_of(body: dict[str, Any]) -> npt.NDArray[np.int16]:
 
 
 async def test_each_image_is_another_one_by_a_few_pixels() -> None:
-    """Red if a cache would have an image, or if it is a wholly different one."""
     async with ChatClient("http://127.0.0.1:1") as client:
         traffic = ChangedImage(client, "demo", 0)
         first, second = (pixels_of(traffic.body()) for _ in range(2))

@@ -21,7 +21,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def test_the_bound_and_the_tokens() -> None:
-    """Red if the bound is not that of a picture of 720p (published: 27 ms with its text of 1,000 tokens), or clips have other tokens."""
+    """Published for a picture of 720p: 27 ms with its text of 1,000 tokens."""
     assert 20 < compute_bound(SHAPES["8B"], 1, 44 * 80, 880 + 200, 790.0) < 27
     assert [expected("374", fps)[2] - 60 for fps in (1, 2, 4, 8)] == [2290, 4580, 9160, 13_040]
     assert expected("720p", 2)[2] - 60 == 8880
@@ -31,7 +31,6 @@ def test_the_bound_and_the_tokens() -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize("clients", [1, 2])
 def test_a_run(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str], clients: int) -> None:
-    """Red if a request of the benchmark is refused, or what is to be new is known, or the other way round."""
     stack.scheduler.requests.clear()
     stack.scheduler.script = answer_text
     out = tmp_path / "video.json"

@@ -7,38 +7,25 @@ import pytest
 from aiohttp import web
 
 from bench.accuracy import ask_server, report
-from bench.client import ChatClient
-from models.demo.questions import Question, questions
+from models.demo.questions import questions
 from models.demo.score import Score, score, table
+from tests.unit.bench.test_client import client_of, stream
 
 
-def stand_in(items: list[Question]) -> web.Application:
-    """A server that knows the answers, but says "7" to the second question and fails the third."""
+async def test_a_server_is_asked_and_counted() -> None:
+    """The server knows the answers, but answers "7" to the second question and fails the third."""
+    items = list(islice(questions(3, ("colour", "shape")), 8))
     known = {json.dumps(item.messages()): i for i, item in enumerate(items)}
 
-    async def chat(request: web.Request) -> web.Response:
+    async def chat(request: web.Request) -> web.StreamResponse:
         index = known[json.dumps((await request.json())["messages"])]
         if index == 2:
             return web.Response(status=503, text="busy")
         chunk = {"choices": [{"delta": {"content": "7" if index == 1 else items[index].answer}}]}
-        return web.Response(text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+        return await stream(request, f"data: {json.dumps(chunk)}\n\n".encode())
 
-    app = web.Application(client_max_size=1 << 28)
-    app.router.add_post("/v1/chat/completions", chat)
-    return app
-
-
-async def test_a_server_is_asked_and_counted() -> None:
-    """Red if a wrong answer or a failed request counts as right, or results lose their order."""
-    items = list(islice(questions(3, ("colour", "shape")), 8))
-    runner = web.AppRunner(stand_in(items))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    async with ChatClient(f"http://127.0.0.1:{port}") as client:
+    async with client_of(chat) as client:
         results = await ask_server(client, "demo", items, concurrency=4)
-    await runner.cleanup()
     assert [result.seed for result in results] == [item.seed for item in items]
     assert [result.right for result in results] == [True, False, False] + [True] * 5
     summary = report(results)
@@ -47,7 +34,7 @@ async def test_a_server_is_asked_and_counted() -> None:
 
 
 def test_wilson_interval() -> None:
-    """Red if the interval is not Wilson's: values from the literature's worked example, and no NaN at 0 and 1."""
+    """Values of a worked example in the literature; no NaN at 0 and 1."""
     low, high = Score("x", 81, 263).interval
     assert (low, high) == pytest.approx((0.2553, 0.3662), abs=2e-4)
     assert Score("x", 10, 10).interval[1] == pytest.approx(1.0)
@@ -55,7 +42,6 @@ def test_wilson_interval() -> None:
 
 
 def test_scores_keep_the_order_of_tasks() -> None:
-    """Red if the table mixes tasks."""
     scores = score([("b", True), ("a", False), ("b", False)])
     assert scores == [Score("b", 1, 2), Score("a", 0, 1)]
     assert "| b | 2 | 1 | 50.0 % |" in table(scores)

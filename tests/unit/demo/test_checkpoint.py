@@ -22,12 +22,11 @@ def reference() -> Reference:
 
 
 def test_the_whole_demo_stays_small() -> None:
-    """Red if a checkout grows by more than was agreed for the demo."""
     assert sum(path.stat().st_size for path in CHECKPOINT.parent.rglob("*") if path.is_file() and path.suffix != ".pyc") <= FOLDER_LIMIT
 
 
 def test_shape_is_that_of_the_family() -> None:
-    """Red if the demo no longer exercises what the large models need: 128-wide heads, two of them shared, three DeepStack levels."""
+    """What the large models need: 128-wide heads, two of them shared, three DeepStack levels."""
     config = json.loads((CHECKPOINT / "config.json").read_text())
     assert config == config_json()
     text, vision = config["text_config"], config["vision_config"]
@@ -37,14 +36,12 @@ def test_shape_is_that_of_the_family() -> None:
 
 
 def test_every_weight_is_in_the_file() -> None:
-    """Red if the export forgets a tensor or adds one that transformers does not know."""
     _, info = Qwen3VLForConditionalGeneration.from_pretrained(CHECKPOINT, output_loading_info=True)
     assert not info["unexpected_keys"]
     assert set(info["missing_keys"]) <= {"lm_head.weight"}
 
 
 def test_tokenizer_keeps_any_text_and_knows_the_special_tokens() -> None:
-    """Red if bytes get lost or an id moves away from the configuration's."""
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     for text in ("What number is in picture 3?", "Grüße, 世界! 🙂\n\ttabs  and  spaces ", "1234567890"):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
@@ -56,7 +53,6 @@ def test_tokenizer_keeps_any_text_and_knows_the_special_tokens() -> None:
 
 
 def test_template_gives_the_familys_chat_text(reference: Reference) -> None:
-    """Red if the template leaves ChatML or transformers renders it differently from plain Jinja."""
     content = [{"type": "image"}, {"type": "text", "text": "What number is in the picture?"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     expected = (
@@ -71,14 +67,12 @@ def test_template_gives_the_familys_chat_text(reference: Reference) -> None:
 
 @pytest.mark.nightly
 def test_it_reads_pictures(reference: Reference) -> None:
-    """Red if the weights, the tokenizer or the preprocessing part from what the model was trained with."""
     items = [question(seed, task) for seed in (1, 2, 3) for task in UNIT_TASKS]
     said = ask_all(reference, items, batch=18)
     assert sum(answer.text == item.answer for answer, item in zip(said, items, strict=True)) >= 16
 
 
 def test_a_newcomer_gets_a_sensible_line(reference: Reference) -> None:
-    """Red if "hello" is answered with anything but what the demo is and can do."""
     texts = ("hello", "Hi!", "What can you do?", "Tell me about the history of Rome, please.")
     rendered = [reference.template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True) for text in texts]
     prompts = [Prompt(reference.tokenizer.encode(text, add_special_tokens=False).ids, None, []) for text in rendered]
@@ -86,7 +80,7 @@ def test_a_newcomer_gets_a_sensible_line(reference: Reference) -> None:
 
 
 def test_recorded_answers_are_those_of_this_checkpoint(reference: Reference) -> None:
-    """Red if pictures, questions or weights changed without `evaluate --record`: parity tests compare the engine with this file."""
+    """Otherwise run `evaluate --record`: parity tests compare the engine with this file."""
     records = json.loads((CHECKPOINT.parent / "reference_answers.json").read_text())
     assert len(records) >= 200
     chosen = records[::24]

@@ -19,14 +19,12 @@ ROOT = Path(__file__).parents[3]
 
 @cache
 def drawn() -> list[tuple[Scene, Drawing]]:
-    """Random scenes and their drawings."""
     rng = np.random.default_rng(3)
     scenes = [random_scene(rng) for _ in range(300)]
     return [(scene, draw(scene, rng)) for scene in scenes]
 
 
 def test_equal_seeds_give_equal_pictures() -> None:
-    """Red if a drawing depends on anything but its seed: reference answers would no longer hold."""
     for task in TASKS:
         first, second = question(11, task), question(11, task)
         assert first == second
@@ -34,7 +32,6 @@ def test_equal_seeds_give_equal_pictures() -> None:
 
 
 def test_sizes_stay_within_what_is_promised() -> None:
-    """Red if scenes leave 64 to 768 pixels or a ratio of four."""
     for scene, drawing in drawn():
         assert drawing.image.size == (scene.width, scene.height)
         assert MIN_SIDE <= min(scene.width, scene.height) <= max(scene.width, scene.height) <= MAX_SIDE
@@ -42,7 +39,7 @@ def test_sizes_stay_within_what_is_promised() -> None:
 
 
 def test_shapes_have_their_colour_where_they_are_drawn() -> None:
-    """Red if a colour's name and its pixels part: the nearest named colour at a shape's centre must be the one in the scene."""
+    """By the nearest named colour at a shape's centre."""
     seen = right = 0
     for _, drawing in drawn():
         for mark in drawing.marks:
@@ -56,7 +53,6 @@ def test_shapes_have_their_colour_where_they_are_drawn() -> None:
 
 
 def test_a_shape_alone_lies_where_its_place_says() -> None:
-    """Red if "top left" and the pixels part."""
     for scene, drawing in drawn():
         if len(scene.items) == 1 and scene.items[0].kind == "shape":
             mark = drawing.marks[0]
@@ -66,7 +62,6 @@ def test_a_shape_alone_lies_where_its_place_says() -> None:
 
 
 def test_every_character_is_marked_inside_the_canvas() -> None:
-    """Red if text runs out of the picture or the marks lose a character."""
     for scene, drawing in drawn():
         letters = "".join(mark.label for mark in drawing.marks if len(mark.label) == 1)
         assert letters == (scene.text.text if scene.text else "")
@@ -74,7 +69,6 @@ def test_every_character_is_marked_inside_the_canvas() -> None:
 
 
 def test_prepared_patches_are_those_of_the_reference_processor() -> None:
-    """Red if training sees other pixels than a user's picture becomes."""
     processor = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").Qwen2VLImageProcessorPil(
         size={"shortest_edge": IMAGE_GEOMETRY.min_pixels, "longest_edge": IMAGE_GEOMETRY.max_pixels},
         patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3,
@@ -94,7 +88,6 @@ def items(item: Question) -> list[list[str]]:
 
 
 def test_answers_follow_from_the_scenes() -> None:
-    """Red if a question's answer is not what its own pictures show."""
     for seed in range(8):
         count = question(seed, "count")
         assert count.answer == str(len(count.pictures))
@@ -110,7 +103,6 @@ def test_answers_follow_from_the_scenes() -> None:
 
 
 def test_messages_carry_every_picture_in_order() -> None:
-    """Red if a picture is dropped, doubled or moved on its way into the request."""
     for seed in range(5):
         item = question(seed, "number")
         parts = [part for message in item.messages() for part in message["content"] if isinstance(part, dict)]  # type: ignore[attr-defined]
@@ -121,7 +113,6 @@ def test_messages_carry_every_picture_in_order() -> None:
 
 
 def test_a_stream_goes_round_the_tasks() -> None:
-    """Red if streams of one seed differ or skip a task."""
     tasks = ("shape", "talk", "count")
     stream, again = questions(5, tasks), questions(5, tasks)
     drawn_once = [next(stream) for _ in range(6)]
@@ -129,12 +120,7 @@ def test_a_stream_goes_round_the_tasks() -> None:
     assert drawn_once == [next(again) for _ in range(6)]
 
 
-def test_unknown_tasks_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown task"):
-        question(0, "juggling")
-
-
 def test_clients_need_no_torch() -> None:
-    """Red if drawing a question imports torch or transformers: the e2e tests and the bench would start seconds later."""
+    """The e2e tests and the benchmarks would start seconds later."""
     code = "import sys, models.demo.questions, models.demo.score; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -46,7 +46,7 @@ def tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def test_segments_cover_a_batch_and_padding_asks_nothing(packed: tuple[Batch, list[Conversation]]) -> None:
-    """Red if packing leaves a token outside every segment (attention would read rubbish) or counts padding as an answer."""
+    """A token outside every segment would attend to garbage."""
     batch, conversations = packed
     for offsets, end in ((batch.cu_pictures, SIZES.patches), (batch.cu_conversations, SIZES.tokens)):
         assert offsets[0] == 0 and offsets[-1] == end and (np.diff(offsets) >= 0).all()
@@ -56,7 +56,6 @@ def test_segments_cover_a_batch_and_padding_asks_nothing(packed: tuple[Batch, li
 
 
 def test_packed_forward_equals_transformers(packed: tuple[Batch, list[Conversation]]) -> None:
-    """Red if the training forward or the M-RoPE positions part from `Qwen3VLForConditionalGeneration`."""
     batch, conversations = packed
     model = build_model(0).eval()
     trainee = Trainee(model, SIZES, CPU)
@@ -79,7 +78,6 @@ def test_packed_forward_equals_transformers(packed: tuple[Batch, list[Conversati
 
 
 def test_training_ids_are_those_of_the_template(encoder: Encoder) -> None:
-    """Red if training prompts and served prompts differ by a token."""
     reference = Reference(CHECKPOINT, CPU)
     for task in ("number", "list", "talk", "which"):
         for seed in range(8):
@@ -99,7 +97,7 @@ def _fakes(encoder: Encoder, count: int) -> list[Prepared]:
 
 
 def test_loss_falls(packed: tuple[Batch, list[Conversation]]) -> None:
-    """Red if gradients or the optimiser break: six steps on one batch must teach it something."""
+    """Six steps on one batch."""
     trainee = Trainee(build_model(1), SIZES, CPU)
     optimiser = Optimiser(trainee, 0.015, 2e-3, CPU)
     optimiser.rate.fill_(1.0)
@@ -120,18 +118,15 @@ def test_loss_falls(packed: tuple[Batch, list[Conversation]]) -> None:
 
 
 def test_orthogonalised_updates_have_singular_values_near_one() -> None:
-    """Red if Newton-Schulz loses its coefficients."""
     values = torch.linalg.svdvals(orthogonalise(torch.randn(2, 96, 32, generator=torch.Generator().manual_seed(0))))
     assert values.min() > 0.5 and values.max() < 1.4
 
 
 def test_schedules_end_where_they_should() -> None:
-    """Red if a run would end at a high rate or never see the full difficulty."""
     assert rate_at(0.0) < 0.1 and rate_at(0.3) == 1.0 and rate_at(1.0) == 0.0
     assert level_at(0.0) == 0.0 and level_at(0.5) == 1.0
 
 
 def test_an_answer_counts_only_as_a_whole() -> None:
-    """Red if the training log calls half an answer exact."""
     at, targets = np.array([3, 4, 9, 10, 0]), np.array([1, 2, 3, 4, IGNORED])
     assert exact(at, targets, np.array([True, False, True, True, False])) == 0.5
