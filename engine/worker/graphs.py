@@ -26,7 +26,7 @@ from engine.worker.staging import Staging, staged_bytes
 from models.cache.layout import AttentionLayout, offsets_of
 from models.decoders.batch import ForwardBatch, VisualSlice
 from models.decoders.contract import LanguageModel
-from models.kernels.paged import FixedAttention, Int32s, MakeFixed
+from models.kernels.paged import Int32s, MakeFixed, PagedAttention
 from models.kernels.step_sizes import StepSizes
 
 MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
@@ -55,7 +55,7 @@ class Graph:
     """One captured shape."""
 
     replay: Replay
-    attention: FixedAttention
+    attention: PagedAttention
     logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens (`StepGraphs._pad`), then every token of decode rows
 
 
@@ -208,7 +208,7 @@ class StepGraphs:
             num_prefill_rows=rows + len(lengths),
         )
 
-    def _capture(self, shape: Shape, attention: FixedAttention) -> Graph:
+    def _capture(self, shape: Shape, attention: PagedAttention) -> Graph:
         padded = self._pad(HostStep.empty(), shape)
         self._staging.begin()
         fixed = [self._staging.put(array) for array in self._fixed_arrays(padded, attention)]
@@ -233,7 +233,7 @@ class StepGraphs:
         replay, logits_SV = self._record(forward)
         return Graph(replay, attention, logits_SV)
 
-    def _fixed_arrays(self, padded: HostStep, attention: FixedAttention) -> list[npt.NDArray[np.integer]]:
+    def _fixed_arrays(self, padded: HostStep, attention: PagedAttention) -> list[npt.NDArray[np.integer]]:
         """What a graph reads but for the pages, in the order of its memory."""
         layout = padded.attention
         step: tuple[Int64s, ...] = padded.ids, padded.places, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices

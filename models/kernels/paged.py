@@ -38,31 +38,73 @@ class FusedAttention(AttentionBackend, Protocol):
         """What `Ops.norm_rope_store_` does, then `run`."""
 
 
-class HostPlan(Protocol):
-    """Attention whose plan is arrays made on the host, which its user brings to the device."""
+class Piece(Protocol):
+    """A kernel's part of a step's attention: some of the tokens, by a plan that is one array."""
+
+    def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
+        """What `launch` reads in addition to the layout's pages. `before`: the plans of the step's pieces that come first. Touches no
+        device. For a CUDA graph its shape is that of any layout of the graph's shape."""
+
+    def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
+        """Writes the results of its tokens."""
+
+
+class PagedAttention:
+    """See `AttentionBackend`: pools, and the pieces that compute a step. For a CUDA graph: what `read_from` was given before the capture
+    is filled before each replay, from `plan_arrays` and with at most `max_pages` pages."""
+
+    def __init__(self, pools: Sequence[KVPool], pieces: Sequence[Piece], max_pages: int) -> None:
+        self.max_pages = max_pages
+        self._pools, self._pieces = pools, pieces
+        self._plans: Sequence[torch.Tensor] = ()
+        self._pages = torch.zeros(0, dtype=torch.int32, device=pools[0][0].device)
+
+    def plan(self, layout: AttentionLayout) -> None:
+        """For a step that no graph replays."""
+        self.read_from([to_device(array, layout.pages.device) for array in self.plan_arrays(layout)], layout.pages)
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
-        """What the next run reads beside the layout's pages. Touches no device, changes nothing."""
+        """What the next run reads in addition to the layout's pages. Touches no device, changes nothing."""
+        assert len(layout.pages) <= self.max_pages, f"{len(layout.pages)} pages are more than {self.max_pages}"
+        arrays: list[Int32s] = []
+        for piece in self._pieces:
+            arrays.append(piece.plan(layout, arrays))
+        return tuple(arrays)
 
-    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
+    def read_from(self, plans: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
         """From now on runs take arrays of `plan_arrays`, and the layout's pages, from these tensors."""
+        self._plans, self._pages = plans, pages
+
+    def pool(self, layer: int) -> KVPool:
+        return self._pools[layer]
+
+    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
+        out_THK = torch.empty_like(q_THK)
+        for piece, plan in zip(self._pieces, self._plans, strict=True):
+            piece.launch(layer, q_THK, out_THK, plan, self._pages)
+        return out_THK
 
 
-class FixedAttention(AttentionBackend, HostPlan, Protocol):
-    """A backend of a fixed shape for a CUDA graph: what `read_from` was given before the capture is filled before each replay. The shapes
-    of `plan_arrays` are the same for all layouts of the shape."""
+class EagerAttention:
+    """See `AttentionBackend`: for steps of any mix, outside CUDA graphs. `make` chooses the pieces of each."""
 
-    @property
-    def max_pages(self) -> int:
-        """Of a layout."""
+    def __init__(self, pools: Sequence[KVPool], make: Callable[[AttentionLayout], PagedAttention]) -> None:
+        self._pools, self._make = pools, make
+        self._planned: PagedAttention | None = None
+
+    def plan(self, layout: AttentionLayout) -> None:
+        self._planned = self._make(layout)
+        self._planned.plan(layout)
+
+    def pool(self, layer: int) -> KVPool:
+        return self._pools[layer]
+
+    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
+        assert self._planned is not None
+        return self._planned.run(layer, q_THK)
 
 
-MakeFixed = Callable[[int, int, int], FixedAttention]  # by prompt tokens, decode rows, and rows of the prompt tokens
-
-
-def plan_on_device(part: HostPlan, layout: AttentionLayout) -> None:
-    """Plans a step that no graph replays."""
-    part.read_from([to_device(array, layout.pages.device) for array in part.plan_arrays(layout)], layout.pages)
+MakeFixed = Callable[[int, int, int], PagedAttention]  # by prompt tokens, decode rows, and rows of the prompt tokens
 
 
 def allocate_pools(group: PagedGroup, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[KVPool]:

@@ -8,16 +8,16 @@ import torch
 
 from models.cache.layout import AttentionLayout
 from models.kernels.ops import NewHeads
-from models.kernels.paged import HostPlan, plan_on_device
+from models.kernels.paged import PagedAttention
 from tests.gpu.test_kernels import DEVICE, close, normal
 from tests.unit.models.backends.hopper.attention_step import Step
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 if IS_HOPPER:
-    from models.kernels.hopper.attention import EagerAttention, fixed_attention_factory
-    from models.kernels.hopper.flash_decoding import FlashDecoding, Scratch
+    from models.kernels.hopper.attention import eager_attention, fixed_attention_factory
+    from models.kernels.hopper.flash_decoding import Split, SplitKernel
     from models.kernels.hopper.fused_decoding import FusedDecoding
-    from models.kernels.hopper.prefill_attention import PrefillAttention
+    from models.kernels.hopper.prefill_attention import Prefill, PrefillKernel
     from models.kernels.triton.text import norm_rope_store
 
 pytestmark = [pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU"), pytest.mark.timeout(300)]
@@ -43,8 +43,8 @@ def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
     steps, num_heads = [step.with_finite_values() for step in steps], steps[0].q.shape[1]
     k_pool, v_pool = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
     pool = k_pool.clone(), v_pool.clone()
-    q, scratch = steps[0].q.clone(), Scratch.allocate([pool], num_heads, max_groups, max_pages=4096)
-    backend, graph = FlashDecoding([pool], max_groups, scratch), torch.cuda.CUDAGraph()
+    q, kernel = steps[0].q.clone(), SplitKernel([pool], num_heads)
+    backend, graph = PagedAttention([pool], [Split(kernel, max_groups)], max_pages=4096), torch.cuda.CUDAGraph()
     plan = fixed_plan(backend, steps[0].layout)
     backend.run(0, q)
     torch.cuda.synchronize()
@@ -57,10 +57,10 @@ def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
         graph.replay()
         first = out.clone()
         graph.replay()
-        assert first.equal(out) and not scratch.arrivals_UN.any()
+        assert first.equal(out) and not kernel.arrivals_UN.any()
         expected = step.expected()  # the further into a text, the smaller are values: each token by itself
         assert all(close(*pair) for pair in zip(first, expected, strict=True))
-        eager = EagerAttention([step.pool], num_heads)
+        eager = eager_attention([step.pool], num_heads)
         eager.plan(step.layout)
         assert all(close(*pair) for pair in zip(eager.run(0, q), expected, strict=True))
 
@@ -78,7 +78,7 @@ def test_few_tokens(heads: tuple[int, int], page: int, head_dim: int) -> None:
         step = Step.build(lengths, heads, head_dim, page, tokens=tokens).with_finite_values().to(DEVICE, torch.bfloat16)
         step.q *= 1 + 10 * (scale % 3)
         groups = len(step.q) + 3 * (scale % 2)
-        backend = FlashDecoding.factory([step.pool], heads[0], groups, len(step.layout.pages))(groups)
+        backend = PagedAttention([step.pool], [Split(SplitKernel([step.pool], heads[0]), groups)], len(step.layout.pages))
         backend.plan(step.layout)
         first, second = backend.run(0, step.q), backend.run(0, step.q)
         assert first.equal(second)
@@ -120,7 +120,7 @@ def test_heads_are_made_stored_and_attended_at_once(heads: tuple[int, int], page
             torch.testing.assert_close(mine, other, rtol=0.01, atol=0.01, equal_nan=True)
 
 
-def fixed_plan(backend: HostPlan, layout: AttentionLayout) -> Callable[[AttentionLayout], None]:
+def fixed_plan(backend: PagedAttention, layout: AttentionLayout) -> Callable[[AttentionLayout], None]:
     """Plans the layout for a graph. Returns what plans another one for it, in the same memory."""
     places = [torch.from_numpy(array).to(DEVICE) for array in backend.plan_arrays(layout)]
     pages = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
@@ -150,15 +150,16 @@ def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
     """Rows of any lengths, some empty, in a slice of a larger tensor, pages in any order. Neighbours in the tensor stay as they are."""
     for tokens, lengths in CHUNKS.items():
         step = Step.build(lengths, heads, head_dim, page, tokens=tokens).with_finite_values().to(DEVICE, torch.bfloat16)
-        backend, count = PrefillAttention.factory([step.pool], heads[0])(), len(step.q)
+        count, pages = len(step.q), step.layout.pages
+        piece = Prefill(PrefillKernel([step.pool], heads[0]), count)
+        plan = torch.from_numpy(piece.plan(step.layout, [])).to(DEVICE)
         q, out = (normal(count + 100, heads[0], head_dim) for _ in range(2))
         q[50:-50], before = step.q, out.clone()
-        plan_on_device(backend, step.layout)
-        backend.run_into(0, q[50:-50], out[50:-50])
+        piece.launch(0, q[50:-50], out[50:-50], plan, pages)
         assert all(close(*pair) for pair in zip(out[50:-50], step.expected(), strict=True)), tokens
         assert out[:50].equal(before[:50]) and out[-50:].equal(before[-50:])
         first = out.clone()
-        backend.run_into(0, q[50:-50], out[50:-50])
+        piece.launch(0, q[50:-50], out[50:-50], plan, pages)
         assert out.equal(first), tokens  # parts are merged in one order, whoever is last
 
 
@@ -168,13 +169,13 @@ def test_large_chunks_in_a_graph() -> None:
     built = [Step.build(lengths, (32, 8), head_dim=128, tokens=tokens) for tokens, lengths in batches.items()]
     steps = [step.with_finite_values().to(DEVICE, torch.bfloat16) for step in built]
     pool = tuple(max((step.pool[i] for step in steps), key=len).clone() for i in range(2))
-    backend, graph = PrefillAttention.factory([(pool[0], pool[1])], 32)(num_tokens=300, num_rows=5), torch.cuda.CUDAGraph()
-    q, out = steps[0].q.clone(), torch.empty_like(steps[0].q)
-    plan = fixed_plan(backend, steps[0].layout)
-    backend.run_into(0, q, out)
+    piece = Prefill(PrefillKernel([(pool[0], pool[1])], 32), 300, num_rows=5)
+    backend, graph = PagedAttention([(pool[0], pool[1])], [piece], max_pages=4096), torch.cuda.CUDAGraph()
+    q, plan = steps[0].q.clone(), fixed_plan(backend, steps[0].layout)
+    backend.run(0, q)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        backend.run_into(0, q, out)
+        out = backend.run(0, q)
     for step in [*steps, steps[0]]:
         for ours, theirs in zip((*pool, q), (*step.pool, step.q), strict=True):
             ours[: len(theirs)] = theirs
@@ -221,6 +222,6 @@ def test_both_kernels_side_by_side(decodes: list[int]) -> None:
             graph.replay()
         expected = step.expected()
         assert all(close(*pair) for pair in zip(results[0], expected, strict=True)) and all(result.equal(results[0]) for result in results)
-        eager = EagerAttention([step.pool], 32)
+        eager = eager_attention([step.pool], 32)
         eager.plan(step.layout)
         assert all(close(*pair) for pair in zip(eager.run(0, step.q), expected, strict=True))

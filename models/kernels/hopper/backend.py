@@ -6,7 +6,7 @@ import torch
 
 from models.kernels.heads import Heads, hopper_takes
 from models.kernels.hopper import float8_gemv
-from models.kernels.hopper.attention import EagerAttention, fixed_attention_factory
+from models.kernels.hopper.attention import eager_attention, fixed_attention_factory
 from models.kernels.hopper.compile import NO_HEADS, load_kernels
 from models.kernels.hopper.fp8 import multiply
 from models.kernels.hopper.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES
@@ -38,7 +38,7 @@ class HopperBackend(PortableBackend):
         load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        return EagerAttention(pools, num_heads) if takes(pools, num_heads) else super().attention(pools, num_heads)
+        return eager_attention(pools, num_heads) if takes(pools, num_heads) else super().attention(pools, num_heads)
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True

@@ -1,106 +1,79 @@
 """Attention of few query tokens: plans for `flash_decoding.cu`."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from models.cache.layout import AttentionLayout
 from models.kernels.hopper.compile import load_kernel
+from models.kernels.hopper.tile_plan import num_blocks_of
 from models.kernels.ops import KVPool
-from models.kernels.paged import Int32s, plan_on_device
+from models.kernels.paged import Int32s
 from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.units import UNIT_FIELDS, group_tokens, max_units, plan_units, token_groups
 
 BLOCKS = 3  # of the kernel that run at once on each multiprocessor
 
 
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Results of groups in several parts, shared by backends that run on one stream. Arrivals are zero before and after.
+class SplitKernel:
+    """The kernel for these pools, with scratch memory that its pieces share on one stream: results of groups in several parts.
 
-    Each part of U leaves the values of its G query tokens with their logarithmic sums (base 2); the last to arrive merges them.
+    Each part of U leaves the values of its G query tokens with their logarithmic sums (base 2); the last to arrive merges them. Arrivals
+    are zero before and after.
     """
 
-    max_pages: int
-    partials_UGHK: torch.Tensor
-    sums_UGH: torch.Tensor
-    arrivals_UN: torch.Tensor
+    def __init__(self, pools: Sequence[KVPool], num_heads: int) -> None:
+        self.pools, k_pool = pools, pools[0][0]
+        self.page_size, self.kv_heads, self.head_dim = k_pool.shape[1:]
+        self.kernel, self.scale = load_kernel("flash_decoding", self.head_dim), self.head_dim**-0.5
+        self.num_multiprocessors = num_multiprocessors(k_pool.device)
+        self.group_tokens, self._num_heads, self._device = group_tokens(num_heads, self.kv_heads), num_heads, k_pool.device
+        self._grow(0)
 
-    @classmethod
-    def allocate(cls, pools: Sequence[KVPool], num_heads: int, max_groups: int, max_pages: int) -> "Scratch":
-        """`max_pages` bounds the pages of all rows of a step together; a shared one counts for each."""
-        _, _, kv_heads, head_dim = pools[0][0].shape
-        device = pools[0][0].device
-        num_units = max_units(max_groups, kv_heads, BLOCKS * num_multiprocessors(device))
-        shape = num_units, group_tokens(num_heads, kv_heads), num_heads
-        return cls(
-            max_pages=max_pages,
-            partials_UGHK=torch.empty((*shape, head_dim), device=device),
-            sums_UGH=torch.empty(shape, device=device),
-            arrivals_UN=torch.zeros((shape[0], kv_heads), dtype=torch.int32, device=device),
-        )
+    def num_units(self, num_groups: int, num_taken: int = 0) -> int:
+        """Enough for so many token groups. Another kernel takes `num_taken` multiprocessors (all: this one runs when they are free)."""
+        return max_units(num_groups, self.kv_heads, BLOCKS * (self.num_multiprocessors - num_taken or self.num_multiprocessors))
+
+    def reserve(self, num_groups: int) -> None:
+        """Scratch memory for so many token groups, before anything is captured."""
+        if (num_units := self.num_units(num_groups)) > len(self.sums_UGH):
+            self._grow(num_units)
+
+    def _grow(self, num_units: int) -> None:
+        shape = num_units, self.group_tokens, self._num_heads
+        self.partials_UGHK = torch.empty((*shape, self.head_dim), device=self._device)
+        self.sums_UGH = torch.empty(shape, device=self._device)
+        self.arrivals_UN = torch.zeros((num_units, self.kv_heads), dtype=torch.int32, device=self._device)
 
 
-class FlashDecoding:
-    """See `FixedAttention`: rows of up to `max_groups` token groups, cut into units that fill the device, see `units`.
+class Split:
+    """See `Piece`: rows of up to `num_groups` token groups, cut into work items that fill the device, see `units`; the decode rows alone
+    after `num_prefill` tokens that the piece before computes at the same time.
 
     A token that is not planned is not written. Values in the rows' pages must be finite, also behind a row's last key: those count times 0.
     """
 
-    def __init__(self, pools: Sequence[KVPool], max_groups: int, scratch: Scratch) -> None:
-        self._pools = pools
-        self._scratch = scratch
-        k_pool = pools[0][0]
-        self._page_size, self._kv_heads, head_dim = k_pool.shape[1:]
-        self._scale = head_dim**-0.5
-        self._kernel = load_kernel("flash_decoding", head_dim)
-        self._num_multiprocessors = num_multiprocessors(k_pool.device)
-        self._num_units = max_units(max_groups, self._kv_heads, BLOCKS * self._num_multiprocessors)
-        self._units_UF = torch.zeros((0, UNIT_FIELDS), dtype=torch.int32, device=k_pool.device)
-        self._pages = self._units_UF[0:0, 0]
+    def __init__(self, of: SplitKernel, num_groups: int, num_prefill: int = 0) -> None:
+        of.reserve(num_groups)
+        self._of, self._num_prefill = of, num_prefill
+        self._num_units = of.num_units(num_groups)
 
-    @classmethod
-    def factory(cls, pools: Sequence[KVPool], num_heads: int, max_groups: int, max_pages: int) -> Callable[[int], "FlashDecoding"]:
-        """Makes backends by number of token groups, with shared scratch memory."""
-        scratch = Scratch.allocate(pools, num_heads, max_groups, max_pages)
-        return lambda num_groups: cls(pools, num_groups, scratch)
-
-    @property
-    def max_pages(self) -> int:
-        return self._scratch.max_pages
-
-    def plan(self, layout: AttentionLayout) -> None:
-        plan_on_device(self, layout)
-
-    def plan_arrays(self, layout: AttentionLayout, first_page: int = 0, num_taken: int = 0) -> tuple[Int32s]:
-        """The units (U, UNIT_FIELDS), padded for `max_groups`. Its pages begin at `first_page`; the kernel beside takes `num_taken`
-        multiprocessors (all: this one runs when they are free)."""
-        assert first_page + len(layout.pages) <= self.max_pages, f"{len(layout.pages)} pages are more than {self.max_pages}"
-        groups = token_groups(layout, self._scratch.partials_UGHK.shape[1])
+    def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
+        """The work items (U, UNIT_FIELDS), padded."""
+        of, first_page, num_taken = self._of, 0, 0
+        if self._num_prefill:
+            first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # in the one list that both kernels read
+            layout, num_taken = layout.decode_rows(), num_blocks_of(before[-1])
+        groups = token_groups(layout, of.group_tokens)
         groups[:, 2] += first_page
         units = np.zeros((self._num_units, UNIT_FIELDS), dtype=np.int32)
-        num_free = (self._num_multiprocessors - num_taken) or self._num_multiprocessors
-        planned = plan_units(groups, max_units(len(groups), self._kv_heads, BLOCKS * num_free))
+        planned = plan_units(groups, of.num_units(len(groups), num_taken))
         units[: len(planned)] = planned
-        return (units,)
+        return units
 
-    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
-        (self._units_UF,) = plan
-        self._pages = pages
-
-    def pool(self, layer: int) -> KVPool:
-        return self._pools[layer]
-
-    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
-        out_THK = torch.empty_like(q_THK)
-        self.run_into(layer, q_THK, out_THK)
-        return out_THK
-
-    def run_into(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, is_beside: bool = False) -> None:
-        """As `run`, for a result whose place is known. `is_beside`: the last kernel before, that of prefill, may go on meanwhile."""
-        keys, values = (pool.flatten(0, 1) for pool in self._pools[layer])
-        scratch = self._scratch
-        buffers = self._pages, scratch.partials_UGHK, scratch.sums_UGH, scratch.arrivals_UN
-        self._kernel.run(q_THK, keys, values, out_THK, self._units_UF, *buffers, self._page_size, self._scale, is_beside)
+    def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
+        of, own, is_beside = self._of, slice(self._num_prefill, None), self._num_prefill > 0
+        keys, values = (pool.flatten(0, 1) for pool in of.pools[layer])
+        buffers = plan, pages, of.partials_UGHK, of.sums_UGH, of.arrivals_UN
+        of.kernel.run(q_THK[own], keys, values, out_THK[own], *buffers, of.page_size, of.scale, is_beside)

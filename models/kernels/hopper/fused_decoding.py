@@ -9,26 +9,36 @@ from models.cache.layout import AttentionLayout
 from models.kernels.hopper.compile import FUSED_HEAD_DIM, load_kernel
 from models.kernels.hopper.tuned import ANY_SPLITS, FUSED_ROWS, WHOLE_GPU, Cluster, fused_cluster
 from models.kernels.ops import KVPool, NewHeads
-from models.kernels.paged import Int32s, plan_on_device
+from models.kernels.paged import Int32s, PagedAttention
 from models.kernels.triton.launch import num_multiprocessors
 
 ROW_FIELDS = 2
 
 
-class FusedDecoding:
-    """See `FixedAttention` and `FusedAttention`: `num_rows` rows of one token. Values in pages are finite as for `FlashDecoding`."""
+class FusedRows:
+    """See `Piece`: the plan of `num_rows` rows of one token. The kernel also makes the heads: see `FusedDecoding`."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+
+    def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
+        """(R, ROW_FIELDS): keys of a row, its new one included, and where its pages begin: the first row's at 0."""
+        assert len(layout.kv_lens_cpu) == self._num_rows and layout.page_indptr_cpu[0] == 0
+        return np.stack((layout.kv_lens_cpu.numpy(), layout.page_indptr_cpu.numpy()[:-1]), axis=1)
+
+    def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
+        raise AssertionError("the kernel makes the heads itself: run_fused")
+
+
+class FusedDecoding(PagedAttention):
+    """See `FusedAttention`: `num_rows` rows of one token. Values in pages are finite as for `Split`."""
 
     def __init__(self, pools: Sequence[KVPool], num_heads: int, num_rows: int, max_pages: int) -> None:
-        self._pools = pools
+        super().__init__(pools, [FusedRows(num_rows)], max_pages)
         self._num_heads = num_heads
-        self._num_rows = num_rows
-        self.max_pages = max_pages
-        k_pool = pools[0][0]
-        self._page_size, kv_heads, head_dim = k_pool.shape[1:]
+        self._page_size, kv_heads, head_dim = pools[0][0].shape[1:]
         self._kernel = load_kernel("fused_decoding", head_dim)
         self._cluster: Cluster = fused_cluster(kv_heads, num_heads // kv_heads)
-        self._rows_RF = torch.zeros((0, ROW_FIELDS), dtype=torch.int32, device=k_pool.device)
-        self._pages = self._rows_RF[0:0, 0]
 
     @staticmethod
     def takes(pools: Sequence[KVPool], num_heads: int, num_rows: int) -> bool:
@@ -39,29 +49,11 @@ class FusedDecoding:
             return False
         return fused_cluster(kv_heads, num_heads // kv_heads).splits <= ANY_SPLITS or num_multiprocessors(keys.device) >= WHOLE_GPU
 
-    def plan(self, layout: AttentionLayout) -> None:
-        plan_on_device(self, layout)
-
-    def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s]:
-        """(R, ROW_FIELDS): keys of a row, its new one included, and where its pages begin: the first row's at 0."""
-        assert len(layout.kv_lens_cpu) == self._num_rows and len(layout.pages) <= self.max_pages and layout.page_indptr_cpu[0] == 0
-        return (np.stack((layout.kv_lens_cpu.numpy(), layout.page_indptr_cpu.numpy()[:-1]), axis=1),)
-
-    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
-        (self._rows_RF,) = plan
-        self._pages = pages
-
-    def pool(self, layer: int) -> KVPool:
-        return self._pools[layer]
-
-    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("the kernel makes the heads itself: run_fused")
-
     def run_fused(self, layer: int, heads: NewHeads) -> torch.Tensor:
         qkv_THK = heads.qkv_TX.unflatten(1, (-1, FUSED_HEAD_DIM))
         out_THK = qkv_THK.new_empty((len(qkv_THK), self._num_heads, FUSED_HEAD_DIM))
         keys, values = (pool.flatten(0, 1) for pool in self._pools[layer])
         norms = heads.q_weight_K, heads.k_weight_K, heads.eps
-        plan = self._rows_RF, self._pages, out_THK, self._page_size, *self._cluster
+        plan = *self._plans, self._pages, out_THK, self._page_size, *self._cluster
         self._kernel.run(qkv_THK, keys, values, *plan, *norms, heads.cos_sin_TK, heads.slots_T)
         return out_THK

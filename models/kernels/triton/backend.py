@@ -14,7 +14,7 @@ from models.kernels.transfers import Transfers
 from models.kernels.triton.exchange import TritonExchange
 from models.kernels.triton.jpeg import pick_jpeg_decoder
 from models.kernels.triton.ops import TritonOps
-from models.kernels.triton.paged_attention import PagedAttention, fixed_attention_factory
+from models.kernels.triton.paged_attention import eager_attention, fixed_attention_factory
 from models.kernels.triton.sampling import TritonSampling
 from models.kernels.triton.self_check import check_kernels
 from models.kernels.triton.transfers import TritonTransfers
@@ -41,7 +41,7 @@ class PortableBackend:
         check_kernels(self, heads.dim, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        return PagedAttention(pools, num_heads, attention_tiles(self._capability, pools[0][0].shape[3]))
+        return eager_attention(pools, num_heads, attention_tiles(self._capability, pools[0][0].shape[3]))
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True

@@ -2,7 +2,6 @@
 parts of a group."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from triton.language import constexpr, tensor
 from models.cache.layout import AttentionLayout
 from models.kernels.heads import MAX_GROUP
 from models.kernels.ops import KVPool
-from models.kernels.paged import FixedAttention, Int32s, MakeFixed, plan_on_device
+from models.kernels.paged import EagerAttention, Int32s, MakeFixed, PagedAttention, Piece
 from models.kernels.triton.launch import await_kernel_ahead, early_launch, num_multiprocessors
 from models.kernels.triton.tuned import AttentionTiles, Tiles
 from models.kernels.units import UNIT_FIELDS, max_token_groups, max_units, plan_units, token_groups
@@ -120,129 +119,118 @@ def _merge(
     tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), (token < num_tokens)[:, None])
 
 
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Results of groups in several parts, shared on one stream."""
+class PagedKernel:
+    """The kernels for these pools, with scratch memory that pieces share on one stream: results of groups in several parts."""
 
-    partials: torch.Tensor  # (units, KV heads, rows, K) float32
-    sums: torch.Tensor  # (units, KV heads, rows) float32: logarithms (base 2) of the parts' sums
-    max_pages: int
+    def __init__(self, pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles) -> None:
+        self.pools, self.tiles, k_pool = pools, tiles, pools[0][0]
+        _, self.page_size, self.kv_heads, self.head_dim = k_pool.shape
+        self.group = num_heads // self.kv_heads
+        assert num_heads % self.kv_heads == 0 and self.group <= MAX_GROUP
+        self.few_tokens, self.chunk_tokens = tiles.few.rows // self.group, tiles.chunk.rows // self.group
+        self._num_blocks, self._scale = tiles.blocks * num_multiprocessors(k_pool.device), self.head_dim**-0.5 * LOG2_E
+        self._grow(0)
 
-    @classmethod
-    def allocate(cls, pool: KVPool, num_units: int, rows: int, max_pages: int) -> "Scratch":
-        _, _, kv_heads, head_dim = pool[0].shape
-        shape = num_units, kv_heads, rows
-        return cls(torch.empty((*shape, head_dim), device=pool[0].device), torch.empty(shape, device=pool[0].device), max_pages)
+    def num_units(self, num_groups: int) -> int:
+        """Enough for so many groups of few tokens."""
+        return max_units(num_groups, self.kv_heads, self._num_blocks) if num_groups else 0
 
+    def reserve(self, num_units: int) -> None:
+        """Scratch memory for so many work items, before anything is captured."""
+        if num_units > len(self.sums):
+            self._grow(num_units)
 
-class PagedAttention:
-    """See `AttentionBackend`, and `FixedAttention` if `num_chunks` and `num_units` say how many of each a plan may have.
+    def _grow(self, num_units: int) -> None:
+        shape, device = (num_units, self.kv_heads, self.tiles.few.rows), self.pools[0][0].device
+        self.partials = torch.empty((*shape, self.head_dim), device=device)  # float32
+        self.sums = torch.empty(shape, device=device)  # logarithms (base 2) of the parts' sums
 
-    Chunks of prompts are whole units; decode rows, and few tokens of prompts, are cut along their keys.
-    """
-
-    def __init__(
-        self,
-        pools: Sequence[KVPool],
-        num_heads: int,
-        tiles: AttentionTiles,
-        scratch: Scratch | None = None,
-        num_chunks: int | None = None,
-        num_units: int | None = None,
+    def attend(
+        self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, units: torch.Tensor, pages: torch.Tensor, tiles: Tiles
     ) -> None:
-        k_pool = pools[0][0]
-        _, self._page_size, self._kv_heads, head_dim = k_pool.shape
-        self._group = num_heads // self._kv_heads
-        assert num_heads % self._kv_heads == 0 and self._group <= MAX_GROUP
-        self._pools = pools
-        self._tiles = tiles
-        self._scratch = scratch
-        self._num_chunks, self._num_units = num_chunks, num_units
-        self._limit = tiles.blocks * num_multiprocessors(k_pool.device)
-        self._scale = head_dim**-0.5 * LOG2_E
-        self._chunks = self._units = torch.zeros((0, UNIT_FIELDS), dtype=torch.int32, device=k_pool.device)
-        self._pages = self._units[:, 0]
-
-    @property
-    def max_pages(self) -> int:
-        assert self._scratch is not None
-        return self._scratch.max_pages
-
-    def plan(self, layout: AttentionLayout) -> None:
-        plan_on_device(self, layout)
-
-    def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
-        """Units of chunks, longest first, then units of few tokens."""
-        num_prefill = int(layout.qo_indptr_cpu[layout.num_prefill_rows])
-        few = layout if num_prefill <= MAX_SPLIT_TOKENS else layout.decode_rows()
-        chunks = np.zeros((0, UNIT_FIELDS), dtype=np.int32)
-        if num_prefill > MAX_SPLIT_TOKENS:
-            chunks = _whole_units(token_groups(layout.prefill_rows(), self._tiles.chunk.rows // self._group))
-        groups = token_groups(few, self._tiles.few.rows // self._group)
-        if few is not layout:  # its tokens and pages lie behind those of the prompts
-            groups[:, 0] += num_prefill
-            groups[:, 2] += int(layout.page_indptr_cpu[layout.num_prefill_rows])
-        units = chunks[:0]
-        if len(groups):
-            limit = max_units(len(groups), self._kv_heads, self._limit)
-            units = plan_units(groups, limit if self._num_units is None else min(limit, self._num_units))
-        return _padded(chunks, self._num_chunks), _padded(units, self._num_units)
-
-    def read_from(self, plan: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
-        self._chunks, self._units = plan
-        self._pages = pages
-        if self._num_units is None and (self._scratch is None or len(self._scratch.sums) < len(self._units)):
-            self._scratch = Scratch.allocate(self._pools[0], len(self._units), self._tiles.few.rows, 0)
-
-    def pool(self, layer: int) -> KVPool:
-        return self._pools[layer]
-
-    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
         assert q_THK.is_contiguous()
-        out_THK = torch.empty_like(q_THK)
-        if len(self._chunks):
-            self._attend(layer, q_THK, out_THK, self._chunks, self._tiles.chunk)
-        if len(self._units):
-            self._attend(layer, q_THK, out_THK, self._units, self._tiles.few)
-            self._merge(out_THK)
-        return out_THK
-
-    def _attend(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, units: torch.Tensor, tiles: Tiles) -> None:
-        k_pool, v_pool = self._pools[layer]
-        assert self._scratch is not None
-        _attend[(len(units), self._kv_heads)](
-            q_THK, k_pool, v_pool, out_THK, units, self._pages, self._scratch.partials, self._scratch.sums, self._scale,
-            FIELDS=UNIT_FIELDS, KV_HEADS=self._kv_heads, GROUP=self._group, PAGE=self._page_size, DIM=q_THK.shape[2],
+        k_pool, v_pool = self.pools[layer]
+        _attend[(len(units), self.kv_heads)](
+            q_THK, k_pool, v_pool, out_THK, units, pages, self.partials, self.sums, self._scale,
+            FIELDS=UNIT_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, PAGE=self.page_size, DIM=q_THK.shape[2],
             ROWS=tiles.rows, KEYS=tiles.keys, STAGES=tiles.stages, EXACT=q_THK.dtype == torch.float32, num_warps=tiles.warps,
             **early_launch(q_THK),
         )  # fmt: skip
 
-    def _merge(self, out_THK: torch.Tensor) -> None:
-        assert self._scratch is not None
-        _merge[(len(self._units), self._kv_heads)](
-            out_THK, self._units, self._scratch.partials, self._scratch.sums,
-            FIELDS=UNIT_FIELDS, KV_HEADS=self._kv_heads, GROUP=self._group, DIM=out_THK.shape[2], ROWS=self._tiles.few.rows, num_warps=4,
+    def merge(self, out_THK: torch.Tensor, units: torch.Tensor) -> None:
+        _merge[(len(units), self.kv_heads)](
+            out_THK, units, self.partials, self.sums,
+            FIELDS=UNIT_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, DIM=out_THK.shape[2], ROWS=self.tiles.few.rows, num_warps=4,
             **early_launch(out_THK),
         )  # fmt: skip
+
+
+class Chunks:
+    """See `Piece`: the prefill rows, each group of tokens a whole work item. With `num_chunks` the plan has one size."""
+
+    def __init__(self, of: PagedKernel, num_chunks: int = 0) -> None:
+        self._of, self._num_chunks = of, num_chunks
+
+    def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
+        """Longest first."""
+        return _padded(_whole_units(token_groups(layout.prefill_rows(), self._of.chunk_tokens)), self._num_chunks)
+
+    def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
+        self._of.attend(layer, q_THK, out_THK, plan, pages, self._of.tiles.chunk)
+
+
+class FewTokens:
+    """See `Piece`: rows that are cut along their keys; all of them, or those after `num_prefill` tokens of prompts. With `num_units` the
+    plan has one size."""
+
+    def __init__(self, of: PagedKernel, num_prefill: int, num_units: int = 0) -> None:
+        self._of, self._num_prefill, self._num_units = of, num_prefill, num_units
+
+    def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
+        """Longest first."""
+        groups = token_groups(layout.decode_rows() if self._num_prefill else layout, self._of.few_tokens)
+        if self._num_prefill:  # its tokens and pages lie after those of the prompts
+            groups[:, 0] += self._num_prefill
+            groups[:, 2] += int(layout.page_indptr_cpu[layout.num_prefill_rows])
+        limit = self._of.num_units(len(groups))
+        units = plan_units(groups, min(limit, self._num_units or limit)) if len(groups) else np.zeros((0, UNIT_FIELDS), dtype=np.int32)
+        return _padded(units, self._num_units)
+
+    def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
+        if len(plan):
+            self._of.reserve(len(plan))
+            self._of.attend(layer, q_THK, out_THK, plan, pages, self._of.tiles.few)
+            self._of.merge(out_THK, plan)
+
+
+def eager_attention(pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles) -> EagerAttention:
+    """For steps of any mix, outside CUDA graphs."""
+    kernel = PagedKernel(pools, num_heads, tiles)
+
+    def make(layout: AttentionLayout) -> PagedAttention:
+        num_prefill = int(layout.qo_indptr_cpu[layout.num_prefill_rows])
+        is_few = num_prefill <= MAX_SPLIT_TOKENS
+        pieces: list[Piece] = [FewTokens(kernel, 0)] if is_few else [Chunks(kernel), FewTokens(kernel, num_prefill)]
+        return PagedAttention(pools, pieces, len(layout.pages))
+
+    return EagerAttention(pools, make)
 
 
 def fixed_attention_factory(
     pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
 ) -> MakeFixed:
     """See `Backend.fixed_attention`."""
-    kv_heads = pools[0][0].shape[2]
-    group = num_heads // kv_heads
-    limit = tiles.blocks * num_multiprocessors(pools[0][0].device)
-    few_tokens, chunk_tokens = tiles.few.rows // group, tiles.chunk.rows // group
-    max_groups = max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, few_tokens)
-    num_units = max_units(max_groups, kv_heads, limit)
-    scratch = Scratch.allocate(pools[0], num_units, tiles.few.rows, (max_prefill_rows + max_decode_rows) * max_blocks)
+    kernel, max_pages = PagedKernel(pools, num_heads, tiles), (max_prefill_rows + max_decode_rows) * max_blocks
+    kernel.reserve(kernel.num_units(max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, kernel.few_tokens)))
 
-    def make(num_tokens: int, num_decodes: int, num_rows: int) -> FixedAttention:
-        is_few = num_tokens <= MAX_SPLIT_TOKENS
-        groups = num_decodes + (max_token_groups(num_tokens, num_rows, few_tokens) if is_few else 0)
-        num_chunks = 0 if is_few else max_token_groups(num_tokens, num_rows, chunk_tokens)
-        return PagedAttention(pools, num_heads, tiles, scratch, num_chunks, max_units(groups, kv_heads, limit) if groups else 0)
+    def make(num_tokens: int, num_decodes: int, num_rows: int) -> PagedAttention:
+        if num_tokens <= MAX_SPLIT_TOKENS:
+            groups = num_decodes + max_token_groups(num_tokens, num_rows, kernel.few_tokens)
+            pieces: list[Piece] = [FewTokens(kernel, 0, kernel.num_units(groups))]
+        else:
+            pieces = [Chunks(kernel, max_token_groups(num_tokens, num_rows, kernel.chunk_tokens))]
+            pieces += [FewTokens(kernel, num_tokens, kernel.num_units(num_decodes))] if num_decodes else []
+        return PagedAttention(pools, pieces, max_pages)
 
     return make
 
@@ -255,9 +243,8 @@ def _whole_units(groups: Int32s) -> Int32s:
     return units[np.argsort(-groups[:, 3], kind="stable")]
 
 
-def _padded(units: Int32s, size: int | None) -> Int32s:
-    if size is None:
-        return units
-    padded = np.zeros((size, UNIT_FIELDS), dtype=np.int32)
+def _padded(units: Int32s, size: int) -> Int32s:
+    """At least `size` work items, of which the last are none."""
+    padded = np.zeros((max(size, len(units)), UNIT_FIELDS), dtype=np.int32)
     padded[: len(units)] = units
     return padded

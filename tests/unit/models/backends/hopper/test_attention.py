@@ -11,14 +11,14 @@ import torch
 
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout
-from models.kernels.paged import FixedAttention
+from models.kernels.paged import PagedAttention, Piece
 from tests.unit.models.backends.hopper.attention_step import Step
 from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
 
 pytest.importorskip("triton")  # beside the kernels that are replaced
-from models.kernels.hopper.attention import EagerAttention, MixedAttention
-from models.kernels.hopper.flash_decoding import FlashDecoding
-from models.kernels.hopper.prefill_attention import PrefillAttention
+from models.kernels.hopper.attention import eager_attention
+from models.kernels.hopper.flash_decoding import Split, SplitKernel
+from models.kernels.hopper.prefill_attention import Prefill, PrefillKernel
 
 CPU = torch.device("cpu")
 HEADS = (4, 2)
@@ -34,7 +34,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return [replace(step.to(CPU, torch.bfloat16), layout=replace(step.layout, num_prefill_rows=3)) for step in built]
 
 
-def plan_into(memory: Staging, backend: FixedAttention, layout: AttentionLayout) -> tuple[list[torch.Tensor], torch.Tensor]:
+def plan_into(memory: Staging, backend: PagedAttention, layout: AttentionLayout) -> tuple[list[torch.Tensor], torch.Tensor]:
     memory.begin()
     plan = [memory.put(array) for array in backend.plan_arrays(layout)]
     pages = memory.rest(torch.int32)
@@ -49,12 +49,10 @@ def test_a_plan_is_read_where_it_is(steps: list[Step], num_tokens: int, num_deco
     graphs."""
     largest = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
     pool = largest[0].clone(), largest[1].clone()
-    split = FlashDecoding.factory([pool], HEADS[0], 3, max_pages=200)
-    backend: FixedAttention = split(3)
-    if num_tokens:
-        prefill = PrefillAttention.factory([pool], HEADS[0])(num_tokens, num_rows=3)
-        backend = MixedAttention([pool], num_tokens, 200, prefill, backend if num_decodes else None)
-    memory, eager = Staging(1 << 16, CPU), EagerAttention([pool], HEADS[0])
+    pieces: list[Piece] = [Prefill(PrefillKernel([pool], HEADS[0]), num_tokens, num_rows=3)] if num_tokens else []
+    pieces += [Split(SplitKernel([pool], HEADS[0]), 3, num_tokens)] if num_decodes else []
+    backend = PagedAttention([pool], pieces, max_pages=200)
+    memory, eager = Staging(1 << 16, CPU), eager_attention([pool], HEADS[0])
     layouts = [step.layout if num_tokens else step.layout.decode_rows() for step in steps]
     layouts = layouts if num_decodes else [layout.prefill_rows() for layout in layouts]
     backend.read_from(*plan_into(memory, backend, layouts[0]))

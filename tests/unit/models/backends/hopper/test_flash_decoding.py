@@ -17,7 +17,8 @@ from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
 
 pytest.importorskip("triton")  # beside the kernel that is replaced
 from models.kernels.hopper import flash_decoding
-from models.kernels.hopper.flash_decoding import FlashDecoding
+from models.kernels.hopper.flash_decoding import Split, SplitKernel
+from models.kernels.paged import PagedAttention
 from models.kernels.units import MIN_TILES, ROWS, TILE, group_tokens, max_token_groups, plan_units, token_groups
 
 
@@ -26,10 +27,10 @@ def check(step: Step, spare_groups: int = 0) -> int:
     num_heads = step.q.shape[1]
     size = group_tokens(num_heads, step.pool[0].shape[2])
     groups = max_token_groups(len(step.q), len(step.layout.kv_lens_cpu), size) + spare_groups
-    backend = FlashDecoding.factory([step.pool], num_heads, groups, len(step.layout.pages))(groups)
+    backend = PagedAttention([step.pool], [Split(SplitKernel([step.pool], num_heads), groups)], len(step.layout.pages))
     backend.plan(step.layout)
     torch.testing.assert_close(backend.run(0, step.q).double(), step.expected(), rtol=1e-5, atol=1e-5)
-    return int((backend._units_UF[:, 4] > 0).sum())
+    return int((backend._plans[0][:, 4] > 0).sum())
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_a_chunk_across_the_last_tiles() -> None:
 def test_decode_rows_after_prefill_rows() -> None:
     """Of a mixed step, only the decode rows are planned."""
     step = Step.build([100, 40, 200], heads=(2, 1), tokens=[7, 1, 1])
-    backend = FlashDecoding.factory([step.pool], 2, 2, max_pages=3 + 13)(2)
+    backend = PagedAttention([step.pool], [Split(SplitKernel([step.pool], 2), 2)], max_pages=3 + 13)
     backend.plan(replace(step.layout, num_prefill_rows=1).decode_rows())
     torch.testing.assert_close(backend.run(0, step.q[7:]).double(), step.expected()[7:], rtol=1e-5, atol=1e-5)
 
@@ -74,8 +75,8 @@ def test_backends_of_several_sizes_share_their_scratch() -> None:
     """As captured graphs do: plan, run, then another size."""
     lengths = [700, 30, 1000, 5]
     pool = Step.build(lengths, heads=(2, 1)).pool
-    make = FlashDecoding.factory([pool], 2, max_groups=4, max_pages=200)
-    backends = {size: make(size) for size in (4, 1, 2)}
+    kernel = SplitKernel([pool], 2)
+    backends = {size: PagedAttention([pool], [Split(kernel, size)], max_pages=200) for size in (4, 1, 2)}
     for size in (4, 1, 2, 1, 4):
         step = Step.build(lengths[:size], heads=(2, 1), seed=size)
         for ours, theirs in zip(pool, step.pool, strict=True):

@@ -39,10 +39,10 @@ def small_tiles() -> object:
 @pytest.mark.parametrize(("tokens", "heads"), list(zip(MIXES, HEADS, strict=True)))
 def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
     """Red if a causal edge, a part, a rest of a page or a neighbour's tokens is taken for another."""
-    from models.kernels.triton.paged_attention import PagedAttention
+    from models.kernels.triton.paged_attention import eager_attention
 
     step = step_of(tokens, MIXES[tokens], heads)
-    attention = PagedAttention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
+    attention = eager_attention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
     attention.plan(step.layout)
     for _ in range(2):  # a run must leave its memory as it found it
         torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
@@ -54,11 +54,11 @@ def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
 )
 def test_rows_of_several_tokens(tokens: tuple[int, ...], heads: tuple[int, int], context: int) -> None:
     """Red if a draft sees a later one or misses an earlier one, also where its row has two groups of tokens or several parts."""
-    from models.kernels.triton.paged_attention import PagedAttention
+    from models.kernels.triton.paged_attention import eager_attention
 
     lengths = [*tokens, *(context + count for count in SHORT[tokens])]
     step = step_of(tokens, lengths, heads, short=SHORT[tokens])
-    attention = PagedAttention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
+    attention = eager_attention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
     attention.plan(step.layout)
     torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
 

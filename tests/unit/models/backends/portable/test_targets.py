@@ -185,13 +185,13 @@ def launch_sampling() -> None:
 
 
 def launch_attention(capability: int) -> None:
-    from models.kernels.triton.paged_attention import PagedAttention
+    from models.kernels.triton.paged_attention import eager_attention
     from models.kernels.triton.tuned import attention_tiles
     from tests.unit.models.backends.hopper.attention_step import Step
 
     for heads, head_dim in (((32, 8), 128), ((24, 4), 256)):
         step = Step.build([300, 5000], heads, head_dim, tokens=[200, 1]).to(torch.device("cpu"), torch.bfloat16)
-        attention = PagedAttention([step.pool], heads[0], attention_tiles((capability // 10, capability % 10), head_dim))
+        attention = eager_attention([step.pool], heads[0], attention_tiles((capability // 10, capability % 10), head_dim))
         attention.plan(replace(step.layout, num_prefill_rows=1))
         attention.run(0, step.q)
 
