@@ -14,6 +14,7 @@ from models.kernels.hopper.varlen_attention import HopperVarlen
 from models.kernels.ops import KVPool, Ops
 from models.kernels.paged import AttentionBackend, MakeFixed
 from models.kernels.triton.backend import PortableBackend
+from models.kernels.triton.float8 import Float8Products
 from models.kernels.triton.ops import TritonOps
 from models.kernels.varlen import VarlenAttention
 
@@ -32,7 +33,7 @@ class HopperBackend(PortableBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.ops: Ops = TritonOps(SPLIT_TOKENS, multiply, float8_gemv)
+        self.ops: Ops = TritonOps(SPLIT_TOKENS, Float8Products(multiply, float8_gemv))
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)

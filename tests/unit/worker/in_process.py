@@ -88,7 +88,7 @@ def run_again(forward: Callable[[], torch.Tensor]) -> tuple[Callable[[], object]
 
 
 class PlannedAttention(TorchAttention):
-    """A `PagedAttention` for graphs, on the CPU: reads rows and pages from the memory of the graphs, as a kernel would, whenever it runs."""
+    """A graph's `PagedAttention` on the CPU: reads rows and pages from the memory of the graphs, as a kernel would, whenever it runs."""
 
     max_pages = MAX_PAGES
 
