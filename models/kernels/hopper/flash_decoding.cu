@@ -258,29 +258,18 @@ DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, float* 
 
 constexpr int kColumns = kHeadDim / 4;  // fours of a row
 
-// The parts' weighted sum: a thread has kAtOnce fours under way, each of several parts.
-template <int kAtOnce>
+// The parts' weighted sum, four values of a row in a thread.
 DEVICE void add_parts(Params const& params, Unit const& unit, int num_rows, float const* weights) {
-  int const end = num_rows * kColumns;
-  for (int first = threadIdx.x; first < end; first += kAtOnce * kThreads) {
-    float4 sums[kAtOnce] = {};
-#pragma unroll(kAtOnce == 1 ? 8 : 4)
+  for (int i = threadIdx.x; i < num_rows * kColumns; i += kThreads) {
+    int const row = i / kColumns;
+    float4 sum = {};
+#pragma unroll 8
     for (int part = 0; part < unit.count; ++part) {
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        int const i = min(first + j * kThreads, end - 1), row = i / kColumns;
-        float const share = weights[row * unit.count + part];
-        float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row)) + i % kColumns);
-        sums[j].x += share * x.x, sums[j].y += share * x.y, sums[j].z += share * x.z, sums[j].w += share * x.w;
-      }
+      float const share = weights[row * unit.count + part];
+      float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row)) + i % kColumns);
+      sum.x += share * x.x, sum.y += share * x.y, sum.z += share * x.z, sum.w += share * x.w;
     }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      int const i = first + j * kThreads;
-      float4 const& sum = sums[j];
-      if (i >= end) break;
-      *reinterpret_cast<uint2*>(params.out + unit.place(params, i / kColumns) + i % kColumns * 4) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
-    }
+    *reinterpret_cast<uint2*>(params.out + unit.place(params, row) + i % kColumns * 4) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
   }
 }
 
@@ -300,8 +289,7 @@ DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, 
   float* const weights = reinterpret_cast<float*>(shared.stages);  // (row, part): each part's share of the whole
   for (int row = warp; row < num_rows; row += kWarps) weigh_parts(params, unit, row, weights + row * unit.count, lane);
   __syncthreads();
-  if (num_rows * kColumns <= kThreads) add_parts<1>(params, unit, num_rows, weights);
-  else add_parts<4>(params, unit, num_rows, weights);
+  add_parts(params, unit, num_rows, weights);
 }
 
 DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) {
