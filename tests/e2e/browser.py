@@ -43,7 +43,6 @@ class Page:
         self.complaints: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a DevTools command."""
         number = next(self._ids)
         self._replies[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
@@ -77,7 +76,6 @@ class Page:
         await self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
     async def click(self, selector: str) -> None:
-        """A click of the mouse in the middle of the first match."""
         where = (
             f"(() => {{ const node = document.querySelector({json.dumps(selector)}); node.scrollIntoView({{block: 'nearest'}});"
             "const box = node.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
@@ -87,18 +85,15 @@ class Page:
             await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     async def type(self, text: str) -> None:
-        """Text for whatever has the focus."""
         await self.call("Input.insertText", text=text)
 
     async def press(self, key: str) -> None:
-        """One key, such as Enter or Escape."""
         codes = {"Enter": 13, "Escape": 27, "Tab": 9}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **text)
 
     async def choose_files(self, selector: str, paths: list[Path]) -> None:
-        """Files for an input of type file, as a user picks them."""
         root = await self.call("DOM.getDocument")
         found = await self.call("DOM.querySelector", nodeId=root["root"]["nodeId"], selector=selector)
         await self.call("DOM.setFileInputFiles", nodeId=found["nodeId"], files=[str(path) for path in paths])

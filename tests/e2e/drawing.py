@@ -9,7 +9,6 @@ from models.demo.scenes import Item, Scene
 
 
 def drawn(folder: Path) -> list[Path]:
-    """Write a number and a coloured shape to files."""
     rng = np.random.default_rng(3)
     scenes = [
         Scene(200, 120, (Item("number", "472", "blue", "centre"),), 0.2),

@@ -12,7 +12,6 @@ WIDTH, HEIGHT = 1200, 800
 
 
 async def take(target: Path) -> None:
-    """Two turns: three numbers in order, then a shape beside them."""
     with serve("demo") as engine:
         async with open_page(engine.url + "/", SAME_DRAWINGS) as page:
             await page.screenshot(target, WIDTH, HEIGHT)  # sets the size of the window

@@ -27,8 +27,6 @@ SMALL = ["--api-arena-bytes", "64M", "--processor-arena-bytes", "64M", "--kv-cac
 
 
 class Engine:
-    """A running engine and its log."""
-
     def __init__(self, model: str | Path, flags: list[str], sizes: Sequence[str] = SMALL, prefix: Sequence[str] = ()):
         """`prefix` is a command that becomes the engine."""
         self.log_path = Path(tempfile.mkstemp(prefix="engine-test-", suffix=".log")[1])
@@ -41,7 +39,6 @@ class Engine:
         self.client = httpx.Client(base_url=self.url, timeout=120)
 
     def chat(self, content: object, **fields: Any) -> httpx.Response:
-        """Send one request of a user's `content`: greedy and 8 tokens unless `fields` differ."""
         return self.client.post("/v1/chat/completions", json=chat_body(content, **fields))
 
     def text(self, content: object, **fields: Any) -> str:
@@ -52,7 +49,6 @@ class Engine:
         return answer
 
     def stream(self, content: object, **fields: Any) -> list[dict[str, Any]]:
-        """Return all chunks of a streamed answer."""
         body = chat_body(content, stream=True, **fields)
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             assert response.status_code == 200, response.read()
@@ -75,7 +71,7 @@ class Engine:
         return self.log_path.read_text()
 
     def stop(self) -> None:
-        """Send Ctrl-C; the engine must end cleanly and leave nothing. An idle processor and scheduler check themselves before they end."""
+        """Send Ctrl-C; the engine must end cleanly and leave nothing. Idle processes check themselves before they end."""
         self.client.close()
         self.process.send_signal(signal.SIGINT)
         code = self.process.wait(HANG_GUARD_S)
@@ -93,7 +89,7 @@ class Engine:
         eventually(lambda: not self.run_dir.exists(), "the removal of the run directory")
 
     def kill(self) -> None:
-        """Kill every process. For the end of a failed test, or of one that leaves a process stopped."""
+        """Kill every process that is left."""
         for pid in [*self.children, self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -101,7 +97,7 @@ class Engine:
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _await_ready(self) -> str:
-        """The engine's address, or an AssertionError when the engine has ended. pytest's own timeout ends an engine that hangs."""
+        """Return the engine's address. pytest's own timeout ends an engine that hangs."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if match := re.search(r"ready after .*: (http://\S+) serves", line):
@@ -192,7 +188,6 @@ def serve(model: str | Path, *flags: str, is_small: bool = True) -> Iterator[Eng
 
 @contextlib.contextmanager
 def doomed(model: str | Path, *flags: str, prefix: Sequence[str] = ()) -> Iterator[Engine]:
-    """Run an engine that the test ends itself, or breaks."""
     engine = Engine(model, list(flags), SMALL, prefix)
     try:
         yield engine
@@ -234,14 +229,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def role_of(pid: int) -> str:
-    """Return 'api', 'processor', 'scheduler' or 'worker'."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     module = command[command.index(b"-m") + 1].decode()
     return {"server.http.app": "api", "server.processor.main": "processor", "engine.scheduler.main": "scheduler"}.get(module, "worker")
 
 
 def run_dir_of(pid: int) -> Path:
-    """Return the engine's private directory, from a child's command line."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     return Path(command[command.index(b"-m") + 2].decode()).parent
 

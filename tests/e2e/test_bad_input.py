@@ -35,7 +35,7 @@ def bogus_huffman_table() -> bytes:
 
 
 def png_that_claims(width: int, height: int) -> bytes:
-    """A PNG with a valid header and no pixels: it must be rejected by its size, before any pixel is allocated."""
+    """A PNG with a valid header and no pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -49,7 +49,7 @@ def image(url: str) -> list[dict[str, Any]]:
 
 
 def test_bad_images(tiny_engine: Engine) -> None:
-    """Red if a bad image is anything but its 4xx, or harms the next request. `tests/unit/server` has all kinds of them."""
+    """One of each kind; `tests/unit/server` has the others."""
     cases = {
         "text as image": (uri(b"just some words, no picture at all"), 422),
         "truncated jpeg": (uri(jpeg_bytes()[: len(jpeg_bytes()) // 2]), 422),
@@ -68,7 +68,6 @@ def test_bad_images(tiny_engine: Engine) -> None:
 
 @pytest.mark.gate
 def test_an_image_that_fails_in_the_worker(tiny_engine: Engine) -> None:
-    """Red if a JPEG that fails after it was accepted ends the engine, is answered, or fails the next request."""
     for stream in (False, True):
         response = tiny_engine.chat(image(uri(bogus_huffman_table())), stream=stream)
         assert response.status_code == 422, response.text
@@ -77,7 +76,7 @@ def test_an_image_that_fails_in_the_worker(tiny_engine: Engine) -> None:
 
 
 def test_bad_bodies(tiny_engine: Engine) -> None:
-    """Red if a bad body is anything but its 4xx with an error object. `tests/unit/server` has all kinds of them."""
+    """One of each kind; `tests/unit/server` has the others."""
     cases = {
         "no json": (b"{not json", 400),
         "a wrong model": (b'{"model": "gpt-17", "messages": [{"role": "user", "content": "hi"}]}', 404),
@@ -91,7 +90,6 @@ def test_bad_bodies(tiny_engine: Engine) -> None:
 
 @pytest.mark.gate
 def test_the_other_pages(tiny_engine: Engine) -> None:
-    """Red if a client that looks around finds nothing."""
     assert tiny_engine.client.get("/health").status_code == 200
     assert tiny_engine.client.get("/v1/models").json()["data"][0]["max_model_len"] == 2048
     assert "engine_stage_seconds" in tiny_engine.client.get("/metrics").text

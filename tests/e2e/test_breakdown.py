@@ -33,7 +33,7 @@ async def ask_twice(url: str) -> list[Answer]:
 
 
 def test_the_parts_are_consecutive(demo: Engine) -> None:
-    """Red if a stage is not reported, or if its time is also in another one: then the parts are longer than the whole."""
+    """If a time were in two stages, the parts would be longer than the whole."""
     for answer in asyncio.run(ask_twice(demo.url)):
         parts = breakdown(answer)
         assert not answer.error and parts.keys() >= set(STAGES)

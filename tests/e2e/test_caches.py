@@ -39,7 +39,7 @@ def usage(engine: Engine, content: object, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("are_files", [pytest.param(False, marks=pytest.mark.gate), True])
 def test_a_conversation_computes_each_turn_once(demo: Engine, are_files: bool) -> None:
-    """Red if a turn decodes or encodes an old image again, or computes more than its own tokens and a block."""
+    """Red if a turn computes more than its own tokens and a block."""
     messages: list[dict[str, Any]] = []
     for turn, part in enumerate((screenshots if are_files else document)(0)):
         messages.append({"role": "user", "content": [part, text_part(f"What is in picture {turn + 1}?")]})
@@ -56,7 +56,7 @@ def test_a_conversation_computes_each_turn_once(demo: Engine, are_files: bool) -
 
 
 def test_a_file_whose_embedding_was_evicted_is_answered_as_if_it_were_new(forgetful: Engine) -> None:
-    """Red if a known file is encoded from anything but its pixels, is not decoded although it must be, or is although it need not."""
+    """Red if a known file is decoded although it need not be, or is not although it must."""
     pages = screenshots(100, 6)
     content = [pages[0], text_part("and"), pages[1], text_part("What is in the first picture, and what is in the second one?")]
 
@@ -79,7 +79,7 @@ def test_a_file_whose_embedding_was_evicted_is_answered_as_if_it_were_new(forget
 @pytest.mark.gate
 @pytest.mark.parametrize(("path", "is_encoded_again"), [("/reset_prefix_cache", False), ("/flush_cache", True)])
 def test_flushed_caches_are_computed_again(demo: Engine, path: str, is_encoded_again: bool) -> None:
-    """Red if a request after such a command finds earlier contents, or if the command needs more than an empty POST."""
+    """The command is an empty POST."""
     content = [*document(400 + 2 * is_encoded_again, 2), text_part("What is in picture 1?")]
     usage(demo, content)
     assert usage(demo, content)["prompt_tokens_details"]["cached_tokens"] > 0

@@ -26,8 +26,6 @@ FRESH_SEED = 20_000_001  # neither recorded nor used by the unit tests
 
 @dataclass(frozen=True)
 class Recorded:
-    """A question and transformers' greedy answer."""
-
     question: Question
     said: str
 
@@ -40,8 +38,6 @@ def recorded() -> list[Recorded]:
 
 
 def ask(engine: Engine, items: Sequence[Question], at_once: int) -> list[Result]:
-    """Ask all questions, at most `at_once` concurrently."""
-
     async def run() -> list[Result]:
         async with ChatClient(engine.url) as client:
             return await ask_server(client, "", items, at_once)
@@ -50,7 +46,6 @@ def ask(engine: Engine, items: Sequence[Question], at_once: int) -> list[Result]
 
 
 def assert_same(engine: Engine, records: Sequence[Recorded], at_once: int) -> None:
-    """The engine's answers are transformers' answers, to the letter."""
     results = ask(engine, [record.question for record in records], at_once)
     different = {
         f"{result.task} {result.seed}": (result.error or result.said, record.said)
@@ -62,8 +57,7 @@ def assert_same(engine: Engine, records: Sequence[Recorded], at_once: int) -> No
 
 @pytest.mark.parametrize("in_gate", [pytest.param(True, marks=pytest.mark.gate), False])
 def test_answers_in_whole_prompts_fresh_and_cached(demo: Engine, recorded: list[Recorded], in_gate: bool) -> None:
-    """Red if a stage differs from transformers, rows of a batch leak into each other, or a cache returns other contents. A quarter of the
-    questions is in the gate."""
+    """A quarter of the questions is in the gate."""
     records = [record for i, record in enumerate(recorded) if (i % 4 == 0) == in_gate]
     assert_same(demo, records, AT_ONCE)
     with Counted(demo) as counted:
@@ -72,7 +66,6 @@ def test_answers_in_whole_prompts_fresh_and_cached(demo: Engine, recorded: list[
 
 
 def test_fresh_questions_are_answered_rightly(demo: Engine) -> None:
-    """Red if answers over the API become worse than the checkpoint is: it gets 98 to 100 % of these right."""
     results = ask(demo, list(islice(questions(FRESH_SEED, DEFAULT_TASKS), 60)), AT_ONCE)
     wrong = [result for result in results if not result.right]
     assert len(wrong) <= 3, wrong
@@ -80,7 +73,7 @@ def test_fresh_questions_are_answered_rightly(demo: Engine) -> None:
 
 @pytest.mark.gate
 def test_chunks_and_ranks_change_no_answer(chunked: Engine, recorded: list[Recorded]) -> None:
-    """Red if a chunk boundary shifts a position or an image row, or if ranks disagree: questions alone, batched, and cached."""
+    """Questions alone, batched, and cached."""
     assert_same(chunked, recorded[5::36], 1)
     assert_same(chunked, recorded[4::9], AT_ONCE)
     assert_same(chunked, recorded[4::36], 1)

@@ -25,7 +25,6 @@ NUM_LEAVERS = 200
 
 @pytest.mark.parametrize(("role", "phase", "name"), CASES)
 async def test_a_signal_in_every_phase(monkeypatch: pytest.MonkeyPatch, role: str, phase: str, name: str) -> None:
-    """Red if a client waits for ever, if the engine lives on in part or ends without a reason, or if anything of it is left."""
     for limit in ("END_S", "CLIENT_S"):
         monkeypatch.setattr(faults, limit, HANG_GUARD_S)
     result = await faults.case(role, phase, name, pause=11)
@@ -33,7 +32,7 @@ async def test_a_signal_in_every_phase(monkeypatch: pytest.MonkeyPatch, role: st
 
 
 def test_two_hundred_clients_that_leave_at_once(tiny: Path) -> None:
-    """Red if requests without clients run on, wait on, or keep their memory."""
+    """Red if their requests run on, wait on, or keep memory."""
 
     came: list[int] = []
 

@@ -40,7 +40,7 @@ def ask(engine: Engine, messages: list[dict[str, Any]], **fields: Any) -> dict[s
 @pytest.mark.gate
 @pytest.mark.parametrize("thinks", [True, False])
 def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> None:
-    """Red if states are kept where a turn without the earlier reasoning never finds them: after `<think>`, or far from the turn's end."""
+    """Red if states are kept where a turn without the earlier reasoning never finds them."""
     pictures = (image_part(picture(seed + 10 * thinks, 448, 448)) for seed in range(4))
     messages: list[dict[str, Any]] = []
     before = 0
@@ -57,7 +57,6 @@ def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> 
 
 
 def test_a_video_is_seen_as_transformers_sees_it(engine: Engine, folder: Path) -> None:
-    """Red if frame pairs, their times or their order relative to a picture differ from Qwen3-VL's."""
     clip, still = [picture(20 + i, 70, 110) for i in range(5)], picture(2, 200, 120)
     question = text_part("What changes?")
     shown = [{"type": "video"}, {"type": "image"}, question]
@@ -90,7 +89,6 @@ def test_drafts_change_no_answer(engine: Engine, folder: Path, draft: str, tp: s
 
 @pytest.mark.gate
 def test_either_end_token_ends_an_answer(engine: Engine) -> None:
-    """Red if a text's end token is taken for an ordinary token."""
     for end in (4000, 4002):
         found = ask(engine, [{"role": "user", "content": "Hi"}], ignore_eos=False, logit_bias={str(end): 100}, max_tokens=5)
         assert found["choices"][0]["finish_reason"] == "stop" and found["usage"]["completion_tokens"] == 1

@@ -36,7 +36,7 @@ HOSTILE: dict[str, Callable[[], list[str]]] = {
 
 
 class Listener:
-    """Another client's stream and its number of chunks, and the number of bad answers of `/health`."""
+    """Another client's stream: its number of chunks, and of bad answers of `/health`."""
 
     def __init__(self, engine: Engine):
         self.num_unhealthy = 0
@@ -77,7 +77,6 @@ def memory_of(engine: Engine, key: str) -> int:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_streams_of_others_go_on(engine: Engine, name: str) -> None:
-    """Red if another stream waits for an image, if the image takes the memory of the engine, or if `/health` reports a stall."""
     parts = [{"type": "image_url", "image_url": {"url": uri}} for uri in HOSTILE[name]()]
     before = memory_of(engine, "RssAnon")
     with Listener(engine) as other:
@@ -91,7 +90,7 @@ def test_streams_of_others_go_on(engine: Engine, name: str) -> None:
 
 
 def test_more_pixels_than_a_request_may_have(engine: Engine) -> None:
-    """Red if many large images are decoded before their pixels are added up."""
+    """Pixels are added up before one image is decoded."""
     part = {"type": "image_url", "image_url": {"url": data_uri(Image.new("1", (13_000, 13_000)), "PNG")}}
     response = engine.chat([part] * 7)
     assert response.status_code == 413 and "pixels" in response.json()["error"]["message"]

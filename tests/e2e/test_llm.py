@@ -56,7 +56,6 @@ def llm() -> Iterator[LLM]:
 
 @pytest.mark.gate
 def test_answers_are_those_over_http(llm: LLM, demo: Engine) -> None:
-    """Red if a conversation, its pictures or its parameters mean something else within a program."""
     asked = list(islice(questions(31_000_001), 24))
     chats = [item.messages() for item in asked]
     outputs = llm.chat(chats, GREEDY, use_tqdm=False)
@@ -82,7 +81,6 @@ def test_answers_are_those_over_http(llm: LLM, demo: Engine) -> None:
 
 @pytest.mark.gate
 def test_pictures_as_programs_hold_them(llm: LLM, demo: Engine, tmp_path: Path) -> None:
-    """Red if a picture in one of its forms is another picture, or none."""
     path = drawn(tmp_path)[0]
     image = Image.open(path)
     forms: list[Any] = [
@@ -100,7 +98,6 @@ def test_pictures_as_programs_hold_them(llm: LLM, demo: Engine, tmp_path: Path) 
 
 @pytest.mark.gate
 def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
-    """Red if a video is taken for a picture, or if its file and its frames are lost on the way."""
     frames = [picture(seed, 64, 64) for seed in range(4)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     forms: list[Any] = [
@@ -115,7 +112,7 @@ def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
 
 @pytest.mark.gate
 def test_a_bad_request_among_good_ones(llm: LLM) -> None:
-    """Red if one bad picture ends a long run although it need not, or passes for an answer."""
+    """Red if it ends a long run although it need not, or passes for an answer."""
     chats = [HELLO, [{"role": "user", "content": [b"no picture", "What is it?"]}], [{"role": "user", "content": [Path("/none.png")]}]]
     good, bad, missing = llm.chat(chats, GREEDY, use_tqdm=False, errors="return")
     assert good.error is None and good.outputs[0].text and not bad.outputs
@@ -137,7 +134,6 @@ class Answer(BaseModel):
 
 @pytest.mark.gate
 def test_schemas(llm: LLM) -> None:
-    """Red if a class of pydantic's, or a choice, does not hold."""
     params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=Answer))
     assert Answer.model_validate_json(llm.chat(HELLO, params, use_tqdm=False)[0].outputs[0].text)
     chosen = SamplingParams(structured_outputs={"choice": ["yes", "no"]})
@@ -145,7 +141,7 @@ def test_schemas(llm: LLM) -> None:
 
 
 def test_more_than_the_engine_holds() -> None:
-    """Red if a long list, or pictures of more bytes than the arenas hold, is refused instead of waiting."""
+    """Long lists and pictures beyond the arenas wait instead of being refused."""
     small = {**FLAGS, "api_arena_bytes": "1M", "max_queued_requests": 8, "max_num_seqs": 4}
     with LLM(model="demo", **small) as one:
         big = [[{"role": "user", "content": [picture(seed, 300, 300), "What colour?"]}] for seed in range(30)]
@@ -154,7 +150,7 @@ def test_more_than_the_engine_holds() -> None:
 
 
 async def test_streams_and_a_death() -> None:
-    """Red if text does not grow, if a stream that no caller reads keeps its place, or if a dead engine leaves its callers waiting."""
+    """Red if an abandoned stream keeps its place, or if callers of a dead engine wait."""
     others = set(children())
     endless = SamplingParams(ignore_eos=True, max_tokens=500)
     async with AsyncLLM(model="demo", max_num_seqs=2, max_queued_requests=2, **FLAGS) as one:
@@ -180,7 +176,6 @@ async def test_streams_and_a_death() -> None:
 
 
 def test_a_bad_flag_or_model_is_an_error_and_leaves_nothing() -> None:
-    """Red if a program is ended by a mistake, or if processes stay behind."""
     others = set(children())
     with pytest.raises(ValueError, match="did you mean --max-num-seqs"):
         LLM(max_num_seq=4)
@@ -196,7 +191,7 @@ LEAVES = "from engine.llm import LLM\nllm = LLM(**{flags})\nprint(llm._session._
 
 @pytest.mark.parametrize("end", ["", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], ids=["at its end", "by SIGKILL"])
 def test_a_program_that_does_not_close(end: str) -> None:
-    """Red if processes or the run directory outlive a program without `with`."""
+    """Neither processes nor the run directory outlive a program without `with`."""
     run = subprocess.run([sys.executable, "-c", LEAVES.format(flags=FLAGS, end=end)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == (-9 if end else 0), run.stderr
     run_dir = Path(run.stdout.strip())
@@ -206,7 +201,6 @@ def test_a_program_that_does_not_close(end: str) -> None:
 
 
 def test_the_example_of_the_docs(tmp_path: Path) -> None:
-    """Red if the page's program for captions does not run, or a line of its answer is no JSON."""
     paths = drawn(tmp_path)
     (tmp_path / "broken.png").write_bytes(b"none")
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")

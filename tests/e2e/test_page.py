@@ -4,7 +4,7 @@ import base64
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -23,9 +23,8 @@ from tests.unit.server.clips import encode as encode_video
 from tests.unit.server.clips import frames_of
 from tests.unit.server.stack import Stack, answer_ids
 
-pytestmark = pytest.mark.browser
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: install Debian's package chromium")
+no_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: install Debian's package chromium")
+pytestmark = [pytest.mark.browser, no_browser]
 
 ANSWERS = "[...document.querySelectorAll('.theirs')].map(node => node.querySelector('.text').textContent)"
 NUMBERS = (
@@ -38,6 +37,8 @@ STOP_EARLY = (  # inside the page: the answer takes a quarter of a second
     "document.getElementById('stop').click(); observer.disconnect(); } }).observe(document.getElementById('log'),"
     "{childList: true, subtree: true, characterData: true})"
 )
+READY = "document.querySelector('#status.good')"
+ATTACHED = "[...document.querySelectorAll('#attached img')].map(image => image.alt)"
 DONE = "document.querySelector('.theirs') && !document.querySelector('.theirs[aria-busy=\"true\"]')"
 
 
@@ -50,26 +51,27 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture
 async def page(engine: Engine) -> AsyncIterator[Page]:
     async with open_page(engine.url + "/", SAME_DRAWINGS) as page:
-        await page.wait("document.querySelector('#status.good')")
+        await page.wait(READY)
         yield page
         assert not page.complaints
         foreign = [url for url in page.requests if not url.startswith((engine.url + "/", "data:"))]
         assert not foreign, "a request left the origin"
 
 
+async def attach(page: Page, *paths: Path) -> None:
+    await page.choose_files("#files", list(paths))
+    await page.wait(f"document.querySelectorAll('#attached .thumb').length === {len(paths)}")
+
+
 async def ask(page: Page, question: str) -> None:
-    """Types, presses Enter, waits for the end of the answer."""
     await page.click("#question")
     await page.type(question)
     await page.press("Enter")
     await page.wait(DONE)
 
 
-@needs_browser
 async def test_pictures_from_files_over_several_turns(page: Page, tmp_path: Path) -> None:
-    """Red if picking, numbering, streaming, the numbers shown, or the conversation break."""
-    await page.choose_files("#files", drawn(tmp_path))
-    await page.wait("document.querySelectorAll('#attached .thumb').length === 2")
+    await attach(page, *drawn(tmp_path))
     await ask(page, "What number is in picture 1?")
     await ask(page, "What colour is the star in picture 2?")
     assert await page.evaluate(ANSWERS) == ["472", "red"]
@@ -80,17 +82,16 @@ async def test_pictures_from_files_over_several_turns(page: Page, tmp_path: Path
     assert int(first["First token"].removesuffix(" ms")) > 0 and int(first["Tokens"]) >= 2
 
 
-@needs_browser
 async def test_drawn_pictures_are_counted_over_turns_and_can_be_removed(page: Page) -> None:
-    """Red if a newcomer without files cannot try the model, or if the page counts pictures other than the model does."""
+    """Red if the page counts pictures other than the model does."""
     for button in ("#draw-number", "#draw-shape", "#draw-number"):
         await page.click(button)
     await page.click("#attached .thumb:nth-child(2) button")
-    labels = await page.evaluate("[...document.querySelectorAll('#attached img')].map(image => image.alt)")
+    labels = await page.evaluate(ATTACHED)
     first, second = (label.split("number ")[1].split()[0] for label in labels)
     await ask(page, "List the numbers in all pictures in order.")
     await page.click("#draw-shape")
-    (label,) = await page.evaluate("[...document.querySelectorAll('#attached img')].map(image => image.alt)")
+    (label,) = await page.evaluate(ATTACHED)
     assert label.startswith("Picture 3: ")
     await ask(page, "What shape is in picture 3?")
     assert await page.evaluate(ANSWERS) == [f"{first}, {second}", label.split()[-1]]
@@ -100,9 +101,7 @@ async def test_drawn_pictures_are_counted_over_turns_and_can_be_removed(page: Pa
     assert "demo" in (await page.evaluate(ANSWERS))[0]
 
 
-@needs_browser
 async def test_every_example_is_answered_rightly(page: Page) -> None:
-    """Red if an example that the page offers does not suit the model."""
     examples = [f"#examples li:nth-child({i}) button" for i in (1, 2, 3)] + ["#words button:first-of-type", "#words button:last-of-type"]
     for example in examples:
         await page.click(example)
@@ -125,9 +124,8 @@ def right_answer(question: str, labels: list[list[str]]) -> str:
     return ", ".join(str(i) for i in range(1, int(wanted) + 1)) if wanted.isdecimal() else ABOUT
 
 
-@needs_browser
 async def test_stop_drop_and_words_for_errors(page: Page, engine: Engine) -> None:
-    """Red if an answer cannot be stopped, a dropped file is lost, or an error of the API is not shown in words and its turn given back."""
+    """Red if an error of the API is not shown in words, or its turn is not given back."""
     await page.evaluate(STOP_EARLY)
     await ask(page, "Count to 30.")
     assert (await page.evaluate(NUMBERS))[0]["Ended"] == "stopped by you"
@@ -167,11 +165,10 @@ SENT = (
 COPIED = "let copied = []; Object.defineProperty(navigator, 'clipboard', {value: {writeText: async text => { copied.push(text); }}});"
 
 
-@needs_browser
 async def test_settings_and_copies(engine: Engine, tmp_path: Path) -> None:
-    """Red if a setting does not reach the server, or if what is copied is not what was asked and answered: it is run."""
+    """What is copied is run."""
     async with open_page(engine.url + "/", SENT + COPIED + SAME_DRAWINGS) as page:
-        await page.wait("document.querySelector('#status.good')")
+        await page.wait(READY)
         await page.click("#settings summary")
         for field, value in (("#system", "Be short."), ("#temperature", "0"), ("#max-tokens", "7")):
             await page.click(field)
@@ -191,9 +188,8 @@ async def test_settings_and_copies(engine: Engine, tmp_path: Path) -> None:
         assert not page.complaints
 
 
-@needs_browser
 async def test_a_video_plays_and_is_seen(page: Page, tmp_path: Path) -> None:
-    """Red if a video cannot be attached, does not play, is not sent, or if nothing is said of its frames. The demo has never seen one."""
+    """The demo has never seen one."""
     path = tmp_path / "clip.webm"
     path.write_bytes(encode_video(frames_of(20, 120, 160), "webm", "libvpx-vp9"))
     await page.choose_files("#files", [path])
@@ -205,9 +201,7 @@ async def test_a_video_plays_and_is_seen(page: Page, tmp_path: Path) -> None:
     assert duration == pytest.approx(2, abs=0.1)
 
 
-@needs_browser
 async def test_pictures_by_paste(page: Page, tmp_path: Path) -> None:
-    """Red if a picture from the clipboard is lost."""
     path = drawn(tmp_path)[0]
     data = base64.b64encode(path.read_bytes()).decode()
     await page.evaluate(
@@ -220,14 +214,12 @@ async def test_pictures_by_paste(page: Page, tmp_path: Path) -> None:
     assert await page.evaluate(ANSWERS) == ["472"]
 
 
-@needs_browser
 async def test_a_phone(page: Page, tmp_path: Path) -> None:
-    """Red if something is cut off, too small to be touched, or wider than a phone, at any time of a conversation."""
+    """Red if something is cut off, too small to be touched, or wider than the phone."""
     await page.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
     await fits(page)
     await page.click("#settings summary")
-    await page.choose_files("#files", drawn(tmp_path))
-    await page.wait("document.querySelectorAll('#attached .thumb').length === 2")
+    await attach(page, *drawn(tmp_path))
     await fits(page)
     await ask(page, "What number is in picture 1?")
     assert await page.evaluate(ANSWERS) == ["472"]
@@ -245,9 +237,8 @@ async def fits(page: Page) -> None:
     assert await page.evaluate(outside) == []
 
 
-@needs_browser
 async def test_api_key(tmp_path: Path) -> None:
-    """Red if the page needs the key to be loaded, does not ask for it or for another one, or does not send it."""
+    """The page itself loads without one."""
     with serve(CHECKPOINT, "--api-key", "open sesame") as engine:
         async with open_page(engine.url + "/") as page:
             await page.wait("document.getElementById('status').textContent === 'needs an API key'")
@@ -260,7 +251,7 @@ async def test_api_key(tmp_path: Path) -> None:
             await page.evaluate("document.getElementById('key').select()")
             await page.type("open sesame")
             await page.press("Enter")
-            await page.wait("document.querySelector('#status.good')")
+            await page.wait(READY)
             await page.click("#send")
             await page.wait(DONE)
             assert "demo" in (await page.evaluate(ANSWERS))[0]
@@ -275,34 +266,39 @@ async def ask_without_key(page: Page) -> None:
     assert "API key" in await page.wait("document.getElementById('problem').textContent")
 
 
-@needs_browser
-async def test_thoughts_stand_apart(tmp_path: Path) -> None:
-    """Red if what a model thinks is not shown, is shown in its answer, or becomes part of the conversation; or if a turn that ends while it
-    thinks vanishes without a word."""
+@pytest.fixture
+def speaker(tmp_path: Path) -> Iterator[tuple[str, Callable[..., None]]]:
+    """The address of a server, and a function that sets its next answer."""
     write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     stack = Stack(tmp_path)
-    stack.scheduler.script = answer_ids(tokenizer.encode("<think>\nHm,\nwell.\n</think>\n\nYes.").ids)
-    try:
-        async with open_page(stack.url + "/") as page:
-            await page.wait("document.querySelector('#status.good')")
-            await ask(page, "really?")
-            assert await page.evaluate(ANSWERS) == ["Yes."]
-            assert await page.evaluate("document.querySelector('.thoughts').textContent") == "Hm,\nwell.\n"
-            assert await page.evaluate("messagesOf(turns).at(-1)") == {"role": "assistant", "content": "Yes."}
-            stack.scheduler.script = answer_ids(tokenizer.encode("<think>\nHm, well, on and on").ids, reason="length")
-            await page.click("#question")
-            await page.type("and then?")
-            await page.press("Enter")
-            await page.wait("document.querySelector('#problem').textContent.includes('token limit')")
-            assert await page.evaluate(ANSWERS) == ["Yes."]
-    finally:
-        stack.close()
+
+    def say(text: str, **options: str) -> None:
+        stack.scheduler.script = answer_ids(tokenizer.encode(text).ids, **options)
+
+    yield stack.url, say
+    stack.close()
 
 
-@needs_browser
+async def test_thoughts_stand_apart(speaker: tuple[str, Callable[..., None]]) -> None:
+    """Nor are they part of the conversation; a turn that ends in thoughts is reported."""
+    url, say = speaker
+    say("<think>\nHm,\nwell.\n</think>\n\nYes.")
+    async with open_page(url + "/") as page:
+        await page.wait(READY)
+        await ask(page, "really?")
+        assert await page.evaluate(ANSWERS) == ["Yes."]
+        assert await page.evaluate("document.querySelector('.thoughts').textContent") == "Hm,\nwell.\n"
+        assert await page.evaluate("messagesOf(turns).at(-1)") == {"role": "assistant", "content": "Yes."}
+        say("<think>\nHm, well, on and on", reason="length")
+        await page.click("#question")
+        await page.type("and then?")
+        await page.press("Enter")
+        await page.wait("document.querySelector('#problem').textContent.includes('token limit')")
+        assert await page.evaluate(ANSWERS) == ["Yes."]
+
+
 async def test_a_conversation_survives_a_reload_and_can_be_changed(page: Page) -> None:
-    """Red if a reload loses what was said, or if a turn that is asked again, edited or deleted leaves its pictures or answers behind."""
     await page.click("#draw-number")
     await ask(page, "What number is in picture 1?")
     await page.click("#draw-number")
@@ -327,15 +323,13 @@ async def test_a_conversation_survives_a_reload_and_can_be_changed(page: Page) -
     assert await page.evaluate("[turns.length, localStorage.length, document.getElementById('welcome').hidden]") == [0, 0, False]
 
 
-@needs_browser
 async def test_progress_of_an_upload_and_the_servers_speed(page: Page, tmp_path: Path) -> None:
-    """Red if a slow line looks like a slow model: while a picture is sent that is said, and the speed is by the server's clock."""
+    """Red if a slow line looks like a slow model."""
     await ask(page, "Count to 20.")
     assert (await page.evaluate(NUMBERS))[-1]["Speed"].endswith(" tokens/s")
     noise = np.random.default_rng(1).integers(0, 256, (400, 400, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")  # 480 KB, 640 KB as it is sent
-    await page.choose_files("#files", [tmp_path / "noise.png"])
-    await page.wait("document.querySelectorAll('#attached .thumb').length === 1")
+    await attach(page, tmp_path / "noise.png")
     conditions = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": 400_000}
     await page.call("Network.emulateNetworkConditions", **conditions)
     await page.evaluate(
@@ -368,9 +362,8 @@ x = "**no**"
 > said"""
 
 
-@needs_browser
 async def test_markdown_is_shown_and_html_is_not(page: Page) -> None:
-    """Red if an answer can put elements of its own into the page, or if what models write is shown with its marks."""
+    """Red if an answer can put elements of its own into the page."""
     await page.evaluate(f"document.querySelector('#log').append(...markdown({json.dumps(MARKED)}))")
     tags = await page.evaluate("[...document.querySelectorAll('#log *')].map(node => node.tagName.toLowerCase())")
     assert tags == [
@@ -382,43 +375,33 @@ async def test_markdown_is_shown_and_html_is_not(page: Page) -> None:
     assert await page.evaluate("document.querySelector('#log a').href") == "https://example.org/x"
 
 
-@needs_browser
-async def test_boxes_are_drawn_on_the_picture(tmp_path: Path) -> None:
-    """Red if the place that a model names is not where it is drawn, in thousandths or in pixels."""
-    write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    said = '[{"bbox_2d": [100, 250, 500, 750], "label": "star <b>"}, {"bbox_2d": "no"}]'
-    stack = Stack(tmp_path)
-    stack.scheduler.script = answer_ids(tokenizer.encode(said).ids)
-    try:
-        async with open_page(stack.url + "/", SAME_DRAWINGS) as page:
-            await page.wait("document.querySelector('#status.good')")
-            await page.click("#draw-shape")
-            await ask(page, "Where?")
-            await page.wait("document.querySelector('.boxed rect')")
-            widths = "['img', 'svg'].map(name => document.querySelector('.boxed ' + name).getBoundingClientRect().width)"
-            assert await page.evaluate(widths) == [224, 224]
-            sides = "['x', 'y', 'width', 'height'].map(name => document.querySelector('.boxed rect').getAttribute(name))"
-            assert await page.evaluate(sides) == ["100", "250", "400", "500"]
-            assert await page.evaluate("document.querySelector('.boxed svg').getAttribute('viewBox')") == "0 0 1000 1000"
-            assert await page.evaluate("document.querySelector('.boxed figcaption').textContent") == "star <b>"
-            await page.click(".mine .thumb img")
-            assert await page.evaluate("document.getElementById('large').open")
-            await page.press("Escape")
-            await page.wait("!document.getElementById('large').open")
-            assert not page.complaints
-    finally:
-        stack.close()
+async def test_boxes_are_drawn_on_the_picture(speaker: tuple[str, Callable[..., None]]) -> None:
+    url, say = speaker
+    say('[{"bbox_2d": [100, 250, 500, 750], "label": "star <b>"}, {"bbox_2d": "no"}]')
+    async with open_page(url + "/", SAME_DRAWINGS) as page:
+        await page.wait(READY)
+        await page.click("#draw-shape")
+        await ask(page, "Where?")
+        await page.wait("document.querySelector('.boxed rect')")
+        widths = "['img', 'svg'].map(name => document.querySelector('.boxed ' + name).getBoundingClientRect().width)"
+        assert await page.evaluate(widths) == [224, 224]
+        sides = "['x', 'y', 'width', 'height'].map(name => document.querySelector('.boxed rect').getAttribute(name))"
+        assert await page.evaluate(sides) == ["100", "250", "400", "500"]
+        assert await page.evaluate("document.querySelector('.boxed svg').getAttribute('viewBox')") == "0 0 1000 1000"
+        assert await page.evaluate("document.querySelector('.boxed figcaption').textContent") == "star <b>"
+        await page.click(".mine .thumb img")
+        assert await page.evaluate("document.getElementById('large').open")
+        await page.press("Escape")
+        await page.wait("!document.getElementById('large').open")
+        assert not page.complaints
 
 
-@needs_browser
 async def test_a_server_that_is_gone_and_back(tmp_path: Path) -> None:
-    """Red if the page says that all is well while there is no server, or does not notice that it is back."""
     with serve(CHECKPOINT) as first:
         port = first.url.rsplit(":", 1)[1]
         context = open_page(first.url + "/")
         page = await context.__aenter__()
-        await page.wait("document.querySelector('#status.good')")
+        await page.wait(READY)
     try:
         await page.evaluate("watchServer()")
         await page.wait("document.querySelector('#status.bad')")
@@ -429,7 +412,6 @@ async def test_a_server_that_is_gone_and_back(tmp_path: Path) -> None:
 
 
 def test_the_page_allows_itself_only(engine: Engine) -> None:
-    """Red if the policy is lost or loosened, or if the page names another host."""
     response = httpx.get(engine.url + "/")
     policy = dict(directive.split(" ", 1) for directive in response.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'" and "unsafe" not in json.dumps(policy)

@@ -42,7 +42,6 @@ def conversations() -> list[Conversation]:
 
 
 def with_pictures(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return the conversation as an API client sends it."""
     messages, seeds = conversation
     order = iter(seeds)
 
@@ -67,7 +66,6 @@ def expected(tiny: Path) -> list[str]:
 
 
 def transformers_answers(folder: Path) -> list[str]:
-    """Greedy, 32 tokens."""
     reference = Reference(folder)
     return [
         reference.text(messages, [picture(seed, *SIZES[seed]) for seed in seeds], MAX_TOKENS, True, [CLIP] * str(messages).count("'video'"))
@@ -104,13 +102,12 @@ def assert_parity(engine: Engine, expected: list[str]) -> None:
 
 @pytest.mark.gate
 def test_whole_prompts(tiny_engine: Engine, expected: list[str]) -> None:
-    """Red if a stage differs from the reference, or batching or caches change a token: text, images, several turns, a video."""
+    """Text, images, several turns, a video."""
     assert_parity(tiny_engine, expected)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A mixture of experts, and transformers' answers with it."""
     folder = tmp_path_factory.mktemp("experts")
     write_model_folder(folder, SHAPES["tiny-moe"], weights="random", seed=0)
     return folder, transformers_answers(folder)
@@ -118,7 +115,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.mark.parametrize("flags", [("--no-prefix-cache",), ("--ep",)])
 def test_a_mixture_of_experts_on_two_ranks(experts: tuple[Path, list[str]], flags: tuple[str, ...]) -> None:
-    """Red if ranks with shares of experts, or with whole ones, sum otherwise than one rank, or if `--no-prefix-cache` is ignored."""
+    """Ranks with shares of experts, and with whole ones."""
     folder, expected = experts
     with serve(folder, "--max-num-batched-tokens", "256", "--max-num-mixed-tokens", "256", "--tp", "2", *flags) as engine:
         assert answers(engine, at_once=True) == expected
@@ -127,7 +124,7 @@ def test_a_mixture_of_experts_on_two_ranks(experts: tuple[Path, list[str]], flag
 
 
 def test_an_fp8_checkpoint_and_rounding_at_the_start_answer_alike(tiny: Path, expected: list[str], tmp_path: Path) -> None:
-    """Red if `--quantization fp8` does nothing, or anything but what makes the published FP8 checkpoints."""
+    """`--quantization fp8` makes what the published FP8 checkpoints hold."""
     write_model_folder(tmp_path / "fp8", SHAPES["tiny"], weights="random", seed=0, is_fp8=True)
     found = []
     for folder, flags in ((tmp_path / "fp8", []), (tiny, ["--quantization", "fp8"])):

@@ -25,7 +25,7 @@ def ask(engine: Engine, i: int, num_tokens: int) -> str:
 
 
 def assert_everything_is_free(engine: Engine) -> None:
-    """All blocks are free or cached, no image is pinned. Idle processes check their arenas and states themselves, also before they end."""
+    """Idle processes also check their arenas and states themselves."""
     for name in ("num_running", "num_waiting", "num_pinned_images"):
         eventually(lambda name=name: engine.metric(f"engine_{name}") == 0, f"engine_{name} == 0")  # type: ignore[misc]
     eventually(lambda: engine.metric("engine_num_free_blocks") == engine.metric("engine_num_blocks"), "the release of all blocks")
@@ -43,7 +43,6 @@ def force_preemption(engine: Engine) -> None:
 @pytest.mark.e2e
 @pytest.mark.gate
 def test_preemption_and_eviction_change_no_answer(tiny_engine: Engine, tight: Engine) -> None:
-    """Red if recomputation under pressure gives another answer, deadlocks, or leaks."""
     expected = [ask(tiny_engine, i, LONG) for i in range(NUM_REQUESTS)]
     force_preemption(tight)
     assert [ask(tight, i, LONG) for i in range(NUM_REQUESTS)] == expected, "one after the other: images are evicted"
@@ -55,7 +54,6 @@ def test_preemption_and_eviction_change_no_answer(tiny_engine: Engine, tight: En
 
 @pytest.mark.nightly
 def test_canaries_under_pressure(tiny_engine: Engine, tight: Engine) -> None:
-    """Red if one answer of many differs while requests preempt each other and images are evicted and encoded again."""
     expected = [ask(tiny_engine, i, SHORT) for i in range(NUM_REQUESTS)]
     with ThreadPoolExecutor(32) as pool:
         for _ in range(4):
@@ -66,7 +64,6 @@ def test_canaries_under_pressure(tiny_engine: Engine, tight: Engine) -> None:
 
 @pytest.mark.nightly
 def test_a_mixed_stress_leaves_nothing() -> None:
-    """Red if `bench.stress` fails, or if dialects, images, schemas and clients that leave, all at once, make an error or leave a block."""
     with serve("demo") as engine:
         flags = ["--url", engine.url, "--seconds", "6", "--concurrency", "6", "--resolution", "small", "--pid", str(engine.process.pid)]
         result = asyncio.run(stress.stress(stress.parse_args(flags)))
@@ -78,7 +75,6 @@ def test_a_mixed_stress_leaves_nothing() -> None:
 @pytest.mark.e2e
 @pytest.mark.gate
 def test_a_prompt_that_the_pool_never_holds(tight: Engine) -> None:
-    """Red if the reported length, or the error of a longer prompt, ignores a small KV pool."""
     limit = tight.client.get("/v1/models").json()["data"][0]["max_model_len"]
     assert limit == 40 * 16 == tight.metric("engine_max_model_len")
     response = tight.client.post("/v1/chat/completions", json=chat_body("word " * limit))
@@ -88,7 +84,7 @@ def test_a_prompt_that_the_pool_never_holds(tight: Engine) -> None:
 
 
 def leave(engine: Engine, body: bytes, num_sent: int, num_lines: int) -> None:
-    """Send this much of a body, read this many lines of the answer if the body is whole, and close the connection."""
+    """Send this much of a body, read this many lines of the answer, and close the connection."""
     connection = http.client.HTTPConnection(engine.url.removeprefix("http://"))
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("Content-Type", "application/json")
@@ -105,7 +101,7 @@ def leave(engine: Engine, body: bytes, num_sent: int, num_lines: int) -> None:
 @pytest.mark.e2e
 @pytest.mark.gate
 def test_clients_that_leave_at_any_stage(tight: Engine) -> None:
-    """Red if a disconnect while sending, waiting, prefilling or streaming leaks a block, a pin, a row or bytes of an arena."""
+    """While sending, waiting, prefilling or streaming."""
     assert tight.client.post("/flush_cache").status_code == 200
     bodies = [json.dumps(chat_body(content(i), stream=True, max_tokens=400, ignore_eos=True)).encode() for i in range(12)]
     stages = [(len(body) // 2 if i < 3 else len(body), max(0, 4 * (i - 7))) for i, body in enumerate(bodies)]

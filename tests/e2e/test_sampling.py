@@ -23,7 +23,7 @@ def ask(engine: Engine, **fields: object) -> str:
 
 @pytest.mark.gate
 def test_answers_follow_a_schema_among_free_ones(tight: Engine) -> None:
-    """Red if a mask is lost or is another row's between real processes, also where requests are preempted, or if a free answer changes."""
+    """Also where requests are preempted; free answers do not change."""
     free = ask(tight, temperature=0)
     settings = [{"response_format": FORMAT, "temperature": 1.5, "seed": seed} for seed in range(8)]
     with ThreadPoolExecutor(16) as pool:
@@ -37,7 +37,6 @@ def test_answers_follow_a_schema_among_free_ones(tight: Engine) -> None:
 
 @pytest.mark.gate
 def test_a_wrong_grammar_is_the_clients_error(demo: Engine) -> None:
-    """Red if a schema that cannot be compiled is anything but HTTP 400, or harms the next request."""
     wrong = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "nonsense"}}}
     response = demo.chat("Hello", response_format=wrong)
     assert response.status_code == 400 and "nonsense" in response.json()["error"]["message"]
@@ -46,7 +45,7 @@ def test_a_wrong_grammar_is_the_clients_error(demo: Engine) -> None:
 
 @pytest.mark.gate
 def test_logprobs_are_reported(demo: Engine) -> None:
-    """Red if the worker's report does not reach the client, or is not that of the raw logits: a bias must not show in it."""
+    """Those of the raw logits: a bias does not show in them."""
     fields = {"temperature": 0, "logprobs": True, "top_logprobs": 3, "max_tokens": 6}
     plain = demo.chat("Hello", **fields).json()["choices"][0]["logprobs"]["content"]
     assert all(len(item["top_logprobs"]) == 3 and item["logprob"] == item["top_logprobs"][0]["logprob"] for item in plain)
@@ -59,7 +58,6 @@ def test_logprobs_are_reported(demo: Engine) -> None:
 
 @pytest.mark.gate
 def test_the_rest_reaches_the_sampler(demo: Engine) -> None:
-    """Red if a field is accepted and ignored."""
     free = ask(demo, temperature=0)
     assert ask(demo, temperature=0, presence_penalty=2, frequency_penalty=2, repetition_penalty=1.5, min_tokens=30) != free
     assert demo.chat("Hello", temperature=0, max_tokens=30, min_tokens=25).json()["usage"]["completion_tokens"] >= 25

@@ -35,7 +35,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_installed_command_serves_the_demo(installed: Path, tmp_path: Path) -> None:
-    """Red if an installed engine lacks a file that a clone has, its command does not serve, or files of the working directory run."""
     for name in NAMES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(DECOY)

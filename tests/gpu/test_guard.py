@@ -41,7 +41,7 @@ def assert_well(engine: Engine) -> None:
 
 
 def test_files_that_are_not_what_they_claim(engine: Engine) -> None:
-    """Red if one of them is a 500, ends the worker, or leaves something behind in the decoder that a later image gets to see."""
+    """Red if one is answered by 500, ends the worker, or leaves something in the decoder."""
 
     def ask(name: str) -> tuple[str, int]:
         data, allowed = CORPUS[name]
@@ -57,7 +57,6 @@ def test_files_that_are_not_what_they_claim(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def others_take_the_memory(device: int) -> Iterator[None]:
-    """All but little of what is free on `device` is taken by this process."""
     torch.cuda.empty_cache()  # what earlier tests left in this process would serve as ballast, and nothing be taken
     free = torch.cuda.mem_get_info(device)[0]
     ballast = torch.empty(max(0, free - SPARE_BYTES), dtype=torch.uint8, device=torch.device("cuda", device))
@@ -74,7 +73,7 @@ def assert_some_refused_for_memory(answers: list[httpx.Response]) -> None:
 
 
 def test_a_step_without_memory_fails_alone(engine: Engine) -> None:
-    """Red if the engine ends, or goes on with what was never computed, when others have taken the device's memory."""
+    """The engine does not go on with what was never computed."""
     parts = [[image_part(picture(seed, LARGE, LARGE), "JPEG"), text_part("What is it?")] for seed in range(4)]
     with others_take_the_memory(0):
         assert_some_refused_for_memory([engine.chat(content) for content in parts])
@@ -84,7 +83,7 @@ def test_a_step_without_memory_fails_alone(engine: Engine) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_step_without_memory_on_one_of_two_ranks_fails_alone(request: pytest.FixtureRequest) -> None:
-    """Red if the other rank begins such a step: in a collective it would wait for ever for the one that has no memory."""
+    """In a collective the other rank would wait for ever."""
     flags = ["--tp", "2", "--load-format", "dummy", "--backend", request.config.getoption("--backend")]
     with serve("Qwen3-VL-2B", *flags, is_small=False) as engine:
         prompts = [text_of(LONG, salt) for salt in range(3)]
@@ -96,7 +95,6 @@ def test_a_step_without_memory_on_one_of_two_ranks_fails_alone(request: pytest.F
 
 
 def test_a_worker_that_stands_still_is_noticed_and_goes_on(engine: Engine) -> None:
-    """Red if an engine that computes nothing looks healthy, or if one that goes on does not."""
     worker = next(pid for pid in engine.children if role_of(pid) == "worker")
     os.kill(worker, signal.SIGSTOP)
     try:

@@ -1,7 +1,8 @@
 """Attention kernels of the Hopper backend, one by one, against torch in float64. Red when heads, pages or lengths need what 8B's do not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,26 +24,42 @@ if IS_HOPPER:
 pytestmark = [pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU"), pytest.mark.timeout(300)]
 
 
+def build(lengths: list[int], heads: tuple[int, int], *arguments: int, **options: Any) -> Step:
+    return Step.build(lengths, heads, *arguments, **options).with_finite_values().to(DEVICE, torch.bfloat16)
+
+
+def all_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Each token by itself: the further into a text, the smaller are values."""
+    return all(close(*pair) for pair in zip(found, expected, strict=True))
+
+
+def largest_pool(steps: list[Step]) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
+    return keys.clone(), values.clone()
+
+
+def copy(sources: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[: len(source)] = source
+
+
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (64, 8), (16, 1)])
 def test_split_attention_in_a_graph(heads: tuple[int, int]) -> None:
     """One graph for all lengths, replayed twice each; then without a graph, as in a mixed step. Keys that no row owns are NaN."""
     batches = [[1] * 16, [1, 15, 16, 17, 64, 65, 1000, 5000] * 2, [20_000, *[384] * 15], [384] * 16, [2000] * 15 + [1]]
-    check_in_a_graph([Step.build(lengths, heads, head_dim=128).to(DEVICE, torch.bfloat16) for lengths in batches], max_groups=16)
+    check_in_a_graph([build(lengths, heads, 128) for lengths in batches], max_groups=16)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (64, 8), (16, 1)])
 def test_chunks_in_a_graph(heads: tuple[int, int]) -> None:
     """As above, 66 tokens in four rows: chunks far into a prompt, with padding and empty rows, then decode rows."""
     batches = {(9, 55, 1, 1): [28_000, 55, 700, 1], (16, 48, 1, 1): [28_000, 900, 1, 20_000], (64, 0, 1, 1): [28_000, 0, 5000, 33]}
-    steps = [Step.build(lengths, heads, head_dim=128, tokens=tokens).to(DEVICE, torch.bfloat16) for tokens, lengths in batches.items()]
-    check_in_a_graph(steps, max_groups=66)
+    check_in_a_graph([build(lengths, heads, 128, tokens=tokens) for tokens, lengths in batches.items()], max_groups=66)
 
 
 def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
     """Steps of equally many tokens against torch in float64 and against the backend of steps outside graphs."""
-    steps, num_heads = [step.with_finite_values() for step in steps], steps[0].q.shape[1]
-    k_pool, v_pool = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
-    pool = k_pool.clone(), v_pool.clone()
+    pool, num_heads = largest_pool(steps), steps[0].q.shape[1]
     q, kernel = steps[0].q.clone(), SplitKernel([pool], num_heads)
     backend, graph = PagedAttention([pool], [Split(kernel, max_groups)], max_pages=4096), torch.cuda.CUDAGraph()
     plan = fixed_plan(backend, steps[0].layout)
@@ -51,18 +68,17 @@ def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
     with torch.cuda.graph(graph):
         out = backend.run(0, q)
     for step in steps:
-        for ours, theirs in zip((*pool, q), (*step.pool, step.q), strict=True):
-            ours[: len(theirs)] = theirs
+        copy((*step.pool, step.q), (*pool, q))
         plan(step.layout)
         graph.replay()
         first = out.clone()
         graph.replay()
         assert first.equal(out) and not kernel.arrivals_UN.any()
-        expected = step.expected()  # the further into a text, the smaller are values: each token by itself
-        assert all(close(*pair) for pair in zip(first, expected, strict=True))
+        expected = step.expected()
+        assert all_close(first, expected)
         eager = eager_attention([step.pool], num_heads)
         eager.plan(step.layout)
-        assert all(close(*pair) for pair in zip(eager.run(0, q), expected, strict=True))
+        assert all_close(eager.run(0, q), expected)
 
 
 FEW = [1, 2, 3, 4, 5, 9, 16, 17, 33]  # query tokens of rows: around a group of tokens
@@ -75,14 +91,14 @@ def test_few_tokens(heads: tuple[int, int], page: int, head_dim: int) -> None:
     """Decode rows of any lengths, and short chunks with any context; the same again from the same plan. Large scores do not overflow."""
     batches = [(lengths, None) for lengths in DECODES] + [([context + new for new in FEW], FEW) for context in (0, 30, 47, 600, 2000)]
     for scale, (lengths, tokens) in enumerate(batches):
-        step = Step.build(lengths, heads, head_dim, page, tokens=tokens).with_finite_values().to(DEVICE, torch.bfloat16)
+        step = build(lengths, heads, head_dim, page, tokens=tokens)
         step.q *= 1 + 10 * (scale % 3)
         groups = len(step.q) + 3 * (scale % 2)
         backend = PagedAttention([step.pool], [Split(SplitKernel([step.pool], heads[0]), groups)], len(step.layout.pages))
         backend.plan(step.layout)
         first, second = backend.run(0, step.q), backend.run(0, step.q)
         assert first.equal(second)
-        assert all(close(*pair) for pair in zip(first, step.expected(), strict=True)), (lengths, tokens)
+        assert all_close(first, step.expected()), (lengths, tokens)
 
 
 SINGLE = [[1], [2], [16], [17], [129], [1138], [2049], [2100], [40_000], [1, 700], [5000, 3, 16, 17]]
@@ -94,7 +110,7 @@ def test_heads_are_made_stored_and_attended_at_once(heads: tuple[int, int], page
     """Against the kernel that makes and stores them and float64. The new value has an infinity, keys behind the end
     are NaN, what lies behind the pages of the last row is none, some of the same from a plan again."""
     for lengths in SINGLE:
-        step = Step.build(lengths, heads, 128, page).with_finite_values().to(DEVICE, torch.bfloat16)
+        step = build(lengths, heads, 128, page)
         layout, (num_heads, kv_heads) = step.layout, heads
         last = torch.tensor(lengths, device=DEVICE) - 1
         slots = layout.pages[layout.page_indptr_cpu[:-1].to(DEVICE) + last // page].long() * page + last % page
@@ -115,7 +131,7 @@ def test_heads_are_made_stored_and_attended_at_once(heads: tuple[int, int], page
         backend = FusedDecoding([(ours[0], ours[1])], num_heads, len(lengths), len(layout.pages))
         backend.plan(layout)
         first, again = backend.run_fused(0, new), backend.run_fused(0, new)
-        assert first.equal(again) and all(close(*pair) for pair in zip(first, expected, strict=True)), lengths
+        assert first.equal(again) and all_close(first, expected), lengths
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other, rtol=0.01, atol=0.01, equal_nan=True)
 
@@ -149,14 +165,14 @@ CHUNKS = {
 def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
     """Rows of any lengths, some empty, in a slice of a larger tensor, pages in any order. Neighbours in the tensor stay as they are."""
     for tokens, lengths in CHUNKS.items():
-        step = Step.build(lengths, heads, head_dim, page, tokens=tokens).with_finite_values().to(DEVICE, torch.bfloat16)
+        step = build(lengths, heads, head_dim, page, tokens=tokens)
         count, pages = len(step.q), step.layout.pages
         piece = Prefill(PrefillKernel([step.pool], heads[0]), count)
         plan = torch.from_numpy(piece.plan(step.layout, [])).to(DEVICE)
         q, out = (normal(count + 100, heads[0], head_dim) for _ in range(2))
         q[50:-50], before = step.q, out.clone()
         piece.launch(0, q[50:-50], out[50:-50], plan, pages)
-        assert all(close(*pair) for pair in zip(out[50:-50], step.expected(), strict=True)), tokens
+        assert all_close(out[50:-50], step.expected()), tokens
         assert out[:50].equal(before[:50]) and out[-50:].equal(before[-50:])
         first = out.clone()
         piece.launch(0, q[50:-50], out[50:-50], plan, pages)
@@ -166,22 +182,20 @@ def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
 def test_large_chunks_in_a_graph() -> None:
     """One graph for all mixes of 300 tokens in up to five rows."""
     batches = {(300, 0, 0, 0, 0): [300, 0, 0, 0, 0], (1, 200, 33, 60, 6): [20_000, 4000, 33, 61, 7], (0, 0, 0, 0, 300): [9, 0, 1, 0, 9000]}
-    built = [Step.build(lengths, (32, 8), head_dim=128, tokens=tokens) for tokens, lengths in batches.items()]
-    steps = [step.with_finite_values().to(DEVICE, torch.bfloat16) for step in built]
-    pool = tuple(max((step.pool[i] for step in steps), key=len).clone() for i in range(2))
-    piece = Prefill(PrefillKernel([(pool[0], pool[1])], 32), 300, num_rows=5)
-    backend, graph = PagedAttention([(pool[0], pool[1])], [piece], max_pages=4096), torch.cuda.CUDAGraph()
+    steps = [build(lengths, (32, 8), 128, tokens=tokens) for tokens, lengths in batches.items()]
+    pool = largest_pool(steps)
+    piece = Prefill(PrefillKernel([pool], 32), 300, num_rows=5)
+    backend, graph = PagedAttention([pool], [piece], max_pages=4096), torch.cuda.CUDAGraph()
     q, plan = steps[0].q.clone(), fixed_plan(backend, steps[0].layout)
     backend.run(0, q)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         out = backend.run(0, q)
     for step in [*steps, steps[0]]:
-        for ours, theirs in zip((*pool, q), (*step.pool, step.q), strict=True):
-            ours[: len(theirs)] = theirs
+        copy((*step.pool, step.q), (*pool, q))
         plan(step.layout)
         graph.replay()
-        assert all(close(*pair) for pair in zip(out, step.expected(), strict=True))
+        assert all_close(out, step.expected())
 
 
 MIXES = {(184, 0, 0): [1100, 0, 0], (100, 60, 24): [100, 3000, 24], (1, 0, 183): [9, 0, 20_000], (0, 184, 0): [0, 184, 0]}  # of prompts
@@ -192,13 +206,10 @@ def test_both_kernels_side_by_side(decodes: list[int]) -> None:
     """A step's prompts and decode rows in one graph, whose kernels overlap: what is read and written by either is never the other's or a
     later kernel's. Red if the graph goes on before both are done."""
     tokens = [8, 5, 4, 2, 1, *[0] * 15] if decodes[-1] == 0 else [1] * len(decodes)  # the former verify drafts
-    built = [
-        Step.build([*lengths, *decodes], (32, 8), 128, tokens=[*new, *tokens], seed=i) for i, (new, lengths) in enumerate(MIXES.items())
-    ]
-    steps = [step.with_finite_values().to(DEVICE, torch.bfloat16) for step in built]
+    steps = [build([*lengths, *decodes], (32, 8), 128, tokens=[*new, *tokens], seed=i) for i, (new, lengths) in enumerate(MIXES.items())]
     steps = [replace(step, layout=replace(step.layout, num_prefill_rows=3)) for step in steps]
-    pool = tuple(max((step.pool[i] for step in steps), key=len).clone() for i in range(2))
-    make = fixed_attention_factory([(pool[0], pool[1])], 32, max_prefill_rows=3, max_decode_rows=20, max_blocks=4096 // 23)
+    pool = largest_pool(steps)
+    make = fixed_attention_factory([pool], 32, max_prefill_rows=3, max_decode_rows=20, max_blocks=4096 // 23)
     backend, graph, q = make(184, 20, 3), torch.cuda.CUDAGraph(), torch.zeros_like(steps[0].q)
     plan, source, results = fixed_plan(backend, steps[0].layout), q.clone(), []
 
@@ -214,14 +225,13 @@ def test_both_kernels_side_by_side(decodes: list[int]) -> None:
     with torch.cuda.graph(graph):
         layers()
     for step in [*steps, *steps]:
-        for ours, theirs in zip(pool, step.pool, strict=True):
-            ours[: len(theirs)] = theirs
+        copy(step.pool, pool)
         plan(step.layout)
         source.copy_(step.q)
         for _ in range(20):
             graph.replay()
         expected = step.expected()
-        assert all(close(*pair) for pair in zip(results[0], expected, strict=True)) and all(result.equal(results[0]) for result in results)
+        assert all_close(results[0], expected) and all(result.equal(results[0]) for result in results)
         eager = eager_attention([step.pool], 32)
         eager.plan(step.layout)
-        assert all(close(*pair) for pair in zip(eager.run(0, step.q), expected, strict=True))
+        assert all_close(eager.run(0, step.q), expected)

@@ -5,28 +5,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
-from engine.worker import graphs
-from engine.worker.rows import Rows
-from models.checkpoint.load import fill
 from models.config.huggingface import read_config
 from models.decoders.qwen3_5 import Qwen35
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
-from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from models.kernels.ops import DeltaHeads, DeltaState, StateRows
 from models.kernels.reference.attention import TorchAttention
 from models.kernels.reference.delta import delta_rule_
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
-from tests.gpu.generated import GeneratedSource
-from tests.gpu.test_model_parity import PROMPTS, host_step, runner_of, whole
+from tests.gpu.generated import fill_generated, reference_logits
+from tests.gpu.test_model_parity import PROMPTS, graph_logits, whole
 from tests.gpu.test_moe import median
-from tests.unit.models import reference
 from tests.unit.models.backends.hopper.attention_step import Step
 from tests.unit.models.harness import Prompt
 
@@ -47,7 +41,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("size", HEADS)
 def test_the_delta_rule_equals_the_reference(backend: Backend, size: str, step: str) -> None:
-    """Red if a tile, a chunk's edge or a row is wrong at a published size. The same twice."""
+    """At published sizes. The same twice."""
     (keys, heads), (counts, num_prefill), dim = HEADS[size], STEPS[step], 128
     generator = torch.Generator(DEVICE).manual_seed(0)
     channels, total, num_rows = (2 * keys + heads) * dim, sum(counts), len(counts) + 1
@@ -94,31 +88,17 @@ def model(request: pytest.FixtureRequest, backend: Backend, tmp_path_factory: py
     folder: Path = tmp_path_factory.mktemp(request.param)
     write_model_folder(folder, replace(SHAPES[request.param], layers=8), weights="none", seed=0)
     ours = Qwen35(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
-    source = GeneratedSource(ours.config, DEVICE)
-    names = ours.config.architecture.names_of(source)
-    fill(ours, {known: source[name] for known, name in names.items()}, lambda done, total: None)
+    fill_generated(ours)
     with torch.inference_mode():
         yield ours, folder
 
 
 @pytest.fixture(scope="module")
 def expected(model: tuple[Qwen3VL, Path]) -> Expected:
-    """The reference's logits of every token of every prompt, in float32, and how far from these they may be: a little farther than its own
-    in bfloat16. Its model is gone afterwards."""
+    """The reference's logits in float32, and how far from these ours may be: a little farther than its own in bfloat16."""
     ours, folder = model
-    prompts = {name: Prompt.build(ours.config, parts) for name, parts in PROMPTS.items()}
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        with DEVICE:
-            theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=dtype).eval()
-        source = GeneratedSource(ours.config, DEVICE)
-        with torch.no_grad():
-            for name, tensor in theirs.state_dict().items():
-                tensor.copy_(source[name][(slice(None),)])
-        found.append({name: reference.logits(theirs, ours.config, prompt).float() for name, prompt in prompts.items()})
-        del theirs
-        torch.cuda.empty_cache()
-    exact, rounded = found
+    make = AutoModelForImageTextToText.from_config
+    exact, rounded = (reference_logits(make, ours, folder, PROMPTS, dtype) for dtype in (torch.float32, torch.bfloat16))
     return {name: (exact[name], SLACK * median(rounded[name], exact[name])) for name in exact}
 
 
@@ -130,26 +110,6 @@ def test_logits_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend
 
 
 def test_graphs_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: Expected) -> None:
-    """A prompt in chunks of sizes that graphs pad, then token by token beside padded rows, teacher-forced. Red if a graph keeps the states,
-    rows or starts of its capture."""
-    ours, _ = model
-    sizes = msgspec.structs.replace(
-        HOPPER_STEP_SIZES, decodes=(4,), mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256
-    )
-    prompt = Prompt.build(ours.config, PROMPTS["text"])
-    runner = runner_of(ours, backend)
-    scratch = runner.start(Prompt(prompt.ids[:1], [], []))
-    rows = Rows(15, 1024, 16, ours.config.geometry, ours.device, states=runner.states)
-    make_attention = backend.fixed_attention(runner.pools, ours.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 4, 1024)
-    assert make_attention is not None
-    runner.step([(scratch, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(ours, make_attention, rows, sizes, scratch.pages[0], 4, 4)
-    step_graphs.capture()
-    session, found, ends = runner.start(prompt), [], []
-    for count in [50, 130, *[1] * 40]:
-        logits, _ = step_graphs.run(host_step(runner.batch([(session, count)], int(count > 1), "last")))
-        found.append(logits[-1].clone())
-        session.computed += count
-        ends.append(session.computed - 1)
-    exact, limit = expected["text"]
-    assert median(torch.stack(found), exact[ends]) < limit
+    """Red if a graph keeps the states, rows or starts of its capture."""
+    (found, ends), (exact, limit) = graph_logits(model[0], backend), expected["text"]
+    assert median(found, exact[ends]) < limit

@@ -56,8 +56,7 @@ def test_products(backend: Backend, hidden: int, inner: int, tokens: int) -> Non
 @pytest.mark.parametrize("tokens", [1, 2, 17, 61, 100, 301])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int, dtype: torch.dtype) -> None:
-    """`dtype` of the norm. Red if a product does not take a number of tokens or a width whose scales need padding, or rows of padding get
-    into the result."""
+    """`dtype` of the norm. Tokens and widths whose scales need padding, which does not get into the result."""
     ops = backend.ops
     scale = torch.logspace(-2, 2, hidden, device=DEVICE).bfloat16()
     x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden).to(dtype), normal(tokens, hidden)
@@ -80,7 +79,6 @@ def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int,
 
 @pytest.mark.parametrize("tokens", [1, 2, 333])
 def test_rounding_to_float8(tokens: int) -> None:
-    """Red if a value becomes another one than torch makes of it, or zeros become anything else."""
     x = normal(tokens, 4096) * torch.logspace(-6, 6, 4096, device=DEVICE).bfloat16()
     x[0, 128:256] = 0
     ours, theirs = text.quantized(x), GroupScaled.quantized(x)
@@ -135,7 +133,7 @@ def test_pixels_are_those_of_the_cpu(backend: Backend, tmp_path_factory: pytest.
 
 
 def test_transfers(backend: Backend) -> None:
-    """Red if a kernel reads pinned memory of a step before, or if tokens are not on the host when their event is done."""
+    """Pinned memory is read before it changes; tokens are on the host when their event is done."""
     host, device = torch.empty(8192, dtype=torch.uint8, pin_memory=True), torch.empty(8192, dtype=torch.uint8, device=DEVICE)
     last_tokens = torch.zeros(300, dtype=torch.int64, device=DEVICE)
     for step in range(50):

@@ -14,19 +14,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration
 
 from engine.worker import graphs
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import HostDraws
-from models.checkpoint.load import fill
 from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from models.parallel.group import TensorParallel
-from tests.gpu.generated import GeneratedSource, config_of
-from tests.unit.models import reference
+from tests.gpu.generated import config_of, fill_generated, reference_logits
 from tests.unit.models.harness import PagedRunner, Part, Prompt, Session, Want, noise_image, smooth_image
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
@@ -49,30 +47,21 @@ PROMPTS: dict[str, list[Part]] = {
 
 
 @pytest.fixture(scope="module")
-def device() -> torch.device:
-    return torch.device("cuda")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(SHAPE)
 
 
 @pytest.fixture(scope="module")
-def model(backend: Backend, device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
-    ours = Qwen3VL(config_of(SHAPE, tmp_path_factory.mktemp(SHAPE)), TensorParallel.single(), backend, torch.bfloat16)
-    fill(ours, GeneratedSource(ours.config, device), lambda done, total: None)
+def model(backend: Backend, folder: Path) -> Iterator[Qwen3VL]:
+    ours = Qwen3VL(config_of(SHAPE, folder), TensorParallel.single(), backend, torch.bfloat16)
+    fill_generated(ours)
     with torch.inference_mode():
         yield ours
 
 
 @pytest.fixture(scope="module")
-def expected(model: Qwen3VL, device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The reference's logits of every token of every prompt; its model is gone afterwards."""
-    folder: Path = tmp_path_factory.mktemp("reference")
-    config_of(SHAPE, folder)
-    with device:
-        theirs = Qwen3VLForConditionalGeneration._from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
-    source = GeneratedSource(model.config, device)
-    with torch.no_grad():
-        for name, tensor in theirs.state_dict().items():
-            tensor.copy_(source[name][(slice(None),)])
-    return {name: reference.logits(theirs, model.config, Prompt.build(model.config, parts)).float() for name, parts in PROMPTS.items()}
+def expected(model: Qwen3VL, folder: Path) -> dict[str, torch.Tensor]:
+    return reference_logits(Qwen3VLForConditionalGeneration._from_config, model, folder, PROMPTS)
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -93,12 +82,12 @@ def test_logits_equal_transformers(model: Qwen3VL, backend: Backend, expected: d
     assert relative(whole(model, backend, Prompt.build(model.config, PROMPTS[name])), expected[name]) < TOLERANCE
 
 
-def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(backend: Backend, device: torch.device, tmp_path: Path) -> None:
-    """Eight layers. Red if products of some number of tokens are of other weights or scales than those of another number."""
+def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(backend: Backend, tmp_path: Path) -> None:
+    """Eight layers."""
     config = config_of(SHAPE, tmp_path)
     config = replace(config, text=replace(config.text, num_layers=8))
     few = Qwen3VL(config, TensorParallel.single(), backend, torch.bfloat16)
-    fill(few, GeneratedSource(config, device), lambda done, total: None)
+    fill_generated(few)
     prompt = Prompt.build(config, PROMPTS["one image"])
     with torch.inference_mode():
         expected = whole(few, backend, prompt)
@@ -175,6 +164,29 @@ def host_step(batch: ForwardBatch) -> HostStep:
         known=np.stack((places, ids[num_prefill:])),
         next_ids=np.zeros(0, dtype=np.int64),
     )
+
+
+def graph_logits(model: Qwen3VL, backend: Backend, decodes: tuple[int, ...] = (4,)) -> tuple[torch.Tensor, list[int]]:
+    """Logits of the prompt "text" and their positions, through graphs: in chunks that graphs pad, then token by token beside padded
+    rows or alone, teacher-forced."""
+    sizes = msgspec.structs.replace(
+        HOPPER_STEP_SIZES, decodes=decodes, mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256
+    )
+    prompt, runner = Prompt.build(model.config, PROMPTS["text"]), runner_of(model, backend)
+    rows = Rows(15, 1024, 16, model.config.geometry, model.device, states=runner.states, transfers=backend.transfers)
+    make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 4, 1024)
+    assert make_attention is not None
+    scratch = runner.start(Prompt(prompt.ids[:1], [], []))
+    runner.step([(scratch, 1)], num_prefill_rows=1)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch.pages[0], 4, 4)
+    step_graphs.capture()
+    session, found, ends = runner.start(prompt), [], []
+    for count in [50, 130, *[1] * 40]:
+        logits, _ = step_graphs.run(host_step(runner.batch([(session, count)], int(count > 1), "last")))
+        found.append(logits[-1].clone())
+        session.computed += count
+        ends.append(session.computed - 1)
+    return torch.stack(found), ends
 
 
 def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend) -> None:

@@ -8,18 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
-from transformers import AutoConfig, Qwen3VLMoeForConditionalGeneration
+from transformers import Qwen3VLMoeForConditionalGeneration
 
-from engine.worker import graphs
-from engine.worker.rows import Rows
-from models.checkpoint.load import fill
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
-from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from models.kernels.ops import Experts, Normed, Residual
 from models.kernels.reference.linear import linear
 from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
@@ -27,9 +22,8 @@ from models.kernels.reference.ops import TorchOps
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from models.weights.float8 import BlockScaled
-from tests.gpu.generated import GeneratedSource
-from tests.gpu.test_model_parity import PROMPTS, host_step, runner_of, whole
-from tests.unit.models import reference
+from tests.gpu.generated import fill_generated, reference_logits
+from tests.gpu.test_model_parity import PROMPTS, graph_logits, whole
 from tests.unit.models.harness import Prompt
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
@@ -53,22 +47,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(backend: Backend, folder: Path) -> Iterator[Qwen3VL]:
     ours = Qwen3VL(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
-    fill(ours, GeneratedSource(ours.config, DEVICE), lambda done, total: None)
+    fill_generated(ours)
     with torch.inference_mode():
         yield ours
 
 
 @pytest.fixture(scope="module")
 def expected(model: Qwen3VL, folder: Path) -> dict[str, torch.Tensor]:
-    """The reference's logits of every token of every prompt; its model is gone afterwards."""
-    with DEVICE:
-        theirs = Qwen3VLMoeForConditionalGeneration._from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
-    source = GeneratedSource(model.config, DEVICE)
-    with torch.no_grad():
-        for name, tensor in theirs.state_dict().items():
-            stored = source[name][(slice(None),)]
-            tensor.copy_(stored.transpose(1, 2) if ".experts." in name else stored)
-    return {name: reference.logits(theirs, model.config, Prompt.build(model.config, parts)).float() for name, parts in PROMPTS.items()}
+    return reference_logits(Qwen3VLMoeForConditionalGeneration._from_config, model, folder, PROMPTS)
 
 
 def make_experts(is_float8: bool, width: int = 2048, inner: int = 768, has_shared: bool = False) -> Experts:
@@ -132,7 +118,7 @@ def test_logits_equal_transformers(model: Qwen3VL, backend: Backend, expected: d
 
 def test_float8_is_close(backend: Backend, folder: Path, expected: dict[str, torch.Tensor]) -> None:
     ours = Qwen3VL(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
-    fill(ours, GeneratedSource(ours.config, DEVICE), lambda done, total: None)
+    fill_generated(ours)
     with torch.inference_mode():
         ours.quantize_()
         found = whole(ours, backend, Prompt.build(ours.config, PROMPTS["one image"]))
@@ -141,23 +127,5 @@ def test_float8_is_close(backend: Backend, folder: Path, expected: dict[str, tor
 
 @pytest.mark.parametrize("decodes", [(4,), (1, 4)])
 def test_graphs_equal_transformers(model: Qwen3VL, backend: Backend, expected: dict[str, torch.Tensor], decodes: tuple[int, ...]) -> None:
-    """A prompt in chunks of sizes that graphs pad, then token by token beside padded rows or alone, teacher-forced."""
-    sizes = msgspec.structs.replace(
-        HOPPER_STEP_SIZES, decodes=decodes, mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256
-    )
-    prompt = Prompt.build(model.config, PROMPTS["text"])
-    runner = runner_of(model, backend)
-    rows = Rows(4, 1024, 16, model.config.geometry, model.device, transfers=backend.transfers)
-    make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 4, 1024)
-    assert make_attention is not None
-    scratch = runner.start(Prompt(prompt.ids[:1], [], []))
-    runner.step([(scratch, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch.pages[0], 4, 4)
-    step_graphs.capture()
-    session, found, ends = runner.start(prompt), [], []
-    for count in [50, 130, *[1] * 40]:
-        logits, _ = step_graphs.run(host_step(runner.batch([(session, count)], int(count > 1), "last")))
-        found.append(logits[-1].clone())
-        session.computed += count
-        ends.append(session.computed - 1)
-    assert median(torch.stack(found), expected["text"][ends]) < TOLERANCE
+    found, ends = graph_logits(model, backend, decodes)
+    assert median(found, expected["text"][ends]) < TOLERANCE

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from models.checkpoint.load import fill
 from models.config.types import ModelConfig
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
@@ -15,7 +14,7 @@ from models.kernels.choose import BackendName
 from models.kernels.make import make_backend
 from models.parallel.group import TensorParallel
 from models.parallel.symmetric import SymmetricSums
-from tests.gpu.generated import GeneratedSource, config_of
+from tests.gpu.generated import config_of, fill_generated
 from tests.gpu.test_model_parity import PROMPTS, SHAPE, TOLERANCE, relative
 from tests.unit.models.harness import PagedRunner, Prompt
 
@@ -34,7 +33,7 @@ def worker(rank: int, size: int, symmetric: bool, name: BackendName, config: Mod
         tp = TensorParallel(rank, size, group, sums, backend.exchange(group) if symmetric else None)
     with torch.inference_mode():
         model = Qwen3VL(config, tp, backend, torch.bfloat16)
-        fill(model, GeneratedSource(config, device), lambda done, total: None)
+        fill_generated(model)
         logits = teacher_forced(model, backend)
     if rank == 0:
         torch.save(logits.cpu(), out / f"{size}.pt")
