@@ -1,4 +1,4 @@
-"""Report which level of tests finds each mutation: the module's tests, the gate, or the suite that names it. Takes about an hour.
+"""Report which level of tests finds each mutation: the module's tests, the gate, or the suite e2e. Takes about an hour.
 
 usage: python -m tests.mutations [--only TEXT] [--modules-only]
 """
@@ -43,7 +43,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def level_of(mutation: Mutation, tree: Path, modules_only: bool) -> str:
-    """Return the first level whose tests fail: "module", "gate", the suite's name, or "survives"."""
+    """Return the first level whose tests fail: "module", "gate", "e2e", or "survives"."""
     file = tree / mutation.file
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
@@ -52,8 +52,8 @@ def level_of(mutation: Mutation, tree: Path, modules_only: bool) -> str:
             return "module"
         if not modules_only and fails(tree, "-n", "2"):
             return "gate"
-        if not modules_only and fails(tree, "-n", "2", "-m", mutation.suite):
-            return mutation.suite
+        if not modules_only and fails(tree, "-n", "2", "-m", "e2e"):
+            return "e2e"
         return "survives"
     finally:
         file.write_text(text, encoding="utf-8")
