@@ -1,4 +1,4 @@
-"""An engine whose drafts hold with a given probability, whatever its weights: `python -m bench.accepting P K --model ... --draft suffix`,
+"""An engine whose drafts hold with a given probability, whatever its weights: `python -m bench.accepting P K --model ... --draft lookup`,
 or `--draft mtp`, whose head computes as many guesses as it would, at most three, which others then replace.
 
 The first time that a prompt comes, its greedy answer is recorded, without drafts. From the second time on each draft is the recorded token
@@ -14,9 +14,8 @@ import engine.scheduler.main
 import engine.serve
 from engine.ipc import Runtime
 from engine.messages import MAX_GUESSES
-from engine.scheduler.drafts.drafter import Drafter, Offer
-from engine.scheduler.drafts.source import Source
-from engine.scheduler.drafts.suffixes import Guess, SuffixAutomaton
+from engine.scheduler.drafts.drafter import Drafter, Guess, Offer, Trust
+from engine.scheduler.drafts.lookup import LookupDrafter, Source
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 from engine.supervise import Supervisor
@@ -31,26 +30,20 @@ class AcceptingSource(Source):
         self._of, self._answer, self._probability, self._num_drafts, self._rng = request, answer, probability, num_drafts, rng
 
     @property
-    def trust(self) -> float:
-        return 1.0 if self._num_drafts else super().trust
-
-    @property
-    def is_paused(self) -> bool:
-        return super().is_paused and not self._num_drafts
-
-    @property
     def lag(self) -> int:
         """It reads nothing."""
         return 0
 
-    def _find(self, most: int, recent: Sequence[SuffixAutomaton]) -> Guess:
+    def _find(self, most: int) -> Guess:
+        if self._num_drafts:
+            self.trust = Trust(hits=2.0, num_known=self._of.num_known)
         start, share = self._of.num_known - self._of.num_prompt, 1.0 if self._num_drafts else BELIEVED
         count = min(most, self._of.num_drawn + self._num_drafts) if self._num_drafts else most
         wrong = (self._rng.random() >= self._probability for _ in range(count))
         return [(token ^ is_wrong, share) for token, is_wrong in zip(self._answer[start : start + count], wrong, strict=False)]
 
 
-class AcceptingDrafter(Drafter):
+class AcceptingDrafter(LookupDrafter):
     def __init__(self, verify_rows: int, probability: float, num_drafts: int, has_head: bool = False):
         super().__init__(verify_rows)
         self._probability, self._num_drafts, self._rng, self._has_head = probability, num_drafts, random.Random(0), has_head
@@ -95,14 +88,10 @@ def main() -> int:
         return engine.serve.main(sys.argv[3:])
     probability, num_drafts = float(sys.argv[2]), int(sys.argv[3])
 
-    def make(verify_rows: int) -> Drafter:
-        return AcceptingDrafter(verify_rows, probability, num_drafts)
+    def make(name: str, verify_rows: int) -> Drafter:
+        return AcceptingDrafter(verify_rows, probability, num_drafts, has_head=name == "mtp")
 
-    def make_head(verify_rows: int) -> Drafter:
-        return AcceptingDrafter(verify_rows, probability, num_drafts, has_head=True)
-
-    engine.scheduler.main.Drafter = make  # type: ignore[misc, assignment]
-    engine.scheduler.main.HeadDrafter = make_head  # type: ignore[misc, assignment]
+    engine.scheduler.main.make_drafter = make
     engine.scheduler.main.main()
     return 0
 

@@ -87,7 +87,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--streams", nargs="+", type=int, default=[1], help="clients at once")
     parser.add_argument("--requests", type=int, default=16, help="of a set")
     parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--draft", choices=("suffix", "mtp"), default="suffix", help="of the second engine")
+    parser.add_argument("--draft", choices=("lookup", "mtp"), default="lookup", help="of the second engine")
     parser.add_argument("--accept", type=float, help="probability that a draft holds; needs no weights")
     parser.add_argument("--drafts", type=int, default=0, help="with --accept: so many in every step of a row; 0: as the engine adapts")
     parser.add_argument("--json", type=Path)

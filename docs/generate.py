@@ -85,7 +85,7 @@ WHEN = {
     "max_num_encoder_tokens": "Higher for images of more than 16 megapixels; also sets the peak memory of the vision tower.",
     "max_queued_requests": "Lower to refuse early, higher to queue more.",
     "prefix_cache": "Off to measure without it.",
-    "draft": "For few streams: `suffix` if their answers repeat themselves, each other or the prompt; `mtp` if the model has a head for it."
+    "draft": "For few streams: `lookup` if answers repeat the prompt, the `prediction` or themselves; `mtp` if the model has a head for it."
     " See [drafting](drafting.md).",
     "snapshot_share": "Lower if hybrid models lose keys and values to snapshots: see [models](models.md#snapshots-of-states).",
     "image_cache_bytes": "Higher if images are often reused; it competes with KV blocks.",

@@ -100,10 +100,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_seconds: Annotated[int | None, "longest wait for the first step, then 503; default: no limit"] = None
     request_timeout: Annotated[int | None, "longest time of a request in seconds, waiting and running; default: its field `timeout`"] = None
     draft: Annotated[
-        Literal["off", "suffix", "mtp", "auto"],
-        "'suffix' guesses tokens from what followed the same words before (in the request, its prediction, recent answers of its tenant)"
-        " and verifies several in one step; 'mtp' guesses by the model's own head (Qwen3.5 and later); 'auto' is refused until its cost is"
-        " measured",
+        Literal["off", "lookup", "mtp"],
+        "draft tokens, of which several are verified in one step: 'lookup' takes what followed the last tokens before, in the request and"
+        " its field `prediction` (also accepted: suffix); 'mtp' asks the model's own head (Qwen3.5 and later)",
     ] = "off"
     prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
     snapshot_share: Annotated[
@@ -239,8 +238,6 @@ def find_problem(config: EngineConfig) -> str | None:
         return "--snapshot-share must lie in [0, 1]"
     if not 0 < config.gpu_memory_utilization <= 1:
         return "--gpu-memory-utilization must lie in (0, 1]"
-    if config.draft == "auto":
-        return "--draft auto: that drafts which never hold cost at most 1 % is not measured yet; choose off, suffix or mtp"
     if config.min_pixels is not None and config.max_pixels is not None and config.min_pixels > config.max_pixels:
         return "--min-pixels must not exceed --max-pixels"
     if config.max_num_seqs > config.max_num_batched_tokens:

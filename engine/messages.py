@@ -89,7 +89,6 @@ class Submit(msgspec.Struct, tag=True):
     truncated_to: int | None = None  # most tokens of the prompt, the last ones; -1: as many as leave room for the answer
     keeps_beginning: bool = False  # the first ones instead
     deadline: float | None = None  # after which nobody waits for an answer
-    tenant: bytes = b""  # digest of a key that was checked and of the salt; empty: nobody's
     prediction: str = ""  # of the answer, by the client
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
 
@@ -198,7 +197,6 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     deadline: float | None = None
     grammar: CompiledGrammar | None = None
-    tenant: bytes = b""  # whose answers may be guessed from each other; empty: nobody's
     prediction: Region | None = None  # int32 token ids, of the answers
 
 

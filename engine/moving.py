@@ -66,10 +66,17 @@ SAME = (
     SameFlag("access_log", ("--disable-uvicorn-access-log",), VLLM, const=False),
 )  # fmt: skip
 
-OTHER_VALUES = {("dtype", "float"): "float32", ("load_format", "safetensors"): "auto"}  # of fields that have the same name
-REFUSED_VALUES = dict.fromkeys(
-    (("dtype", "half"), ("dtype", "float16")), "float16 overflows in these models: use bfloat16, or float32 on CPUs"
-)
+OTHER_VALUES = {  # of fields that have the same name
+    ("dtype", "float"): "float32",
+    ("load_format", "safetensors"): "auto",
+    ("draft", "suffix"): "lookup",
+}
+FLOAT16 = "float16 overflows in these models: use bfloat16, or float32 on CPUs"
+REFUSED_VALUES = {
+    ("dtype", "half"): FLOAT16,
+    ("dtype", "float16"): FLOAT16,
+    ("draft", "auto"): "choose lookup, for answers that repeat their prompt or prediction, or mtp, for models with such a head",
+}
 
 CHUNKED = "prefill is always chunked; --max-num-batched-tokens and --max-num-mixed-tokens bound a step"
 PARSED = "the checkpoint's template decides how tool calls and thoughts are parsed"
@@ -148,8 +155,8 @@ OTHER = (
     refused("--rope-scaling --rope-theta", VLLM, "edit config.json in a copy of the folder"),
     refused("--override-generation-config", VLLM, "edit generation_config.json in a copy of the folder, or let requests say it"),
     refused("--enable-lora --lora-modules --max-loras --max-lora-rank --lora-paths", BOTH, "merge the adapter into the weights"),
-    refused("--speculative-config", VLLM, "no draft model is loaded: see --draft suffix and mtp"),
-    refused("--speculative-algorithm --speculative-draft-model-path", SGLANG, "no draft model is loaded: see --draft suffix and mtp"),
+    refused("--speculative-config", VLLM, "no draft model is loaded: see --draft lookup and mtp"),
+    refused("--speculative-algorithm --speculative-draft-model-path", SGLANG, "no draft model is loaded: see --draft lookup and mtp"),
     refused("--max-total-tokens", SGLANG, "use --kv-cache-memory-bytes"),
     refused("--enable-sleep-mode --enable-memory-saver", BOTH, "stop the server, and start it when it is needed"),
     refused("--skip-tokenizer-init", BOTH, "text is always made; requests may give token ids as `prompt`"),

@@ -31,7 +31,6 @@ from engine.messages import (
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.drafts.drafter import Drafter
-from engine.scheduler.drafts.source import MAX_TEXT
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State
@@ -104,7 +103,7 @@ class SchedulerCore:
         for index in range(wire.n):
             siblings.append(self._make_request(wire, prompt_ids, siblings, index))
             if self.drafter is not None and prediction is not None:
-                siblings[-1].prediction = prediction[:MAX_TEXT].copy()
+                siblings[-1].prediction = prediction.copy()
         self._recall_links(siblings[0])
         self._requests[wire.rid] = list(siblings)
         for request in siblings:
@@ -144,10 +143,8 @@ class SchedulerCore:
             self._fail(request, pixels.error)
 
     def forget_all(self, images: bool) -> None:
-        """Empties the prefix cache, recent answers and, if `images`, the embeddings, but for what requests hold."""
+        """Empty the prefix cache and, if `images`, the embeddings, but for what requests hold."""
         self.state.blocks.forget_all()
-        if self.drafter is not None:
-            self.drafter.recent.forget()
         if images:
             self.state.images.forget_unpinned()
 

@@ -32,8 +32,7 @@ from engine.messages import (
 )
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
-from engine.scheduler.drafts.drafter import Drafter
-from engine.scheduler.drafts.head import HeadDrafter
+from engine.scheduler.drafts import make_drafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
@@ -98,10 +97,7 @@ class Scheduler:
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready))
         limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
-        make_drafter = HeadDrafter if config.draft == "mtp" else Drafter
-        drafter = make_drafter(limits.verify_rows) if limits.verify_rows else None
-        if config.draft != "off" and drafter is None:
-            logger.warning("--draft %s: this backend cannot verify drafts, so there are none", config.draft)
+        drafter = make_drafter(config.draft, limits.verify_rows)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
         return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)
 

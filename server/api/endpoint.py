@@ -151,7 +151,7 @@ class Endpoint(ABC):
                 raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", job.submits[0].prompt_field)
             self._limit_time(job, body)
             for submit in job.submits:
-                submit.client, submit.tenant = body.client, tenant_of(body, submit.cache_salt, service.config)
+                submit.client = body.client
             if job.used or body.num_announced:
                 for submit in job.submits:  # the last one that has read it lets go of it
                     submit.body = body.region.offset
@@ -263,13 +263,6 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed
         logprobs=request.num_logprobs,
         prompt_logprobs=request.num_prompt_logprobs,
     )
-
-
-def tenant_of(body: Body, salt: str, config: EngineConfig) -> bytes:
-    """Who may be answered faster for this answer. A key that nobody checks is no identity: clients send whatever they like."""
-    key = b"" if config.api_key is None and config.api_key_file is None else body.credentials
-    digests = hashlib.sha256(key).digest() + hashlib.sha256(salt.encode()).digest()
-    return hashlib.sha256(digests).digest() if key or salt else b""
 
 
 def submits_of(

@@ -220,7 +220,6 @@ class Intake(Way):
             priority=submit.priority,
             deadline=submit.deadline,
             grammar=self._grammar_of(request),
-            tenant=submit.tenant,
             prediction=None if request.prediction is None else wire(request.prediction),
         )
 
@@ -235,7 +234,7 @@ class Intake(Way):
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
         ids = self._prompts.encode(submit.prompt, are_videos, limit, submit.pooled_words is not None)
-        is_used = bool(submit.prediction) and self.config.draft == "suffix"
+        is_used = bool(submit.prediction) and self.config.draft == "lookup"
         predicted = self._prompts.predicted(submit.prediction, limit) if is_used else []
         return Encoded(ids, predicted, self._echo(submit.prompt) if submit.output.echo else "")
 

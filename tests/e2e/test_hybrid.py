@@ -13,7 +13,7 @@ from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text
 
 pytestmark = pytest.mark.e2e
 
-DRAFTS = [("suffix", "1"), ("mtp", "2")]
+DRAFTS = [("lookup", "1"), ("mtp", "2")]
 
 
 @pytest.fixture(scope="module")

@@ -1,107 +1,118 @@
-"""Which rows of the next step get drafts, and which ones.
+"""What every drafter shares: the protocol, which rows of the next step get drafts, and how far a request's drafts are trusted.
 
 A row is verified in one step with its drafts, so that the next step can only be planned when it is known how many hold: while other rows
 are planned ahead, a row with drafts waits. It is held back for that only if the drafts should bring more than the wait costs. Prompts come
 first: as long as any wait or are computed there are no drafts. Neither are there with many rows, where each verified token takes time.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.messages import MAX_DRAFTS
-from engine.scheduler.drafts.recent import RecentAnswers
-from engine.scheduler.drafts.source import Source, answer_of
-from engine.scheduler.drafts.suffixes import Guess
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 
-MAX_AHEAD = 3  # tokens of a row that are on the way when a guess is made
 LEAST_PROBABILITY = 0.2  # that a draft holds, and all before it
 LEAST_GAIN = 0.4  # tokens that the drafts of a row bring: more than it loses while host and device wait for each other
-LEAST_GAIN_BESIDE = 1.1  # beside rows that are planned ahead: the row is not in every other step
-SLICE = 64  # tokens that are read before messages are looked for: 0.2 ms
+LEAST_GAIN_BESIDE = 1.1  # in a step with rows that are planned ahead: the row is not in every other step
+DECAY = 0.9  # of old hits and misses when another one comes
+MAX_PAUSE = 64  # tokens
+
+Guess = list[tuple[int, float]]  # tokens, each with the probability that it follows the one before
 
 
 @dataclass(slots=True)
 class Offer:
-    """Drafts for a row, and how many of them should hold."""
+    """Drafts for a row, and the number of them that should hold."""
 
     request: Request
     drafts: list[int] = field(default_factory=list)
     gain: float = 0.0
 
 
-class Drafter:
-    """Guesses for all requests. `verify_rows`: query rows of a step that cost little more than one."""
-
-    def __init__(self, verify_rows: int):
-        self._verify_rows = verify_rows
-        self._sources: dict[Request, Source] = {}
-        self.recent = RecentAnswers()
+class Drafter(Protocol):
+    """Proposes draft tokens for all requests."""
 
     @property
     def num_sources(self) -> int:
-        return len(self._sources)
+        """Requests about which something is remembered; 0 when all have ended."""
 
     def offer(self, state: State) -> None:
-        """Before a plan: sets the drafts of rows whose results are all in, and holds back rows that should get some then."""
-        rows = [request for request in state.running if request.num_output < request.max_tokens]
-        most = min(MAX_DRAFTS, self._verify_rows // len(rows) - 1) if rows else 0
-        is_quiet = not state.waiting and all(request.is_decoding for request in rows)
-        offers, num_steady = [], 0
-        for request in rows:
-            if request.drafts and request.num_drawn:
-                continue  # they are on the way
-            request.drafts, request.is_held = (), False
-            if most > 0 and request not in self._sources:
-                self._sources[request] = self._make_source(request)
-            offer = self._offer(request, most) if most > 0 and is_quiet else Offer(request)
-            if offer.gain >= LEAST_GAIN:
-                offers.append(offer)
-            else:
-                num_steady += 1
-        if num_steady:
-            offers = [offer for offer in offers if offer.gain >= LEAST_GAIN_BESIDE]
-        for offer in offers:
-            if offer.request.num_drawn:
-                offer.request.is_held = True
-            else:
-                offer.request.drafts = tuple(offer.drafts)
+        """Before a plan: set the drafts of rows whose results are all in, and hold back rows that should get some then."""
 
     def note(self, request: Request, num_accepted: int) -> None:
         """A row's drafts were verified."""
-        self._sources[request].note(num_accepted)
 
     def release(self, request: Request) -> None:
-        """It has ended; others of its tenant may be guessed from its answer."""
-        self._sources.pop(request, None)
-        self.recent.add(request.wire.tenant, answer_of(request))
+        """The request has ended."""
 
     def use_spare_time(self) -> bool:
-        """Reads a little of what waits. False if nothing does."""
-        behind = next((source for source in self._sources.values() if source.lag > 0), None)
-        if behind is not None:
-            behind.read(SLICE)
-            return True
-        return self.recent.read(SLICE)
+        """Do a small part of the work that waits. Return False if there is none."""
 
-    def guess(self, request: Request, most: int) -> Guess:
-        """At most `most` tokens behind the known ones, each with the probability that it follows the one before."""
-        return self._sources[request].guess(most, self.recent.of(request.wire.tenant))
 
-    def _make_source(self, request: Request) -> Source:
-        return Source(request)
+@dataclass(slots=True)
+class Trust:
+    """How often the draft tokens of one request hold. Every guess is compared with what came, whether it was verified or not."""
 
-    def _offer(self, request: Request, most: int) -> Offer:
-        """Behind the tokens on the way, which have to be as guessed, too. The last token may not be a draft: one more is drawn."""
-        offer, source, num_ahead = Offer(request), self._sources[request], request.num_drawn
-        guess = self.guess(request, most + MAX_AHEAD)
-        most = 0 if source.is_paused else min(most, request.max_tokens - request.num_output - 1)
-        trust, probability = source.trust, 1.0
-        for i, (token, share) in enumerate(guess[: num_ahead + max(0, most)]):
-            probability *= share * trust
-            if probability < LEAST_PROBABILITY:
+    hits: float = 1.4
+    expected: float = 2.0  # at first a little less is right than it seems
+    guess: Guess = field(default_factory=list)
+    num_known: int = 0  # tokens before the guess
+    num_failures: int = 0
+    resumes_at: int = 0
+
+    @property
+    def share(self) -> float:
+        """How many of the guessed tokens were right, to how many should have been."""
+        return min(1.0, self.hits / self.expected)
+
+    def is_paused(self, request: Request) -> bool:
+        """Whether drafts failed one after the other."""
+        return request.num_known < self.resumes_at
+
+    def score(self, request: Request) -> None:
+        """Compare the last guess with the tokens that came."""
+        came = request.known_ids()[self.num_known :].tolist() if self.guess else []
+        for token, (guessed, probability) in zip(came, self.guess, strict=False):
+            self.hits = DECAY * self.hits + (token == guessed)
+            self.expected = DECAY * self.expected + probability
+            if token != guessed:
                 break
-            if i >= num_ahead:
-                offer.drafts.append(token)
-                offer.gain += probability
-        return offer
+        self.num_known = request.num_known
+
+    def note(self, request: Request, num_accepted: int) -> None:
+        """Drafts were verified. If all fail again and again, they pause: for 1, 2, 4 ... tokens."""
+        self.num_failures = 0 if num_accepted else self.num_failures + 1
+        if self.num_failures > 1:
+            self.resumes_at = request.num_known + min(MAX_PAUSE, 1 << (self.num_failures - 2))
+
+
+def most_drafts(rows: Iterable[Request], verify_rows: int) -> int:
+    """Drafts that each row may get. `verify_rows`: query rows of a step that cost little more than one."""
+    num_rows = len([*rows])
+    return min(MAX_DRAFTS, verify_rows // num_rows - 1) if num_rows else 0
+
+
+def give_drafts(state: State, verify_rows: int, make_offer: Callable[[Request, int], Offer]) -> None:
+    """`Drafter.offer`; `make_offer` is asked for at most so many drafts of a row, or for none if prompts come first."""
+    rows = [request for request in state.running if request.num_output < request.max_tokens]
+    most = most_drafts(rows, verify_rows)
+    is_quiet = not state.waiting and all(request.is_decoding for request in rows)
+    offers, num_steady = [], 0
+    for request in rows:
+        if request.drafts and request.num_drawn:
+            continue  # they are on the way
+        request.drafts, request.is_held = (), False
+        offer = make_offer(request, most if is_quiet else 0) if most > 0 else Offer(request)
+        if offer.gain >= LEAST_GAIN:
+            offers.append(offer)
+        else:
+            num_steady += 1
+    if num_steady:
+        offers = [offer for offer in offers if offer.gain >= LEAST_GAIN_BESIDE]
+    for offer in offers:
+        if offer.request.num_drawn:
+            offer.request.is_held = True
+        else:
+            offer.request.drafts = tuple(offer.drafts)

@@ -101,7 +101,7 @@ def test_what_was_asked_for_is_kept() -> None:
 def test_drafts_of_rows_with_states_are_counted() -> None:
     """Red if the plan leaves out what drafts are repeated from: 13 MiB a row of 27B, which a GPU that is full by plan does not have."""
     model, config = config_of("3.5-27B"), EngineConfig(max_num_seqs=64)
-    plain, *drafting = (estimate(msgspec.structs.replace(config, draft=draft), model).states for draft in ("off", "suffix", "mtp"))
+    plain, *drafting = (estimate(msgspec.structs.replace(config, draft=draft), model).states for draft in ("off", "lookup", "mtp"))
     assert [states - plain for states in drafting] == [67 * 48 * count * 2 * (2 * 10_240 + 2 * 48) for count in (7, 3)]
 
 

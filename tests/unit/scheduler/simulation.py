@@ -23,8 +23,7 @@ from engine.messages import (
 )
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
-from engine.scheduler.drafts.drafter import Drafter
-from engine.scheduler.drafts.head import HeadDrafter
+from engine.scheduler.drafts import make_drafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Status
@@ -58,8 +57,7 @@ def make_core(
     merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
     images = ImageDirectory(image_tokens * TOKEN_BYTES)
     state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, free_rows=list(range(merged.max_num_seqs)))
-    make_drafter = HeadDrafter if merged.num_ahead else Drafter
-    drafter = make_drafter(merged.verify_rows) if merged.verify_rows else None
+    drafter = make_drafter("mtp" if merged.num_ahead else "lookup", merged.verify_rows) if merged.verify_rows else None
     return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]), drafter=drafter)
 
 

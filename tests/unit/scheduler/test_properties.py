@@ -61,7 +61,6 @@ def drive(
         wire = msgspec.structs.replace(
             wire,
             cache_salt=salt,
-            tenant=rng.choice([b"", b"a", b"a", b"b"]),
             n=rng.choice([1, 1, 2, 5]),
             priority=rng.choice([0, 0, 1, -1]),
         )
@@ -185,6 +184,17 @@ def serve_any_load(
 def undrafted(sequence: Sequence, num_tokens: int) -> list[int]:
     alone = Sequence(sequence.wire, sequence.ids[: sequence.wire.prompt.length // 4], sequence.seed, sequence.language)
     return [alone.draw() for _ in range(num_tokens)]
+
+
+def test_loads_with_drafters_reach_drafts_and_snapshots() -> None:
+    """Red if the properties above stop to test what they are for: no draft holds or fails, no snapshot is read or overwritten."""
+    for flags in ({"drafter": True}, {"drafter": True, "head": True}, {"drafts": True}):
+        sims = [serve_any_load(True, seed, seed % 2 == 1, False, stateful="drafter" in flags, **flags) for seed in range(8)]
+        reached = [sum(getattr(sim, name) for sim in sims) for name in ("num_accepted", "num_refused", "num_cut")]
+        assert reached[0] > 15 and (min(reached) > 0 or "drafter" in flags), (flags, reached)
+        assert sum(sim.core.state.counters.preemptions for sim in sims) > 5
+        read = [sum(getattr(sim.worker, name) for sim in sims) for name in ("num_loaded", "num_overwritten")]
+        assert min(read) > 50 or "drafts" in flags, (flags, read)
 
 
 def test_a_full_house_is_preempted_and_finishes() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.messages import MAX_GUESSES, StepResult
-from engine.scheduler.drafts.head import HeadDrafter
+from engine.scheduler.drafts.mtp import HeadDrafter
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request
 from models.config.huggingface import read_config

@@ -1,0 +1,182 @@
+"""Prompt lookup, `--draft lookup`: what followed the last tokens where they stood before, in the request's prompt, output and prediction.
+
+The longest context that was seen, of a few lengths, is found by its hash. Reading a token takes as many operations as there are lengths.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+
+from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Guess, Offer, Trust, give_drafts
+from engine.scheduler.request import Request
+from engine.scheduler.state import State
+
+CONTEXTS = (16, 8, 4, 2, 1)  # tokens of a context that is looked up, the longest first
+FACTOR, PRIME = 1_000_003, (1 << 61) - 1  # of the rolling hash of a context
+_LEAVING = [pow(FACTOR, length, PRIME) for length in CONTEXTS]  # of the token that is no longer in it
+UNSURE = 0.6  # times that another token should have followed a context of one token
+MIN_PATH = 0.05  # probability of all tokens of a guess
+
+MAX_AHEAD = 3  # tokens of a row that are on the way when a guess is made
+MAX_TEXT = 1 << 14  # tokens: of a prompt its last, of a prediction its first; of longer text the last are read again
+MAX_LAG = 16  # tokens that are read before a guess; more are left to spare time
+SLICE = 128  # tokens that are read before messages are looked for: 0.2 ms
+HEAD = 8  # tokens before an answer by which its beginning is found
+
+
+class Contexts:
+    """A text and what followed each of its contexts. Negative ids are breaks, which differ from each other: no context reaches across one.
+
+    Of the tokens that followed a context, the majority is kept with its votes: each other token takes one away.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = array("i", [0] * (1 + CONTEXTS[0]))
+        self._hashes = [0] * len(CONTEXTS)  # of the last tokens
+        self._followers: dict[int, tuple[int, int, int]] = {}  # by hash of the context: token, its votes, times that the context was seen
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Read the next tokens."""
+        followers = self._followers
+        for token in tokens:
+            first = token, 1, 1  # shared by all contexts that are new
+            for key in self._hashes:
+                if (known := followers.get(key)) is None:
+                    followers[key] = first
+                elif known[0] == token or known[1] == 1:
+                    followers[key] = token, known[1] + (known[0] == token), known[2] + 1
+                else:
+                    followers[key] = known[0], known[1] - 1, known[2] + 1
+            self._tokens.append(token)
+            _roll(self._hashes, self._tokens)
+
+    def guess(self, most: int) -> Guess:
+        """At most `most` tokens: again and again the one that followed the longest context that was seen."""
+        hashes, tokens = self._hashes.copy(), self._tokens[-1 - CONTEXTS[0] :]
+        found: Guess = []
+        path = 1.0
+        while len(found) < most:
+            length, key = next(((length, key) for length, key in zip(CONTEXTS, hashes, strict=True) if key in self._followers), (0, 0))
+            if not length:
+                break
+            token, votes, total = self._followers[key]
+            path *= (share := votes / (total + UNSURE / length))
+            if token < 0 or path < MIN_PATH:
+                break
+            found.append((token, share))
+            tokens.append(token)
+            _roll(hashes, tokens)
+        return found
+
+
+def _roll(hashes: list[int], tokens: "array[int]") -> None:
+    """Update the hashes of contexts for the last token of `tokens`."""
+    token = tokens[-1]
+    for i, length in enumerate(CONTEXTS):
+        hashes[i] = (hashes[i] * FACTOR + token - tokens[-1 - length] * _LEAVING[i]) % PRIME
+
+
+class Source:
+    """What is known of one request."""
+
+    def __init__(self, request: Request):
+        self.trust = Trust()
+        self._request = request
+        self._contexts = Contexts()
+        self._unread = _text_of(request)
+        self._position = 0  # in it
+        self._num_read = request.num_prompt  # of the sequence
+
+    @property
+    def lag(self) -> int:
+        """Tokens that wait to be read."""
+        return len(self._unread) - self._position + self._request.num_known - self._num_read
+
+    def guess(self, most: int) -> Guess:
+        """At most `most` tokens after the known ones."""
+        if self._request.num_known != self.trust.num_known:
+            self.trust.score(self._request)
+            self.trust.guess = []
+            if self.lag <= MAX_LAG:
+                self.read(MAX_LAG)
+                self.trust.guess = self._find(most)
+        return self.trust.guess
+
+    def _find(self, most: int) -> Guess:
+        return self._contexts.guess(most)
+
+    def read(self, num_tokens: int) -> None:
+        """Read at most so many tokens of each part of the text."""
+        if len(self._contexts) >= 3 * MAX_TEXT:
+            self._contexts, self._unread, self._position = Contexts(), array("i"), 0
+            self._num_read = max(self._request.num_prompt, self._request.num_known - MAX_TEXT)
+        self._contexts.extend(self._unread[self._position : self._position + num_tokens])
+        self._position = min(len(self._unread), self._position + num_tokens)
+        if self._position == len(self._unread):
+            more = self._request.known_ids()[self._num_read :][:num_tokens].tolist()
+            self._contexts.extend(more)
+            self._num_read += len(more)
+
+
+class LookupDrafter:
+    """Drafts from a request's own text. `verify_rows`: query rows of a step that cost little more than one."""
+
+    def __init__(self, verify_rows: int):
+        self._verify_rows = verify_rows
+        self._sources: dict[Request, Source] = {}
+
+    @property
+    def num_sources(self) -> int:
+        return len(self._sources)
+
+    def offer(self, state: State) -> None:
+        give_drafts(state, self._verify_rows, self._offer)
+
+    def note(self, request: Request, num_accepted: int) -> None:
+        self._sources[request].trust.note(request, num_accepted)
+
+    def release(self, request: Request) -> None:
+        self._sources.pop(request, None)
+
+    def use_spare_time(self) -> bool:
+        late = next((source for source in self._sources.values() if source.lag > 0), None)
+        if late is not None:
+            late.read(SLICE)
+        return late is not None
+
+    def _offer(self, request: Request, most: int) -> Offer:
+        """Drafts after the tokens on the way, which have to be as guessed, too. The last token may not be a draft: one more is drawn."""
+        offer, num_ahead = Offer(request), request.num_drawn
+        if request not in self._sources:
+            self._sources[request] = Source(request)
+        if most == 0:
+            return offer
+        source = self._sources[request]
+        guess, trust, probability = source.guess(most + MAX_AHEAD), source.trust, 1.0
+        most = 0 if trust.is_paused(request) else min(most, request.max_tokens - request.num_output - 1)
+        for i, (token, share) in enumerate(guess[: num_ahead + max(0, most)]):
+            probability *= share * trust.share
+            if probability < LEAST_PROBABILITY:
+                break
+            if i >= num_ahead:
+                offer.drafts.append(token)
+                offer.gain += probability
+        return offer
+
+
+def _text_of(request: Request) -> "array[int]":
+    """The prediction as if it were the answer, then the last MAX_TEXT tokens of the prompt, with a break in place of each image."""
+    prompt = request.token_ids[: request.num_prompt].copy()
+    text_start = request.images[-1].end if request.images else 0
+    for i, span in enumerate(request.images):
+        prompt[span.start : span.end] = -2 - i
+    is_text = prompt >= 0
+    is_text[[span.start for span in request.images]] = True  # one break for each image
+    parts = [prompt[is_text][-MAX_TEXT:]]
+    if len(request.prediction):
+        parts = [prompt[max(text_start, request.num_prompt - HEAD) :], request.prediction[:MAX_TEXT], np.array([-1], np.int32), *parts]
+    return array("i", np.concatenate(parts).astype(np.int32).tobytes())

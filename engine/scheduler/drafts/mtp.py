@@ -1,0 +1,53 @@
+"""Drafts by the model's own head: `--draft mtp`. The worker computes them after each step, and they come with its result."""
+
+from engine.messages import MAX_GUESSES
+from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Trust, give_drafts
+from engine.scheduler.request import Request
+from engine.scheduler.state import State
+
+
+class HeadDrafter:
+    """Rows are held back for guesses that their results will bring. A guess holds with the probability `trust`, if those before it do."""
+
+    def __init__(self, verify_rows: int):
+        self._verify_rows = verify_rows
+        self._trust: dict[Request, Trust] = {}
+
+    @property
+    def num_sources(self) -> int:
+        return len(self._trust)
+
+    def offer(self, state: State) -> None:
+        """Also set the number of guesses that the next step makes: as many as should often hold for some row, but at least one, so that
+        it is noticed when they hold again."""
+        give_drafts(state, self._verify_rows, self._offer)
+        num_rows = min(len(state.running) + len(state.waiting), state.limits.max_num_seqs)
+        most = min(MAX_GUESSES, self._verify_rows // max(1, num_rows) - 1)
+        worth = (sum(trust.share**count >= LEAST_PROBABILITY for count in range(1, MAX_GUESSES + 1)) for trust in self._trust.values())
+        state.num_guesses = max(0, min(most, max(1, max(worth, default=MAX_GUESSES))))
+
+    def note(self, request: Request, num_accepted: int) -> None:
+        self._trust[request].note(request, num_accepted)
+
+    def release(self, request: Request) -> None:
+        self._trust.pop(request, None)
+
+    def use_spare_time(self) -> bool:
+        return False
+
+    def _offer(self, request: Request, most: int) -> Offer:
+        """What is on the way need not be as guessed: other guesses come with it."""
+        offer, trust = Offer(request), self._trust.setdefault(request, Trust())
+        if most == 0:
+            return offer
+        if request.num_known != trust.num_known:
+            trust.score(request)
+            trust.guess = [(token, 1.0) for token in request.guesses]
+        drafts = [token for token, _ in trust.guess[:MAX_GUESSES]]
+        most = 0 if trust.is_paused(request) else min(most, MAX_GUESSES, request.max_tokens - request.num_output - 1)
+        for i in range(most if request.num_drawn else min(most, len(drafts))):
+            if (probability := trust.share ** (i + 1)) < LEAST_PROBABILITY:
+                break
+            offer.drafts += drafts[i : i + 1]
+            offer.gain += probability
+        return offer
