@@ -26,10 +26,8 @@ HEAD = 8  # tokens before an answer by which its beginning is found
 
 
 class Contexts:
-    """A text and what followed each of its contexts. Negative ids are breaks, which differ from each other: no context reaches across one.
-
-    Of the tokens that followed a context, the majority is kept with its votes: each other token takes one away.
-    """
+    """A text and what followed each of its contexts: the majority with its votes, of which each other token takes one away. Negative ids
+    are breaks, which differ from each other: no context reaches across one."""
 
     def __init__(self) -> None:
         self._tokens = array("i", [0] * (1 + CONTEXTS[0]))
@@ -123,7 +121,7 @@ class Source:
 
 
 class LookupDrafter:
-    """Drafts from a request's own text. `verify_rows`: query rows of a step that cost little more than one."""
+    """Drafts from each request's own text."""
 
     def __init__(self, verify_rows: int):
         self._verify_rows = verify_rows
@@ -169,7 +167,7 @@ class LookupDrafter:
 
 
 def _text_of(request: Request) -> "array[int]":
-    """The prediction as if it were the answer, then the last MAX_TEXT tokens of the prompt, with a break in place of each image."""
+    """The prediction as if it were the answer, then the prompt's last MAX_TEXT tokens, with a break for each image."""
     prompt = request.token_ids[: request.num_prompt].copy()
     text_start = request.images[-1].end if request.images else 0
     for i, span in enumerate(request.images):
