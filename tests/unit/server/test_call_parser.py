@@ -1,8 +1,8 @@
-"""The parser of tool calls: what it finds is what regular expressions find in the whole text, and each character costs the same."""
+"""The parser of tool calls: what it finds does not depend on cuts, and each character costs the same."""
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -37,57 +37,6 @@ class RegexXml:
                 self.rest = self.rest[match.end() :]
 
 
-class RegexJson:
-    """A copy of the first parser: brackets are counted, and regular expressions find the members in all that came at the top level."""
-
-    MARK = re.compile(r'\\.|(["{}\[\]\n])', re.DOTALL)
-    NAME = re.compile(r'"name"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
-    ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*$')
-    STRING = re.compile(r'"(?:arguments|parameters)"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
-
-    def __init__(self, text: str):
-        self.top, self.arguments, self.depth = "", None, 0
-        is_argument = in_string = is_whole = False
-        start = 0
-        for mark in self.MARK.finditer(text):
-            char = mark[1]
-            if char is None or is_whole:
-                continue
-            if in_string or char in '"\n':
-                in_string ^= char == '"'
-                continue
-            border = mark.start() if char in "{[" else mark.end()
-            self.keep(text[start:border], is_argument)
-            start = border
-            self.depth += 1 if char in "{[" else -1
-            if char == "{" and self.depth == 2 and self.arguments is None and self.ARGUMENTS.search(self.top):
-                is_argument, self.arguments = True, ""
-            elif self.depth == 1:
-                is_argument = False
-            elif self.depth == 0:
-                is_whole = True
-                if self.arguments is None:
-                    found = self.STRING.search(self.top)
-                    self.arguments = (found and literal(found[1])) or "{}"
-        held = len(text) - len(text.rstrip("\\"))
-        self.keep(text[start : len(text) - held % 2], is_argument)
-        match = self.NAME.search(self.top)
-        self.name = literal(match[1]) if match else None
-
-    def keep(self, text: str, is_argument: bool) -> None:
-        if is_argument:
-            self.arguments += text
-        elif self.depth < 2:
-            self.top += text
-
-
-def literal(text: str) -> str | None:
-    try:
-        return str(json.loads(text))
-    except ValueError:
-        return None
-
-
 def pieces_of(text: str, cuts: list[int]) -> Iterator[str]:
     borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     return (text[a:b] for a, b in zip(borders, borders[1:], strict=False))  # noqa: RUF007
@@ -114,16 +63,6 @@ def test_xml_as_regular_expressions_find_it(text: str, cuts: list[int]) -> None:
         assert [key for key, _ in members] == [key for key, _ in expected.members]
         for (key, value), (_, said) in zip(members, expected.members, strict=True):
             assert value == said or (key, name) != ("city", "f")
-
-
-@given(TEXTS, CUTS)
-def test_json_as_regular_expressions_find_it(text: str, cuts: list[int]) -> None:
-    for start in ("{", '{"name": "f", "arguments": {', ""):
-        whole = start + text
-        expected = RegexJson(whole)
-        name, arguments = read(JsonBody(), pieces_of(whole, cuts))
-        assert name == expected.name
-        assert arguments == (expected.arguments or "" if name is not None else "")
 
 
 @given(st.lists(st.sampled_from([*WORDS, "<tool_call>", "</tool_call>", "<tool_call>\n<function=f>", "<tool", "\n\n"]), max_size=40), CUTS)
@@ -171,6 +110,11 @@ class Counting:
 
 LENGTH = 1500
 MAX_PER_CHARACTER = 40
+
+
+IN_STRING = '<tool_call>{"name": "f", "arguments": {"a": "'
+
+
 HOSTILE: dict[str, list[str]] = {
     "parameters without end": ["<tool_call>\n<function=f>", *["<parameter=a>"] * LENGTH],
     "a function without end": ["<tool_call>\n", *["<function="] * LENGTH],
@@ -182,7 +126,8 @@ HOSTILE: dict[str, list[str]] = {
     "objects at top level": ["<tool_call>{", *['"x": {}, '] * LENGTH],
     "arguments before the name": ['<tool_call>{"arguments": {"a": "', *["word "] * LENGTH, '"}, "name": "f"}</tool_call>'],
     "spaces after a key": ['<tool_call>{"name"', *[" "] * LENGTH],
-    "spaces after a marker in a string": ['<tool_call>{"name": "f", "arguments": {"a": "', "</tool_call>", *["  "] * LENGTH],
+    "spaces after a marker in a string": [IN_STRING, "</tool_call>", *["  "] * LENGTH],
+    "markers in a string": [IN_STRING, *["</tool_call>", "xxxxx"] * LENGTH, '"}}</tool_call>'],
     "spaces in a call": ["<tool_call>", *["  "] * LENGTH],
     "spaces in a text": ["text", *[" \n"] * LENGTH, "."],
     "no call": ["<tool_call>", *["word "] * LENGTH, "</tool_call>."],
@@ -198,45 +143,34 @@ def strings_in(value: Any) -> Iterator[int]:
             yield from strings_in(kept)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_each_character_is_examined_a_constant_number_of_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_character_is_examined_a_constant_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token was followed by a search of the whole call: an honest long parameter took quadratic time, an endless one cubic time."""
     for pattern, value in list(vars(calls).items()):
         if isinstance(value, re.Pattern):
             monkeypatch.setattr(calls, pattern, Counting(value))
-    splitter = CallSplitter(SCHEMAS, is_single=False)
-    Counting.examined, pieces = 0, HOSTILE[name]
-    for piece in pieces:
-        splitter.push(piece)
-        assert max(strings_in(splitter)) <= 128, "what is kept in one string is copied with each token"
-    splitter.flush()
-    assert Counting.examined <= MAX_PER_CHARACTER * sum(map(len, pieces))
+    for name, pieces in HOSTILE.items():
+        splitter, Counting.examined = CallSplitter(SCHEMAS, is_single=False), 0
+        for piece in pieces:
+            splitter.push(piece)
+            assert max(strings_in(splitter)) <= 128, f"{name}: what is kept in one string is copied with each token"
+        splitter.flush()
+        assert Counting.examined <= MAX_PER_CHARACTER * sum(map(len, pieces)), name
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (r'{"name": "a\ud800", "arguments": {}}', ("a?", {})),
-        (r'{"name": "a", "arguments": "{\"x\": \"\ud800\"}"}', ("a", {"x": "?"})),
-        (r'<function=a><parameter=x>"\ud800"</parameter></function>', ("a", {"x": "\ud800"})),
-        (r'<function=a><parameter=x>"\ud83d\ude00 é"</parameter></function>', ("a", {"x": "😀 é"})),
-        ("<function=a><parameter=x>" + "[" * 100_000 + "</parameter></function>", ("a", {"x": "[" * 100_000})),
-    ],
-)
-def test_odd_json_does_not_end_the_processor(text: str, expected: tuple[str, object]) -> None:
+def test_odd_json_does_not_end_the_processor() -> None:
     """Half a surrogate pair could not be sent to the api, and JSON that is too deep could not be read: both ended the engine."""
-    splitter = CallSplitter({}, is_single=False)
-    _, deltas, _ = splitter.push(f"<tool_call>{text}</tool_call>")
-    msgspec.msgpack.encode(deltas)
-    found = deltas[0].name, json.loads("".join(delta.arguments for delta in deltas))
-    assert found == expected
+    for text, name, arguments in (
+        (r'{"name": "a\ud800", "arguments": {}}', "a?", {}), (r'{"name": "a", "arguments": "{\"x\": \"\ud800\"}"}', "a", {"x": "?"}),
+        (r'<function=a><parameter=x>"\ud800"</parameter></function>', "a", {"x": "\ud800"}),
+        (r'<function=a><parameter=x>"\ud83d\ude00 é"</parameter></function>', "a", {"x": "😀 é"}),
+        ("<function=a><parameter=x>" + "[" * 100_000 + "</parameter></function>", "a", {"x": "[" * 100_000}),
+    ):  # fmt: skip
+        deltas = CallSplitter({}, is_single=False).push(f"<tool_call>{text}</tool_call>")[1]
+        msgspec.msgpack.encode(deltas)
+        assert (deltas[0].name, json.loads("".join(delta.arguments for delta in deltas))) == (name, arguments)
 
 
 def test_a_function_without_a_name_is_named_once() -> None:
     """An empty name was sent again with each token."""
-    bodies: list[tuple[Callable[[], JsonBody | XmlBody], str]] = [
-        (lambda: XmlBody({}), "<function=><parameter=x>1</parameter>"),
-        (JsonBody, '{"name": "", "arguments": {"x": 1}}'),
-    ]
-    for make, text in bodies:
-        assert read(make(), iter(text))[0] == ""
+    assert read(XmlBody({}), iter("<function=><parameter=x>1</parameter>"))[0] == ""
+    assert read(JsonBody(), iter('{"name": "", "arguments": {"x": 1}}'))[0] == ""

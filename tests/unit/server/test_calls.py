@@ -3,9 +3,6 @@
 import itertools
 import json
 import random
-import sys
-
-import pytest
 
 from engine.messages import CallDelta
 from server.processor.calls import CLOSE, CallSplitter
@@ -103,24 +100,21 @@ def test_arguments_do_not_wait_for_the_end() -> None:
     assert [delta.arguments for delta in splitter.push('"}}</tool_call>')[1]] == ['"}']
 
 
-@pytest.mark.parametrize(
-    ("broken", "num_calls"),
-    [
-        ('<tool_call>\n{"name": "g", "arguments": {"a": "x}}\n</tool_call>', 2),  # a string that never ends
-        ('<tool_call>{"name": "g", "arguments": {"a": "x\n"y"}}</tool_call>', 2),  # an odd quote, in the line behind
-        ('<tool_call>{"name": "g", "arguments": {"a": "x}}</tool_call>\n', 2),  # the same in one line, and the next call in another
-        ('<tool_call>{"name": "g", "arguments": {"a": "x}}</tool_call>  \n', 2),
-        ('<tool_call>{"name": "g", "arguments": {"a": "x}}</tool_call>', 1),  # nothing says that it is none
-    ],
-)
-def test_a_string_that_is_no_json_hides_no_marker(broken: str, num_calls: int) -> None:
+def test_a_string_that_is_no_json_hides_no_marker() -> None:
     """Red if a quote that a model forgets swallows the calls behind it: line breaks stand in no JSON string."""
-    for pieces in ([broken + HERMES], list(broken + HERMES)):
-        _, deltas, _ = read(pieces)
-        names = [delta.name for delta in deltas if delta.name is not None]
-        assert names == ["g", "weather"][:num_calls]
-    behind = [CallDelta(0, delta.arguments, delta.name) for delta in deltas if delta.index == 1]
-    assert calls_of(behind) == [("weather", ARGUMENTS)] * (num_calls - 1)
+    begin = '<tool_call>{"name": "g", "arguments": {"a": "x'
+    for broken, num_calls in (
+        ("}}\n</tool_call>", 2),  # a string that never ends
+        ('\n"y"}}</tool_call>', 2),  # an odd quote, in the line behind
+        ("}}</tool_call>\n", 2), ("}}</tool_call>  \n", 2),  # the same in one line, and the next call in another
+        ("}}</tool_call>", 1),  # nothing says that it is none
+    ):  # fmt: skip
+        text = begin + broken + HERMES
+        for pieces in ([text], list(text)):
+            _, deltas, _ = read(pieces)
+            assert [delta.name for delta in deltas if delta.name is not None] == ["g", "weather"][:num_calls]
+        behind = [CallDelta(0, delta.arguments, delta.name) for delta in deltas if delta.index == 1]
+        assert calls_of(behind) == [("weather", ARGUMENTS)] * (num_calls - 1)
 
 
 def test_a_marker_that_ends_the_text_is_in_no_string() -> None:
@@ -131,29 +125,6 @@ def test_a_marker_that_ends_the_text_is_in_no_string() -> None:
             for pieces in ([whole], list(whole)):
                 said, deltas, _ = read(pieces)
                 assert (said.rstrip(), "".join(delta.arguments for delta in deltas)) == (shown, arguments)
-
-
-def test_markers_in_a_long_string_take_no_longer() -> None:
-    """Red if what was read of a call is read again at every marker in it."""
-    begin, end = '<tool_call>{"name": "f", "arguments": {"a": "', '"}}</tool_call>'
-
-    def steps(num_markers: int) -> int:
-        counted = 0
-
-        def count(frame: object, event: str, argument: object) -> None:
-            nonlocal counted
-            counted += 1
-
-        pieces = [begin, *[CLOSE, "xxxxx"] * num_markers, end]
-        sys.setprofile(count)
-        try:
-            _, deltas, _ = read(pieces)
-        finally:
-            sys.setprofile(None)
-        assert calls_of(deltas) == [("f", {"a": (CLOSE + "xxxxx") * num_markers})]
-        return counted
-
-    assert steps(400) < 4.2 * steps(100)
 
 
 def test_a_single_call_ends_the_answer() -> None:

@@ -8,10 +8,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import (
-    EngineRequest,
-    RequestOutput,
-)
+from engine.messages import EngineRequest, RequestOutput
 from engine.stats import Stages
 from tests.eventually import eventually
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids
@@ -34,58 +31,48 @@ def end(tokenizer: Tokenizer) -> int:
     return token_id
 
 
-def num_thoughts(tokenizer: Tokenizer, output: str) -> int:
-    """Tokens up to the end marker."""
-    return len(ids_of(tokenizer, output.split("</think>")[0])) + 1
+@pytest.fixture(scope="module")
+def num_thoughts(tokenizer: Tokenizer) -> int:
+    """Tokens of OUTPUT up to the end marker."""
+    return len(ids_of(tokenizer, OUTPUT.split("</think>")[0])) + 1
 
 
-def deltas(stack: Stack, **fields: object) -> list[dict[str, Any]]:
-    return [chunk["choices"][0]["delta"] for chunk in chunks_of(stack.chat("x", stream=True, **fields).text)]  # type: ignore[index]
+def deltas(stack: Stack) -> list[dict[str, Any]]:
+    return [chunk["choices"][0]["delta"] for chunk in chunks_of(stack.chat("x", stream=True).text)]
 
 
 def joined(parts: list[dict[str, Any]], name: str) -> str:
     return "".join(part.get(name, "") for part in parts)
 
 
-def message_of(stack: Stack, **fields: object) -> dict[str, Any]:
-    return dict(stack.chat("x", **fields).json()["choices"][0]["message"])
-
-
-def test_openai_python_reads_a_document(thinker: Stack, tokenizer: Tokenizer, end: int) -> None:
+def test_openai_python_reads_a_document(thinker: Stack, tokenizer: Tokenizer, end: int, num_thoughts: int) -> None:
     """Red if a document mixes the parts, lacks one of the two names, or does not count the thoughts."""
     thinker.scheduler.script = answer_ids([*ids_of(tokenizer, OUTPUT), end])
     client = openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0)
-    answer = client.chat.completions.create(model="test-model", messages=[{"role": "user", "content": "x"}])
+    answer: Any = client.chat.completions.create(model="test-model", messages=[{"role": "user", "content": "x"}])
     message = answer.choices[0].message
     assert message.model_extra == {"reasoning": THOUGHTS, "reasoning_content": THOUGHTS}
     assert (message.content, answer.choices[0].finish_reason) == (ANSWER, "stop")
-    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-    assert answer.usage.completion_tokens_details.reasoning_tokens == num_thoughts(tokenizer, OUTPUT)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == num_thoughts
     assert answer.usage.completion_tokens == len(ids_of(tokenizer, OUTPUT)) + 1
 
 
-def test_a_stream_has_one_chunk_per_token(thinker: Stack, tokenizer: Tokenizer, end: int) -> None:
-    """Red if tokens are merged or left out at the boundary, if a chunk has both parts, or if a chunk of the thoughts has content."""
-    ids, count = ids_of(tokenizer, OUTPUT), num_thoughts(tokenizer, OUTPUT)
+def test_a_stream_has_one_chunk_per_token(thinker: Stack, tokenizer: Tokenizer, end: int, num_thoughts: int) -> None:
+    """Red if tokens are merged or left out at the boundary, if a chunk has both parts, if a chunk of the thoughts has content, or if the
+    count of thoughts goes on behind them, or stands in the usage before there is one."""
+    ids = ids_of(tokenizer, OUTPUT)
     for step in (1, 4, 100):
         thinker.scheduler.script = answer_ids([*ids, end], step=step)
         role, *tokens, finish = deltas(thinker)
-        assert role == {"role": "assistant", "content": ""} and finish == {}
-        assert len(tokens) == len(ids)
-        assert all(part.keys() == {"reasoning", "reasoning_content"} for part in tokens[:count])
-        assert all(part.keys() == {"content"} for part in tokens[count:])
+        assert role == {"role": "assistant", "content": ""} and finish == {} and len(tokens) == len(ids)
+        assert all(part.keys() == {"reasoning", "reasoning_content"} for part in tokens[:num_thoughts])
+        assert all(part.keys() == {"content"} for part in tokens[num_thoughts:])
         assert joined(tokens, "reasoning") == joined(tokens, "reasoning_content") == THOUGHTS
         assert joined(tokens, "content") == ANSWER
-
-
-def test_usage_counts_thoughts_so_far(thinker: Stack, tokenizer: Tokenizer, end: int) -> None:
-    """Red if the count goes on behind the thoughts, or stands in the usage before there is one."""
-    thinker.scheduler.script = answer_ids([*ids_of(tokenizer, OUTPUT), end])
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = chunks_of(thinker.chat("x", stream=True, stream_options=options).text)
-    counts = [chunk["usage"].get("completion_tokens_details", {}).get("reasoning_tokens") for chunk in chunks]  # type: ignore[attr-defined]
-    total = num_thoughts(tokenizer, OUTPUT)
-    assert counts == [None, *range(1, total), *[total] * (len(chunks) - total)]
+    thinker.scheduler.script = answer_ids([*ids, end])
+    chunks = chunks_of(thinker.chat("x", stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}).text)
+    counts = [chunk["usage"].get("completion_tokens_details", {}).get("reasoning_tokens") for chunk in chunks]
+    assert counts == [None, *range(1, num_thoughts), *[num_thoughts] * (len(chunks) - num_thoughts)]
 
 
 def test_thoughts_without_an_answer(thinker: Stack, tokenizer: Tokenizer, end: int) -> None:
@@ -99,20 +86,17 @@ def test_thoughts_without_an_answer(thinker: Stack, tokenizer: Tokenizer, end: i
         assert joined(parts, "reasoning") == "on and on" and joined(parts, "content") == ""
 
 
-def test_stop_strings_end_either_part(thinker: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a stop string in the thoughts is ignored, if its request goes on in the scheduler, or if a held back text changes its part."""
-    ids = ids_of(tokenizer, "a EN</think>D b END c")
+def test_a_stop_string_in_the_thoughts(thinker: Stack, tokenizer: Tokenizer) -> None:
+    """Red if it is ignored, or if its request goes on in the scheduler."""
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         scheduler.held.add(request.rid)
-        for i, token_id in enumerate(ids):
-            scheduler.send([RequestOutput(request.rid, [token_id], stages=Stages() if i == 0 else None)], [])
+        scheduler.send([RequestOutput(request.rid, ids_of(tokenizer, "a EN</think>D"), stages=Stages())], [])
 
     thinker.scheduler.script = script
-    for num_aborted, (stop, reasoning, content) in enumerate((("END", "a EN", "D b "), ("a", "", None), (" EN", "a", None)), 1):
-        message = message_of(thinker, stop=stop)
-        assert (message["reasoning"], message["content"]) == (reasoning, content)
-        eventually(lambda n=num_aborted: len(thinker.scheduler.aborted) == n)  # type: ignore[misc]
+    message = thinker.chat("x", stop=" EN").json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("a", None)
+    eventually(lambda: thinker.scheduler.aborted)
 
 
 def test_a_model_that_opens_its_thoughts_itself(stack: Stack, tokenizer: Tokenizer, end: int) -> None:
@@ -120,7 +104,7 @@ def test_a_model_that_opens_its_thoughts_itself(stack: Stack, tokenizer: Tokeniz
     thinking = [*ids_of(tokenizer, "<think>\n" + OUTPUT), end]
     for ids, content, reasoning in ((thinking, ANSWER, THOUGHTS), (thinking[1:], f"\n{OUTPUT}", None)):
         stack.scheduler.script = answer_ids(ids)
-        message = dict(stack.chat("<think>\n").json()["choices"][0]["message"])
+        message = stack.chat("<think>\n").json()["choices"][0]["message"]
         assert message["content"] == content
         assert message.get("reasoning") == message.get("reasoning_content") == reasoning
 
@@ -132,6 +116,4 @@ def test_other_answers_know_nothing_of_thoughts(stack: Stack, tokenizer: Tokeniz
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
     assert answer["usage"].keys() == {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}
     stack.scheduler.script = answer_ids([*ids_of(tokenizer, "\nok"), end])
-    chunks = chunks_of(stack.chat("x", stream=True, stream_options={"include_usage": True}).text)
-    assert [chunk["choices"][0]["delta"].keys() for chunk in chunks[1:-2]] == [{"content"}] * (len(chunks) - 3)  # type: ignore[index]
-    assert chunks[-1]["usage"].keys() == answer["usage"].keys()  # type: ignore[attr-defined]
+    assert all(delta.keys() == {"content"} for delta in deltas(stack)[1:-1])

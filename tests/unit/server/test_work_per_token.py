@@ -5,8 +5,6 @@ import random
 from typing import Any
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.messages import Event
@@ -17,7 +15,7 @@ from server.api.responses import endpoint as responses
 from server.api.responses.schema import MessageItem, ThoughtItem, ThoughtPart
 from server.api.sglang import format as sglang
 from server.http.sse import Choice, ReplyOptions
-from server.processor import detokenize, reasoning
+from server.processor import reasoning
 from server.processor.detokenize import StopMatcher, TokenTable
 from server.processor.logprobs import of_prompt
 from server.processor.reasoning import OutputText, ThinkTokens
@@ -45,22 +43,6 @@ def test_stop_strings_cost_the_same_per_character() -> None:
             if matcher.push(char)[1]:
                 break
         assert CountingStop.compared <= 4 * len(stops) * len(text)
-
-
-@given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4), st.lists(st.text("abc", max_size=4), max_size=20))
-def test_stop_strings_as_a_search_of_the_held_text_finds_them(stops: list[str], pieces: list[str]) -> None:
-    matcher, held = StopMatcher(stops), ""
-    for piece in pieces:
-        text = held + piece
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        if found:
-            assert matcher.push(piece) == (text[: min(found)[0]], True) and matcher.found == min(found)[1]
-            return
-        keep = min(detokenize.possible_start(text, stop) for stop in stops)
-        assert matcher.push(piece) == (text[:keep], False)
-        held = text[keep:]
-        assert matcher.num_read - matcher.num_shown == len(held)
-    assert matcher.flush() == held
 
 
 def test_streams_that_repeat_the_answer_take_linear_time() -> None:
