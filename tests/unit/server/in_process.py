@@ -116,8 +116,6 @@ class Wire(asyncio.Transport):
         self.reads = True  # whether the client reads
         self.is_closed = self.is_aborted = self.is_ended = False  # by the server; ended: the server sends no more
 
-    # ---- client ----------------------------------------------------------------------------------------------------------------------
-
     def send(self, *pieces: bytes) -> None:
         """Each piece is one read of the server."""
         self._input.extend(piece for piece in pieces if piece)
@@ -157,8 +155,6 @@ class Wire(asyncio.Transport):
     @property
     def statuses(self) -> list[int]:
         return [status for status, _ in self.answers]
-
-    # ---- server ----------------------------------------------------------------------------------------------------------------------
 
     def write(self, data: Any) -> None:
         assert not self.is_closed
@@ -211,8 +207,6 @@ class Wire(asyncio.Transport):
 
     def getsockname(self) -> tuple[str, int]:
         return "10.0.0.100", 8000
-
-    # ---- private ---------------------------------------------------------------------------------------------------------------------
 
     def _deliver(self) -> None:
         while self._input and not self._is_paused and not self.is_closed and not self._is_lost:

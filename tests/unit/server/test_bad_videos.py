@@ -5,11 +5,10 @@ import base64
 import dataclasses
 import os
 import signal
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from server.checkpoint import Checkpoint
@@ -17,7 +16,7 @@ from server.errors import RequestError
 from tests.eventually import eventually, eventually_async
 from tests.unit.server.clips import claiming, encode, frames_of, gif, joined, long_gif, of_jpegs, sound
 from tests.unit.server.loading import Loading
-from tests.unit.server.stack import Stack, StackOf
+from tests.unit.server.stack import StackOf
 from tests.unit.server.test_stack_video import video
 
 CLIP = encode(frames_of(20))
@@ -80,52 +79,49 @@ async def test_bad_files_are_refused_with_the_reason(strict: Loading) -> None:
     assert (await strict.load_video(base64.b64encode(CLIP))).hashes
 
 
-async def test_memory_of_a_decoder_is_bounded(checkpoint: Checkpoint) -> None:
-    """Red if a file of few bytes takes more memory than there may be, or ends more than its own request."""
-    small = Loading(checkpoint, max_video_memory=192 << 20, max_video_frame_pixels=1 << 27)
-    error = await refusal(small, long_gif(3, 8000, 8000), samples=False)
-    assert (error.info.status, "more than 192 MiB of memory" in error.info.message) == (422, True), error.info
-    assert (await small.load_video(base64.b64encode(CLIP))).hashes
-    await small.close()
-
-
-@pytest.mark.parametrize(("kill", "words"), [(True, "breaks its decoder"), (False, "longer than 1 s")])
-async def test_a_decoder_that_dies_or_hangs_is_that_requests_error(strict: Loading, kill: bool, words: str) -> None:
+async def test_a_decoder_that_dies_or_hangs_is_that_requests_error(strict: Loading) -> None:
     """Red if anybody else notices, or if the next video finds no decoder."""
-    await strict.load_video(base64.b64encode(CLIP))
     decoders = strict.tools.video_decoders
-    await eventually_async(lambda: len(decoders._pool._idle) == len(decoders._pool._all))
-    started = [helper._process for helper in decoders._pool._all if helper._process is not None]
-    for process in started:
-        os.kill(process.pid, signal.SIGSTOP)
-    decoders._timeout = 120 if kill else 1
-    asking = asyncio.create_task(refusal(strict, encode(frames_of(30))))
-    await eventually_async(lambda: len(decoders._pool._idle) < len(decoders._pool._all), "the question")
-    for process in started if kill else []:
-        os.kill(process.pid, signal.SIGSEGV)
-        os.kill(process.pid, signal.SIGCONT)
-    error = await asking
-    assert (error.info.status, words in error.info.message) == (422, True)
-    decoders._timeout = 120
-    assert (await strict.load_video(base64.b64encode(encode(frames_of(30))))).hashes
+    pool, clip = decoders._pool, base64.b64encode(encode(frames_of(30)))
+    for kill, words in ((True, "breaks its decoder"), (False, "longer than 1 s")):
+        await strict.load_video(base64.b64encode(CLIP if kill else encode(frames_of(20, first=5))))
+        await eventually_async(lambda: len(pool._idle) == len(pool._all))
+        started = [helper._process.pid for helper in pool._all if helper._process is not None]
+        for pid in started:
+            os.kill(pid, signal.SIGSTOP)
+        decoders._timeout = 120 if kill else 1
+        asking = asyncio.create_task(refusal(strict, encode(frames_of(30, first=1 + kill))))
+        await eventually_async(lambda: len(pool._idle) < len(pool._all), "the question")
+        for pid in started if kill else []:
+            os.kill(pid, signal.SIGSEGV)
+            os.kill(pid, signal.SIGCONT)
+        error = await asking
+        assert (error.info.status, words in error.info.message) == (422, True)
+        decoders._timeout = 120
+        assert (await strict.load_video(clip)).hashes
+        await strict.release()
 
 
 async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
-    """Red if too many frames are decoded before they are counted, or if a model or an installation without videos ends in a 500."""
+    """Red if too many frames are decoded before they are counted, if a model or an installation without videos ends in a 500, or if a file
+    of few bytes takes more memory than there may be, or ends more than its own request."""
     few = Loading(checkpoint, max_video_frames=3)
     with pytest.raises(RequestError, match=r"4 of its frames would be seen, the limit is 3"):
         await few.load_video(b"AA==,AA==,AA==,AA==", holds_frames=True)
-    with pytest.raises(RequestError, match=r"20 of its frames would be seen, the limit is 3"):
-        await few.load_video(base64.b64encode(CLIP), samples=False)
+    assert "20 of its frames would be seen, the limit is 3" in (await refusal(few, CLIP, samples=False)).info.message
     few.tools.video_decoders._is_installed = False
     error = await refusal(few, CLIP)
     assert (error.info.status, error.info.code) == (400, "no_video_decoder")
     assert (await few.load_video(joined(frames_of(2)), holds_frames=True)).hashes  # Pillow reads frames
-    await few.close()
     still = Loading(dataclasses.replace(checkpoint, video_token_id=None))
     error = await refusal(still, CLIP)
     assert (error.info.status, "takes no videos" in error.info.message) == (400, True)
-    await still.close()
+    small = Loading(checkpoint, max_video_memory=192 << 20, max_video_frame_pixels=1 << 27)
+    error = await refusal(small, long_gif(3, 8000, 8000), samples=False)
+    assert (error.info.status, "more than 192 MiB of memory" in error.info.message) == (422, True), error.info
+    assert (await small.load_video(base64.b64encode(CLIP))).hashes
+    for made in (few, still, small):
+        await made.close()
 
 
 async def test_files_of_the_server(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -142,47 +138,27 @@ async def test_files_of_the_server(checkpoint: Checkpoint, tmp_path: Path) -> No
     await made.close()
 
 
-@pytest.fixture
-def small(stack_of: StackOf, model_folder: Path) -> Iterator[Stack]:
-    running = stack_of(model_folder, max_video_bytes=1 << 20, video_timeout=120)
-    yield running
-    running.recover()
-
-
-def ask_all(stack: Stack, files: list[bytes], **fields: object) -> tuple[list[threading.Thread], list[httpx.Response]]:
-    """Send a request per file, each in a thread of its own."""
-    answers: list[httpx.Response] = []
-    threads = [threading.Thread(target=lambda data=data: answers.append(stack.chat([video(data, **fields)]))) for data in files]
-    for thread in threads:
-        thread.start()
-    return threads, answers
-
-
-def test_ten_clients_at_once(small: Stack) -> None:
-    """Red if text waits for decoders, or if a client gets another one's answer."""
+def test_ten_clients_at_once(stack_of: StackOf, model_folder: Path) -> None:
+    """Red if text waits for decoders, if a client gets another one's answer, or if clips that do not fit into the arena at once are refused
+    instead of waiting for each other."""
+    small = stack_of(model_folder, max_video_bytes=1 << 20, video_timeout=120)
     assert small.chat([video(CLIP)]).status_code == 200
     pool = small.local.processor._tools.video_decoders._pool
     started = [helper._process.pid for helper in pool._all if helper._process is not None]
     for pid in started:
         os.kill(pid, signal.SIGSTOP)
     files = [encode(frames_of(40, 320, 480, first=i)) if i % 2 else long_gif(40 + i, 1000, 1000)[:-1] for i in range(10)]
-    threads, answers = ask_all(small, files)
-    eventually(lambda: not pool._idle, "all decoders are busy")
-    assert small.chat("text").status_code == 200
-    for pid in started:
-        os.kill(pid, signal.SIGCONT)
-    for thread in threads:
-        thread.join()
-    assert sorted(answer.status_code for answer in answers) == [200] * 5 + [422] * 5
+    with ThreadPoolExecutor(10) as clients:
+        answers = [clients.submit(small.chat, [video(data)]) for data in files]
+        eventually(lambda: not pool._idle, "all decoders are busy")
+        assert small.chat("text").status_code == 200
+        for pid in started:
+            os.kill(pid, signal.SIGCONT)
+        assert [answer.result().status_code for answer in answers] == [422, 200] * 5
+        clips = [encode(frames_of(12, 640, 640, first=i)) for i in range(6)]  # of 32 MiB, each takes 14.7 MB as pixels
+        answers = [clients.submit(small.chat, [video(data, fps=100.0)]) for data in clips]
+        assert [answer.result().status_code for answer in answers] == [200] * 6
     refused = small.chat([video(b"\0\0\0\x18ftypmp42" + bytes(2 << 20))])
     assert refused.status_code == 413 and "larger than 1048576 bytes" in refused.json()["error"]["message"]
     assert small.chat([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}]).status_code == 422
-
-
-def test_clips_wait_for_each_others_room(small: Stack) -> None:
-    """Red if clips that do not fit into the arena at once are refused instead of waiting for each other."""
-    files = [encode(frames_of(12, 640, 640, first=i)) for i in range(6)]  # of 32 MiB, each takes 14.7 MB as pixels
-    threads, answers = ask_all(small, files, fps=100.0)
-    for thread in threads:
-        thread.join()
-    assert [answer.status_code for answer in answers] == [200] * 6
+    small.recover()

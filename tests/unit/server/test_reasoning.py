@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import (
-    ChatPrompt,
-)
+from engine.messages import ChatPrompt
 from engine.params import OutputOptions
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.processor.detokenize import TokenTable

@@ -9,11 +9,7 @@ import openai
 from PIL import Image
 from tokenizers import Tokenizer
 
-from engine.messages import (
-    EngineRequest,
-    ErrorInfo,
-    RequestOutput,
-)
+from engine.messages import EngineRequest, ErrorInfo, RequestOutput
 from engine.stats import Stages
 from tests.eventually import eventually
 from tests.unit.server.pictures import PLAIN, jpeg, save

@@ -74,9 +74,6 @@ def ended(tokenizer: Tokenizer, text: str = SMILE) -> list[int]:
     return [*ids_of(tokenizer, text), tokenizer.token_to_id("<|im_end|>")]
 
 
-# ---- chat ----------------------------------------------------------------------------------------------------------------------------
-
-
 def test_where_a_prompt_ends(stack: Stack, tokenizer: Tokenizer) -> None:
     """Red if a prefilled answer is closed or followed by the beginning of another one, or if parts by their other names are lost."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is"}]
@@ -126,9 +123,6 @@ def test_bad_words_are_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
     words = stack.scheduler.requests[-1].params.bad_words
     assert words == (tuple(ids_of(tokenizer, "so")), tuple(ids_of(tokenizer, " so")))
     check_refusal(stack.chat("x", bad_words=["a very long word " * 20]), "bad_words")
-
-
-# ---- text completions ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_completion(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
@@ -201,9 +195,6 @@ def test_prompts_are_truncated(stack: Stack) -> None:
     assert len(stack.scheduler.prompt(stack.scheduler.requests[-1])) == stack.scheduler.max_model_len - 7
     shown = [{"type": "image_url", "image_url": {"url": data_uri(picture(1, 64, 64))}}]
     check_refusal(stack.chat(shown, truncate_prompt_tokens=5), "truncate_prompt_tokens")
-
-
-# ---- ids and log-probabilities -------------------------------------------------------------------------------------------------------
 
 
 def test_token_ids_beside_the_text(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -298,9 +289,6 @@ def test_log_probabilities_of_a_completion(stack: Stack, tokenizer: Tokenizer) -
             assert len(tokens) == len(likely) == len(values) and likely[0] is None
             assert all(token in top and len(top) in (TOP, TOP + 1) for token, top in zip(tokens[1:], likely[1:], strict=True))
             assert offsets[0] == 0 and offsets[1] == len(tokens[0]) and offsets == sorted(offsets)
-
-
-# ---- what is no JSON -----------------------------------------------------------------------------------------------------------------
 
 
 def test_only_json_is_read(stack: Stack) -> None:

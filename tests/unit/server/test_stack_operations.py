@@ -105,9 +105,6 @@ def test_behind_a_proxy(stack_of: StackOf, model_folder: Path, tmp_path: Path, t
     assert tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1])) == "user: hello\n"
 
 
-# ---- small endpoints -----------------------------------------------------------------------------------------------------------------
-
-
 def test_models(stack: Stack, client: openai.OpenAI) -> None:
     """Red if a name that is listed cannot be asked for, or asked of, or if answers have another name than the request."""
     names = [model.id for model in client.models.list()]
@@ -215,9 +212,6 @@ def families_of(stack: Stack) -> dict[str, Any]:
     return {family.name: family for family in text_string_to_metric_families(stack.http.get("/metrics").text)}
 
 
-# ---- metrics -------------------------------------------------------------------------------------------------------------------------
-
-
 def test_metrics_are_as_prometheus_has_them(stack: Stack) -> None:
     """Red if a name breaks the conventions, if a series lacks the model, or if drafts are counted otherwise than the scheduler reports."""
     families = families_of(stack)
@@ -286,9 +280,6 @@ def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
     eventually(lambda: len(stack.scheduler.requests) == known + 3)
     asking.close()
     eventually(lambda: len(stack.scheduler.aborted) == 3 == len(stack.scheduler.requests) - known)
-
-
-# ---- traces --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_span_for_every_request(stack_of: StackOf, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import (
-    EngineRequest,
-    RequestOutput,
-)
+from engine.messages import EngineRequest, RequestOutput
 from engine.stats import Stages
 from server.checkpoint import read_checkpoint
 from server.processor.prompt import PromptBuilder

@@ -5,10 +5,11 @@ import io
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from server.errors import RequestError
@@ -17,16 +18,19 @@ from server.processor.video import Video
 from tests.unit.server.clips import encode, frames_of, gif, joined, trimmed
 from tests.unit.server.loading import Loading
 
-FORMATS = {
-    "h264 mp4": {},
-    "h264 mov": {"container": "mov"},
-    "h264 10 bits": {"pixels": "yuv420p10le"},
-    "h265 mkv": {"container": "matroska", "codec": "libx265"},
-    "vp9 webm": {"container": "webm", "codec": "libvpx-vp9"},
-    "vp8 webm": {"container": "webm", "codec": "libvpx"},
-    "av1 mp4": {"codec": "libsvtav1"},
+FORMATS: dict[str, dict[str, Any]] = {
+    "h264 mp4": {}, "h264 mov": {"container": "mov"}, "h264 10 bits": {"pixels": "yuv420p10le"},
+    "h265 mkv": {"container": "matroska", "codec": "libx265"}, "vp9 webm": {"container": "webm", "codec": "libvpx-vp9"},
+    "vp8 webm": {"container": "webm", "codec": "libvpx"}, "av1 mp4": {"codec": "libsvtav1"},
     "mpeg4 avi": {"container": "avi", "codec": "mpeg4"},
-}
+}  # fmt: skip
+
+
+def nearest(image: np.ndarray, frames: list[np.ndarray]) -> int:
+    """The index of the frame that an image looks like."""
+    return int(np.argmin([np.abs(image.astype(int) - frame).mean() for frame in frames]))
+
+
 needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="ffmpeg is not installed")
 
 
@@ -43,18 +47,16 @@ def shown(loading: Loading, video: Video) -> np.ndarray:
     return loading.pairs_of(video).reshape(-1, *video.plan.size, 3)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-async def test_wanted_frames_of_common_files(loading: Loading, name: str) -> None:
+async def test_wanted_frames_of_common_files(loading: Loading) -> None:
     """Red if another frame is shown than sampling says, or frames are mixed up, in any container or codec."""
     frames = frames_of(25)
-    video = await loading.load_video(b64(encode(frames, **FORMATS[name])), fps=4.0)  # type: ignore[arg-type]
-    assert video.plan.indices == np.linspace(0, 24, 10).round().astype(int).tolist()
-    assert (video.plan.size, len(video.hashes), len(set(video.hashes))) == ((64, 96), 5, 5)
-    found = shown(loading, video).astype(int)
-    for i, index in enumerate(video.plan.indices):
-        errors = [np.abs(found[i] - frame).mean() for frame in frames]
-        assert np.argmin(errors) == index, f"{name}: frame {index} looks like {np.argmin(errors)}"
-    assert video.plan.times == pytest.approx([(a + b) / 20 for a, b in zip(video.plan.indices[::2], video.plan.indices[1::2], strict=True)])
+    for name, options in FORMATS.items():
+        video = await loading.load_video(b64(encode(frames, **options)), fps=4.0)
+        indices = np.linspace(0, 24, 10).round().astype(int).tolist()
+        assert (video.plan.indices, video.plan.size, len(set(video.hashes))) == (indices, (64, 96), 5), name
+        assert [nearest(image, frames) for image in shown(loading, video)] == indices, name
+        assert video.plan.times == pytest.approx([(a + b) / 20 for a, b in zip(indices[::2], indices[1::2], strict=True)]), name
+        await loading.release()
 
 
 async def test_a_gif(loading: Loading) -> None:
@@ -66,41 +68,27 @@ async def test_a_gif(loading: Loading) -> None:
 
 
 @needs_ffmpeg
-@pytest.mark.parametrize(
-    "options",
-    [
-        "",
-        "-vf scale=374:210 -colorspace bt709 -color_range pc",
-        "-vf select=gt(mod(n\\,7)\\,2) -vsync vfr",
-        "-vf scale=101:67 -pix_fmt yuv444p",
-    ],
-    ids=["plain", "full range", "variable rate", "odd size"],
-)
-async def test_pixels_are_ffmpegs(loading: Loading, tmp_path: Path, options: str) -> None:
+async def test_pixels_are_ffmpegs(loading: Loading, tmp_path: Path) -> None:
     """Red if a frame, a colour or an edge differs from Debian's ffmpeg, also behind an edit list and a quarter turn."""
     made, cut = tmp_path / "made.mp4", tmp_path / "cut.mp4"
     source = "-f lavfi -i testsrc2=size=320x240:rate=30000/1001:duration=2"
-    ffmpeg(*source.split(), *options.split(), "-c:v", "libx264", "-g", "12", "-bf", "2", str(made))
-    ffmpeg("-ss", "0.3", "-i", str(made), "-c", "copy", "-metadata:s:v", "rotate=90", str(cut))
-    for file in (made, cut):
-        video = await loading.load_video(b64(file.read_bytes()), num_frames=6, max_pixels=1 << 20)
-        sizes = ["-sws_flags", "bilinear", "-vsync", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24"]
-        raw = np.frombuffer(ffmpeg("-i", str(file), *sizes, "-"), np.uint8)
-        width, height = (int(x) for x in dimensions(file))
-        expected = raw.reshape(-1, height, width, 3)
-        assert video.plan.indices == np.linspace(0, len(expected) - 1, 6).round().astype(int).tolist()
-        want = np.stack([resized(expected[index], video.plan.size) for index in video.plan.indices])
-        assert np.array_equal(shown(loading, video), want)
+    full_range, variable_rate = "-vf scale=374:210 -colorspace bt709 -color_range pc", "-vf select=gt(mod(n\\,7)\\,2) -vsync vfr"
+    for options in ("", full_range, variable_rate, "-vf scale=101:67 -pix_fmt yuv444p"):
+        ffmpeg(*source.split(), *options.split(), "-c:v", "libx264", "-g", "12", "-bf", "2", str(made))
+        ffmpeg("-ss", "0.3", "-i", str(made), "-c", "copy", "-metadata:s:v", "rotate=90", str(cut))
+        for file in (made, cut):
+            video = await loading.load_video(b64(file.read_bytes()), num_frames=6, max_pixels=1 << 20)
+            sizes = ["-sws_flags", "bilinear", "-vsync", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24"]
+            raw = np.frombuffer(ffmpeg("-i", str(file), *sizes, "-"), np.uint8)
+            first = Image.open(io.BytesIO(ffmpeg("-i", str(file), "-frames:v", "1", "-f", "image2pipe", "-c:v", "png", "-")))
+            expected = raw.reshape(-1, first.height, first.width, 3)
+            assert video.plan.indices == np.linspace(0, len(expected) - 1, 6).round().astype(int).tolist()
+            want = np.stack([resized(expected[index], video.plan.size) for index in video.plan.indices])
+            assert np.array_equal(shown(loading, video), want), options
 
 
 def ffmpeg(*arguments: str) -> bytes:
     return subprocess.run(["ffmpeg", "-loglevel", "error", "-y", *arguments], check=True, capture_output=True).stdout
-
-
-def dimensions(file: Path) -> tuple[int, int]:
-    """Of what ffmpeg shows, turned as it is."""
-    png = ffmpeg("-i", str(file), "-frames:v", "1", "-f", "image2pipe", "-c:v", "png", "-")
-    return Image.open(io.BytesIO(png)).size
 
 
 async def test_what_an_edit_list_leaves(loading: Loading) -> None:
@@ -108,20 +96,7 @@ async def test_what_an_edit_list_leaves(loading: Loading) -> None:
     shows what was trimmed."""
     frames = frames_of(40)
     video = await loading.load_video(b64(trimmed(encode(frames, gap=10), start=1.5, seconds=1.0) + b"\xff" * 99), samples=False)
-    assert len(video.plan.indices) == 10
-    found = shown(loading, video).astype(int)
-    assert [int(np.argmin([np.abs(one - frame).mean() for frame in frames])) for one in found] == list(range(15, 25))
-
-
-async def test_resizing_is_nearly_torchs(loading: Loading) -> None:
-    """Red if pixels are further from the reference's resize, which is torch's on uint8, than two steps. (Where values are clipped between
-    the passes, as in noise, the order of the passes shows: Pillow's is that of images.)"""
-    y, x = np.mgrid[0:100, 0:150]
-    frames = [np.stack([127 + 90 * np.sin((x + c * y + 9 * i) / 9) for c in range(3)], -1).astype(np.uint8) for i in range(4)]
-    video = await loading.load_video(joined(frames), holds_frames=True)
-    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous()
-    expected = torch.nn.functional.interpolate(pixels, video.plan.size, mode="bicubic", antialias=True).permute(0, 2, 3, 1).numpy()
-    assert np.abs(shown(loading, video).astype(int) - expected).max() <= 2
+    assert [nearest(image, frames) for image in shown(loading, video)] == list(range(15, 25))
 
 
 async def test_a_known_file_is_not_decoded(loading: Loading) -> None:
@@ -158,17 +133,16 @@ async def test_pairs_of_overlapping_clips_are_the_same(loading: Loading) -> None
     assert longer.hashes[:3] == short.hashes
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-async def test_few_frames(loading: Loading, count: int) -> None:
+async def test_few_frames(loading: Loading) -> None:
     """Red if an odd number is not filled up with its last frame, which counts twice for its time."""
-    frames = frames_of(count)
-    video = await loading.load_video(joined(frames), holds_frames=True, source_fps=2.0)
-    filled = frames + frames[-1:] * (count % 2)
-    assert (shown(loading, video) == np.stack(filled)).all()
-    times = [i / 2 for i in range(count)] + [(count - 1) / 2] * (count % 2)
-    assert video.plan.times == [(a + b) / 2 for a, b in zip(times[::2], times[1::2], strict=True)]
-    told = await loading.load_video(joined(frames), holds_frames=True, times=[10.0 + 2 * i for i in range(count)])
-    assert told.plan.times[0] == 11.0 and told.hashes == video.hashes
+    for count in (2, 3, 5):
+        frames = frames_of(count, first=10 * count)  # no known ones
+        video = await loading.load_video(joined(frames), holds_frames=True, source_fps=2.0)
+        assert (shown(loading, video) == np.stack(frames + frames[-1:] * (count % 2))).all()
+        times = [i / 2 for i in range(count)] + [(count - 1) / 2] * (count % 2)
+        assert video.plan.times == [(a + b) / 2 for a, b in zip(times[::2], times[1::2], strict=True)]
+        told = await loading.load_video(joined(frames), holds_frames=True, times=[10.0 + 2 * i for i in range(count)])
+        assert told.plan.times[0] == 11.0 and told.hashes == video.hashes
 
 
 async def test_many_frames(loading: Loading) -> None:
@@ -207,17 +181,14 @@ async def test_lists_that_are_refused(loading: Loading) -> None:
     assert (error.info.status, error.info.code) == (422, "invalid_video") and "frame 3" in error.info.message
 
 
-@pytest.mark.parametrize("rotation", [0, 90])
-def test_a_frame_is_converted_by_one_thread(rotation: int) -> None:
+def test_a_frame_is_converted_by_one_thread() -> None:
     """Red if each conversion starts a thread for each CPU: with 32 of them decoders had no memory left for threads, and died."""
     asked = []
 
-    class Frame:
-        def __init__(self) -> None:
-            self.rotation = rotation
+    def to_image(**options: int) -> Image.Image:
+        asked.append(options)
+        return Image.new("RGB", (64, 32))
 
-        def to_image(self, **options: int) -> Image.Image:
-            asked.append(options)
-            return Image.new("RGB", (64, 32))
-
-    assert video_file._upright(Frame(), (32, 64)).shape == (32, 64, 3) and asked == [{"threads": 1}]  # type: ignore[arg-type]
+    for rotation in (0, 90):
+        frame: Any = SimpleNamespace(rotation=rotation, to_image=to_image)
+        assert video_file._upright(frame, (32, 64)).shape == (32, 64, 3) and asked.pop() == {"threads": 1}
