@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from engine.messages import CallDelta, ErrorInfo, Event
+from engine.messages import ErrorInfo, Event
 from server.api.chat.schema import ChatRequest
 from server.api.messages.endpoint import LIMITED, chat_body
 from server.api.messages.format import MessageFormat, message_error_body
 from server.api.messages.schema import MessagesRequest
 from server.errors import RequestError
 from server.http.scan import Scanner
-from server.http.sse import Choice, ReplyOptions
+from server.http.sse import ReplyOptions
 from server.http.validate import check
+from tests.unit.server.answering import document_of, events, stream_of
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "why?"}
 TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
-FILE, RELATIVE = {"type": "file", "file_id": "x"}, {"type": "url", "url": "x"}
 
 
 def translated(**fields: Any) -> dict[str, Any]:
@@ -34,6 +34,10 @@ def translated(**fields: Any) -> dict[str, Any]:
 
 def image(data: str) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 def text(words: str) -> dict[str, Any]:
@@ -84,61 +88,41 @@ def test_a_history_with_calls() -> None:
     assert translated(messages=[QUESTION, {"role": "assistant", "content": [text("Be")]}])["continue_final_message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"max_tokens": None}, "max_tokens: must be an integer"),
-        ({"max_tokens": "5"}, "max_tokens: must be an integer"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]: content blocks are of type 'text'"),
-        ({"messages": [{"role": "assistant", "content": [image("AAAA")]}]}, "messages[0].content[0]: a message of role 'assistant' has"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": FILE}]}]}, "messages[0].content[0].source: must be "),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": RELATIVE}]}]}, "messages[0].content[0].source.url"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content: must be a string"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: must be 'user', 'assistant' or 'system'"),
-        ({"tools": [{"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: needs tools"),
-        ({"tools": [TOOL, {"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: names a function"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: is missing"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice: names a function"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]: must have at least 1 characters"),
-        ({"n": 2}, "n: may only be 1"),
-        ({"logprobs": True}, "logprobs: may only be false"),
-        ({"container": "x"}, "container: is not supported"),
-    ],
-)  # fmt: skip
-def test_bad_requests_name_the_field_of_the_dialect(fields: dict[str, Any], words: str) -> None:
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens: must be an integer"), ({"max_tokens": "5"}, "max_tokens: must be an integer"),
+    (user([{"type": "document"}]), "messages[0].content[0]: content blocks are of type 'text'"),
+    ({"messages": [{"role": "assistant", "content": [image("AAAA")]}]}, "messages[0].content[0]: a message of role 'assistant' has"),
+    (user([{"type": "image", "source": {"type": "file", "file_id": "x"}}]), "messages[0].content[0].source: must be "),
+    (user([{"type": "image", "source": {"type": "url", "url": "x"}}]), "messages[0].content[0].source.url"),
+    (user(None), "messages[0].content: must be a string"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: must be 'user', 'assistant' or 'system'"),
+    ({"tools": [{"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: needs tools"),
+    ({"tools": [TOOL, {"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: names a function"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: is missing"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice: names a function"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"), ({"n": 2}, "n: may only be 1"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]: must have at least 1 characters"),
+    ({"logprobs": True}, "logprobs: may only be false"), ({"container": "x"}, "container: is not supported"),
+]  # fmt: skip
+
+
+def test_bad_requests_name_the_field_of_the_dialect() -> None:
     """Red if an error names what the client has not written, or is in others' words."""
-    with pytest.raises(RequestError) as refused:
-        translated(**fields)
-    assert refused.value.info.status == 400 and refused.value.info.message.startswith(words)
-
-
-def test_limited_fields_may_be_null() -> None:
+    for fields, words in BAD:
+        with pytest.raises(RequestError) as refused:
+            translated(**fields)
+        assert refused.value.info.status == 400 and refused.value.info.message.startswith(words), fields
     assert translated(**dict.fromkeys(LIMITED)) == translated()
 
 
-EVENTS = [
-    Event(1, "hm", 1, True, num_prompt_tokens=9, num_cached_tokens=4),
-    Event(1, "", 2, True),
-    Event(1, "Well", 3),
-    Event(1, " then", 4, calls=[CallDelta(0, "", "weather")]),
-    Event(1, "", 5, calls=[CallDelta(0, '{"a":'), CallDelta(0, "1}")]),
-    Event(1, "", 6, finish_reason="stop", num_prompt_tokens=9, num_cached_tokens=4, calls=[CallDelta(1, '{"b": [2', "other")]),
-]
+EVENTS = events("stop")
 USAGE = {"input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 6}
 
 
 def streamed(events: list[Event]) -> list[dict[str, Any]]:
     """Data of the events of a stream; every one has the line of its type."""
-    shape, choice = MessageFormat(ReplyOptions("m", 0)), Choice(0)
-    choice.usage.num_prompt, choice.usage.num_cached = events[0].num_prompt_tokens, events[0].num_cached_tokens
-    data = shape.first_chunk(choice)
-    for event in events:
-        choice.note(event)
-        data += shape.token_chunk(choice, event)
-    data += shape.finish_chunk(choice, {}) + shape.end(choice.usage, {})
     found = []
-    for message in data.decode().removesuffix("\n\n").split("\n\n"):
+    for message in stream_of(MessageFormat(ReplyOptions("m", 0)), events).decode().removesuffix("\n\n").split("\n\n"):
         name, body = message.split("\n")
         found.append(json.loads(body.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
@@ -161,33 +145,24 @@ def test_events_of_a_stream() -> None:
 
 def test_a_document() -> None:
     """Red if a block is missing, or if arguments that were cut are no object."""
-    choice = Choice(0)
-    for event in EVENTS:
-        choice.note(event)
-        choice.note_text(event)
-    answer = json.loads(MessageFormat(ReplyOptions("m", 0)).document([choice], choice.usage, {}))
+    answer = json.loads(document_of(MessageFormat(ReplyOptions("m", 0)), EVENTS))
     thoughts, said, first, second = answer["content"]
     assert thoughts == {"type": "thinking", "thinking": "hm", "signature": ""} and said == text("Well then")
     assert (first["name"], first["input"], second["name"], second["input"]) == ("weather", {"a": 1}, "other", {"b": [2]})
     assert first["id"] != second["id"] and answer["usage"] == USAGE and answer["stop_reason"] == "tool_use"
 
 
-@pytest.mark.parametrize(
-    ("reason", "stopped_by", "ending"),
-    [
+def test_why_it_ended() -> None:
+    """Red if an ending or an error has another name than the dialect's."""
+    for reason, stopped_by, ending in (
         ("stop", None, ("end_turn", None)), ("length", None, ("max_tokens", None)),
         ("stop", "x", ("stop_sequence", "x")), ("stop", 7, ("end_turn", None)),
-    ],
-)  # fmt: skip
-def test_why_it_ended(reason: Any, stopped_by: Any, ending: tuple[str, str | None]) -> None:
-    delta = streamed([Event(1, "a", 1, finish_reason=reason, stop_reason=stopped_by, num_prompt_tokens=1)])[-2]["delta"]
-    assert (delta["stop_reason"], delta["stop_sequence"]) == ending
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"), [(400, "invalid_request_error"), (404, "not_found_error"), (503, "overloaded_error"), (500, "api_error")]
-)
-def test_errors(status: int, kind: str) -> None:
-    info = ErrorInfo(status, "no")
-    assert json.loads(message_error_body(info)) == {"type": "error", "error": {"type": kind, "message": "no"}}
+    ):  # fmt: skip
+        event = Event(1, "a", 1, finish_reason=reason, stop_reason=stopped_by, num_prompt_tokens=1)  # type: ignore[arg-type]
+        delta = streamed([event])[-2]["delta"]
+        assert (delta["stop_reason"], delta["stop_sequence"]) == ending
+    kinds = {400: "invalid_request_error", 404: "not_found_error", 503: "overloaded_error", 500: "api_error"}
+    for status, kind in kinds.items():
+        info = ErrorInfo(status, "no")
+        assert json.loads(message_error_body(info)) == {"type": "error", "error": {"type": kind, "message": "no"}}
     assert MessageFormat(ReplyOptions("m", 0)).error_chunk(info).startswith(b'event: error\ndata: {"type":"error"')

@@ -13,8 +13,9 @@ from server.api.responses.format import ResponseFormat
 from server.api.responses.schema import ResponsesRequest
 from server.errors import RequestError
 from server.http.scan import Scanner
-from server.http.sse import Choice, ReplyOptions
+from server.http.sse import ReplyOptions
 from server.http.validate import check
+from tests.unit.server.answering import document_of, events, stream_of
 
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "of a city", "parameters": {"type": "object"}, "strict": True}
 CALL: dict[str, Any] = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
@@ -90,60 +91,42 @@ def test_a_history_with_thoughts_and_calls() -> None:
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"input": None}, "input: must be a string"),
-        ({"input": []}, "input: must have at least 1 entries"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: items are of type 'message', "),
-        ({"input": [user({"type": "input_file"})]}, "input[0].content[0]: parts are of type 'input_text', "),
-        ({"input": [user(image("x.png"))]}, "input[0].content[0].image_url: expected a data:"),
-        ({"input": [user({"type": "input_image", "file_id": "f"})]}, "input[0].content[0].image_url: is missing"),
-        ({"input": [{"role": "assistant", "content": [image("data:,")]}]}, "input[0].content: a message of role 'assistant' has no images"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role: must be 'user', "),
-        ({"max_output_tokens": "5"}, "max_output_tokens: must be an integer"),
-        ({"max_tokens": 5}, "max_tokens: is not supported"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported by this server: answers are not stored"),
-        ({"background": True}, "background: may only be false"),
-        ({"truncation": "auto"}, 'truncation: may only be "disabled"'),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]: must be"),
-        ({"tools": [{"name": "x"}]}, "tools[0].type: is missing"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice: must be"),
-        ({"tools": [{"type": "web_search", "name": "x"}], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice: needs tools"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice: must be"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice: names a function"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: is missing"),
-        ({"text": {"verbosity": "less"}}, "text.verbosity: must be 'low', "),
-        ({"reasoning": {"effort": "ultra"}}, "reasoning.effort: must be 'none', "),
-    ],
-)  # fmt: skip
-def test_bad_requests_name_the_field_of_the_dialect(fields: dict[str, Any], words: str) -> None:
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input: must be a string"), ({"input": []}, "input: must have at least 1 entries"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: items are of type 'message', "),
+    ({"input": [user({"type": "input_file"})]}, "input[0].content[0]: parts are of type 'input_text', "),
+    ({"input": [user(image("x.png"))]}, "input[0].content[0].image_url: expected a data:"),
+    ({"input": [user({"type": "input_image", "file_id": "f"})]}, "input[0].content[0].image_url: is missing"),
+    ({"input": [{"role": "assistant", "content": [image("data:,")]}]}, "input[0].content: a message of role 'assistant' has no images"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role: must be 'user', "),
+    ({"max_output_tokens": "5"}, "max_output_tokens: must be an integer"), ({"max_tokens": 5}, "max_tokens: is not supported"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported by this server: answers are not stored"),
+    ({"background": True}, "background: may only be false"), ({"truncation": "auto"}, 'truncation: may only be "disabled"'),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]: must be"), ({"tools": [{"name": "x"}]}, "tools[0].type: is missing"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice: must be"),
+    ({"tools": [{"type": "web_search", "name": "x"}], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice: needs tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice: must be"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice: names a function"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: is missing"),
+    ({"text": {"verbosity": "less"}}, "text.verbosity: must be 'low', "),
+    ({"reasoning": {"effort": "ultra"}}, "reasoning.effort: must be 'none', "),
+]  # fmt: skip
+
+
+def test_bad_requests_name_the_field_of_the_dialect() -> None:
     """Red if an error names what the client has not written, or is in others' words."""
-    with pytest.raises(RequestError) as refused:
-        translated(**fields)
-    assert refused.value.info.status == 400 and refused.value.info.message.startswith(words)
-
-
-def test_limited_fields_may_be_null() -> None:
+    for fields, words in BAD:
+        with pytest.raises(RequestError) as refused:
+            translated(**fields)
+        assert refused.value.info.status == 400 and refused.value.info.message.startswith(words), fields
     assert translated(**dict.fromkeys(LIMITED)) == translated()
 
 
-EVENTS = [
-    Event(1, "hm", 1, True, num_prompt_tokens=9, num_cached_tokens=4),
-    Event(1, "", 2, True),
-    Event(1, "Well", 3),
-    Event(1, " then", 4, calls=[CallDelta(0, "", "weather")]),
-    Event(1, "", 5, calls=[CallDelta(0, '{"a":'), CallDelta(0, "1}")]),
-    Event(1, "", 6, finish_reason="length", num_prompt_tokens=9, num_cached_tokens=4, calls=[CallDelta(1, '{"b": [2', "other")]),
-]
+EVENTS = events("length")
 USAGE = {
     "input_tokens": 9, "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0}, "output_tokens": 6,
     "output_tokens_details": {"reasoning_tokens": 2}, "total_tokens": 15,
 }  # fmt: skip
-
-
-def shape() -> ResponseFormat:
-    return ResponseFormat(ReplyOptions("m", 0, echo={"instructions": "be short"}))
 
 
 def read(stream: bytes) -> list[dict[str, Any]]:
@@ -158,21 +141,18 @@ def read(stream: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(events: list[Event]) -> list[dict[str, Any]]:
-    form, choice = shape(), Choice(0)
-    choice.usage.num_prompt, choice.usage.num_cached = events[0].num_prompt_tokens, events[0].num_cached_tokens
-    data = form.first_chunk(choice)
-    for event in events:
-        choice.note(event)
-        data += form.token_chunk(choice, event)
-    return read(data + form.finish_chunk(choice, {}) + form.end(choice.usage, {}))
+    return read(stream_of(ResponseFormat(OPTIONS), events))
 
 
-def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+OPTIONS = ReplyOptions("m", 0, echo={"instructions": "be short"})
+
+
+def document(events: list[Event]) -> dict[str, Any]:
+    return dict(json.loads(document_of(ResponseFormat(OPTIONS), events)))
 
 
 def test_events_of_a_stream() -> None:
-    """Red if items overlap, if a delta goes to another item, or if what was streamed is not what the last event says."""
+    """Red if items overlap, if a delta goes to another item, or if what was streamed, or a document, is not what the last event says."""
     found = streamed(EVENTS)
     kinds = [(event["type"].removeprefix("response."), event.get("output_index")) for event in found]
     text = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
@@ -192,31 +172,22 @@ def test_events_of_a_stream() -> None:
     deltas = [event for event in found if event["type"] == "response.output_text.delta"]
     assert "".join(event["delta"] for event in deltas) == done[1]["content"][0]["text"] == "Well then"
     assert {event["item_id"] for event in deltas} == {done[1]["id"]}
-
-
-def test_a_document_is_what_a_stream_says_last() -> None:
-    choice = Choice(0)
-    for event in EVENTS:
-        choice.note(event)
-        choice.note_text(event)
-    answer, last = json.loads(shape().document([choice], choice.usage, {})), streamed(EVENTS)[-1]["response"]
-    assert without_ids(answer.pop("output")) == without_ids(last.pop("output"))
-    del answer["id"], last["id"]
-    assert answer == last
+    whole = document(EVENTS)
+    for answer in (whole, last):
+        answer["output"] = [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in answer["output"]]
+        del answer["id"]
+    assert whole == last
 
 
 def test_an_error_after_the_headers() -> None:
-    error, failed = read(shape().error_chunk(ErrorInfo(503, "no", code="aborted")))
+    error, failed = read(ResponseFormat(OPTIONS).error_chunk(ErrorInfo(503, "no", code="aborted")))
     assert (error["type"], error["code"], error["message"]) == ("error", "aborted", "no")
     assert failed["response"]["status"] == "failed" and failed["response"]["error"] == {"code": "server_error", "message": "no"}
 
 
-@pytest.mark.parametrize(("arguments", "status"), [('{"a":1}', "completed"), ('{"a":', "incomplete")])
-def test_a_call_that_a_stop_string_cuts_is_not_made(arguments: str, status: str) -> None:
+def test_a_call_that_a_stop_string_cuts_is_not_made() -> None:
     """Red if a client takes half of a call for a whole one; what was generated is the whole response all the same."""
-    events = [Event(1, calls=[CallDelta(0, arguments, "f")]), Event(1, finish_reason="stop", stop_reason="x")]
-    choice = Choice(0)
-    for event in events:
-        choice.note(event)
-    for response in (streamed(events)[-1]["response"], json.loads(shape().document([choice], choice.usage, {}))):
-        assert (response["status"], response["output"][0]["status"]) == ("completed", status)
+    for arguments, status in (('{"a":1}', "completed"), ('{"a":', "incomplete")):
+        events = [Event(1, calls=[CallDelta(0, arguments, "f")]), Event(1, finish_reason="stop", stop_reason="x")]
+        for response in (streamed(events)[-1]["response"], document(events)):
+            assert (response["status"], response["output"][0]["status"]) == ("completed", status)

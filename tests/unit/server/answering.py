@@ -1,0 +1,34 @@
+"""An answer with thoughts, text and two calls, and what a format makes of events."""
+
+from typing import Any
+
+from engine.messages import CallDelta, Event
+from server.http.sse import Choice
+
+
+def events(reason: Any) -> list[Event]:
+    """The second call is cut; the answer ends with this reason."""
+    return [
+        Event(1, "hm", 1, True, num_prompt_tokens=9, num_cached_tokens=4), Event(1, "", 2, True), Event(1, "Well", 3),
+        Event(1, " then", 4, calls=[CallDelta(0, "", "weather")]), Event(1, "", 5, calls=[CallDelta(0, '{"a":'), CallDelta(0, "1}")]),
+        Event(1, "", 6, finish_reason=reason, num_prompt_tokens=9, num_cached_tokens=4, calls=[CallDelta(1, '{"b": [2', "other")]),
+    ]  # fmt: skip
+
+
+def stream_of(shape: Any, events: list[Event]) -> bytes:
+    choice = Choice(0)
+    choice.usage.num_prompt, choice.usage.num_cached = events[0].num_prompt_tokens, events[0].num_cached_tokens
+    data: bytes = shape.first_chunk(choice)
+    for event in events:
+        choice.note(event)
+        data += shape.token_chunk(choice, event)
+    return data + shape.finish_chunk(choice, {}) + shape.end(choice.usage, {})
+
+
+def document_of(shape: Any, events: list[Event]) -> bytes:
+    choice = Choice(0)
+    for event in events:
+        choice.note(event)
+        choice.note_text(event)
+    document: bytes = shape.document([choice], choice.usage, {})
+    return document
