@@ -14,8 +14,6 @@ from tests.unit.server.stack import Stack
 
 @virtual
 async def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Path, tmp_path: Path) -> None:
-    """Fails if a key is not compared, if a comment, a beginning, both keys together or the spelling of a path open the server, or if the
-    page needs a key."""
     file = tmp_path / "keys"
     file.write_text("# of clients\nfirst\n\n  sécond  \n")
     with serving(model_folder, api_key="own", api_key_file=str(file)) as api:
@@ -34,7 +32,6 @@ async def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Pa
 
 
 def test_a_file_without_a_key_stops_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a server that is meant to be closed is open because its secret was not there."""
     file = tmp_path / "keys"
     for content, words in ((None, "there is no file"), ("# none\n\n", "there is no key")):
         if content is not None:
@@ -46,7 +43,6 @@ def test_a_file_without_a_key_stops_the_start(tmp_path: Path, capsys: pytest.Cap
 
 @virtual
 async def test_names_of_the_server(model_folder: Path) -> None:
-    """Fails if a page whose name was made to lead here may call, or if probes, which use an address, may not."""
     with serving(model_folder, allowed_hosts="llm.example.org, *.inner.example, LOCALHOST") as api:
         for host in ("llm.example.org", "LLM.example.org:8000", "a.inner.example", "localhost:1"):
             assert (await api.http.get("/v1/models", headers={"Host": host})).status_code == 200, host
@@ -61,7 +57,6 @@ async def test_names_of_the_server(model_folder: Path) -> None:
 
 @virtual
 async def test_the_metrics_port_serves_metrics_only(model_folder: Path) -> None:
-    """Fails if clients see metrics that have a port of their own, or if that port shows more than them."""
     with serving(model_folder, api_key="own", metrics_port=0) as api:
         assert (await api.http.get("/metrics")).status_code == 401
         assert (await api.http.get("/metrics", headers={"x-api-key": "own"})).status_code == 404

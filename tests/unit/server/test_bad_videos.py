@@ -69,7 +69,6 @@ async def refusal(loading: Loading, data: bytes, **fields: object) -> RequestErr
 @pytest.mark.hostile
 @pytest.mark.gate
 async def test_bad_files_are_refused_with_the_reason(strict: Loading) -> None:
-    """Red if a file is shown in part, breaks anything, or is refused without its reason."""
     for name, (make, status, words) in BAD.items():
         error = await refusal(strict, make(), samples=False, max_pixels=1 << 20)
         assert (error.info.status, words in error.info.message) == (status, True), f"{name}: {error.info}"
@@ -125,7 +124,6 @@ async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
 
 
 async def test_files_of_the_server(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Red if a local file is read from outside of its folder, or is held to the limit of an image."""
     (tmp_path / "clip.mp4").write_bytes(CLIP)
     made = Loading(checkpoint, allowed_local_media_path=str(tmp_path), max_download_bytes=100, max_video_bytes=len(CLIP))
     video = await made.load_url(f"file://{tmp_path}/clip.mp4")

@@ -76,7 +76,6 @@ def calls_of(deltas: list[CallDelta]) -> list[tuple[str, object]]:
 
 
 def test_every_cut_gives_the_same() -> None:
-    """Red if it matters where the tokens of a text end: whole, each character alone, cut once anywhere, and at random."""
     for name, (text, shown, calls) in CASES.items():
         cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
         draw = random.Random(0)
@@ -89,7 +88,6 @@ def test_every_cut_gives_the_same() -> None:
 
 
 def test_arguments_do_not_wait_for_the_end() -> None:
-    """Red if a long argument comes in one piece at the end, or if text that cannot be a call is held back."""
     splitter = CallSplitter(SCHEMAS, False)
     assert splitter.push("Hello")[0] == "Hello"
     assert splitter.push(" there <b>")[0] == " there <b>"
@@ -128,14 +126,12 @@ def test_a_marker_that_ends_the_text_is_in_no_string() -> None:
 
 
 def test_a_single_call_ends_the_answer() -> None:
-    """Red if `parallel_tool_calls: false` lets a second call, or anything else, through."""
     for pieces in ([HERMES + " x " + HERMES], list(HERMES + " x " + HERMES)):
         shown, deltas, is_done = read(pieces, is_single=True)
         assert (shown, calls_of(deltas), is_done) == ("", [("weather", ARGUMENTS)], True)
 
 
 def test_damage_never_raises() -> None:
-    """Red if what a model makes of the notation can end the stream with an error, or gives arguments without a name."""
     draw = random.Random(1)
     for _ in range(3000):
         text = list(HERMES if draw.random() < 0.5 else XML)

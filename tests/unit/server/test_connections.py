@@ -41,7 +41,6 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 @virtual
 async def test_an_endless_head_is_refused_early() -> None:
-    """Fails if what a client may send without a key takes memory, or if the client cannot read why it was refused."""
     for name, (head, piece, status) in ENDLESS.items():
         wire, num_sent = await HttpServer(echo).ask(head), 0
         while not wire.received:
@@ -58,7 +57,6 @@ async def test_an_endless_head_is_refused_early() -> None:
 
 @virtual
 async def test_an_unfinished_head_times_out() -> None:
-    """Fails if a socket without a request stays for ever, whether it drips or is silent."""
     for sent in (b"", b"GET /v1/mod", b"GET /health HTTP/1.1\r\nX-Slow: "):
         wire = await HttpServer(echo, EngineConfig(header_timeout=20, idle_timeout=75)).ask(sent)
         for _ in range(19):
@@ -73,7 +71,6 @@ async def test_an_unfinished_head_times_out() -> None:
 
 @virtual
 async def test_an_idle_connection_is_closed_and_one_in_use_is_not() -> None:
-    """Fails if connections without a request are kept, or if the pause between two requests ends one too early."""
     wire = HttpServer(echo, EngineConfig(header_timeout=20, idle_timeout=75)).connect()
     for count in range(1, 4):
         wire.send(GET_HEALTH)
@@ -85,7 +82,6 @@ async def test_an_idle_connection_is_closed_and_one_in_use_is_not() -> None:
 
 @virtual
 async def test_idle_connections_make_room() -> None:
-    """Fails if a client that opens connections and sends nothing keeps others out, or if the newest connections make room."""
     server = HttpServer(echo, EngineConfig(max_connections=4))
     idle = [server.connect() for _ in range(30)]
     assert (await server.ask(request_of(SMALL))).statuses == [503]  # their requests may be under way
@@ -137,7 +133,6 @@ def test_a_client_that_closes_the_connection_is_noticed(stack: Stack) -> None:
 
 @virtual
 async def test_a_refused_body_must_end() -> None:
-    """Fails if a client that was answered keeps its connection by sending on and on."""
     wire = await HttpServer(refuse, EngineConfig(header_timeout=20)).ask(b"POST /nowhere" + CHUNKED)
     assert wire.statuses == [404]
     for _ in range(22):
@@ -151,13 +146,11 @@ async def test_a_refused_body_must_end() -> None:
 
 @virtual
 async def test_large_heads_that_end_are_read() -> None:
-    """Fails if the limit on heads is lower than what proxies and cookies make of them."""
     wire = await HttpServer(echo).ask(*[b"GET /health HTTP/1.1\r\nCookie: " + b"x" * 60_000 + b"\r\n\r\n"] * 2)
     assert wire.statuses == [200, 200]
 
 
 def test_the_same_complaint_is_logged_once() -> None:
-    """Fails if a client that sends rubbish fills the log, or if the log hides how much came."""
     sparing = Sparing()
 
     def log(seconds: float) -> str | None:
@@ -172,7 +165,6 @@ def test_the_same_complaint_is_logged_once() -> None:
 
 @virtual
 async def test_rubbish_gets_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a client of another protocol gets no answer, or fills the log."""
     server = HttpServer(echo)
     for _ in range(3):
         ((status, error),) = (await server.ask(b"\x16\x03\x01 rubbish\r\n\r\n")).answers

@@ -58,7 +58,6 @@ async def test_an_image_that_is_made_smaller_here_is_the_workers(checkpoint: Che
 
 
 async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a plain JPEG of any size is decoded within a step, which all requests wait for."""
     monkeypatch.setattr("server.processor.inspect.MAX_JPEG_PIXELS", 700 * 900 - 1)
     made = Loading(checkpoint)
     assert (await made.load_bytes(jpeg(LARGE))).source.encoding == "rgb"
@@ -130,7 +129,6 @@ async def test_an_image_that_could_never_be_decoded_is_a_413(checkpoint: Checkpo
 
 @virtual
 async def test_memory_is_lent_in_the_order_of_asking() -> None:
-    """Fails if decoders take more than the budget together, or if small ones pass a large one for ever."""
     budget, order = Budget(10), []
 
     async def use(name: str, amount: int) -> None:

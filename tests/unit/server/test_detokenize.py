@@ -35,7 +35,6 @@ STOPS: list[tuple[list[str], list[str], list[str], bool]] = [
 
 
 def test_random_ids_decode_as_the_tokenizer_does(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Red if broken UTF-8, special tokens or ids beyond the vocabulary are handled otherwise than by the tokenizer itself."""
     draw = random.Random(0)
     for _ in range(500):
         ids = [draw.choice([draw.randrange(256), draw.randrange(5000)]) for _ in range(draw.randrange(12))]
@@ -43,7 +42,6 @@ def test_random_ids_decode_as_the_tokenizer_does(tokenizer: Tokenizer, table: To
 
 
 def test_other_tokenizers_are_refused() -> None:
-    """Red if a tokenizer whose bytes we cannot know is decoded wrongly instead of refused at the start."""
     with pytest.raises(ValueError, match="byte-level"):
         TokenTable(Tokenizer(models.BPE()))
 
@@ -60,7 +58,6 @@ def run(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:
 
 
 def test_stop_strings() -> None:
-    """Red if a stop string across tokens is missed or shown, or if text is held back that cannot begin one."""
     for stops, pieces, shown, is_stopped in STOPS:
         assert run(stops, pieces) == (shown, is_stopped)
 

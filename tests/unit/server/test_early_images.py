@@ -32,7 +32,6 @@ def is_decoded(stack: Stack, data: bytes) -> bool:
 
 
 def test_an_image_is_decoded_before_the_body_ends(stack: Stack) -> None:
-    """Fails if the processor learns of images only when the last byte is here, or of one that has not arrived."""
     pictures = images()
     body = body_of(*pictures)
     connection = connect(stack)
@@ -46,7 +45,6 @@ def test_an_image_is_decoded_before_the_body_ends(stack: Stack) -> None:
 
 
 def test_a_body_that_breaks_off_between_images(stack: Stack) -> None:
-    """Fails if what was begun is lost, or given back while a thread still reads or writes it (fixture)."""
     body = body_of(*images())
     for share in (0.3, 0.6, 0.99):
         for _ in range(3):
@@ -111,7 +109,6 @@ class Announced:
 
 
 def test_each_image_is_announced_once_and_whole() -> None:
-    """Fails if a payload is announced before its last byte, twice, or beyond the limit on images."""
     data = body_of(*(os.urandom(3_000) for _ in range(5)))
     scanner, listener = Scanner("0" * 32, 100), Announced()
 

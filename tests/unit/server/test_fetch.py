@@ -44,7 +44,6 @@ PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8
 
 
 def test_which_addresses_are_public() -> None:
-    """Fails if an address of this host or its networks, however dressed up, counts as public, or if an ordinary host does not."""
     for address in PRIVATE + PUBLIC:
         assert is_public(ipaddress.ip_address(address)) == (address in PUBLIC), address
 
@@ -112,7 +111,6 @@ async def status_of(url: str, **settings: object) -> int:
 
 
 async def test_private_hosts_need_permission(site: Site) -> None:
-    """Fails if a name or a literal that leads to a private address is connected to without --allow-private-media."""
     port = site.url.rsplit(":", 1)[1]
     hosts = ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "127.1", "0x7f.1", "0", "127.0.0.1."]
     for host in hosts:
@@ -206,7 +204,6 @@ async def test_a_name_that_does_not_resolve_is_given_up(monkeypatch: pytest.Monk
 
 
 async def test_redirects_are_few_and_checked(site: Site) -> None:
-    """Fails if a redirect escapes the checks of the first URL, or if there may be more than three."""
     assert await download(f"{site.url}/hop3", allow_private_media=True) == b"payload"
     assert await status_of(f"{site.url}/hop4", allow_private_media=True) == 422
     assert await status_of(f"{site.url}/file", allow_private_media=True) == 400
@@ -214,20 +211,17 @@ async def test_redirects_are_few_and_checked(site: Site) -> None:
 
 
 async def test_domains(site: Site) -> None:
-    """Fails if the list of allowed domains is ignored or matched loosely."""
     assert await download(f"{site.url}/data", allow_private_media=True, allowed_media_domains="x.org, 127.0.0.1") == b"payload"
     for allowed in ("x.org", "0.0.1", "127.0.0.1.x.org"):
         assert await status_of(f"{site.url}/data", allow_private_media=True, allowed_media_domains=allowed) == 400
 
 
 async def test_odd_urls() -> None:
-    """Fails if a URL that parsers disagree on is connected to, or raises anything but a client's error."""
     for url in ("http://", "http:///x", "http://user:pw@x.org/", "http://x:99999/", "http://[::1", "ftp://x.org/", "http://x y/"):
         assert await status_of(url) in (400, 422), url
 
 
 async def test_a_url_of_many_characters_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a host of a few kilobytes, each character of which stands for many, is parsed, which takes seconds."""
     parsed: list[str] = []
     monkeypatch.setattr(fetch, "URL", lambda text: parsed.append(text) or URL(text))
     fetcher = Fetcher(EngineConfig(allowed_local_media_path="."))
@@ -244,7 +238,6 @@ async def test_a_url_of_many_characters_is_not_parsed(monkeypatch: pytest.Monkey
 
 
 async def test_size_status_and_time(site: Site) -> None:
-    """Fails if a download may be larger or slower than allowed, or if another status than 200 counts as an image."""
     assert await status_of(f"{site.url}/endless", allow_private_media=True, max_download_bytes=50_000) == 413
     assert await status_of(f"{site.url}/data", allow_private_media=True, max_download_bytes=6) == 413
     assert await status_of(f"{site.url}/missing", allow_private_media=True) == 422
@@ -279,7 +272,6 @@ async def test_a_download_that_drips_is_given_up() -> None:
 
 
 async def test_one_request_does_not_hold_all_slots(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a request of many addresses that do not answer keeps everybody else's waiting."""
     made, most, running = Loading(checkpoint, allow_private_media=True), 0, 0
 
     async def download(self: Fetcher, url: str, write: object, max_bytes: object) -> None:
@@ -314,7 +306,6 @@ async def test_an_item_that_outgrows_the_arena_is_too_large(site: Site) -> None:
 
 
 async def test_odd_file_urls() -> None:
-    """Fails if a file URL that cannot be parsed is a bug of ours (500) instead of the client's error."""
     for root in (None, "."):
         fetcher = Fetcher(EngineConfig(allowed_local_media_path=root))
         for url in ("file://[::1", "file://[x]/y", "file://other.host/x", "file:///\0"):

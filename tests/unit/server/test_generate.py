@@ -74,7 +74,6 @@ def test_bad_requests(stack: Stack) -> None:
 
 
 def test_what_its_clients_ask_first(stack: Stack) -> None:
-    """Red if a router or a trainer takes the server for another kind, or for a dead one."""
     for path in ("/get_model_info", "/model_info"):
         info = stack.http.get(path).json()
         assert info["is_generation"] and info["has_image_understanding"] and info["model_path"]

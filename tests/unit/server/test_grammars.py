@@ -80,7 +80,6 @@ def test_grammars_reach_the_scheduler(stack: Stack, model_folder: Path) -> None:
 
 
 def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a grammar holds before the thoughts end, or if thoughts count as runaway JSON."""
 
     async def compile(self: GrammarCompiler, grammar: Grammar, client: bytes = b"") -> bytes:
         return b"compiled"
@@ -146,7 +145,6 @@ async def test_which_grammars_are_read_early() -> None:
 
 @pytest.mark.faults
 def test_the_compiler_starts_and_ends_with_the_processor(model_folder: Path) -> None:
-    """Fails if the first grammar waits until its compiler has started, or if the compiler outlives a processor that was killed."""
     stack = Stack(model_folder)
     pid = stack.processes["processor"].pid
 

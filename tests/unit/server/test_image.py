@@ -126,7 +126,6 @@ async def test_how_many_files_are_known(loading: Loading) -> None:
 
 
 async def test_plain_jpegs_stay_encoded(loading: Loading) -> None:
-    """Red if a common JPEG is decoded on the CPU, or if its bytes or size change on the way."""
     for name, data in PLAIN.items():
         image = await loading.load_bytes(data)
         assert image.source.encoding == "jpeg", name
@@ -180,7 +179,6 @@ async def test_the_first_image_of_an_idle_engine_waits_for_no_thread(loading: Lo
 
 
 async def test_an_image_in_a_hurry_is_refused_in_the_same_words(loading: Loading) -> None:
-    """Red if what is wrong with an image depends on whether the engine is idle."""
     for data in (PLAIN["4:2:0"][:-20], PLAIN["4:2:0"][:40], DECODED["png"][:60], b"", b"no image"):
         ref = loading.body(base64.b64encode(data))
         calm = await loading.refusal(ref)
@@ -190,7 +188,6 @@ async def test_an_image_in_a_hurry_is_refused_in_the_same_words(loading: Loading
 
 
 async def test_orientation_is_read_and_sizes_are_upright(loading: Loading) -> None:
-    """Red if EXIF is ignored, or if height and width are those before the rotation."""
     corners = np.asarray(pixels())[::47, ::79].reshape(4, 3)
     assert len(np.unique(corners, axis=0)) == 4, "a wrong rotation of the picture would not show"
     for orientation in range(10):
@@ -247,14 +244,12 @@ def base64_forms(data: bytes) -> dict[str, bytes]:
 
 
 async def test_base64_as_clients_send_it(loading: Loading) -> None:
-    """Red if a common way to write base64 is refused or decoded to other bytes."""
     data = PLAIN["4:2:0"]
     for form, text in base64_forms(data).items():
         assert loading.bytes_of(await loading.load(loading.body(text))) == data, form
 
 
 async def test_bad_base64_and_data_urls_are_a_4xx(loading: Loading) -> None:
-    """Red if broken base64, a payload of nothing, or a data URL in the small JSON is anything but the client's error."""
     urls = "data:", "data:,", "data:image/png;base64", "data:image/png;base64,", "data:image/png;base64,???", "DATA:image/png,%89PNG"
     texts = b"", b"====", b"*not base64*", b"QUJ", b"A", b"\\", b"\\u00", b"QUJD\xff", b"=QUJD"
     for ref in itertools.chain((MediaRef(url=url) for url in urls), map(loading.body, texts)):
@@ -272,7 +267,6 @@ async def test_data_urls_that_the_scanner_leaves_alone(loading: Loading) -> None
 
 
 async def test_identity_covers_bytes_and_parameters(loading: Loading, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if equal images stop sharing a cache entry, or if different bytes or parameters begin to."""
     first = await loading.load_bytes(PLAIN["4:2:0"])
     again = await loading.load_bytes(PLAIN["4:2:0"])
     other = await loading.load_bytes(PLAIN["4:4:4"])
@@ -351,7 +345,6 @@ async def test_what_a_download_did_not_fill_is_given_back(loading: Loading, monk
 
 
 def test_headers_that_are_not_plain() -> None:
-    """Red if a JPEG with a table, a component or a scan that decoders disagree on is sent to the GPU."""
     data = PLAIN["4:2:0"]
     frame, scan = data.index(b"\xff\xc0"), data.index(b"\xff\xda")
     for position, piece in (
@@ -397,7 +390,6 @@ async def test_local_files_need_the_option_and_the_folder(checkpoint: Checkpoint
 
 
 async def test_limits_of_a_request(loading: Loading) -> None:
-    """Red if an image keeps its size, or its place in caches, under other limits; or if the limits of one request reach another."""
     body = loading.body(base64.b64encode(PLAIN["4:2:0"]))
     own = await loading.load(body)
     small = await loading.load(MediaRef(body.payload, max_pixels=own.num_tokens * 32 * 32 // 2))

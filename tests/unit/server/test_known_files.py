@@ -63,7 +63,6 @@ def num_decoded(stack: Stack) -> float:
 
 
 def test_pixels_are_made_when_they_are_wanted(stack: Stack) -> None:
-    """Red if a known file is decoded unasked, or if an answer names another image's pixels."""
     files = COMMON
     assert stack.chat(content(files)).status_code == 200
     assert [span.source.encoding for span in stack.scheduler.requests[-1].images] == ["rgb"] * 3
@@ -122,7 +121,6 @@ def test_a_release_while_files_are_decoded(stack: Stack) -> None:
 
 
 def test_room_for_pixels_is_waited_for(stack_of: StackOf, model_folder: Path) -> None:
-    """Red if a stream whose images must be encoded again ends because others hold the memory just now."""
     stack = stack_of(model_folder, processor_arena_bytes=6 * MIB)
     assert stack.chat(content(LARGE[:1])).status_code == 200
     others = [Asking(stack, [data]) for data in LARGE[1:3]]

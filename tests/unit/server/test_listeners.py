@@ -31,7 +31,6 @@ def test_all_listeners_are_known() -> None:
 
 @virtual
 async def test_heads_that_two_servers_read_in_two_ways() -> None:
-    """Fails if a proxy in front and this server can take one request for two different ones."""
     start = b"POST /v1/models HTTP/1.1\r\nHost: a\r\n"
     for head, status in (
         (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
@@ -43,7 +42,6 @@ async def test_heads_that_two_servers_read_in_two_ways() -> None:
 
 @virtual
 async def test_http_1_0_has_no_chunks(model_folder: Path) -> None:
-    """Fails if a client that knows no chunks reads their lengths as text."""
     with serving(model_folder) as api:
         for stream in (False, True):
             wire = await api.ask(request_of(text_body(stream=stream)).replace(b"HTTP/1.1", b"HTTP/1.0"))
@@ -54,7 +52,6 @@ async def test_http_1_0_has_no_chunks(model_folder: Path) -> None:
 
 @virtual
 async def test_a_body_of_one_byte_chunks() -> None:
-    """Fails if a body that comes a byte at a time loses one."""
     body = text_body("x" * 50_000)
     wire = await HttpServer(echo).ask(*packets(chunked(body, 1, b"/tokenize")))
     assert wire.answers == [(200, b"POST /tokenize %d" % len(body))]

@@ -29,7 +29,6 @@ def read(root: Path, path: str) -> bytes:
 
 
 def test_only_what_lies_below_is_opened(root: Path) -> None:
-    """Fails if a path or a link leads out of the folder, or if a FIFO blocks."""
     (root / "out").symlink_to("../secret")
     (root / "file").symlink_to("/etc/passwd")
     (root / "process").symlink_to("/proc/self/exe")  # a link that no path explains
@@ -45,7 +44,6 @@ def test_only_what_lies_below_is_opened(root: Path) -> None:
 
 
 def test_links_that_stay_inside_are_followed(root: Path) -> None:
-    """Fails if a collection that is made of links cannot be served."""
     (root / "link").symlink_to("sub/file")
     assert read(root, "link") == b"inside"
 
@@ -88,7 +86,6 @@ async def test_a_folder_that_is_exchanged_for_a_link(root: Path, monkeypatch: py
 
 
 async def test_a_name_is_not_cut(root: Path) -> None:
-    """Fails if what lies before a NUL is taken for the name."""
     fetcher = Fetcher(EngineConfig(allowed_local_media_path=str(root)))
     with pytest.raises(RequestError):
         fetcher.read_local(f"file://{root}/sub/file%00.txt")

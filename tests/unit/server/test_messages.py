@@ -107,7 +107,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 def test_bad_requests_name_the_field_of_the_dialect() -> None:
-    """Red if an error names what the client has not written, or is in others' words."""
     for fields, words in BAD:
         with pytest.raises(RequestError) as refused:
             translated(**fields)

@@ -22,7 +22,6 @@ def part(url: object, uuid: str = "first") -> list[dict[str, Any]]:
 
 
 def test_a_known_image_needs_no_url(stack: Stack) -> None:
-    """Red if another image is taken, or if a name means something to somebody else."""
     assert stack.chat(part(URL)).status_code == 200
     for url in (None, {"url": None}):
         assert stack.chat(part(url)).status_code == 200
@@ -78,7 +77,6 @@ def test_a_null_url_needs_a_name(stack: Stack) -> None:
 
 
 def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if names fill the memory, or if what is in use goes first."""
     monkeypatch.setattr(named, "MAX_BYTES", 10)
     images = NamedImages()
     images.put(b"a", b"1234")
@@ -95,7 +93,6 @@ def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_documents_may_be_named_too(stack: Stack) -> None:
-    """Red if a null URL within a query or a document is a 500."""
     for url, uuid in ((None, "unknown"), ({"url": None}, "unknown"), ({"url": None}, None), (None, None)):
         item = {"content": [{"type": "image_url", "image_url": url} | ({} if uuid is None else {"uuid": uuid})]}
         for query, document in ((item, "text"), ("text", item)):

@@ -90,7 +90,6 @@ CONVERSATIONS: list[tuple[list[dict[str, object]], int]] = [
 
 
 def test_ids_equal_transformers(builder: PromptBuilder, reference: Any) -> None:
-    """Red if the template's environment, the special tokens or the merging of adjacent texts differ from `apply_chat_template`."""
     for messages, num_images in CONVERSATIONS:
         expected = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         assert encode(builder, messages, num_images) == expected, messages
@@ -98,7 +97,6 @@ def test_ids_equal_transformers(builder: PromptBuilder, reference: Any) -> None:
 
 @given(st.lists(st.one_of(st.text(max_size=30), st.sampled_from(["<", "<|", "<|im_", "a<b", "|>", "\n", " "])), min_size=1, max_size=5))
 def test_any_normal_text_equals_transformers(builder: PromptBuilder, reference: Any, texts: list[str]) -> None:
-    """Red if hiding what looks like the beginning of a special token changes how the text around it is tokenised."""
     messages = user(*(text(value.encode("utf-8", "replace").decode()) for value in texts))
     if not any(token.content in "".join(texts) for token in builder.tokenizer.get_added_tokens_decoder().values() if token.special):
         assert encode(builder, messages) == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -121,14 +119,12 @@ def test_special_tokens_in_texts_stay_text(builder: PromptBuilder) -> None:
 
 
 def test_images_in_every_role(builder: PromptBuilder) -> None:
-    """Red if an image outside a user's message is dropped silently: the images after it would take each other's places."""
     for role in ("system", "assistant", "user"):
         messages = [{"role": role, "content": [IMAGE, text("x")]}, *user(IMAGE, text("y"))]
         assert encode(builder, messages, 2).count(builder._placeholders.image) == 2
 
 
 def test_placeholders_expand_in_place(builder: PromptBuilder) -> None:
-    """Red if spans stop pointing at the placeholders of their image."""
     ids = encode(builder, user(text("a"), IMAGE, text("b"), IMAGE), 2)
     prompt = builder.expand(ids, [Visual([3]), Visual([5])])
     pad = builder._placeholders.image
@@ -144,7 +140,6 @@ def with_template(checkpoint: Checkpoint, template: str) -> PromptBuilder:
 
 
 def test_what_templates_of_transformers_may_use(checkpoint: Checkpoint, model_folder: Path) -> None:
-    """Red if a template that marks what the assistant says, or names special tokens, renders another prompt than with transformers."""
     template = (
         "{% for message in messages %}{{ '<|im_start|>' + message.role }}\n"
         "{% if message.role == 'assistant' %}{% generation %}{{ message.content[0].text }}{{ eos_token }}{% endgeneration %}"
@@ -166,8 +161,6 @@ def test_template_kwargs_reach_the_template(checkpoint: Checkpoint) -> None:
 
 
 def test_a_template_that_refuses_is_a_400(checkpoint: Checkpoint) -> None:
-    """Red if a template's error is a 500, if the sandbox opens, if a template that shows images of nobody is accepted, or if one that cannot
-    be compiled is not named."""
     for template, words in (
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{{ messages.nothing.at_all }}", "failed"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed"), ("{{ messages.append(1) }}", "failed"),
@@ -181,7 +174,6 @@ def test_a_template_that_refuses_is_a_400(checkpoint: Checkpoint) -> None:
 
 
 def test_functions_of_the_environment(checkpoint: Checkpoint) -> None:
-    """Red if a template loses what transformers offers it: JSON without HTML escapes, dates, trimmed blocks, loop controls."""
     loop = "{% for x in [1, 2, 3] %}\n    {% if x == 2 %}{% break %}{% endif %}\n{{ {'a': '<é>'} | tojson }}\n{% endfor %}\n"
     template = loop + "{{ strftime_now('%%') }}"
     builder = with_template(checkpoint, template)
@@ -189,7 +181,6 @@ def test_functions_of_the_environment(checkpoint: Checkpoint) -> None:
 
 
 def test_where_the_template_comes_from(model_folder: Path, tmp_path: Path) -> None:
-    """Red if the order of the files that may hold the template changes, or a folder without one starts."""
     for file in model_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings_file = tmp_path / "tokenizer_config.json"

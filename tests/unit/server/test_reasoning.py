@@ -57,20 +57,17 @@ PARTS = [
 
 
 def test_the_two_parts(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Red if a marker is shown or taken where it is none, or if anything but the line breaks directly behind a marker is lost."""
     for prompt, output, reasoning, content in PARTS:
         assert parts(read(tokenizer, table, prompt, output)[0]) == (reasoning, content), (prompt, output)
 
 
 def test_every_token_of_the_thoughts_counts(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Red if markers do not count as reasoning, or if anything behind the thoughts does."""
     for prompt, output in ((OPEN, "so it is</think>"), (CLOSED, "<think>\nso it is\n</think>")):
         pieces, _ = read(tokenizer, table, prompt, output + "\n\nA cat.")
         assert [belongs for _, belongs in pieces] == [i < len(ids_of(tokenizer, output)) for i in range(len(pieces))]
 
 
 def test_text_is_never_held_back_for_a_marker(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Red if a token's text comes with a later token, line breaks before the end of the thoughts included."""
     ids = ids_of(tokenizer, "one\n\ntwo\n</think>three\n\nfour\n")
     shown = [tokenizer.decode([token_id]) for token_id in ids]
     shown[ids.index(tokenizer.token_to_id("</think>"))] = ""
@@ -89,7 +86,6 @@ def test_an_unfinished_character_stays_with_the_thoughts(tokenizer: Tokenizer, t
 
 
 def test_stop_strings(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Red if a stop string is missed in either part, found across them, or takes text of the thoughts along into the content."""
     for stop, output, expected, is_stopped in (
         ("END", "a END b</think>c", ("a ", ""), True), ("END", "a</think>b END c", ("a", "b "), True),
         ("END", "a EN</think>D b", ("a EN", "D b"), False), ("END", "a EN</think>END b", ("a EN", ""), True),
@@ -141,7 +137,6 @@ def test_a_prompt_may_end_in_ids_without_a_token(tokenizer: Tokenizer, table: To
 
 
 def test_without_both_tokens_nothing_changes(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Red if a tokenizer that lacks a marker has reasoning, or loses text or line breaks."""
     draw = random.Random(0)
     for token in ("<think>", "</think>"):
         other = Tokenizer.from_str(tokenizer.to_str().replace(f'"{token}"', '"<other>"'))

@@ -18,7 +18,6 @@ def make(is_shared: Callable[[], bool] = lambda: True) -> Room:
 
 @virtual
 async def test_memory_that_is_given_back_is_taken() -> None:
-    """Fails if a waiting request is not woken, also if the first memory that came back was not enough."""
     room = make()
     held = [room.take(SIZE // 2), room.take(SIZE // 2)]
     waiting = asyncio.create_task(room.take_patiently(SIZE))
@@ -31,7 +30,6 @@ async def test_memory_that_is_given_back_is_taken() -> None:
 
 @virtual
 async def test_the_wait_ends() -> None:
-    """Fails if a request waits longer than the timeout, also if memory comes back again and again, but never enough."""
     room, loop = make(), asyncio.get_running_loop()
     held, started = room.take(SIZE // 2), loop.time()
     waiting = asyncio.create_task(room.take_patiently(SIZE))
@@ -46,7 +44,6 @@ async def test_the_wait_ends() -> None:
 
 @virtual
 async def test_a_request_that_is_alone_does_not_wait() -> None:
-    """Fails if a request waits although no other one can give memory back."""
     room, loop = make(is_shared=lambda: False), asyncio.get_running_loop()
     held, started = room.take(SIZE), loop.time()
     with pytest.raises(ArenaFull):

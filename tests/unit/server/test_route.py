@@ -94,7 +94,6 @@ async def key_of(body: bytes, cuts: list[int]) -> tuple[bytes, int]:
 
 
 async def test_the_key_is_the_same_however_a_body_is_split() -> None:
-    """Fails if an opening that two chunks share is missed, or the key depends on where a chunk ended."""
     payload = base64.b64encode(b"a small picture") + b'"'
     body = b'{"a":"data:text,x","b":"data: see data:,","url":"data:image/png;charset=x;base64,' + payload + b',"c":"data:i/p;base64,AAAA"}'
     assert all([(await key_of(body, [cut]))[0] == payload for cut in range(len(body))])
@@ -144,7 +143,6 @@ def test_a_key_keeps_its_replica_and_a_change_moves_few() -> None:
 
 
 def test_where_least_runs() -> None:
-    """Fails if texts all go to one replica, if load is ignored for new conversations, or if it makes old ones wander."""
     made = balancer(4)
     made.backends[2].num_in_flight = 3
     assert Counter(backend.url for _ in range(9) if (backend := made.take(b""))).most_common()[-1][1] == 3
@@ -187,7 +185,6 @@ async def test_the_image_key_is_found_in_a_body_split_anywhere() -> None:
 
 
 async def test_chunks_of_a_stream_stay_as_they_were_cut() -> None:
-    """Fails if events are held back, joined or split: each is sent when the client has read the one before."""
     read = asyncio.Event()
     events = [f"data: {index}{'x' * index}\n\n".encode() for index in range(50)]
 
@@ -266,7 +263,6 @@ async def test_large_and_slow_bodies_pass_before_their_rest_is_there(monkeypatch
 
 
 async def test_an_early_refusal_reaches_its_client() -> None:
-    """Fails if a replica that refuses a body before its end leaves the client waiting."""
 
     async def refuse(request: web.Request) -> web.StreamResponse:
         await request.content.readany()
@@ -286,7 +282,6 @@ async def test_an_early_refusal_reaches_its_client() -> None:
 
 
 async def test_health_tells_of_the_replicas_and_follows_them() -> None:
-    """Fails if a replica that is not healthy gets requests, or one that recovers gets none."""
     async with routed(Replica("a"), Replica("b")) as running:
         async with running.client.get(f"{running.url}/health") as answer:
             told = await answer.json()
@@ -307,7 +302,6 @@ async def test_health_tells_of_the_replicas_and_follows_them() -> None:
 
 
 async def test_a_refused_connection_costs_its_client_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if requests fail, or lose their begin, between a death and the next look at its health."""
     monkeypatch.setattr(route, "POLL_SECONDS", 3600)
     async with routed(*(Replica(str(index)) for index in range(4))) as running:
         bodies = [body_with(b"image %d" % index) for index in range(12)]
@@ -369,7 +363,6 @@ async def test_a_death_ends_its_own_streams_with_an_error_and_no_others() -> Non
 
 
 async def test_a_client_that_goes_ends_its_request_on_the_replica() -> None:
-    """Fails if replicas compute for nobody: before the first byte of an answer, and in a stream."""
     started, cancelled = asyncio.Semaphore(0), asyncio.Semaphore(0)
 
     async def stream(request: web.Request) -> web.StreamResponse:

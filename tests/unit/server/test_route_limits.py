@@ -79,7 +79,6 @@ async def test_bodies_without_an_image_are_held_within_a_budget() -> None:
 
 
 async def test_a_full_file_table_is_not_a_dead_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a proxy that can open no more files takes its replicas for dead, and refuses what it could serve."""
     async with routed(Replica("a")) as running:
         proxy = running.proxy
 

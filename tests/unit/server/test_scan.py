@@ -54,7 +54,6 @@ CUTS = st.lists(st.integers(0, 600), max_size=12)
 
 @given(VALUES, CUTS, st.booleans(), st.booleans())
 def test_any_split_of_any_json_is_the_whole_with_uris_swapped(value: object, cuts: list[int], ascii_only: bool, slashes: bool) -> None:
-    """Fails if a split, an escape or a key makes the scanner swap, cut or lose a string."""
     text = json.dumps(value, ensure_ascii=ascii_only)
     body = (text.replace("/", "\\/") if slashes else text).encode("utf-8", "surrogatepass")
     scanner, region = feed(body, cuts)
@@ -75,7 +74,6 @@ def test_any_bytes_come_back_and_splits_do_not_matter(pieces: list[str], cuts: l
 
 
 def test_every_single_cut_finds_the_same_references() -> None:
-    """Fails if the state between two chunks forgets half an opening, an escape or a closing quote."""
     body = (
         rb'{"a":"data:image\/png;base64,AA\/A\\","b":"\"data:x;base64,no\"","c":["data:image/gif;base64,R0lG","data:,x","data:;base64,"]}'
     )
@@ -89,20 +87,17 @@ def test_every_single_cut_finds_the_same_references() -> None:
 
 
 def test_references_say_where_the_payloads_are() -> None:
-    """Fails if offsets and lengths stop describing where the payload bytes are."""
     scanner, region = feed(b'["data:image/png;base64,QUJD","data:image/webp;base64,REVGRw=="]', [13, 30])
     found = [(r.mime, bytes(region[r.offset : r.offset + r.length])) for r in scanner.references]
     assert found == [("image/png", b"QUJD"), ("image/webp", b"REVGRw==")]
 
 
 def test_some_references_kept_others_restored() -> None:
-    """Fails if turning one reference back into text moves or renumbers another."""
     scanner, region = feed(b'["data:a/b;base64,QUJD","data:c/d;base64,RUZH"]', [])
     assert json.loads(scanner.json(region, keep={1})) == ["data:a/b;base64,QUJD", f"{NONCE}:1"]
 
 
 def test_a_reference_needs_the_nonce() -> None:
-    """Fails if a client could write a reference without knowing the nonce."""
     scanner, _ = feed(b'["data:a/b;base64,QUJD"]', [])
     assert scanner.index_of("0:0") is None
     assert scanner.index_of("data:a/b;base64,QUJD") is None

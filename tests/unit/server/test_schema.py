@@ -118,7 +118,6 @@ BAD_INSIDE: list[tuple[str, dict[str, object]]] = [
 
 
 def test_a_bad_value_is_a_400_that_names_the_field() -> None:
-    """Red if a validation is lost, or if its message stops naming the field."""
     for name, fields in [*((name, {name: value}) for name, values in BAD.items() for value in values), *BAD_INSIDE]:
         info = refusal(**fields)
         assert (info.status, info.param) == (400, name) and name in info.message, (name, str(fields)[:200], info)
@@ -149,7 +148,6 @@ def test_what_is_no_json_object_is_a_400() -> None:
 
 
 def test_fields_that_change_nothing_are_accepted() -> None:
-    """Red if a client that sends the usual defaults, a stop of any form or a prompt of any form is refused or misread."""
     parse(
         store=True, metadata={"a": "b"}, user="me", service_tier="auto", parallel_tool_calls=True, n=1, logprobs=False, seed=None,
         enable_thinking=None, max_tokens=None, tools=[], tool_choice="auto", response_format={"type": "text"}, presence_penalty=0.0,
@@ -162,7 +160,6 @@ def test_fields_that_change_nothing_are_accepted() -> None:
 
 
 def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Red if unknown fields are refused, not logged, or logged for every request; clients must not be able to fill the log."""
     unknown = UnknownFields()
     with caplog.at_level(logging.INFO):
         for _ in range(3):
@@ -174,7 +171,6 @@ def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_defaults_come_from_the_checkpoint() -> None:
-    """Red if a silent request stops using generation_config.json, or if a given value loses against it."""
     params = sampling_params(parse(), DEFAULTS, SEED)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (0.7, 0.8, 20, 0.0, None)
     params = sampling_params(
@@ -225,7 +221,6 @@ def test_images_in_any_message_become_indices() -> None:
 
 
 def test_references_are_honoured_in_urls_only() -> None:
-    """Red if a text that is a data URI is treated as media, or if a payload's place in the arena is computed wrongly."""
     uri = "data:image/png;base64,QUJD"
     messages = [{"role": "user", "content": [{"type": "text", "text": uri}, {"type": "image_url", "image_url": {"url": uri}}]}]
     body = json.dumps({"messages": messages}).encode()
@@ -304,7 +299,6 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [
 
 
 def test_bad_completions() -> None:
-    """Red if a prompt of another form gets to the tokenizer, or if something of it is ignored."""
     for name, fields in BAD_COMPLETIONS:
         info = refusal(CompletionRequest, **fields if name == "prompt" else {"prompt": "x", **fields})
         assert (info.status, info.param) == (400, name), fields
@@ -326,7 +320,6 @@ GRAMMARS: list[tuple[Grammar | str | None, dict[str, object]]] = [
 
 
 def test_grammars_by_all_their_names() -> None:
-    """Red if one of the dialects' names for a grammar is read otherwise than the others, or ignored."""
     schema = Grammar("json_schema", json.dumps(SCHEMA))
     for expected, fields in GRAMMARS:
         assert read_grammar(parse(**fields))[0] == (schema if expected == "schema" else expected), fields
@@ -345,7 +338,6 @@ BAD_GRAMMARS: list[tuple[str, dict[str, object]]] = [
 
 
 def test_bad_grammars() -> None:
-    """Red if a grammar that nobody can follow is dropped, or if one of two is."""
     for name, fields in BAD_GRAMMARS:
         with pytest.raises(RequestError) as caught:
             read_grammar(parse(**fields))
@@ -353,7 +345,6 @@ def test_bad_grammars() -> None:
 
 
 def test_limits_on_pixels() -> None:
-    """Red if the limit that stands nearest to an image loses, or if `detail: low` does not make it small."""
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": "https://a", "max_pixels": 100}, "max_pixels": 200, "min_pixels": 50},
         {"type": "image_url", "image_url": {"url": "https://a", "detail": "low"}},

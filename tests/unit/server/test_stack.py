@@ -64,7 +64,6 @@ def test_a_stream_without_options(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_continuous_usage_and_timings(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if `continuous_usage_stats` or our `timings` are lost."""
     stack.scheduler.script = answer_ids(ids_of(tokenizer, "one two"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = chunks_of(stack.chat("x", stream=True, stream_options=options, timings=True).text)
@@ -93,7 +92,6 @@ def test_a_stop_string_ends_the_request(stack: Stack, tokenizer: Tokenizer) -> N
 
 
 def test_a_stop_token_is_not_shown(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the token that a client named as its stop appears in the text; one that ends an answer for its length does."""
     *kept, last = ids_of(tokenizer, "count 1 2 3")
     for reason, expected in (("stop", tokenizer.decode(kept)), ("length", "count 1 2 3")):
         stack.scheduler.script = answer_ids([*kept, last], reason=reason)
@@ -103,7 +101,6 @@ def test_a_stop_token_is_not_shown(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_images_arrive_in_order_with_their_bytes(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the images of a request change places, bytes or spans between the body and the scheduler."""
     first, second = jpeg(orientation=6), PLAIN["4:4:4"]
     new = save(Image.new("RGBA", (80, 48), (*os.urandom(3), 9)), "PNG")  # of a known file the pixels would not be made
     found: list[tuple[list[int], bytes]] = []
@@ -133,7 +130,6 @@ def prompt_text(stack: Stack, tokenizer: Tokenizer, content: object) -> str:
 
 
 def test_texts_that_look_like_media_stay_texts(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a text is taken for an image, lost, or replaced by the scanner's reference."""
     for text in (uri(b"abc"), "data:", "data:image/png;base64,", 'say "data:image/png;base64,QUJD"', "<|image_pad|>"):
         assert text in prompt_text(stack, tokenizer, text)
         parts = [{"type": "text", "text": text}, image(uri(PLAIN["1x1"])), {"type": "text", "text": text}]
@@ -184,7 +180,6 @@ def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
 
 
 def test_metrics_count_what_happened(stack: Stack) -> None:
-    """Red if a metric that operators watch disappears or stops counting."""
     before = metrics_of(stack)
     stack.chat("x", temperature=-1)
     stack.scheduler.script = hold

@@ -47,7 +47,6 @@ def test_answers_in_documents(stack: Stack) -> None:
 
 @pytest.mark.usefixtures("interleaved")
 def test_streams_interleave(stack: Stack) -> None:
-    """Red if a choice lacks its role or its end, or if anything follows that."""
     choices = [chunk["choices"][0] for chunk in chunks_of(stack.chat("x", n=3, stream=True).text)]
     for index, words in enumerate(WORDS):
         own = [choice for choice in choices if choice["index"] == index]
@@ -70,7 +69,6 @@ def test_a_stop_string_waits_for_min_tokens(stack: Stack, tokenizer: Tokenizer) 
 
 
 def test_an_error_ends_all_answers(stack: Stack) -> None:
-    """Red if a client waits for answers that will never come, or hears of one error several times."""
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         scheduler.send([RequestOutput(request.rid, [65], "stop", stages=Stages(), index=0)], [])

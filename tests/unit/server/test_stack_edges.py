@@ -82,7 +82,6 @@ def test_a_client_that_leaves_while_its_image_loads(stack: Stack) -> None:
 
 
 def test_a_body_cut_mid_image(stack: Stack) -> None:
-    """Red if the memory of a body that broke off is not freed (fixture)."""
     for share in (0.0, 0.3, 0.9):
         with sent(stack, HELLO[: int(len(HELLO) * share)], length=len(HELLO)):
             await_bodies(stack, 1)
@@ -105,7 +104,6 @@ def test_bad_requests(stack: Stack) -> None:
 
 
 def test_the_prompt_must_fit_the_context(stack: Stack) -> None:
-    """Red if the limit is off by one, or if the refusal does not say both numbers."""
     stack.chat("a")
     overhead = stack.scheduler.requests[-1].prompt.length // 4 - 1
     assert stack.chat((" a" * (4095 - overhead)).lstrip()).status_code == 200
@@ -127,7 +125,6 @@ def test_bodies_that_never_fit(stack: Stack) -> None:
 
 
 def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
-    """Red if lack of room right now is refused for good, or waited for."""
     with sent(stack, b"{", length=13 * MIB):
         await_bodies(stack, 1)
         response = stack.http.post("/v1/chat/completions", content=b" " * (2 * MIB))
@@ -150,7 +147,6 @@ def test_a_full_media_arena_is_503_with_retry_after(stack: Stack) -> None:
 
 
 def test_a_slow_reader_loses_nothing(stack: Stack) -> None:
-    """Red if chunks are dropped or reordered for a client that reads later than tokens come."""
     stack.scheduler.script = answer_ids([65 + i % 26 for i in range(3000)])
     with stack.http.stream("POST", "/v1/chat/completions", content=text_body(stream=True)) as response:
         stack.settle()  # all tokens have come
@@ -249,7 +245,6 @@ def test_every_waiting_client_gets_an_error_at_the_end(model_folder: Path, endin
 
 
 def test_a_lost_region_is_a_loud_death(model_folder: Path) -> None:
-    """Red if the processor keeps serving after its bookkeeping broke: a release of a request that it does not know."""
     stack = Stack(model_folder, in_process=True)
     stack.scheduler.send([RequestOutput(7, [1], None, None, 0, Stages())], [7])
     with pytest.raises(AssertionError, match="a server failed"):

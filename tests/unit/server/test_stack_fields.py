@@ -88,7 +88,6 @@ def test_where_a_prompt_ends(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_request_cannot_bring_a_template(stack: Stack) -> None:
-    """Red if a template in a request is ignored, or if the error does not name the flag that sets one."""
     for path in ("/v1/chat/completions", "/tokenize", "/v1/messages", "/v1/responses"):
         messages = [{"role": "user", "content": "x"}]
         body = {"input": messages} if path == "/v1/responses" else {"messages": messages, "max_tokens": 5}
@@ -97,7 +96,6 @@ def test_request_cannot_bring_a_template(stack: Stack) -> None:
 
 
 def test_special_tokens_are_shown_on_demand(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if they are shown unasked, or if the one that ends the answer is."""
     stack.scheduler.script = answer_ids([tokenizer.token_to_id("<|im_start|>"), *ended(tokenizer, "ü")])
     assert text_of(choices_of(ask(stack))) == "ü"
     assert text_of(choices_of(ask(stack, skip_special_tokens=False))) == "<|im_start|>ü"
@@ -118,7 +116,6 @@ def test_the_reason_of_a_stop(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_bad_words_are_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a word is not forbidden behind a space, or if one that is too long is cut."""
     ask(stack, bad_words=["so"])
     words = stack.scheduler.requests[-1].params.bad_words
     assert words == (tuple(ids_of(tokenizer, "so")), tuple(ids_of(tokenizer, " so")))
@@ -126,7 +123,6 @@ def test_bad_words_are_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_a_completion(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Red if a prompt gets a chat template, if special tokens in it are spelt out, or if the default length is not OpenAI's."""
     stack.scheduler.script = answer_ids(ids_of(tokenizer, " world"), reason="length")
     answer = client.completions.create(model="test-model", prompt="<|im_start|>user\nhello")
     assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == ("text_completion", " world", "length")
@@ -137,7 +133,6 @@ def test_a_completion(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer)
 
 
 def test_a_batch_of_prompts(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if answers change places, if usage counts one prompt only, or if a stream's chunks do not say whose they are."""
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         answer_ids(scheduler.prompt(request), reason="length")(scheduler, request)
@@ -176,7 +171,6 @@ def test_an_echo(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_one_bad_prompt_of_a_batch(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the others go on for nobody, or if a placeholder of an image gets into a prompt that has none."""
     for bad in ("<|image_pad|>", "word " * 5000):
         check_refusal(stack.http.post("/v1/completions", json={"prompt": ["x", bad, "y"]}), "prompt")
     check_refusal(stack.http.post("/v1/completions", json={"prompt": [tokenizer.token_to_id("<|image_pad|>")]}), "prompt")

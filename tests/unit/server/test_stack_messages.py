@@ -15,7 +15,6 @@ from tests.unit.server.stack import Stack
 
 @pytest.mark.parametrize("num_bytes", [100, 900])
 def test_a_text_that_looks_like_an_image_is_put_back(stack: Stack, num_bytes: int) -> None:
-    """Red if base64 behind a key `data` that is no image is lost, or costs more tokens than it has."""
     data = base64.b64encode(os.urandom(num_bytes)).decode()
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {"data": data}}
     history: list[Any] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [call]}, {"role": "user", "content": "y"}]
@@ -26,7 +25,6 @@ def test_a_text_that_looks_like_an_image_is_put_back(stack: Stack, num_bytes: in
 
 
 def test_a_large_image_is_no_text(stack: Stack) -> None:
-    """Red if bare base64 counts as text, of which a request may hold less than this image has."""
     noise = np.random.default_rng(0).integers(0, 256, (1300, 1900, 3), dtype=np.uint8)
     data = base64.b64encode(save(Image.fromarray(noise), "PNG")).decode()
     assert len(data) > MAX_TEXT_BYTES

@@ -81,7 +81,6 @@ def test_pages_of_other_origins(stack: Stack, stack_of: StackOf, model_folder: P
 
 
 def test_https_with_a_large_body(stack_of: StackOf, model_folder: Path, certificate: Path) -> None:
-    """Red if bodies that go straight to memory, or streams, do not work through TLS."""
     stack = stack_of(model_folder, ssl_certfile=str(certificate))
     assert stack.url.startswith("https://")
     with httpx.Client(base_url=stack.url, verify=ssl.create_default_context(cafile=certificate), timeout=HANG_GUARD_S) as http:
@@ -106,7 +105,6 @@ def test_behind_a_proxy(stack_of: StackOf, model_folder: Path, tmp_path: Path, t
 
 
 def test_models(stack: Stack, client: openai.OpenAI) -> None:
-    """Red if a name that is listed cannot be asked for, or asked of, or if answers have another name than the request."""
     names = [model.id for model in client.models.list()]
     assert names == ["test-model", "other-name"]
     for name in names:
@@ -272,7 +270,6 @@ def test_what_is_only_counted_is_in_the_metrics(stack: Stack) -> None:
 
 
 def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
-    """Red if the engine goes on for nobody: of several inputs, each is ended."""
     stack.scheduler.script = hold_silently
     stack.scheduler.aborted.clear()
     known = len(stack.scheduler.requests)

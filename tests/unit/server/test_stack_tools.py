@@ -95,7 +95,6 @@ def test_a_call_before_a_stop_string_is_a_call_if_it_is_whole(stack: Stack, toke
 
 
 def test_no_second_call_where_one_is_asked_for(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if `parallel_tool_calls: false` is ignored, or if the engine is left working on what nobody will see."""
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         hold_silently(scheduler, request)
@@ -108,7 +107,6 @@ def test_no_second_call_where_one_is_asked_for(stack: Stack, tokenizer: Tokenize
 
 
 def test_a_call_inside_thoughts_is_not_lost(stack_of: StackOf, thinking_folder: Path, tokenizer: Tokenizer) -> None:
-    """Red if a call that a model makes before it closes its thoughts is shown as a thought, or breaks what follows."""
     thinker = stack_of(thinking_folder)
     for text in (f"hm <tool_call>x\n{CALL} so\n</think>\n\nDone.", f"hm\n{CALL}</think>Done.", f"hm {CALL[:30]}</think>{CALL[30:]}Done."):
         say(thinker, tokenizer, text)
@@ -173,7 +171,6 @@ def test_a_schema_that_would_not_hold_is_a_400(stack: Stack) -> None:
 
 
 def test_a_template_without_tools_is_a_400(stack_of: StackOf, model_folder: Path, tmp_path: Path) -> None:
-    """Red if tools are dropped in silence because the model's template does not know them."""
     for file in model_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")

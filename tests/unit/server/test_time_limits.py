@@ -31,7 +31,6 @@ async def test_the_field_and_the_flag_become_the_deadline(model_folder: Path) ->
 
 
 def test_a_deadline_ends_the_preparation_too(stack: Stack) -> None:
-    """Fails if a request that is being prepared waits longer than its client."""
     count = len(stack.scheduler.requests)
     response = stack.chat("word " * 200_000, timeout=0.001)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
@@ -39,7 +38,6 @@ def test_a_deadline_ends_the_preparation_too(stack: Stack) -> None:
 
 
 def test_retry_after_follows_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if clients are told to come back in a second although minutes of work wait."""
     client = Client(cast(Any, None), cast(Any, None), 10)
     now = 100.0
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now)

@@ -62,7 +62,6 @@ CASES = [
 def test_what_an_answer_may_be(
     accepts: Any, name: str, asked: OutputOptions, told: Grammar | None, good: list[str], bad: list[str]
 ) -> None:
-    """Red if an answer that was asked for is impossible, or if one that breaks the promise is not."""
     grammar = answer_grammar(told, TOOLS, asked, "a template")
     assert [text for text in good if not accepts(grammar, text)] == []
     assert [text for text in bad if accepts(grammar, text)] == []

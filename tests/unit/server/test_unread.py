@@ -72,7 +72,6 @@ async def test_a_small_answer_that_is_not_read_does_not_keep_a_closed_connection
 
 @virtual
 async def test_unread_connections_make_room() -> None:
-    """Fails if clients that read nothing keep others out, or if those that read have to make room."""
     server = HttpServer(answer_at_length, EngineConfig(max_connections=4, write_timeout=1000))
     wires = [server.connect() for _ in range(4)]
     for wire in wires:
@@ -141,7 +140,6 @@ def test_streams_of_a_process_that_are_not_read(stack: Stack) -> None:
 
 
 def test_unread_events_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if what the engine makes for clients that do not read fills the memory."""
     monkeypatch.setattr(client_module, "MAX_UNREAD_EVENTS", 100)
     client = Client(cast(Any, SimpleNamespace(send=lambda _: None)), cast(Any, None), 10)
     client.check_open = lambda: None  # type: ignore[method-assign]

@@ -48,7 +48,6 @@ def shown(loading: Loading, video: Video) -> np.ndarray:
 
 
 async def test_wanted_frames_of_common_files(loading: Loading) -> None:
-    """Red if another frame is shown than sampling says, or frames are mixed up, in any container or codec."""
     frames = frames_of(25)
     for name, options in FORMATS.items():
         video = await loading.load_video(b64(encode(frames, **options)), fps=4.0)
@@ -69,7 +68,6 @@ async def test_a_gif(loading: Loading) -> None:
 
 @needs_ffmpeg
 async def test_pixels_are_ffmpegs(loading: Loading, tmp_path: Path) -> None:
-    """Red if a frame, a colour or an edge differs from Debian's ffmpeg, also behind an edit list and a quarter turn."""
     made, cut = tmp_path / "made.mp4", tmp_path / "cut.mp4"
     source = "-f lavfi -i testsrc2=size=320x240:rate=30000/1001:duration=2"
     full_range, variable_rate = "-vf scale=374:210 -colorspace bt709 -color_range pc", "-vf select=gt(mod(n\\,7)\\,2) -vsync vfr"
@@ -100,7 +98,6 @@ async def test_what_an_edit_list_leaves(loading: Loading) -> None:
 
 
 async def test_a_known_file_is_not_decoded(loading: Loading) -> None:
-    """Red if another question decodes a file again, if its pairs are other ones then, or if processing is not part of what is known."""
     data = b64(encode(frames_of(20)))
     first = await loading.load_video(data)
     pixels, hashes = loading.pairs_of(first), first.hashes
@@ -134,7 +131,6 @@ async def test_pairs_of_overlapping_clips_are_the_same(loading: Loading) -> None
 
 
 async def test_few_frames(loading: Loading) -> None:
-    """Red if an odd number is not filled up with its last frame, which counts twice for its time."""
     for count in (2, 3, 5):
         frames = frames_of(count, first=10 * count)  # no known ones
         video = await loading.load_video(joined(frames), holds_frames=True, source_fps=2.0)
@@ -146,7 +142,6 @@ async def test_few_frames(loading: Loading) -> None:
 
 
 async def test_many_frames(loading: Loading) -> None:
-    """Red if the longest videos lose a frame, or frames between keyframes are mixed up where most are skipped."""
     frames = frames_of(900, 32, 64)
     video = await loading.load_video(b64(encode(frames, fps=1.0, gap=50)), max_pixels=1 << 21)
     assert (len(video.plan.indices), len(video.hashes), video.plan.size) == (768, 384, (32, 64))
@@ -182,7 +177,6 @@ async def test_lists_that_are_refused(loading: Loading) -> None:
 
 
 def test_a_frame_is_converted_by_one_thread() -> None:
-    """Red if each conversion starts a thread for each CPU: with 32 of them decoders had no memory left for threads, and died."""
     asked = []
 
     def to_image(**options: int) -> Image.Image:
