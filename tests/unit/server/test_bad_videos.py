@@ -1,6 +1,5 @@
 """Videos that are broken, or made to break: a 4xx that says why, and a right answer to the next request."""
 
-import asyncio
 import base64
 import dataclasses
 import os
@@ -13,7 +12,7 @@ import pytest
 
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from tests.eventually import eventually, eventually_async
+from tests.eventually import eventually
 from tests.unit.server.clips import claiming, encode, frames_of, gif, joined, long_gif, of_jpegs, sound
 from tests.unit.server.loading import Loading
 from tests.unit.server.stack import StackOf
@@ -76,29 +75,6 @@ async def test_bad_files_are_refused_with_the_reason(strict: Loading) -> None:
         await strict.release()
         assert strict.arena.is_empty(), name
     assert (await strict.load_video(base64.b64encode(CLIP))).hashes
-
-
-async def test_a_decoder_that_dies_or_hangs_is_that_requests_error(strict: Loading) -> None:
-    """Red if anybody else notices, or if the next video finds no decoder."""
-    decoders = strict.tools.video_decoders
-    pool, clip = decoders._pool, base64.b64encode(encode(frames_of(30)))
-    for kill, words in ((True, "breaks its decoder"), (False, "longer than 1 s")):
-        await strict.load_video(base64.b64encode(CLIP if kill else encode(frames_of(20, first=5))))
-        await eventually_async(lambda: len(pool._idle) == len(pool._all))
-        started = [helper._process.pid for helper in pool._all if helper._process is not None]
-        for pid in started:
-            os.kill(pid, signal.SIGSTOP)
-        decoders._timeout = 120 if kill else 1
-        asking = asyncio.create_task(refusal(strict, encode(frames_of(30, first=1 + kill))))
-        await eventually_async(lambda: len(pool._idle) < len(pool._all), "the question")
-        for pid in started if kill else []:
-            os.kill(pid, signal.SIGSEGV)
-            os.kill(pid, signal.SIGCONT)
-        error = await asking
-        assert (error.info.status, words in error.info.message) == (422, True)
-        decoders._timeout = 120
-        assert (await strict.load_video(clip)).hashes
-        await strict.release()
 
 
 async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:

@@ -1,5 +1,6 @@
 """The parser of tool calls: what it finds does not depend on cuts, and each character costs the same."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -18,28 +19,7 @@ WORDS = [
     "<function=", "</function>", "<parameter=", "city", "days", "</parameter>", ">", "\n", " ", "   ", "{", "}", "[", "]", '"name"', '"f"',
     '"arguments"', '"parameters"', ":", " : ", '"', "\\", '\\"', "1", ",", "<", "</par", '"name": "f"', '"arguments": {', "é", "\\u00e9",
 ]  # fmt: skip
-TEXTS = st.lists(st.sampled_from(WORDS), max_size=40).map("".join)
 CUTS = st.lists(st.integers(0, 400), max_size=10)
-
-
-class RegexXml:
-    """Regular expressions over the whole text: the reference."""
-
-    FUNCTION = re.compile(r"<function=([^>\n]*)>")
-    PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-    def __init__(self, text: str):
-        self.name, self.members, self.rest = None, [], text
-        if match := self.FUNCTION.search(text):
-            self.name, self.rest = match[1].strip(), text[match.end() :]
-            while match := self.PARAMETER.search(self.rest):
-                self.members.append((match[1].strip(), match[2]))
-                self.rest = self.rest[match.end() :]
-
-
-def pieces_of(text: str, cuts: list[int]) -> Iterator[str]:
-    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    return (text[a:b] for a, b in zip(borders, borders[1:], strict=False))  # noqa: RUF007
 
 
 def read(body: JsonBody | XmlBody, pieces: Iterator[str]) -> tuple[str | None, str]:
@@ -48,21 +28,6 @@ def read(body: JsonBody | XmlBody, pieces: Iterator[str]) -> tuple[str | None, s
     names = [name for name, _ in found if name is not None]
     assert len(names) < 2
     return (names[0] if names else None), "".join(arguments for _, arguments in found)
-
-
-@given(TEXTS, CUTS)
-def test_xml_as_regular_expressions_find_it(text: str, cuts: list[int]) -> None:
-    for start in ("<function=f>", "<function=", ""):
-        whole = start + text
-        expected, body = RegexXml(whole), XmlBody(SCHEMAS)
-        name, arguments = read(body, pieces_of(whole, cuts))
-        assert name == expected.name
-        rest = body.close(is_cut=True)
-        assert bool(rest) == (name is not None and expected.rest.lstrip().startswith("</function>"))
-        members = json.loads(arguments + "}", object_pairs_hook=list) if arguments else []
-        assert [key for key, _ in members] == [key for key, _ in expected.members]
-        for (key, value), (_, said) in zip(members, expected.members, strict=True):
-            assert value == said or (key, name) != ("city", "f")
 
 
 @given(st.lists(st.sampled_from([*WORDS, "<tool_call>", "</tool_call>", "<tool_call>\n<function=f>", "<tool", "\n\n"]), max_size=40), CUTS)
@@ -79,7 +44,9 @@ def test_cuts_make_no_difference(words: list[str], cuts: list[int]) -> None:
                 found[delta.index][1] += delta.arguments
         return shown, found
 
-    assert told(pieces_of(text, cuts)) == told(iter([text])) == told(iter(text))
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = (text[start:end] for start, end in itertools.pairwise(borders))
+    assert told(pieces) == told(iter([text])) == told(iter(text))
 
 
 class Counting:

@@ -10,10 +10,8 @@ from starlette.types import Receive, Scope, Send
 from engine.config import EngineConfig
 from server.http.connection import LINGER_S, MAX_HEAD_BYTES, MIN_WAIT_S
 from server.http.log import SPARING_S, Sparing
-from tests.eventually import eventually
 from tests.unit.server.in_process import HttpServer, echo, settle, virtual
-from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, chunked, connect, head_of, request_of, text_body
-from tests.unit.server.stack import Stack, hold_silently
+from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, chunked, head_of, request_of, text_body
 
 SMALL = text_body()
 ENDLESS = {
@@ -119,16 +117,6 @@ async def test_requests_may_be_cut_anywhere() -> None:
         assert wire.answers == expected, cut
         wire.leave()
     assert (await server.ask(*[bytes([byte]) for byte in data])).answers == expected
-
-
-def test_a_client_that_closes_the_connection_is_noticed(stack: Stack) -> None:
-    """Fails if the request of a client that left runs on."""
-    stack.scheduler.script = hold_silently
-    count = len(stack.scheduler.requests)
-    with connect(stack) as connection:
-        connection.sendall(request_of(SMALL))
-        eventually(lambda: len(stack.scheduler.requests) > count, "the request")
-    eventually(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted, "the abort")
 
 
 @virtual

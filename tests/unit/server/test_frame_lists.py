@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,17 +18,9 @@ from server.processor.intake import Intake
 from server.processor.video import FrameList
 from tests.unit.server.clips import frames_of
 from tests.unit.server.loading import Loading
-from tests.unit.server.pictures import save
+from tests.unit.server.pictures import turned
 
 NUM_COMMAS = 100_000
-
-
-def turned(frame: np.ndarray, kind: str, orientation: int) -> bytes:
-    """A file of this frame with an EXIF orientation."""
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    options = {"PNG": {}, "WEBP": {"lossless": True}, "TIFF": {}, "progressive": {"progressive": True}, "baseline": {}}[kind]
-    return save(Image.fromarray(frame), {"progressive": "JPEG", "baseline": "JPEG"}.get(kind, kind), exif=exif, **options)
 
 
 async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,18 +69,23 @@ async def test_a_long_header_is_not_copied_to_each_frame(checkpoint: Checkpoint)
     await made.close()
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", "progressive", "baseline"])
-async def test_frames_with_an_orientation_are_upright(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+async def test_frames_with_an_orientation_are_upright(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size in the header was compared with the upright size: photographs of phones were refused."""
     monkeypatch.setattr("server.processor.inspect.MAX_JPEG_PIXELS", 1000)  # a larger baseline JPEG is decoded here
     made = Loading(checkpoint)
-    for orientation in range(1, 9):
-        files = [turned(frame, kind, orientation) for frame in frames_of(2)]
+    kinds: list[tuple[str, dict[str, bool]]] = [
+        ("PNG", {}),
+        ("WEBP", {"lossless": True}),
+        ("TIFF", {}),
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+    ]
+    for (kind, options), orientation in itertools.product(kinds, range(1, 9)):
+        files = [turned(kind, orientation, Image.fromarray(frame), **options) for frame in frames_of(2)]
         loaded = await made.load_video(b",".join(map(base64.b64encode, files)), holds_frames=True)
         images = [ImageOps.exif_transpose(Image.open(io.BytesIO(file))) for file in files]
-        expected = np.stack([np.asarray(image.resize(loaded.plan.size[::-1], Image.Resampling.BICUBIC)) for image in images])
         height, width = loaded.plan.size
-        assert (height > width) == (orientation >= 5), f"orientation {orientation}: {height}x{width}"
-        assert (made.pairs_of(loaded)[0] == expected).all(), f"orientation {orientation}"
+        expected = np.stack([np.asarray(image.resize((width, height), Image.Resampling.BICUBIC)) for image in images])
+        assert (height > width) == (orientation >= 5) and (made.pairs_of(loaded)[0] == expected).all(), (kind, orientation)
         await made.release()
     await made.close()

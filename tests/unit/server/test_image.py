@@ -6,7 +6,6 @@ import io
 import itertools
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -372,21 +371,6 @@ async def test_the_colour_transform_of_adobe(loading: Loading) -> None:
         assert image.source.encoding == encoding
         if encoding == "rgb":
             assert loading.bytes_of(image) == shown(data).tobytes()
-
-
-async def test_local_files_need_the_option_and_the_folder(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Red if a missing option, another host or a path outside lets a client read a file. (test_local_files has the ways out.)"""
-    (tmp_path / "allowed").mkdir()
-    for name in ("allowed/a b.png", "secret.png"):
-        (tmp_path / name).write_bytes(DECODED["png"])
-    root = f"{tmp_path}/allowed"
-    local, closed = Loading(checkpoint, allowed_local_media_path=root), Loading(checkpoint)
-    assert (await local.load(MediaRef(url=f"file://{root}/a%20b.png"))).source.height == 48
-    for name, status in (("%2e%2e/secret.png", 400), ("missing.png", 422), (".", 422), ("%00", 422)):
-        assert (await local.refusal(MediaRef(url=f"file://{root}/{name}"))).info.status == status, name
-    for loading, url in ((local, f"file://elsewhere{root}/a%20b.png"), (closed, f"file://{root}/a%20b.png")):
-        assert (await loading.refusal(MediaRef(url=url))).info.status == 400
-        await loading.close()
 
 
 async def test_limits_of_a_request(loading: Loading) -> None:

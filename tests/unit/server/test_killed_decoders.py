@@ -20,7 +20,7 @@ CLIP = Clip(1, 1.0, 2, 2)
 
 
 class ScriptedHelper:
-    """A helper whose process ends with these codes, one per question, and then answers."""
+    """A helper whose process ends with these codes, one per question, and then answers. 0: it does not answer in time."""
 
     def __init__(self, answer: object, *codes: int):
         self.codes = list(codes)
@@ -28,8 +28,17 @@ class ScriptedHelper:
 
     async def ask(self, question: bytes, timeout: float) -> bytes:
         if self.codes:
-            raise HelperDied(self.codes.pop(0))
+            code = self.codes.pop(0)
+            raise HelperDied(code) if code else TimeoutError
         return self._answer
+
+
+async def test_a_decoder_that_crashes_or_hangs_is_the_files_fault() -> None:
+    for kind in (VideoDecoders, Decoders):
+        for code in (-signal.SIGSEGV, 0):
+            with pytest.raises(RequestError) as caught:
+                await ask(kind, code)
+            assert caught.value.info.status == 422
 
 
 def pool_of(helper: ScriptedHelper) -> HelperPool:
@@ -64,21 +73,11 @@ async def test_a_killed_decoder_is_asked_again_once() -> None:
         assert caught.value.info.retry_after
 
 
-async def test_a_decoder_that_crashes_is_the_files_fault() -> None:
-    for kind in (VideoDecoders, Decoders):
-        with pytest.raises(RequestError) as caught:
-            await ask(kind, -signal.SIGSEGV)
-        assert caught.value.info.status == 422
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-async def test_how_a_helper_ended_is_known(number: signal.Signals) -> None:
+async def test_how_a_helper_ended_is_known() -> None:
     """The process is killed after its end is noticed, which must not look as if that had ended it."""
-    helper = Helper("engine.helper")
-    script = (
-        f"import os, sys; sys.stdout.buffer.write(bytes(4)); sys.stdout.flush(); sys.stdin.buffer.read(4); os.kill(os.getpid(), {number})"
-    )
-    helper._command = (sys.executable, "-c", script)
-    with pytest.raises(HelperDied) as caught:
-        await helper.ask(b"question", 60)
-    assert caught.value.is_killed == (number == signal.SIGKILL)
+    for number in (signal.SIGKILL, signal.SIGSEGV):
+        helper, end = Helper("engine.helper"), f"sys.stdin.buffer.read(4); os.kill(os.getpid(), {number})"
+        helper._command = (sys.executable, "-c", f"import os, sys; sys.stdout.buffer.write(bytes(4)); sys.stdout.flush(); {end}")
+        with pytest.raises(HelperDied) as caught:
+            await helper.ask(b"question", 60)
+        assert caught.value.is_killed == (number == signal.SIGKILL)

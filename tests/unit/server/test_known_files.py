@@ -13,11 +13,9 @@ from engine.messages import EngineRequest, ErrorInfo, RequestOutput
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN, save
 from tests.unit.server.stack import MIB, Stack, StackOf, answer_ids, answer_text, hold_silently
-from tests.unit.server.test_image import shown
 from tests.unit.server.test_stack import image, uri
 from tests.unit.server.test_stack_edges import sent
 
-COMMON = [save(Image.effect_noise((80, 48), 9).convert("RGB"), kind) for kind in ("PNG", "GIF", "WEBP")]  # no other test sends them
 LARGE = [save(Image.new("RGB", (900, 900), (i, 2 * i, 3 * i)), "PNG") for i in range(4)]  # 2.4 MB of pixels each
 
 
@@ -54,32 +52,6 @@ class Asking:
             self._stack.scheduler.send([output], [self.request.rid])
         self._thread.join(HANG_GUARD_S)
         return self._responses[0]
-
-
-def num_decoded(stack: Stack) -> float:
-    stack.settle()  # statistics come with heartbeats
-    lines = [line for line in stack.http.get("/metrics").text.split("\n") if line.startswith("engine_images_decoded_total")]
-    return float(lines[0].rsplit(" ", 1)[1])
-
-
-def test_pixels_are_made_when_they_are_wanted(stack: Stack) -> None:
-    files = COMMON
-    assert stack.chat(content(files)).status_code == 200
-    assert [span.source.encoding for span in stack.scheduler.requests[-1].images] == ["rgb"] * 3
-    before = num_decoded(stack)
-    asking = Asking(stack, files)
-    assert [span.source.encoding for span in asking.request.images] == ["file"] * 3
-    assert num_decoded(stack) == before
-    stack.scheduler.want(asking.request.rid, 2, 1)
-    eventually(lambda: len(stack.scheduler.pixels) == 2)
-    for pixels in stack.scheduler.pixels:
-        source = pixels.source
-        assert source is not None and (pixels.rid, pixels.error, source.encoding) == (asking.request.rid, None, "rgb")
-        expected = shown(files[pixels.index])
-        assert (source.height, source.width) == expected.shape[:2] and stack.scheduler.bytes_at(source.region) == expected.tobytes()
-    assert {pixels.index for pixels in stack.scheduler.pixels} == {1, 2}
-    assert asking.end().status_code == 200
-    assert num_decoded(stack) == before + 2
 
 
 def test_a_client_that_leaves_while_files_are_decoded(stack: Stack) -> None:

@@ -104,20 +104,3 @@ def test_a_prompt_of_too_many_ids_is_refused_by_its_length(checkpoint: Any, monk
 def test_ids_count_as_work() -> None:
     """A prompt of ids was always prepared on the event loop."""
     assert PromptBuilder.size(SimpleNamespace(), TokenPrompt([1] * 20_000)) == 20_000  # type: ignore[arg-type]
-
-
-async def test_events_wait_for_no_thread() -> None:
-    """The event loop runs while an answer is made."""
-    stream, may_end = Stream([(1, 0)]), threading.Event()
-
-    def show(events: list[Event]) -> Response:
-        assert may_end.wait(60)
-        return Response()
-
-    reply = GatheredReply(stream, None, None, 0, None, show=show)
-    making = asyncio.create_task(reply.respond(None))  # type: ignore[arg-type]
-    await asyncio.sleep(0)
-    stream.push(Event(1, "x" * (LARGE_NUMBERS + 1), finish_reason="stop"))
-    await asyncio.sleep(0)
-    may_end.set()
-    assert isinstance(await making, Response)

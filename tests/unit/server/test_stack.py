@@ -137,15 +137,6 @@ def test_texts_that_look_like_media_stay_texts(stack: Stack, tokenizer: Tokenize
         assert len(stack.scheduler.requests[-1].images) == 1
 
 
-def test_a_body_without_length_and_with_escapes(stack: Stack) -> None:
-    """Red if chunked bodies or escaped slashes in a URI are not understood."""
-    body = json.dumps({"messages": [{"role": "user", "content": [image(uri(PLAIN["4:2:0"]))]}]}).replace("/", "\\/").encode()
-    pieces = (body[i : i + 100] for i in range(0, len(body), 100))
-    response = stack.http.post("/v1/chat/completions", content=pieces)
-    assert response.status_code == 200
-    assert stack.scheduler.requests[-1].images[0].source.region.length == len(PLAIN["4:2:0"])
-
-
 def test_max_tokens_is_what_the_context_leaves(stack: Stack) -> None:
     """Red if a request may generate beyond the context, or if an absent limit is not the rest of the context."""
     for limit in (None, 1_000_000):

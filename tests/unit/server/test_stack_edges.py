@@ -81,13 +81,6 @@ def test_a_client_that_leaves_while_its_image_loads(stack: Stack) -> None:
     assert len(stack.scheduler.requests) == count
 
 
-def test_a_body_cut_mid_image(stack: Stack) -> None:
-    for share in (0.0, 0.3, 0.9):
-        with sent(stack, HELLO[: int(len(HELLO) * share)], length=len(HELLO)):
-            await_bodies(stack, 1)
-        await_bodies(stack, 0)
-
-
 # One of each status and of each place that refuses. test_image has the bad files, test_schema the bad fields.
 BAD_REQUESTS: list[tuple[bytes, int, str | None]] = [
     (body_of(PLAIN["4:2:0"][:500]), 422, "messages"), (body_of(png_header(13_000, 13_000)), 413, None), (b"{", 400, None),

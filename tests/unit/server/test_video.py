@@ -58,14 +58,6 @@ async def test_wanted_frames_of_common_files(loading: Loading) -> None:
         await loading.release()
 
 
-async def test_a_gif(loading: Loading) -> None:
-    frames = frames_of(9)
-    video = await loading.load_video(b64(gif(frames)), fps=10.0)
-    assert video.plan.indices == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]  # the last one is repeated
-    expected = np.stack([resized(frames[index], video.plan.size) for index in video.plan.indices])
-    assert np.abs(shown(loading, video).astype(int) - expected).mean() < 8  # 256 colours
-
-
 @needs_ffmpeg
 async def test_pixels_are_ffmpegs(loading: Loading, tmp_path: Path) -> None:
     made, cut = tmp_path / "made.mp4", tmp_path / "cut.mp4"
