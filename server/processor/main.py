@@ -7,7 +7,6 @@
 import asyncio
 import contextlib
 import signal
-import sys
 import warnings
 from pathlib import Path
 
@@ -38,8 +37,6 @@ from server.processor.output import Output
 from server.processor.request import Request
 from server.processor.room import Room
 from server.warm import warm_up
-
-SWITCH_INTERVAL_S = 0.0005  # pool threads leave the interpreter to the event loop sooner than by default
 
 
 class Processor:
@@ -76,6 +73,7 @@ class Processor:
                         self._intake.begin(message)
                     case Submit():
                         self._intake.accept(message)
+                        await asyncio.sleep(0)  # a thousand prompts at once are prepared between the tokens of others
                     case Abort():
                         self._intake.abort(message)
                     case GrammarLoaded():
@@ -127,7 +125,6 @@ def main() -> None:
     child = Child.attach("processor")
     warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is its client's business
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         uvloop.run(serve(child))
     except Exception as error:

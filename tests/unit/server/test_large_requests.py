@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.messages import ChatPrompt, TextPrompt
+from engine.messages import ChatPrompt, Submit, TextPrompt
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.http import validate
@@ -105,3 +105,19 @@ def test_prompts_that_never_fit_take_little_memory(model_folder: Path) -> None:
         assert stack.http.post("/tokenize", json={"prompt": "word " * 100_000}).json()["count"] >= 100_000
     finally:
         stack.close()
+
+
+def test_many_inputs_are_prepared_between_messages(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a request of many inputs is first received whole and then prepared whole, while the tokens of others wait."""
+    intake = stack.local.processor._intake
+    accept, waiting = intake.accept, list[int]()
+
+    def accept_and_count(submit: Submit) -> None:
+        accept(submit)
+        waiting.append(sum(not request.is_in_scheduler for request in intake.requests.values()))
+
+    monkeypatch.setattr(intake, "accept", accept_and_count)
+    response = stack.http.post("/v1/embeddings", json={"input": [str(number) for number in range(200)]})
+    assert response.status_code == 200, response.text
+    assert len(waiting) == 200
+    assert max(waiting) < 20
