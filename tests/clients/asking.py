@@ -2,7 +2,9 @@
 
 import base64
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import pydantic
 
 from models.demo import CHECKPOINT
 
@@ -17,6 +19,13 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "forecast", "parameters": DAYS, "strict": True}},
     {"type": "function", "function": {"name": "now"}},
 ]
+
+
+class Reading(pydantic.BaseModel):
+    """What is to be read."""
+
+    number: int
+    colour: Literal["red", "blue"]
 
 
 def data_url() -> str:

@@ -23,7 +23,7 @@ from tests.e2e.serving import ROOT, serve
 
 PAGE = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- newest -->\n", "<!-- end -->\n"
-TESTERS = ["pytest", "pytest-asyncio", "pytest-timeout", "httpx", "numpy", "pillow"]
+TESTERS = ["pytest", "pytest-asyncio", "pytest-timeout", "httpx", "numpy", "pillow", "pydantic"]
 INSTALL_S, TEST_S = 900, 600
 PYTHON = {  # packages, the first of which gives the version, and the file of tests
     "openai": (["openai"], "test_openai.py"),
@@ -94,7 +94,7 @@ def run(command: list[str | Path], folder: Path, seconds: float) -> str:
 
 
 def in_python(name: str, url: str, folder: Path) -> tuple[str, str]:
-    """Version and result."""
+    """Return version and result."""
     packages, file = PYTHON[name]
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv/bin/python"

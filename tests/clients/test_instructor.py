@@ -1,22 +1,14 @@
 """instructor, in the modes that a server must help with, against the demo model."""
 
-from typing import Literal
-
 import openai
-import pydantic
 import pytest
 
-from tests.clients.asking import question
+from tests.clients.asking import Reading, question
 from tests.e2e.serving import Engine
 
 instructor = pytest.importorskip("instructor")
 
 pytestmark = pytest.mark.clients
-
-
-class Reading(pydantic.BaseModel):
-    number: int
-    colour: Literal["red", "blue"]
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])

@@ -1,23 +1,15 @@
 """LangChain's ChatOpenAI, on both of its endpoints, against the demo model."""
 
-from typing import Any, Literal
+from typing import Any
 
-import pydantic
 import pytest
 
-from tests.clients.asking import question
+from tests.clients.asking import Reading, question
 from tests.e2e.serving import Engine
 
 langchain_openai = pytest.importorskip("langchain_openai")
 
 pytestmark = pytest.mark.clients
-
-
-class Reading(pydantic.BaseModel):
-    """What is to be read."""
-
-    number: int
-    colour: Literal["red", "blue"]
 
 
 def model(engine: Engine, **fields: Any) -> Any:
@@ -27,7 +19,6 @@ def model(engine: Engine, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("use_responses_api", [False, True])
 def test_an_answer_and_a_stream(engine: Engine, use_responses_api: bool) -> None:
-    """Red if messages, usage or chunks are not what the library makes of them."""
     chat = model(engine, use_responses_api=use_responses_api)
     answer = chat.invoke(question())
     assert answer.text == "472" and answer.usage_metadata["output_tokens"] > 0
@@ -40,14 +31,8 @@ async def test_async(engine: Engine) -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(engine: Engine, method: str) -> None:
-    """Red if a class does not come back: as a format, and as a tool that must be called."""
     reading = model(engine, max_tokens=120).with_structured_output(Reading, method=method).invoke(question())
     assert isinstance(reading, Reading)
-
-
-def test_calls(engine: Engine) -> None:
-    answer = model(engine, max_tokens=120).bind_tools([Reading], tool_choice="Reading").invoke(question())
-    assert answer.tool_calls[0]["name"] == "Reading" and answer.tool_calls[0]["args"].keys() == {"number", "colour"}
 
 
 def test_a_context_that_is_too_long_is_told_apart(engine: Engine) -> None:

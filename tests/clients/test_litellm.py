@@ -18,7 +18,6 @@ def ask(engine: Engine, **fields: Any) -> Any:
 
 
 def test_an_answer_and_a_stream(engine: Engine) -> None:
-    """Red if an image is lost on the way, or if its own chunks are not put together."""
     answer = ask(engine)
     assert answer.choices[0].message.content == "472" and answer.usage.completion_tokens > 0
     chunks = list(ask(engine, stream=True, stream_options={"include_usage": True}))

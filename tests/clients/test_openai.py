@@ -3,18 +3,15 @@
 import json
 import math
 import re
-from typing import Any, Literal
+from typing import Any
 
 import openai
-import pydantic
 import pytest
 
-from tests.clients.asking import TOOLS, question
+from tests.clients.asking import TOOLS, Reading, question
 from tests.e2e.serving import Engine
 
 pytestmark = pytest.mark.clients
-
-WEATHER: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +23,11 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(**{"model": "demo", "messages": question(), "temperature": 0, "max_tokens": 8, **fields})
 
 
+def complete(client: openai.OpenAI, prompt: Any, **fields: Any) -> list[Any]:
+    return client.completions.create(**{"model": "demo", "prompt": prompt, "temperature": 0, **fields}).choices
+
+
 def test_an_answer_and_a_stream(client: openai.OpenAI) -> None:
-    """Red if the most used client reads another answer from a stream than from a document."""
     answer = ask(client)
     assert answer.choices[0].message.content == "472" and answer.choices[0].finish_reason == "stop"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in ask(client, stream=True))
@@ -53,21 +53,12 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 
 def test_a_bias_decides(client: openai.OpenAI, engine: Engine) -> None:
     """Red if what a client adds to logits does not change what is drawn."""
-    star = engine.client.post("/tokenize", json={"prompt": "5"}).json()["tokens"][0]
-    forced = ask(client, logit_bias={str(star): 100}, max_tokens=3, extra_body={"ignore_eos": True})
+    five = engine.client.post("/tokenize", json={"prompt": "5"}).json()["tokens"][0]
+    forced = ask(client, logit_bias={str(five): 100}, max_tokens=3, extra_body={"ignore_eos": True})
     assert forced.choices[0].message.content == "555"
     assert "4" not in ask(client, extra_body={"bad_words": ["4"]}).choices[0].message.content
-    assert set(ask(client, extra_body={"allowed_token_ids": [star], "ignore_eos": True}).choices[0].message.content) == {"5"}
+    assert set(ask(client, extra_body={"allowed_token_ids": [five], "ignore_eos": True}).choices[0].message.content) == {"5"}
     assert ask(client, extra_body={"min_tokens": 8}).usage.completion_tokens == 8
-
-
-def test_tools(client: openai.OpenAI) -> None:
-    """Red if tools, or a history with calls, are refused. What the demo model makes of them is its business."""
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-    history = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
-    for choice in ("auto", "none"):
-        answer = ask(client, messages=[*question(), *history], tools=WEATHER, tool_choice=choice)
-        assert answer.choices[0].finish_reason in ("stop", "length")
 
 
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "forecast"}}
@@ -92,11 +83,6 @@ def test_calls_that_must_come(client: openai.OpenAI, choice: Any, parallel: bool
     assert reason in ("tool_calls", "length")
 
 
-class Reading(pydantic.BaseModel):
-    number: int
-    colour: Literal["red", "blue"]
-
-
 def test_parse(client: openai.OpenAI) -> None:
     """Red if the client's own way from a class to a schema and back does not end in an object."""
     answer = client.chat.completions.parse(model="demo", messages=question(), temperature=0, max_tokens=60, response_format=Reading)
@@ -105,34 +91,15 @@ def test_parse(client: openai.OpenAI) -> None:
     assert "\n" not in (answer.choices[0].message.content or "")
 
 
-@pytest.mark.parametrize(
-    ("fields", "pattern"),
-    [
-        ({"guided_regex": "[a-c]{3}x"}, "[a-c]{3}x"), ({"regex": "(yes|no)!"}, "(yes|no)!"),
-        ({"guided_choice": ["left", "right"]}, "left|right"),
-        ({"ebnf": 'root ::= "a" | "bc"'}, "a|bc"), ({"structured_outputs": {"regex": "x{4}"}}, "x{4}"),
-    ],
-)  # fmt: skip
-def test_grammars(client: openai.OpenAI, fields: dict[str, object], pattern: str) -> None:
-    """Red if an answer leaves its grammar, in a chat or in a text completion, or goes on behind its end."""
-    answer = ask(client, max_tokens=30, extra_body=fields).choices[0]
-    assert re.fullmatch(pattern, answer.message.content) and answer.finish_reason == "stop"
-    text = client.completions.create(model="demo", prompt="x", max_tokens=30, temperature=0, extra_body=fields).choices[0].text
-    assert re.fullmatch(pattern, text)
-
-
-def test_a_format_or_a_call(client: openai.OpenAI) -> None:
-    """Red if tools beside a format are a contradiction: the answer is the one or the other."""
-    answer = ask(client, tools=TOOLS, max_tokens=100, response_format={"type": "json_object"}).choices[0]
-    assert answer.message.tool_calls or answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
-
-
-def test_a_bad_grammar_names_its_field(client: openai.OpenAI) -> None:
-    bad: dict[str, object] = {"regex": "((", "ebnf": "no grammar", "guided_json": {"type": "nothing"}}
-    for name, value in bad.items():
-        with pytest.raises(openai.BadRequestError) as refused:
-            ask(client, extra_body={name: value})
-        assert refused.value.param == name
+def test_grammars(client: openai.OpenAI) -> None:
+    grammars: list[tuple[dict[str, object], str]] = [
+        ({"guided_regex": "[a-c]{3}x"}, "[a-c]{3}x"), ({"guided_choice": ["left", "right"]}, "left|right"),
+        ({"ebnf": 'root ::= "a" | "bc"'}, "a|bc"),
+    ]  # fmt: skip
+    for fields, pattern in grammars:
+        answer = ask(client, max_tokens=30, extra_body=fields).choices[0]
+        assert re.fullmatch(pattern, answer.message.content) and answer.finish_reason == "stop"
+        assert re.fullmatch(pattern, complete(client, "x", max_tokens=30, extra_body=fields)[0].text)
 
 
 def test_several_answers(client: openai.OpenAI) -> None:
@@ -156,31 +123,18 @@ def test_completions_as_evaluations_ask_for_them(client: openai.OpenAI, engine: 
     context, continuation = "What number is", " in picture 1?"
     ids = engine.client.post("/tokenize", json={"prompt": context + continuation}).json()["tokens"]
     num_context = engine.client.post("/tokenize", json={"prompt": context}).json()["count"]
-    found = client.completions.create(model="demo", prompt=ids, max_tokens=1, logprobs=1, echo=True, temperature=0).choices[0].logprobs
-    assert found is not None and found.token_logprobs is not None and len(found.token_logprobs) == len(ids) + 1
-    alone = client.completions.create(model="demo", prompt=ids, max_tokens=0, logprobs=1, echo=True).choices[0]
-    assert alone.text == context + continuation and alone.logprobs is not None
-    assert alone.logprobs.token_logprobs == [None, *(pytest.approx(value, abs=1e-4) for value in found.token_logprobs[1:-1])]
-    likelihood = sum(found.token_logprobs[num_context:-1])
+    found = complete(client, ids, max_tokens=1, logprobs=1, echo=True)[0].logprobs.token_logprobs
+    assert len(found) == len(ids) + 1
+    alone = complete(client, ids, max_tokens=0, logprobs=1, echo=True)[0]
+    assert alone.text == context + continuation
+    assert alone.logprobs.token_logprobs == [None, *(pytest.approx(value, abs=1e-4) for value in found[1:-1])]
     singly = 0.0
     for i in range(num_context, len(ids)):
-        bias = {str(ids[i]): 100}
-        drawn = client.completions.create(model="demo", prompt=ids[:i], max_tokens=1, logprobs=0, temperature=0, logit_bias=bias)
-        values = drawn.choices[0].logprobs
-        assert values is not None and values.token_logprobs is not None
-        singly += values.token_logprobs[0]
-    assert likelihood == pytest.approx(singly, abs=1e-3)
-
-
-def test_a_batch_and_an_echo(client: openai.OpenAI) -> None:
-    prompts = ["What", "What number", "one"]
-    answer = client.completions.create(model="demo", prompt=prompts, max_tokens=4, temperature=0, echo=True)
-    alone = [client.completions.create(model="demo", prompt=prompt, max_tokens=4, temperature=0).choices[0].text for prompt in prompts]
-    assert [choice.text for choice in answer.choices] == [prompt + text for prompt, text in zip(prompts, alone, strict=True)]
+        singly += complete(client, ids[:i], max_tokens=1, logprobs=0, logit_bias={str(ids[i]): 100})[0].logprobs.token_logprobs[0]
+    assert sum(found[num_context:-1]) == pytest.approx(singly, abs=1e-3)
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
-    """Red if an error is another class, or lacks what a program needs to tell it from others."""
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, messages=[{"role": "user", "content": "word " * 20_000}])
     assert caught.value.code == "context_length_exceeded" and caught.value.request_id

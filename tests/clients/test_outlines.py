@@ -4,10 +4,9 @@ import re
 from typing import Any, Literal
 
 import openai
-import pydantic
 import pytest
 
-from tests.clients.asking import NUMBER
+from tests.clients.asking import NUMBER, Reading
 from tests.e2e.serving import Engine
 
 outlines = pytest.importorskip("outlines")
@@ -16,18 +15,12 @@ pytestmark = pytest.mark.clients
 LARK = 'start: "(" NUMBER ("+" NUMBER)* ")"\nNUMBER: /[0-9]{1,2}/\n'
 
 
-class Reading(pydantic.BaseModel):
-    number: int
-    colour: Literal["red", "blue"]
-
-
 @pytest.fixture(scope="module")
 def model(engine: Engine) -> Any:
     return outlines.from_vllm(openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0), "demo")
 
 
 def test_every_kind_of_grammar(model: Any) -> None:
-    """Red if an answer leaves its schema, its choices, its expression or its Lark grammar."""
     from PIL import Image
 
     picture = Image.open(NUMBER)

@@ -1,23 +1,15 @@
 """Pydantic AI's agents, on both of OpenAI's endpoints, against the demo model."""
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import pydantic
 import pytest
 
-from models.demo import CHECKPOINT
+from tests.clients.asking import NUMBER, Reading
 from tests.e2e.serving import Engine
 
 pydantic_ai = pytest.importorskip("pydantic_ai")
 
 pytestmark = pytest.mark.clients
-NUMBER = (Path(CHECKPOINT).parent / "pictures" / "number.png").read_bytes()
-
-
-class Reading(pydantic.BaseModel):
-    number: int
-    colour: Literal["red", "blue"]
 
 
 def agent(engine: Engine, kind: str = "OpenAIChatModel", max_tokens: int = 8, **fields: Any) -> Any:
@@ -29,12 +21,11 @@ def agent(engine: Engine, kind: str = "OpenAIChatModel", max_tokens: int = 8, **
 
 
 def question() -> list[Any]:
-    return [pydantic_ai.BinaryContent(NUMBER, media_type="image/png"), "What number is in picture 1?"]
+    return [pydantic_ai.BinaryContent(NUMBER.read_bytes(), media_type="image/png"), "What number is in picture 1?"]
 
 
 @pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
 async def test_an_answer_and_a_stream(engine: Engine, kind: str) -> None:
-    """Red if an image is lost, or if a stream ends in another answer."""
     asker = agent(engine, kind)
     answer = await asker.run(question())
     assert answer.output == "472"
@@ -44,7 +35,6 @@ async def test_an_answer_and_a_stream(engine: Engine, kind: str) -> None:
 
 @pytest.mark.parametrize("is_native", [False, True])
 async def test_structured_output(engine: Engine, is_native: bool) -> None:
-    """Red if an object does not come back: from a tool that must be called, and from a format."""
     kind = pydantic_ai.NativeOutput(Reading) if is_native else Reading
     answer = await agent(engine, max_tokens=120, output_type=kind).run(question())
     assert isinstance(answer.output, Reading)

@@ -1,13 +1,12 @@
 """OpenAI's own client on `/v1/responses`, sync and async, against the demo model."""
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 import openai
-import pydantic
 import pytest
 
-from tests.clients.asking import DAYS, data_url
+from tests.clients.asking import DAYS, Reading, data_url
 from tests.e2e.serving import Engine
 
 pytestmark = pytest.mark.clients
@@ -37,7 +36,6 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 
 def test_an_answer_and_a_stream(client: openai.OpenAI) -> None:
-    """Red if an image is not seen, or if the client puts another answer together from events than from a document."""
     answer = client.responses.create(**asked(instructions="Be short."))
     assert answer.output_text == "472" and answer.status == "completed" and answer.instructions == "Be short."
     assert answer.usage is not None and answer.usage.input_tokens > 16 and answer.usage.output_tokens > 0
@@ -57,11 +55,6 @@ async def test_async_text(engine: Engine) -> None:
         kinds = [event.type async for event in await client.responses.create(**plain, stream=True)]
         assert kinds[:2] == ["response.created", "response.in_progress"]
         assert kinds[-2:] == ["response.output_item.done", "response.incomplete"]
-
-
-class Reading(pydantic.BaseModel):
-    number: int
-    colour: Literal["red", "blue"]
 
 
 def test_parse(client: openai.OpenAI) -> None:
@@ -106,7 +99,6 @@ def test_the_next_turn(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
-    """Red if an error is another class, or lacks what a program needs to tell it from others."""
     with pytest.raises(openai.BadRequestError) as missing:
         client.responses.create(**asked(previous_response_id="resp_1"))
     assert missing.value.param == "previous_response_id"

@@ -160,7 +160,7 @@ def test_why_it_ended() -> None:
         event = Event(1, "a", 1, finish_reason=reason, stop_reason=stopped_by, num_prompt_tokens=1)  # type: ignore[arg-type]
         delta = streamed([event])[-2]["delta"]
         assert (delta["stop_reason"], delta["stop_sequence"]) == ending
-    kinds = {400: "invalid_request_error", 404: "not_found_error", 503: "overloaded_error", 500: "api_error"}
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 503: "overloaded_error", 500: "api_error"}
     for status, kind in kinds.items():
         info = ErrorInfo(status, "no")
         assert json.loads(message_error_body(info)) == {"type": "error", "error": {"type": kind, "message": "no"}}

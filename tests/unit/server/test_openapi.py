@@ -1,4 +1,4 @@
-"""The OpenAPI document, from the real api process. `tests/clients` asks by it, and generates clients from it."""
+"""The OpenAPI document, from the real api process. `tests/clients` asks by it."""
 
 import json
 from collections.abc import Iterator
