@@ -26,7 +26,7 @@ def is_clock(node: ast.AST) -> bool:
 def assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
     """Pairs of target and value; what is appended to a list is a value of the list."""
     if isinstance(node, ast.Assign):
-        pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value) for target in node.targets]
+        pairs = [(target, node.value) for target in node.targets]
     elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
         pairs = [(node.target, node.value)]
     elif isinstance(node, ast.Call) and called(node) in ("append", "add") and isinstance(node.func, ast.Attribute):
@@ -53,7 +53,7 @@ def measures(node: ast.AST, tainted: set[str]) -> bool:
 
 def tainted_names(function: Function) -> set[str]:
     """Names of a function that hold times of a clock."""
-    tainted: set[str] = set()
+    tainted = set()
     pairs = [pair for node in ast.walk(function) for pair in assignments(node)]
     while True:
         targets = [target for target, value in pairs if measures(value, tainted)]

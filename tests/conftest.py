@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     last_users = {name: item for item in items for name in fixtures_of(item) if name in SHARED}
     for item in items:
         item.stash[LAST_USES] = [name for name, user in last_users.items() if user is item]
-    worker: dict[str, str] = getattr(config, "workerinput", {})
+    worker = getattr(config, "workerinput", {})
     if worker.get("workerid") == "gw0":
         Path(worker["groups_file"]).write_text(json.dumps({item.nodeid: group for item, group in groups.items()}))
 
@@ -132,7 +132,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class Scheduling(LoadScopeScheduling):
         @functools.cached_property
         def _groups(self) -> dict[str, str]:
-            groups: dict[str, str] = json.loads(config.stash[GROUPS_FILE].read_text())
+            groups = json.loads(config.stash[GROUPS_FILE].read_text())
             return groups
 
         def _split_scope(self, nodeid: str) -> str:

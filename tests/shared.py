@@ -14,7 +14,7 @@ def shared(name: str, start: Callable[[], AbstractContextManager[T]]) -> T:
     if name not in _running:
         context = start()
         _running[name] = context, context.__enter__()
-    server: T = _running[name][1]
+    server = _running[name][1]
     return server
 
 

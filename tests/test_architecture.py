@@ -206,7 +206,7 @@ def test_the_scheduler_has_no_number_of_a_gpu() -> None:
 
 def test_no_verdict_depends_on_the_machines_speed() -> None:
     """Assertions with a clock or its time, and sleeps that wait for something: see `eventually`."""
-    found: dict[str, str] = {}
+    found = {}
     for path in TEST_SOURCES:
         source = path.read_text(encoding="utf-8").splitlines()
         found |= {f"{relative(path)}: {source[line - 1].strip()}": f"{relative(path)}:{line}" for line in violations(tree_of(path))}

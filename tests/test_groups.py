@@ -67,7 +67,7 @@ def test_files_without_selected_tests_are_not_imported(source: str, expression: 
 
 
 def test_a_shared_server_starts_once_and_can_be_closed() -> None:
-    events: list[str] = []
+    events = []
 
     class Server:
         def __enter__(self) -> "Server":

@@ -1,7 +1,6 @@
 """A headless Chromium with one page, driven through the DevTools protocol: `async with open_page() as page`. Used by `test_page`."""
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -37,10 +36,10 @@ class Page:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse):
         self._socket = socket
         self._ids = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._replies = {}
         self._reader = asyncio.create_task(self._read())
-        self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.requests = []
+        self.complaints = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._ids)
@@ -58,7 +57,7 @@ class Page:
 
     async def wait(self, expression: str) -> Any:
         """The first truthy value of a JavaScript expression; a node is an empty dict."""
-        found: list[Any] = []
+        found = []
 
         async def look() -> bool:
             found.append(await self.evaluate(expression))
@@ -97,14 +96,6 @@ class Page:
         root = await self.call("DOM.getDocument")
         found = await self.call("DOM.querySelector", nodeId=root["root"]["nodeId"], selector=selector)
         await self.call("DOM.setFileInputFiles", nodeId=found["nodeId"], files=[str(path) for path in paths])
-
-    async def screenshot(self, path: Path, width: int, height: int, scheme: str = "light") -> None:
-        """A PNG of the window in this size and colour scheme."""
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        await self.evaluate("Promise.all(document.getAnimations().map(animation => animation.finished)).then(() => true)")
-        shot = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     async def close(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
@@ -150,7 +141,7 @@ async def open_page(url: str, script: str = "") -> AsyncIterator[Page]:
 
 async def _tab_of(session: aiohttp.ClientSession, profile: Path) -> str:
     """Return the address at which the first tab listens, once the browser has written its port to a file."""
-    found: list[str] = []
+    found = []
 
     async def look() -> bool:
         with contextlib.suppress(FileNotFoundError, IndexError, aiohttp.ClientError):

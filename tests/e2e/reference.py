@@ -32,7 +32,7 @@ class Reference:
         frames of no known rate."""
         inputs = self._inputs(messages, images, videos=videos)
         self._model.model.rope_deltas = None
-        options: dict[str, Any] = (
+        options = (
             {"eos_token_id": None, "min_new_tokens": max_tokens} if ignore_eos else {"eos_token_id": list(self._config.eos_token_ids)}
         )
         tokens = self._model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, top_k=None, top_p=None, **options)
@@ -42,7 +42,7 @@ class Reference:
     def last_hidden(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], is_framed: bool) -> torch.Tensor:
         """(D,) of the last token, behind the final norm."""
         self._model.model.rope_deltas = None
-        hidden: torch.Tensor = self._model.model(**self._inputs(messages, images, is_framed)).last_hidden_state[0, -1]
+        hidden = self._model.model(**self._inputs(messages, images, is_framed)).last_hidden_state[0, -1]
         return hidden
 
     @torch.inference_mode()
@@ -50,7 +50,7 @@ class Reference:
         """Behind the prompt, of the first token of each."""
         logits = self._model.lm_head(self.last_hidden(messages, images, is_framed=True))
         ids = [self._tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
-        found: list[float] = logits[ids].tolist()
+        found = logits[ids].tolist()
         return found
 
     def _inputs(
@@ -58,7 +58,7 @@ class Reference:
     ) -> dict[str, torch.Tensor]:
         """`is_framed`: with what the tokenizer puts around a text."""
         prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        inputs: dict[str, torch.Tensor] = {}
+        inputs = {}
         if images:
             pixels = image_processor(self._config)(images=[image.convert("RGB") for image in images], return_tensors="pt")
             inputs = {"pixel_values": pixels["pixel_values"], "image_grid_thw": pixels["image_grid_thw"]}

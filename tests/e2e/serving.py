@@ -45,7 +45,7 @@ class Engine:
         """Return the text of an answer; the request must succeed."""
         response = self.chat(content, **fields)
         assert response.status_code == 200, response.text
-        answer: str = response.json()["choices"][0]["message"]["content"]
+        answer = response.json()["choices"][0]["message"]["content"]
         return answer
 
     def stream(self, content: object, **fields: Any) -> list[dict[str, Any]]:

@@ -33,14 +33,14 @@ def screenshots(first_seed: int, count: int = NUM_IMAGES) -> list[dict[str, Any]
 def usage(engine: Engine, content: object, **fields: Any) -> dict[str, Any]:
     response = engine.chat(content, max_tokens=4, ignore_eos=True, **fields)
     assert response.status_code == 200, response.text
-    used: dict[str, Any] = response.json()["usage"]
+    used = response.json()["usage"]
     return used
 
 
 @pytest.mark.parametrize("are_files", [pytest.param(False, marks=pytest.mark.gate), True])
 def test_a_conversation_computes_each_turn_once(demo: Engine, are_files: bool) -> None:
     """Red if a turn computes more than its own tokens and a block."""
-    messages: list[dict[str, Any]] = []
+    messages = []
     for turn, part in enumerate((screenshots if are_files else document)(0)):
         messages.append({"role": "user", "content": [part, text_part(f"What is in picture {turn + 1}?")]})
         with Counted(demo) as counted:

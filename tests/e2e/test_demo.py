@@ -8,20 +8,18 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import pytest
 
-from bench.accuracy import DEFAULT_TASKS, Result, ask_server
+from bench.accuracy import Result, ask_server
 from bench.client import ChatClient
 from models.demo import CHECKPOINT
-from models.demo.questions import Question, question, questions
+from models.demo.questions import Question, question
 from tests.e2e.serving import Counted, Engine
 
 pytestmark = pytest.mark.e2e
 
 AT_ONCE = 16
-FRESH_SEED = 20_000_001  # neither recorded nor used by the unit tests
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,6 @@ def test_answers_in_whole_prompts_fresh_and_cached(demo: Engine, recorded: list[
     with Counted(demo) as counted:
         assert_same(demo, records, AT_ONCE)
     assert counted.grown["images_encoded"] == 0
-
-
-def test_fresh_questions_are_answered_rightly(demo: Engine) -> None:
-    results = ask(demo, list(islice(questions(FRESH_SEED, DEFAULT_TASKS), 60)), AT_ONCE)
-    wrong = [result for result in results if not result.right]
-    assert len(wrong) <= 3, wrong
 
 
 @pytest.mark.gate

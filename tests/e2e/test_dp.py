@@ -30,7 +30,7 @@ class Fleet(Engine):
         self.children += [child for pid in self.engines for child in children_of(pid)]
 
     def backends(self) -> list[dict[str, object]]:
-        found: list[dict[str, object]] = self.client.get("/health").json()["backends"]
+        found = self.client.get("/health").json()["backends"]
         return found
 
     def numbers(self, name: str) -> list[int]:
@@ -69,7 +69,7 @@ def test_a_conversation_stays_and_its_image_is_encoded_once(fleet: Fleet) -> Non
     """Red if requests about one image reach both engines, or if all images go to one of them, or answers differ between engines."""
     images = [image_part(picture(seed, 64, 64)) for seed in range(8)]
     before = fleet.numbers("num_taken")
-    asked: list[dict[str, object]] = [chat_body([image, text_part(f"Question {turn}")]) for image in images for turn in range(3)]
+    asked = [chat_body([image, text_part(f"Question {turn}")]) for image in images for turn in range(3)]
     texts = [fleet.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"] for body in asked]
     assert [new - old for new, old in zip(fleet.numbers("num_taken"), before, strict=True)] == [12, 12]
     urls = [str(backend["url"]) for backend in fleet.backends()]

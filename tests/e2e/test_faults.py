@@ -34,7 +34,7 @@ async def test_a_signal_in_every_phase(monkeypatch: pytest.MonkeyPatch, role: st
 def test_two_hundred_clients_that_leave_at_once(tiny: Path) -> None:
     """Red if their requests run on, wait on, or keep memory."""
 
-    came: list[int] = []
+    came = []
 
     def leave(engine: Engine, may_go: threading.Event) -> None:
         body = chat_body("Hello", stream=True, max_tokens=1800, ignore_eos=True)
@@ -53,6 +53,6 @@ def test_two_hundred_clients_that_leave_at_once(tiny: Path) -> None:
         for thread in threads:
             thread.join()
         for name in ("num_running", "num_waiting", "open_streams"):
-            eventually(lambda name=name: not engine.metric(f"engine_{name}"), f"engine_{name} == 0")  # type: ignore[misc]
+            eventually(lambda name=name: not engine.metric(f"engine_{name}"), f"engine_{name} == 0")
         eventually(lambda: engine.metric("engine_num_free_blocks") == engine.metric("engine_num_blocks"), "the release of all blocks")
         assert engine.text("Still there?")

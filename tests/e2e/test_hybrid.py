@@ -33,7 +33,7 @@ def ask(engine: Engine, messages: list[dict[str, Any]], **fields: Any) -> dict[s
     body = {"messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **fields}
     response = engine.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
+    answer = response.json()
     return answer
 
 
@@ -42,7 +42,7 @@ def ask(engine: Engine, messages: list[dict[str, Any]], **fields: Any) -> dict[s
 def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> None:
     """Red if states are kept where a turn without the earlier reasoning never finds them."""
     pictures = (image_part(picture(seed + 10 * thinks, 448, 448)) for seed in range(4))
-    messages: list[dict[str, Any]] = []
+    messages = []
     before = 0
     for question in ("Compare them. " * 30, "And what is left of it? " * 3, "Why? " * 5):
         shown = [next(pictures) for _ in range(1 if messages else 2)]

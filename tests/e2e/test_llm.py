@@ -83,7 +83,7 @@ def test_answers_are_those_over_http(llm: LLM, demo: Engine) -> None:
 def test_pictures_as_programs_hold_them(llm: LLM, demo: Engine, tmp_path: Path) -> None:
     path = drawn(tmp_path)[0]
     image = Image.open(path)
-    forms: list[Any] = [
+    forms = [
         path, path.read_bytes(), image, image.convert("RGBA"), {"type": "image", "image": image}, {"type": "image_pil", "image_pil": image},
         {"type": "image", "path": str(path)}, {"type": "image_url", "image_url": {"url": path}}, {"type": "image_url", "image_url": image},
     ]  # fmt: skip
@@ -100,7 +100,7 @@ def test_pictures_as_programs_hold_them(llm: LLM, demo: Engine, tmp_path: Path) 
 def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
     frames = [picture(seed, 64, 64) for seed in range(4)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    forms: list[Any] = [
+    forms = [
         {"type": "video", "video": frames}, {"type": "video", "video": tmp_path / "a.gif"},
         {"type": "video_url", "video_url": {"url": (tmp_path / "a.gif").read_bytes()}},
     ]  # fmt: skip
@@ -159,7 +159,7 @@ async def test_streams_and_a_death() -> None:
         for _ in range(3):  # more than there are places
             stream = one.generate("Once", endless)
             await anext(stream)
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
         assert (await one.embed(HELLO)).num_prompt_tokens > 3
         pids = [pid for pid in children() if pid not in others]
         await anext(one.chat(HELLO, endless).__aiter__())

@@ -25,7 +25,7 @@ def conversations() -> list[Conversation]:
     """Messages with image parts `{"type": "image"}`, and the seeds of their pictures: text, one image, five, several turns, a video (CLIP)
     and a picture."""
     image, video = {"type": "image"}, {"type": "video"}
-    five: list[dict[str, Any]] = [part for i in range(5) for part in (image, text_part(f"picture {i}"))]
+    five = [part for i in range(5) for part in (image, text_part(f"picture {i}"))]
     turns = [
         {"role": "system", "content": "You look at pictures."},
         {"role": "user", "content": [image, text_part("What is this?")]},

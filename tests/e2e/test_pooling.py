@@ -34,7 +34,7 @@ def post(engine: Engine, path: str, **body: Any) -> Any:
 
 
 def unit(hidden: torch.Tensor, size: int | None = None) -> np.ndarray[Any, Any]:
-    part: np.ndarray[Any, Any] = hidden[:size].numpy()
+    part = hidden[:size].numpy()
     return part / np.linalg.norm(part)
 
 
@@ -65,7 +65,7 @@ def test_embeddings_of_messages_with_images(tiny_engine: Engine, reference: Refe
 def test_embeddings_through_openais_client(tiny_engine: Engine) -> None:
     """The client requests base64 and decodes it itself."""
     client = openai.OpenAI(base_url=f"{tiny_engine.url}/v1", api_key="none", max_retries=0)
-    asked: dict[str, Any] = {"model": "", "input": ["a", "b"]}
+    asked = {"model": "", "input": ["a", "b"]}
     found = client.embeddings.create(**asked)
     plain = client.embeddings.create(**asked, encoding_format="float")
     for one, other in zip(found.data, plain.data, strict=True):
@@ -106,7 +106,7 @@ def test_scores(tiny_engine: Engine, reference: Reference) -> None:
 
 def test_bad_requests(tiny_engine: Engine) -> None:
     message = {"role": "user", "content": "x"}
-    cases: list[tuple[str, dict[str, Any], str]] = [
+    cases = [
         ("/v1/embeddings", {}, "body"), ("/v1/embeddings", {"input": "x", "messages": [message]}, "body"),
         ("/v1/embeddings", {"input": []}, "input"), ("/v1/embeddings", {"input": "x", "dimensions": 129}, "dimensions"),
         ("/v1/embeddings", {"input": [5, 4096]}, "input"), ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),

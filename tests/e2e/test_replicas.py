@@ -162,7 +162,7 @@ def test_a_rolling_update_drops_no_stream_and_no_request(cluster: Cluster) -> No
     before = cluster.workers()
     command = [sys.executable, "-m", "engine.replicas", "--replicas", "2", "--address", cluster.address, *cluster.flags]
     update = subprocess.Popen([*command, "--max-num-seqs", "64"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    statuses: list[int] = []
+    statuses = []
     num_started = len(re.findall(STARTED, cluster.log()))
     has_overlapped = False
     while update.poll() is None:

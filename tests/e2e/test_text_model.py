@@ -1,7 +1,6 @@
 """A text model behind the API: its answers are transformers' own, and images and videos are refused."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 @torch.inference_mode()
 def test_llama(tmp_path: Path) -> None:
-    theirs: Any = write(tmp_path, "llama3, tied")
+    theirs = write(tmp_path, "llama3, tied")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     question = "What is left of it? " * 30 + "\nAnd why?"
     parts = [text_part(line) for line in question.splitlines()]

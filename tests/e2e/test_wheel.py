@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.serving import ROOT, SMALL
 from tests.eventually import HANG_GUARD_S
-from tests.unit.engine.test_working_directory import DECOY, NAMES
+from tests.unit.engine.test_children import DECOY, NAMES
 
 pytestmark = pytest.mark.packaging
 

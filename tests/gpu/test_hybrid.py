@@ -85,7 +85,7 @@ def test_attention_of_large_heads_equals_the_reference(backend: Backend, size: s
 
 @pytest.fixture(scope="module", params=["3.5-9B", "3.5-35B-A3B"])
 def model(request: pytest.FixtureRequest, backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Qwen3VL, Path]]:
-    folder: Path = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
     write_model_folder(folder, replace(SHAPES[request.param], layers=8), weights="none", seed=0)
     ours = Qwen35(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
     fill_generated(ours)

@@ -25,7 +25,7 @@ CLIENTS = 24
 
 async def stress(engine: Engine) -> tuple[list[str], int]:
     """Errors of mixed requests, some of them aborted, and the least memory that was free meanwhile."""
-    errors: list[str] = []
+    errors = []
     least = torch.cuda.mem_get_info()[0]
     deadline = time.monotonic() + SECONDS
     jpegs = {name: [data_uri(jpeg) for jpeg in make_jpegs(1, 12, name, "smooth")] for name in RESOLUTIONS}

@@ -56,7 +56,7 @@ def teacher_forced(model: Qwen3VL, backend: Backend) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def name(request: pytest.FixtureRequest) -> BackendName:
-    chosen: BackendName = request.config.getoption("--backend")
+    chosen = request.config.getoption("--backend")
     return chosen
 
 

@@ -85,8 +85,8 @@ def test_kernels_are_compiled_for_where_they_are_looked_for(monkeypatch: pytest.
 
     hopper, portable = (ROOT / "Dockerfile").read_text().split("\nFROM ")[1:]
     assert "FLASHINFER_CUDA_ARCH_LIST=9.0a" in hopper and "load_kernels" in hopper
-    built: set[tuple[str, int]] = set()
-    needed: set[tuple[str, int]] = set()
+    built = set()
+    needed = set()
     monkeypatch.setattr(compile, "load_kernel", lambda *kernel: built.add(kernel))
     for text, vision in re.findall(r"k\((\d+), (\d+)\)", hopper):
         compile.load_kernels(int(text), int(vision))
@@ -264,7 +264,7 @@ class Clock:
 
 
 def test_the_drain_waits_for_the_last_stream(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    drain: Any = importlib.import_module("deploy.drain")
+    drain = importlib.import_module("deploy.drain")
     clock = Clock()
     monkeypatch.setattr(drain, "time", clock)
     server, endless = serve([2, 1, 0, 1, 0, 0], 200), serve([1], 200)

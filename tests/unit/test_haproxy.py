@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.replicas, pytest.mark.skipif(HAPROXY is None, reason="
 
 class Engine(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        server: Servers = self.server  # type: ignore[assignment]
+        server = self.server
         text = server.name.encode()
         self.send_response(503 if self.path == "/health" and not server.is_healthy else 200)
         self.send_header("Content-Length", str(len(text)))

@@ -36,7 +36,7 @@ class Echo:
 
     def __init__(self, expected: int = 1) -> None:
         self.expected = expected
-        self.texts: list[str] = []
+        self.texts = []
         self._all_here = asyncio.Event()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:

@@ -1,12 +1,25 @@
-"""Comparison of two versions of the engine."""
+"""Comparison of two versions, the table of `bench.guard`, the soak's images, and the bounds of the kernel benchmark."""
 
+import asyncio
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
+from PIL import Image
 
-from bench import compare
+from bench import compare, guard
+from bench.client import ChatClient
 from bench.compare import FIGURE, RUNS, compared, engine_flags, figures, gain, is_loss, main, rows_of
+from bench.guard import PROBES, OtherStream, Target, stall
+from bench.kernels.__main__ import model_config
+from bench.kernels.expert_cases import expert_cases
+from bench.soak import CHANGED_SIDE, ChangedImage
+from models.kernels.reference.ops import TorchOps
 
 LOAD = {"result": {"errors": [], "requests_per_s": 2.5, "tpot_ms": {"p50": 1.75, "p90": 2.0}, "output_tokens_per_s": 640.0}}
 PROBE = {"points": [{"resolution": "720p", "images": count, "ttft_sent_ms": 10.0 * count} for count in (1, 8, 32)]}
@@ -60,7 +73,7 @@ def test_engines_are_measured_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], new_ms: float, code: int, num_rounds: int
 ) -> None:
     """A loss is measured again before it becomes the exit code; requests of each round are new."""
-    seeds: list[int] = []
+    seeds = []
     order = []
 
     async def measure(run: str, url: str, seed: int) -> dict[str, float]:
@@ -76,3 +89,71 @@ def test_engines_are_measured_in_turn(
     assert end.value.code == code and order == ["old", "new", "new", "old"] * (num_rounds // 2)
     assert seeds[::2] == seeds[1::2] and len(set(seeds)) == num_rounds
     assert f"{new_ms:.4g}" in capsys.readouterr().out
+
+
+def target() -> Target:
+    return Target("http://127.0.0.1:1", "demo", None, 1.0, None, idle_gap=0.01)
+
+
+def test_names_are_those_of_one_probe_each() -> None:
+    names = [name for name, _, _ in PROBES]
+    assert len(set(names)) == len(names) and all(promised for name, promised, _ in PROBES if name != "idle engine")
+
+
+async def test_a_stall_is_above_the_gap_of_an_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def longest(*_: object) -> tuple[float, float, str]:
+        return 0.26, 0.02, "HTTP 401 x 7"
+
+    monkeypatch.setattr(guard, "longest", longest)
+    assert await stall(lambda _: asyncio.sleep(0, ""))(target()) == "0.250 s, /health 0.020 s; HTTP 401 x 7"
+
+
+async def test_a_probe_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(_: Target) -> str:
+        raise ConnectionRefusedError("no server")
+
+    async def measured(_: Target) -> str:
+        return "3 MiB"
+
+    monkeypatch.setattr(guard, "PROBES", (("a", "1", lambda: refused), ("b", "2", lambda: measured)))
+    assert await guard.guard(target(), []) == [["a", "1", "not measured: no server"], ["b", "2", "3 MiB"]]
+    assert await guard.guard(target(), ["b"]) == [["b", "2", "3 MiB"]]
+
+
+def test_a_gap_needs_two_chunks() -> None:
+    stream = OtherStream()
+    stream.take()
+    assert not stream.gaps
+    stream.take()
+    assert len(stream.gaps) == 1
+
+
+def pixels_of(body: dict[str, Any]) -> npt.NDArray[np.int16]:
+    (uri,) = (part["image_url"]["url"] for part in body["messages"][0]["content"] if part["type"] == "image_url")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))), dtype=np.int16)
+
+
+async def test_each_image_is_another_one_by_a_few_pixels() -> None:
+    async with ChatClient("http://127.0.0.1:1") as client:
+        traffic = ChangedImage(client, "demo", 0)
+        first, second = (pixels_of(traffic.body()) for _ in range(2))
+    differs = np.abs(first - second).max(axis=2) > 8
+    assert 0 < differs.sum() < 50 * CHANGED_SIDE**2 < differs.size / 1000
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_operations_and_bytes(num_tokens: int) -> None:
+    text = model_config("tiny-moe").text
+    assert text.moe is not None
+    torch.manual_seed(0)
+    plain, float8 = expert_cases(text, TorchOps(), torch.device("cpu"), num_tokens)
+    expert, router = 3 * text.hidden_size * text.moe.intermediate_size, 2 * text.hidden_size * text.moe.num_experts
+    touched = 2 if num_tokens == 1 else text.moe.num_experts
+    assert plain.flops == 2 * num_tokens * text.moe.num_experts_per_tok * expert and plain.num_bytes == 2 * touched * expert + router
+    assert float8.flops == plain.flops / 2 and float8.num_bytes == touched * expert + router
+    for case in (plain, float8):
+        case.calls[0]()
+
+
+def test_dense_models_have_none() -> None:
+    assert not list(expert_cases(model_config("tiny").text, TorchOps(), torch.device("cpu"), 1))

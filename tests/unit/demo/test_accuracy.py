@@ -30,7 +30,7 @@ async def test_a_server_is_asked_and_counted() -> None:
     assert [result.right for result in results] == [True, False, False] + [True] * 5
     summary = report(results)
     assert summary["errors"] == 1
-    assert [row["right"] for row in summary["scores"]] == [3, 3, 6]  # type: ignore[attr-defined]
+    assert [row["right"] for row in summary["scores"]] == [3, 3, 6]
 
 
 def test_wilson_interval() -> None:

@@ -105,7 +105,7 @@ def test_answers_follow_from_the_scenes() -> None:
 def test_messages_carry_every_picture_in_order() -> None:
     for seed in range(5):
         item = question(seed, "number")
-        parts = [part for message in item.messages() for part in message["content"] if isinstance(part, dict)]  # type: ignore[attr-defined]
+        parts = [part for message in item.messages() for part in message["content"] if isinstance(part, dict)]
         urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
         assert urls == [picture.url() for picture in item.pictures]
         assert item.messages()[-1]["role"] == "user"

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 from bench.demo_training.data import IGNORED, Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch
 from bench.demo_training.feed import Composer
 from bench.demo_training.net import Trainee, build_model
-from bench.demo_training.optim import Optimiser, level_at, orthogonalise, rate_at
-from bench.demo_training.train import exact
+from bench.demo_training.optim import Optimiser
 from models.demo import CHECKPOINT
 from models.demo.evaluate import Reference
 from models.demo.questions import question
@@ -115,18 +114,3 @@ def test_loss_falls(packed: tuple[Batch, list[Conversation]]) -> None:
     assert other.count == 6
     assert all(torch.equal(a, b) for a, b in zip(other.momentum, optimiser.momentum, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(optimiser.average, optimiser.parameters, strict=True))  # decay 0 copies
-
-
-def test_orthogonalised_updates_have_singular_values_near_one() -> None:
-    values = torch.linalg.svdvals(orthogonalise(torch.randn(2, 96, 32, generator=torch.Generator().manual_seed(0))))
-    assert values.min() > 0.5 and values.max() < 1.4
-
-
-def test_schedules_end_where_they_should() -> None:
-    assert rate_at(0.0) < 0.1 and rate_at(0.3) == 1.0 and rate_at(1.0) == 0.0
-    assert level_at(0.0) == 0.0 and level_at(0.5) == 1.0
-
-
-def test_an_answer_counts_only_as_a_whole() -> None:
-    at, targets = np.array([3, 4, 9, 10, 0]), np.array([1, 2, 3, 4, IGNORED])
-    assert exact(at, targets, np.array([True, False, True, True, False])) == 0.5

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -43,7 +42,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> ScriptedSupervisor:
     client = SimpleNamespace(refuse_all=lambda reason: None)
     api = SimpleNamespace(arena=None, pump=idle, tell_the_launcher=idle, client=client)
     endpoint = SimpleNamespace(run_dir="", close=lambda: None)
-    fakes: dict[str, Any] = {
+    fakes = {
         "Supervisor": lambda: supervisor, "size_arenas": lambda config, memory: config, "start_engine": lambda *_: None,
         "make_runtime": lambda *_: SimpleNamespace(arena_fds=()), "Child": lambda *_, **__: endpoint, "AsyncInbox": lambda *_: endpoint,
         "Api": lambda child: api, "warm_up": lambda *_: None,

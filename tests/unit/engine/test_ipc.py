@@ -20,8 +20,8 @@ Link = tuple[AsyncInbox[Abort], Outbox[Abort]]
 
 @pytest.fixture
 async def link(tmp_path: Path) -> AsyncIterator[Link]:
-    inbox: AsyncInbox[Abort] = AsyncInbox(str(tmp_path), "processor", Abort)
-    outbox: Outbox[Abort] = Outbox(str(tmp_path), "processor")
+    inbox = AsyncInbox(str(tmp_path), "processor", Abort)
+    outbox = Outbox(str(tmp_path), "processor")
     yield inbox, outbox
     outbox.close()
     inbox.close()
@@ -46,7 +46,7 @@ async def test_messages_arrive_in_order_whether_or_not_a_receiver_waits(link: Li
 
 async def test_messages_of_a_thread_arrive_in_order(link: Link, tmp_path: Path) -> None:
     def send() -> None:
-        outbox: Outbox[Abort] = Outbox(str(tmp_path), "processor")
+        outbox = Outbox(str(tmp_path), "processor")
         for rid in range(2000):
             outbox.send(Abort(rid))
         outbox.close()

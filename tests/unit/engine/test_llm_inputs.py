@@ -1,20 +1,23 @@
-"""What `LLM.chat` sends for texts, pictures and conversations, and what it refuses."""
+"""What `LLM.chat` sends and refuses, and what `AsyncLLM` returns."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from PIL import Image
 
 from engine.llm.inputs import CHAT, Ask, conversations_of
 from engine.llm.params import SamplingParams
+from engine.llm.session import Growing
+from engine.messages import Event
 
 QUESTION = "What is in it?"
 
 
 def content_of(*parts: Any) -> list[dict[str, Any]]:
     value = Ask(CHAT, [{"role": "user", "content": list(parts)}], SamplingParams(), {}).value()
-    content: list[dict[str, Any]] = value["messages"][0]["content"]
+    content = value["messages"][0]["content"]
     return content
 
 
@@ -54,3 +57,17 @@ def test_text_is_a_conversation() -> None:
     for wrong in (7, [], [QUESTION], [{"content": QUESTION}], {"role": "user"}):
         with pytest.raises(ValueError, match="a conversation is a text or a list of messages"):
             Ask(CHAT, wrong, SamplingParams(), {}).value()
+
+
+NUM_TOKENS = 200
+
+
+def test_each_token_is_joined_once() -> None:
+    """Joining all pieces for each token would be quadratic, in the caller's event loop."""
+    growing = Growing("1", "Hello", cast(Any, SimpleNamespace(choices={(1, 0): 0})))
+    (choice,) = growing._choices.values()
+    for count in range(1, NUM_TOKENS + 1):
+        growing.add(Event(1, text="ab", num_tokens=count))
+        assert len(choice.content) <= 2
+        assert growing.output().outputs[0].text == "ab" * count
+    assert len(choice.content) == 1 and growing.output().outputs[0].reasoning == ""

@@ -54,7 +54,7 @@ def make_core(
         "bytes_per_image_token": TOKEN_BYTES,
         "step_sizes": HOPPER_STEP_SIZES,
     }
-    merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
+    merged = Limits(**{**defaults, **limits})
     images = ImageDirectory(image_tokens * TOKEN_BYTES)
     state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, free_rows=list(range(merged.max_num_seqs)))
     drafter = make_drafter("mtp" if merged.num_ahead else "lookup", merged.verify_rows) if merged.verify_rows else None
@@ -73,7 +73,7 @@ def make_request(
     for i, (start, length, name) in enumerate(images):
         digest = hashlib.sha256(name).digest()
         spans.append(ImageSpan(digest, start, length, (1, 2, 2 * length), make_source(digest, "file" if i in files else "rgb")))
-    sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
     return EngineRequest(rid, Region(1, 0, 4 * len(prompt)), spans, sampling, Stages())
 
 

@@ -1,15 +1,19 @@
-"""When the scheduler reports that the engine is alive: the source of `/health`."""
+"""When the scheduler reports that the engine is alive (the source of `/health`), and its checks of itself."""
 
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.ipc import Inbox
-from engine.messages import Activity, Heartbeat, ToScheduler
+from engine.messages import Activity, Forget, Heartbeat, ToScheduler
 from engine.scheduler import core
+from engine.scheduler.blocks import CHECKED_AT_ONCE, BlockPool
 from engine.scheduler.liveness import LATE_S, MAX_S, Workers
+from engine.scheduler.main import HEARTBEAT_S, Scheduler
 from engine.worker import heartbeat
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
@@ -98,7 +102,7 @@ def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity
 def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if the beat comes from the worker's loop, or does not report the loop's activity."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
-    inbox: Inbox[ToScheduler] = Inbox(str(tmp_path), "scheduler", ToScheduler)
+    inbox = Inbox(str(tmp_path), "scheduler", ToScheduler)
     thread = heartbeat.HeartbeatThread(str(tmp_path), rank=3)
     clock.now += 7
     thread.note("images")
@@ -119,3 +123,65 @@ def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, clock: Clo
     assert next_beat_of("images"), "a step that made a kernel continues as what it was"
     thread.stop()
     inbox.close()
+
+
+class ScriptedInbox:
+    """A message comes after some polls, as others would in the time that these take."""
+
+    def __init__(self, num_polls: int):
+        self.num_polls = num_polls
+
+    def recv_ready(self) -> Any:
+        self.num_polls -= 1
+        return Forget(images=False) if self.num_polls == 0 else None
+
+    def recv(self, timeout: float) -> None:
+        return None
+
+
+class Core:
+    drafter, num_requests, num_checked, num_forgotten = None, 0, 0, 0
+
+    def checks(self) -> Any:
+        for _ in range(10):
+            self.num_checked += 1
+            yield
+
+    def forget_all(self, images: bool) -> None:
+        self.num_forgotten += 1
+
+
+def idle_scheduler(num_polls: int) -> Any:
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._inbox = ScriptedInbox(num_polls)
+    scheduler._quiet_since, scheduler._checked, scheduler._checks = time.monotonic() - HEARTBEAT_S, False, iter(())
+    return scheduler
+
+
+def test_a_message_waits_for_one_part_of_the_check() -> None:
+    scheduler, core = idle_scheduler(num_polls=3), Core()
+    scheduler._receive(core)
+    assert core.num_checked == 0
+    scheduler._receive(core)
+    assert (core.num_checked, core.num_forgotten) == (3, 1)
+    scheduler._receive(core)
+    assert core.num_checked == 3, "a check must not go on with a state that has changed"
+
+
+def test_without_messages_the_check_ends_and_is_not_repeated() -> None:
+    scheduler, core = idle_scheduler(num_polls=-1), Core()
+    for _ in range(4):
+        scheduler._receive(core)
+    assert core.num_checked == 10
+
+
+def test_blocks_are_checked_in_slices() -> None:
+    pool = BlockPool(3 * CHECKED_AT_ONCE + 1, 16)
+    assert sum(1 for _ in pool.checks()) == 4
+    blocks = pool.alloc(2)
+    assert blocks is not None
+    pool.commit(blocks[0], b"x" * 16)
+    pool.check()
+    pool._refs[blocks[1]] = 0
+    with pytest.raises(AssertionError):
+        pool.check()

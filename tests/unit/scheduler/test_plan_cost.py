@@ -1,14 +1,24 @@
-"""What a plan costs the host, counted in instructions: a time would depend on the machine."""
+"""What must not grow: the cost of a plan and of failing images, copies of log-probabilities, and memory of ended requests."""
 
+import gc
 import random
 import sys
+from collections import OrderedDict
 from types import FrameType
 from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.scheduler.core import SchedulerCore
+from engine.messages import StepResult
+from engine.params import PromptLogprobs
+from engine.scheduler.blocks import FreeList
+from engine.scheduler.core import OUT_OF_MEMORY, SchedulerCore
 from engine.scheduler.policy import MOST_FOUND
+from engine.scheduler.request import Request
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 NUM_ROWS = 32
@@ -66,3 +76,106 @@ def test_many_long_cached_prompts_do_not_start_in_one_plan() -> None:
         assert step is not None
         found.append(sum(chunk.start for chunk in step.plan.chunks if chunk.length > 1))
     assert max(found) <= MOST_FOUND and sum(found) > 11 * length, found
+
+
+NUM_TOP = 2
+
+
+def part_of(values: np.ndarray, start: int, end: int) -> PromptLogprobs:
+    tops = np.repeat(values[start:end], NUM_TOP)
+    return PromptLogprobs(start, NUM_TOP, values[start:end].tobytes(), tops.astype(np.int32).tobytes(), tops.tobytes())
+
+
+def test_log_probabilities_of_a_prompt_are_copied_once() -> None:
+    """Red if each chunk copies all that came before: a prompt of 250,000 tokens has 40 MB of them, and thousands of chunks."""
+    values = np.arange(1000, dtype=np.float32)
+    core = make_core()
+    core.add(make_request(1, [7] * 8, [], 4), np.full(8, 7, np.int32))
+    request = core._requests[1][0]
+    num_bytes = 0
+    for start, end in [(1, 400), (1, 300), (200, 600), *((at, at + 1) for at in range(600, 1000))]:  # preempted after 400
+        request.note_prompt_logprobs(part_of(values, start, end))
+        num_bytes += len(request.prompt_parts[-1].logprobs)
+    assert num_bytes <= 4 * (999 + 399)  # the part that came again was dropped
+    joined = PromptLogprobs.joined(request.prompt_parts)
+    assert joined is not None and (joined.start, joined.end) == (1, 1000)
+    assert np.array_equal(np.frombuffer(joined.logprobs, np.float32), values[1:])
+    assert np.array_equal(np.frombuffer(joined.top_ids, np.int32).reshape(-1, NUM_TOP)[:, 1], values[1:].astype(np.int32))
+
+
+class CountedImages(list[Any]):
+    num_reads = 0
+
+    def __iter__(self) -> Any:
+        CountedImages.num_reads += 1
+        return super().__iter__()
+
+
+def test_images_that_fail_together_cost_one_search() -> None:
+    """Red if each of a request's damaged images is looked for in every other request: the scheduler would stop for all of them."""
+    core = make_core()
+    for rid in range(20):
+        request = msgspec.structs.replace(make_request(rid, [7] * 8, [], 4), images=CountedImages())
+        core.add(request, np.full(8, 7, np.int32))
+    CountedImages.num_reads = 0
+    core._fail_images({bytes([number]) * 16 for number in range(100)}, OUT_OF_MEMORY)
+    assert 0 < CountedImages.num_reads <= 20
+
+
+NUM_BLOCKS = 40
+
+
+def result_of(step: int, num_sampled: int) -> StepResult:
+    return StepResult(rank=0, step=step, token_ids=[20] * num_sampled, failed_images=[], launched=1.0, done=1.0)
+
+
+def num_requests() -> int:
+    """Of this process, garbage included."""
+    return sum(type(thing) is Request for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_ended_request_leaves_no_cycle(n: int, is_aborted: bool) -> None:
+    """Red if only the garbage collector would find an ended request and its tokens."""
+    core = make_core(num_blocks=200, max_num_seqs=8)
+    prompt = list(range(100, 140))
+    gc.collect()
+    num_before = num_requests()
+    gc.disable()
+    try:
+        for rid in range(4):
+            wire = msgspec.structs.replace(make_request(rid, prompt, [], 3), n=n)
+            core.add(wire, np.array(prompt, np.int32))
+        while (step := core.next_step()) is not None:
+            if is_aborted and step.plan.step == 1:
+                for rid in range(4):
+                    core.abort(rid)
+            core.collect(result_of(step.plan.step, sum(chunk.sample for chunk in step.plan.chunks)))
+        del step
+        for _ in core.checks():
+            pass
+        assert core.num_requests == 0
+        assert num_requests() == num_before
+    finally:
+        gc.enable()
+
+
+@given(seed=st.integers(0, 10**6))
+def test_the_free_list_is_an_ordered_dict(seed: int) -> None:
+    rng = random.Random(seed)
+    free, expected = FreeList(NUM_BLOCKS), OrderedDict.fromkeys(range(NUM_BLOCKS))
+    for _ in range(400):
+        action = rng.choice(("pop", "remove", "add") if seed % 2 else ("pop", "remove", "add", "add"))
+        if action == "pop" and expected:
+            assert free.pop_first() == expected.popitem(last=False)[0]
+        elif action == "remove" and expected:
+            free.remove(block := rng.choice(list(expected)))
+            del expected[block]
+        elif action == "add" and len(expected) < NUM_BLOCKS:
+            block, last = rng.choice([block for block in range(NUM_BLOCKS) if block not in expected]), rng.random() < 0.7
+            free.add(block, last)
+            expected[block] = None
+            expected.move_to_end(block, last)
+        assert {block for block in range(NUM_BLOCKS) if block in free} == set(expected) and len(free) == len(expected)
+    assert [free.pop_first() for _ in range(len(free))] == list(expected)

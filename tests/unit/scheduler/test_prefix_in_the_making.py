@@ -17,7 +17,7 @@ DOCUMENT = [20, 21, *[*[PLACEHOLDER] * 8, 22] * 5]  # 47 tokens: 11 blocks and a
 
 
 def library(**limits: int | bool) -> Simulation:
-    defaults: dict[str, int | bool] = {"num_blocks": 200, "image_tokens": 200, "max_num_batched_tokens": 64, "max_num_mixed_tokens": 64}
+    defaults = {"num_blocks": 200, "image_tokens": 200, "max_num_batched_tokens": 64, "max_num_mixed_tokens": 64}
     return Simulation(make_core(**{"max_num_seqs": 16, "max_num_encoder_tokens": 64, **defaults, **limits}), random.Random(0))
 
 

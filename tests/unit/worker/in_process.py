@@ -130,7 +130,7 @@ class Engine:
             "snapshot_blocks": spec.snapshot_blocks(16),
             "num_ahead": MAX_GUESSES if config.text.has_head else 0,
         }
-        merged = Limits(**{**defaults, **limits})  # type: ignore[arg-type]
+        merged = Limits(**{**defaults, **limits})
         directory = ImageDirectory(image_tokens * per_token)
         state = State(merged, BlockPool(num_blocks, 16), directory, free_rows=list(range(merged.max_num_seqs)))
         self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids), drafter=drafter)
@@ -188,7 +188,7 @@ class Engine:
             else:
                 ids += part
         prompt = np.asarray(ids, dtype=np.int32)
-        sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
+        sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})
         rules = None if grammar is None else CompiledGrammar(self._store(grammar), after)
         self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages(), n=n, grammar=rules), prompt)
         for index in range(n):

@@ -142,7 +142,7 @@ def test_allowed_tokens(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str
 
 
 def test_a_step_without_grammars_waits_for_nothing(model: Qwen3VL, compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[object] = []
+    taken = []
     take = Grammars._take
     monkeypatch.setattr(Grammars, "_take", lambda self, drawn: (taken.append(drawn), take(self, drawn)))
     engine = Engine(model)

@@ -23,7 +23,7 @@ from tests.unit.worker.in_process import Engine, load_model, make_picture, run_a
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
-    folder: Path = tmp_path_factory.mktemp("tiny")
+    folder = tmp_path_factory.mktemp("tiny")
     write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
     yield load_model(folder)
 
@@ -91,8 +91,8 @@ def test_padding_goes_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     limits = {"mixed_step_tokens": 25, "max_num_mixed_tokens": 17, "max_num_batched_tokens": 64}
     plain = load(Engine(model, sizes=SIZES, **limits))
     run, compute = graphs.StepGraphs.run, TorchOps.sparse_swiglu
-    given: list[tuple[int, int]] = []
-    padded: list[bool] = []
+    given = []
+    padded = []
 
     def noted(self: TorchOps, x: Normed, experts: Experts, real: torch.Tensor | None) -> torch.Tensor:
         num_tokens = len(x.residual.sum_TD)
@@ -118,7 +118,7 @@ class Launches(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
         self._in_replay = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
@@ -178,7 +178,7 @@ def test_what_a_step_takes_beside_its_graph_is_asked_for(model: Qwen3VL, monkeyp
     """Red if ranks ask at every token, or if a prompt begins without memory for its embedding."""
     engine = Engine(model, graphs=True, sizes=SIZES)
     runner = engine._runner
-    asked: list[bool] = []
+    asked = []
     monkeypatch.setattr(runner, "agreement", SimpleNamespace(all_can=lambda can: asked.append(can) or can))
     of_50_tokens = 50 * model.config.text.hidden_size * model.dtype.itemsize
     for rid, (num_tokens, free) in enumerate([(50, of_50_tokens), (50, of_50_tokens - 1), (62, of_50_tokens), (62, 1 << 30)]):

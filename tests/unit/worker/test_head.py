@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from engine.messages import MAX_GUESSES, StepResult
 from engine.scheduler.drafts.mtp import HeadDrafter
 from engine.scheduler.policy import PlannedStep
-from engine.scheduler.request import Request
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.qwen3_vl import Qwen3VL
@@ -44,7 +43,7 @@ class Both:
     @torch.inference_mode()
     def expected(self, prompt: Prompt, count: int) -> list[int]:
         """What the head makes of a sequence: from the norms of each next token's embedding and of each hidden state, then of its own."""
-        seen: dict[str, torch.Tensor] = {}
+        seen = {}
         model = self.theirs.model.language_model
 
         def note(name: str, value: torch.Tensor) -> None:
@@ -61,7 +60,7 @@ class Both:
         for handle in handles:
             handle.remove()
         embedded_TD, hidden_TD, positions_31T = seen["embedded"][1:], seen["hidden"][:-1], seen["positions"]
-        tokens: list[int] = []
+        tokens = []
         for _ in range(count):
             joined = (self.head["pre_fc_norm_embedding"](embedded_TD), self.head["pre_fc_norm_hidden"](hidden_TD))
             x_1TD = self.head["fc"](torch.cat(joined, dim=-1))[None]
@@ -76,7 +75,7 @@ class Both:
 
 @pytest.fixture(scope="module", params=["dense", pytest.param("sparse", marks=NIGHTLY)])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
-    folder: Path = tmp_path_factory.mktemp("head")
+    folder = tmp_path_factory.mktemp("head")
     demo = json.loads((CHECKPOINT / "config.json").read_text())  # whose grammars count its tokens
     ids = {name: demo[name] for name in qwen3_5_checkpoints.IDS}
     theirs = qwen3_5_checkpoints.write(folder, request.param == "sparse", ids=ids, vocab_size=demo["text_config"]["vocab_size"])
@@ -90,7 +89,7 @@ class Telling:
 
     def __init__(self, known: dict[Key, list[int]], share: float) -> None:
         self._known, self._share, self._rng = known, share, random.Random(0)
-        self.noted: list[tuple[Request, int, list[int]]] = []  # behind so many tokens of output
+        self.noted = []  # behind so many tokens of output
 
     def alter(self, step: PlannedStep, result: StepResult) -> StepResult:
         sampled = [request for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.sample]

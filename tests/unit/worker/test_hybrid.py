@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ SAME = 0.0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-5  # M
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Qwen3VL:
-    folder: Path = tmp_path_factory.mktemp("hybrid")
+    folder = tmp_path_factory.mktemp("hybrid")
     qwen3_5_checkpoints.write(folder)
     return harness.load(folder)
 
@@ -50,7 +49,7 @@ def prompts() -> list[Parts]:
 
 def ask(engine: Engine, asked: Sequence[Parts], num_steps_between: int = 1, **params: object) -> list[list[int]]:
     for rid, parts in enumerate(asked):
-        engine.add(rid, parts, max_tokens=24, **params)  # type: ignore[arg-type]
+        engine.add(rid, parts, max_tokens=24, **params)
         for _ in range(num_steps_between):
             engine.step()
     return list(engine.run().values())
@@ -101,9 +100,9 @@ def test_a_hit_from_a_snapshot_equals_a_cold_run(model: Qwen3VL, graphs: bool, c
     behind the first question, and where two questions part. With these chunks in one step, by more than products of other sizes do."""
     monkeypatch.setattr(request, "MIN_SNAPSHOT_TOKENS", 2 * BLOCK)
     monkeypatch.setattr(policy, "SPARE_ROWS", SPARE_ROWS if chained else 0)
-    document: Parts = [make_picture(1, 160, 160), make_picture(2, 320, 320)]
+    document = [make_picture(1, 160, 160), make_picture(2, 320, 320)]
     shared = text(40, 7)
-    questions: list[Parts] = [[*document, [*shared, *text(30, seed)]] for seed in (8, 9, 10)]
+    questions = [[*document, [*shared, *text(30, seed)]] for seed in (8, 9, 10)]
     engine = Engine(model, graphs=graphs, sizes=SIZES) if graphs else Engine(model)
     computed = []
     for rid, parts in enumerate(questions):
@@ -151,7 +150,7 @@ def test_a_next_turn_goes_on_where_its_thoughts_are_left_out(model: Qwen3VL) -> 
 @pytest.mark.parametrize("prefix_cache", [pytest.param(True, marks=NIGHTLY), False])
 def test_forks_equal_alone(model: Qwen3VL, prefix_cache: bool) -> None:
     """Red if forks continue from keys without their states, or compute the prompt again."""
-    parts: Parts = [make_picture(0, 64, 96), text(40, 5)]
+    parts = [make_picture(0, 64, 96), text(40, 5)]
     engine = Engine(model, prefix_cache=prefix_cache)
     engine.add(0, parts, max_tokens=12, n=3, temperature=1.0, seed=5)
     engine.run()

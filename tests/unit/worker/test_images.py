@@ -1,16 +1,21 @@
-"""The worker's image cache: how an encode is cut into groups, when evicted memory may be used again.
+"""The worker's image cache and reader, without a model."""
 
-Without a model.
-"""
-
+import io
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from engine.arena import ArenaView, create_memfd
 from engine.messages import Encode, ImageSource, Prefetch, Region
 from engine.worker.images import MAX_GROUP_TOKENS, ImageCache
+from engine.worker.jpeg import ImageReader
+from models.kernels.reference.jpeg import PillowDecoder
 from models.media.geometry import Grid
 from models.parallel.group import TensorParallel
 
@@ -26,7 +31,7 @@ class Tower:
         self.dtype = torch.bfloat16
         geometry = SimpleNamespace(num_tokens=lambda grid: grid[2])
         self.config = SimpleNamespace(geometry=geometry, num_visual_levels=4, text=SimpleNamespace(hidden_size=24))
-        self.groups: list[list[int]] = []
+        self.groups = []
 
     def encode(self, images: list[int], grids: list[Grid]) -> list[torch.Tensor]:
         assert [w for _, _, w in grids] == images
@@ -36,14 +41,14 @@ class Tower:
 
 class Waits:
     def __init__(self) -> None:
-        self.events: list[object] = []
+        self.events = []
 
     def wait_event(self, event: object) -> None:
         self.events.append(event)
 
 
 def cache_of(tower: Any, stream: Any = None) -> ImageCache:
-    reader: Any = SimpleNamespace(
+    reader = SimpleNamespace(
         read=lambda sources: [source.width for source in sources], read_copy=lambda source: (source.width, b"")
     )
     return ImageCache(tower, reader, SINGLE, stream)
@@ -77,8 +82,8 @@ def test_evicted_memory_is_used_again_after_its_last_reader() -> None:
     cache = cache_of(Tower(), stream)
     cache.tensors = {i: torch.empty(0) for i in range(3)}
     first, second = object(), object()
-    cache.note_use([0, 1], first)  # type: ignore[arg-type]
-    cache.note_use(iter([1]), second)  # type: ignore[arg-type]
+    cache.note_use([0, 1], first)
+    cache.note_use(iter([1]), second)
     cache.evict([2])
     assert stream.events == []
     cache.evict([1])
@@ -93,7 +98,7 @@ class OneOfTwo:
     rank, size = 0, 2
 
     def __init__(self) -> None:
-        self.gathered: list[torch.Tensor] = []
+        self.gathered = []
 
     def all_gather_rows(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         assert len(rows) == counts[0]
@@ -106,19 +111,19 @@ def test_a_rank_without_memory_comes_to_the_gather_all_the_same(problem: type[Ex
     """Otherwise the other ranks wait for ever. It names the images that it lacks."""
     tower, pair = Tower(), OneOfTwo()
     cache = cache_of(tower)
-    cache.tp = pair  # type: ignore[assignment]
+    cache.tp = pair
     healthy = tower.encode
 
     def fail(images: list[int], grids: list[Grid]) -> list[torch.Tensor]:
         raise problem
 
-    tower.encode = fail  # type: ignore[method-assign]
+    tower.encode = fail
     encoded = cache.encode([encode(1, 10), encode(2, 8), encode(3, 6), encode(4, 4)])
     own = {image_id for image_id in (1, 2, 3, 4) if not cache.tensors[image_id].any()}
     assert encoded.starved and set(encoded.starved) == own and encoded.failed == []
     assert all((cache.tensors[image_id] == 7).all() for image_id in {1, 2, 3, 4} - own) and len(own) < 4
     assert [cache.tensors[image_id].shape[1] for image_id in (1, 2, 3, 4)] == [10, 8, 6, 4]
-    tower.encode = lambda images, grids: [image.expand(4, -1, 24) for image in healthy(images, grids)]  # type: ignore[method-assign]
+    tower.encode = lambda images, grids: [image.expand(4, -1, 24) for image in healthy(images, grids)]
     assert cache.encode([encode(5, 10)]).starved == ()
     assert len(pair.gathered) == 2
 
@@ -152,7 +157,7 @@ def test_what_was_announced_to_another_size_is_encoded_anew() -> None:
     cache = cache_of(tower)
     source = encode(0, 600, ticket=1).source
     cache.prefetch(Prefetch(source, (1, 1, 600)))
-    tower.encode = lambda images, grids: [torch.zeros(1, w, 1) for _, _, w in grids]  # type: ignore[method-assign]
+    tower.encode = lambda images, grids: [torch.zeros(1, w, 1) for _, _, w in grids]
     cache.encode([Encode(1, source, (1, 1, 150))])
     assert cache.tensors[1].shape[1] == 150
 
@@ -172,3 +177,68 @@ def test_an_announced_image_that_cannot_be_encoded_yet_awaits_its_plan(problem: 
     assert tower.groups == []
     cache.encode([encode(1, 600, ticket=1)])
     assert tower.groups == [[600]]
+
+
+def test_a_plan_without_pixels_is_a_bug() -> None:
+    """Red if a file is taken for RGB."""
+    reader = ImageReader(ArenaView(create_memfd("arena", 4096), 4096), PillowDecoder(1, CPU), CPU)
+    with pytest.raises(AssertionError, match="without its pixels"):
+        reader.read([ImageSource("file", Region(1, 0, 12), 2, 2)])
+
+
+@pytest.mark.parametrize("free", [0, 1 << 30])
+def test_a_decoder_that_lacks_memory_is_not_the_clients_fault(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a damaged image the engine's."""
+    there = Announced()
+    source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56)
+    monkeypatch.setattr(there, "decode", lambda payloads: [None for _ in payloads])  # what a GPU's decoder says in either case
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 33))
+    there.reader._stream = MagicMock()
+    if free:
+        assert there.reader._read([source], [memoryview(b"")]) == [None]
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            there.reader._read([source], [memoryview(b"")])
+
+
+class Announced:
+    """An arena with JPEGs at given places, a reader of it, and how often it decoded."""
+
+    def __init__(self) -> None:
+        self.arena = ArenaView(create_memfd("arena", 1 << 20), 1 << 20, writable=True)
+        self.num_decoded = 0
+        self._pillow = PillowDecoder(1, CPU)
+        self.reader = ImageReader(self.arena, self, CPU)
+
+    def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
+        self.num_decoded += len(payloads)
+        return self._pillow.decode(payloads)
+
+    def put(self, offset: int, data: bytes) -> Region:
+        self.arena.view(offset, len(data))[:] = data
+        return Region(1, offset, len(data))
+
+
+def jpeg(seed: int, height: int = 40, width: int = 56, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+def test_a_copy_is_what_is_decoded() -> None:
+    """Whatever is written to its place meanwhile."""
+    there = Announced()
+    source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56, ticket=7)
+    (expected,) = there.reader.read([source])
+    read = there.reader.read_copy(source)
+    there.put(0, jpeg(9))
+    assert read is not None and expected is not None and torch.equal(read[0], expected) and read[1].startswith(jpeg(1))
+
+
+@pytest.mark.parametrize("data", [jpeg(1, 64, 64), jpeg(1, progressive=True), b"\xff\xd8 anything \xff\xd9", b"\0" * 500])
+def test_bytes_that_nobody_has_checked_are_not_decoded(data: bytes) -> None:
+    """A client may leave what was refused where an announced image was."""
+    there = Announced()
+    region = there.put(0, data)
+    assert there.reader.read_copy(ImageSource("jpeg", region, 40, 56)) is None and there.num_decoded == 0

@@ -1,22 +1,29 @@
-"""Kernels are made while weights are read: what is said meanwhile, and how an error comes out. What a GPU without float8 does."""
+"""The start of a worker, its staging buffers and its memory for steps."""
 
+import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed
 
 from engine.config import EngineConfig
 from engine.ipc import Child
 from engine.worker.build import compiling, load_model
+from engine.worker.failure import explain
+from engine.worker.memory import StepMemory, idle_bytes_of_graphs
+from engine.worker.staging import Staging, staged_bytes
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.kernels.heads import Heads
 from models.kernels.reference.backend import TorchBackend
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
+from tests.unit.worker.in_process import CPU
 
 
 class SlowBackend:
@@ -24,8 +31,8 @@ class SlowBackend:
 
     def __init__(self) -> None:
         self.go = threading.Event()
-        self.heads: tuple[Heads, int] | None = None
-        self.problem: Exception | None = None
+        self.heads = None
+        self.problem = None
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         self.go.wait(10)
@@ -85,3 +92,95 @@ def test_guesses_are_in_float8_where_it_runs(
     assert model.drafter is not None
     guesses_S = model.drafter.guesses(torch.randn((8, found.text.hidden_size)))
     assert bool(guesses_S.any()) == backend.has_float8
+
+
+NINJA = """Error building extension 'attention': [1/3] /usr/local/cuda/bin/nvcc --generate-dependencies-with-compile -c attention.cu
+FAILED: attention.cuda.o
+/usr/local/cuda/bin/nvcc -DTORCH_EXTENSION_NAME=attention ...
+attention.cu(12): error: identifier "foo" is undefined
+1 error detected in the compilation of "attention.cu".
+ninja: build stopped: subcommand failed."""
+
+CASES = [
+    (ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer"), ["flashinfer", "pip install", "--device cpu"]),
+    (ImportError("libnvjpeg.so.13: cannot open shared object file: No such file or directory"), ["libnvjpeg.so.13", "driver"]),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB"), ["--gpu-memory-utilization", "Tried to allocate"]),
+    (torch.distributed.DistBackendError("NCCL error in: x.cpp:3, system error\nLast error:\nno route"), ["NCCL_DEBUG", "system error"]),
+    (RuntimeError(NINJA), ["nvcc", 'identifier "foo" is undefined']),
+    (RuntimeError("Ninja is required to load C++ extensions"), ["compiler", "Ninja is required"]),
+    (ValueError("--tp 2 needs as many GPUs; there are 1"), ["--tp 2"]),
+    (RuntimeError("\n\n" + "x" * 5000), ["xxx"]),
+    (RuntimeError(), ["RuntimeError"]),
+]
+
+
+def test_one_line_that_says_what_to_do() -> None:
+    for problem, words in CASES:
+        line = explain(problem)
+        assert "\n" not in line and len(line) < 500 and all(word in line for word in words), line
+
+
+ARRAYS = [
+    np.arange(5),
+    np.arange(12, dtype=np.float32).reshape(3, 4).T,
+    np.zeros((3, 0), dtype=np.int64),
+    np.broadcast_to(np.int32(7), (2, 3)),
+    np.arange(40, dtype=np.int32)[::2],
+]
+
+
+def test_arrays_keep_types_shapes_and_places() -> None:
+    """Also of arrays with strides, and empty ones; a second step of the same sizes lies where the first one did."""
+    staging = Staging(staged_bytes(ARRAYS), CPU)
+    addresses = []
+    for step in range(2):
+        staging.begin()
+        tensors = [staging.put(array + array.dtype.type(step)) for array in ARRAYS]
+        staging.copy()
+        for tensor, array in zip(tensors, ARRAYS, strict=True):
+            np.testing.assert_array_equal(tensor.numpy(), array + step)
+            assert tensor.numpy().dtype == array.dtype and tensor.is_contiguous()
+        addresses.append([tensor.data_ptr() for tensor in tensors])
+    assert addresses[0] == addresses[1]
+
+
+def test_the_rest_begins_where_the_next_array_will_be() -> None:
+    staging = Staging(4096, CPU)
+    for length in (1, 700):
+        staging.begin()
+        staging.put(np.arange(3))
+        rest = staging.rest(torch.int32)
+        pages = staging.put(np.arange(length, dtype=np.int32))
+        assert rest.data_ptr() == pages.data_ptr() and rest[:length].equal(pages) and len(rest) >= 700
+
+
+def test_a_step_that_does_not_fit_is_loud() -> None:
+    staging = Staging(1024, CPU)
+    staging.begin()
+    staging.put(np.zeros(120))
+    with pytest.raises(AssertionError, match="more than 1024 bytes"):
+        staging.put(np.zeros(120))
+
+
+def segment(device: int, pool: tuple[int, int], total: int, allocated: int) -> dict[str, object]:
+    return {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+
+
+def test_what_lies_idle_in_pools_of_graphs_is_nobodys() -> None:
+    """Steps cannot have it."""
+    default, step_graphs, tower_graphs = (0, 0), (0, 1), (0, 2)
+    segments = [
+        segment(0, default, 1000, 100),
+        segment(0, step_graphs, 500, 20),
+        segment(0, tower_graphs, 300, 300),
+        segment(0, tower_graphs, 50, 10),
+        segment(1, step_graphs, 700, 0),
+    ]
+    assert idle_bytes_of_graphs(segments, 0) == 480 + 40
+    assert idle_bytes_of_graphs(segments, 1) == 700
+
+
+def test_a_cpu_is_not_counted() -> None:
+    memory = StepMemory(torch.device("cpu"))
+    memory.note_graphs()
+    assert memory.free_bytes() == sys.maxsize

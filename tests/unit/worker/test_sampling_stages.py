@@ -1,7 +1,6 @@
 """Changes of logits before sampling, and reported log-probabilities: each step of real requests against numpy formulas."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ OTHERS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
-    folder: Path = tmp_path_factory.mktemp("tiny")
+    folder = tmp_path_factory.mktemp("tiny")
     write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
     yield load_model(folder)
 
@@ -44,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
 @pytest.fixture
 def raw(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """The unchanged logits of each step of one request."""
-    logits: list[np.ndarray] = []
+    logits = []
     sample = Sampler.sample
 
     def note_and_sample(sampler: Sampler, logits_SV: torch.Tensor, *rest: Any) -> Sampled:
@@ -79,7 +78,7 @@ def test_penalties_and_biases_are_the_formulas(model: Qwen3VL, raw: list[np.ndar
     for params in PENALISED:
         raw.clear()
         output = run_alone(model, params)
-        expected = [best_by_formula(logits, output[:i], SamplingParams(**params)) for i, logits in enumerate(raw)]  # type: ignore[arg-type]
+        expected = [best_by_formula(logits, output[:i], SamplingParams(**params)) for i, logits in enumerate(raw)]
         assert output == expected and output != greedy, params
 
 
@@ -159,8 +158,8 @@ def test_logprobs_belong_to_their_rows(model: Qwen3VL) -> None:
     engine, alone = Engine(model), [Engine(model) for _ in wanted]
     for rid, count in enumerate(wanted):
         params = {"logprobs": count, "max_tokens": 6 + rid, "temperature": 1.0, "seed": rid}
-        engine.add(rid, [PROMPT[rid:]], **params)  # type: ignore[arg-type]
-        alone[rid].add(rid, [PROMPT[rid:]], **params)  # type: ignore[arg-type]
+        engine.add(rid, [PROMPT[rid:]], **params)
+        alone[rid].add(rid, [PROMPT[rid:]], **params)
         alone[rid].run()
     engine.run()
     for rid, count in enumerate(wanted):

@@ -5,7 +5,6 @@ import io
 import random
 import runpy
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +26,7 @@ Prompt = list[list[int] | Picture]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
-    folder: Path = tmp_path_factory.mktemp("tiny")
+    folder = tmp_path_factory.mktemp("tiny")
     write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
     yield load_model(folder)
 
@@ -41,8 +40,8 @@ def prompts() -> list[Prompt]:
 
     sizes = [(64, 64), (96, 160), (160, 96), (256, 256), (70, 130)]
     pictures = [make_picture(i, *size) for i, size in enumerate(sizes)]
-    shared: Prompt = [text(21), pictures[3], text(5)]
-    many: Prompt = [text(3)]
+    shared = [text(21), pictures[3], text(5)]
+    many = [text(3)]
     for picture in pictures:
         many += [picture, text(2)]
     return [[text(50)], [text(4), pictures[1], text(9)], many, [*shared, text(7)], [*shared, pictures[0], text(3)]]
@@ -154,7 +153,7 @@ def test_a_step_without_memory_fails_its_requests_only(
 def test_ranks_give_a_step_up_before_its_first_collective(model: Qwen3VL, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a rank begins what another one has no memory for, or does not say that it has none itself."""
     engine = Engine(model)
-    asked: list[bool] = []
+    asked = []
 
     def begin(*_: object) -> None:
         raise AssertionError("the other rank is not there")
@@ -175,7 +174,7 @@ def test_ranks_give_a_step_up_before_its_first_collective(model: Qwen3VL, alone:
 def test_memory_is_counted_anew_behind_a_capture_where_ranks_ask_each_other(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of one rank, which does not ask, does not spend the time."""
     runner = Engine(model)._runner
-    noted: list[str] = []
+    noted = []
     monkeypatch.setattr(runner._memory, "note_graphs", lambda: noted.append("counted"))
     for agreement, captured, expected in ((None, True, []), ("any", False, []), ("any", True, ["counted"])):
         monkeypatch.setattr(runner, "agreement", agreement)
