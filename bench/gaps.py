@@ -19,6 +19,7 @@ from bench.pictures import RESOLUTIONS, make_jpegs
 from bench.report import environment, table, write_json
 from engine.arena import Arena, create_memfd
 from engine.config import GIB, EngineConfig
+from engine.memory import sizes_for
 from engine.messages import (
     PROCESSOR_ARENA,
     EngineRequest,
@@ -28,7 +29,6 @@ from engine.messages import (
     SamplingParams,
     WorkerReady,
 )
-from engine.model_sizes import layer_parameters
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
@@ -82,7 +82,7 @@ class Bench:
         rows = Rows(*row_sizes, model_config.geometry, device, sampling.max_top_k)
         images = ImageCache(model.tower, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
         attention = backend.attention(pools, model_config.text.num_heads)
-        sizes = backend.step_sizes.for_layers(layer_parameters(model_config.text), self._config.max_num_batched_tokens)
+        sizes = sizes_for(self._config, model_config.text, model.cache_spec, backend.step_sizes)
         graphs = make_graphs(model, backend, pools, rows, sizes, self._config, NUM_BLOCKS)
         assert graphs is not None
         graphs.capture()

@@ -24,7 +24,7 @@ from engine.config import GIB, EngineConfig, read_api_keys
 from engine.flags import parse_args
 from engine.fleet import Fleet
 from engine.ipc import Runtime, setup_logging
-from engine.plan import cuts, describe, fit
+from engine.memory import cuts, describe, fit
 from engine.supervise import ChildDied, Supervisor
 from models.config.hub import DEMO, SIZES, resolve
 from models.config.huggingface import read_config
@@ -57,8 +57,18 @@ def print_plan(config: EngineConfig) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             model = read_config(resolve(name, "dummy", Path(folder)).folder, with_head=config.draft == "mtp")
-            say(describe(config, model, name, config.gpu_memory) + "\n")
+            say(describe(config, model, name, planned_backend(config, model, list_gpus())) + "\n")
     return 0
+
+
+def planned_backend(config: EngineConfig, model: ModelConfig, gpus: list[Gpu]) -> str:
+    """The backend that would run here; without fitting GPUs the requested one, or `portable`, which runs on any card."""
+    if config.backend != "auto" or not gpus:
+        return "portable" if config.backend == "auto" else config.backend
+    try:
+        return suit(choose("auto", "cuda", config.tp, False, gpus), "auto", model.text.heads(config.tp)).backend
+    except ValueError:
+        return "portable"
 
 
 def serve_several(config: EngineConfig) -> int:
@@ -143,7 +153,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")
     if choice.device == "cuda":
-        config = fit_to_card(config, model, gpus[: config.tp])
+        config = fit_to_card(config, model, gpus[: config.tp], choice.backend)
     fds = (create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", config.processor_arena_bytes or 0))
     return Runtime(
         config=config,
@@ -160,10 +170,10 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     )
 
 
-def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu]) -> EngineConfig:
+def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu], backend: str) -> EngineConfig:
     """Smaller steps where one of these GPUs is small."""
     memory = config.gpu_memory or min(gpu.total_memory for gpu in gpus)
-    fitted = fit(config, model, memory)
+    fitted = fit(config, model, memory, backend)
     if smaller := cuts(config, fitted):
         logger.warning("steps are smaller, so that the model fits in %.1f GiB: %s", memory / GIB, smaller)
     return fitted

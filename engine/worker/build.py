@@ -15,15 +15,14 @@ from PIL import Image
 
 from engine.config import GIB, MIB, EngineConfig
 from engine.ipc import Child, StopFlag
+from engine.memory import Needs, early_image_bytes, max_drafts, max_draws, max_hidden, plan_memory, sizes_for, step_graph_bytes
 from engine.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, WorkerReady
-from engine.model_sizes import layer_parameters
-from engine.plan import Needs, early_image_bytes, max_drafts, max_draws, max_hidden, step_graph_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
-from engine.worker.memory import free_bytes, plan_memory, profile_peak
+from engine.worker.profile import free_bytes, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.draws import BYTES_PER_DRAW
@@ -72,11 +71,8 @@ def build_runner(
             sampler.grammars.load()  # seconds, for which streams would have to wait
         decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
         warm_up(decoder)
-    is_float8, of_rank = text.is_fp8 or config.quantization == "fp8", layer_parameters(text) // tp.size
-    spec, max_tokens = model.cache_spec, config.max_num_batched_tokens
-    token_bytes = spec.paged.bytes_per_token
-    kind = text.moe is not None, is_float8, text.delta is not None
-    step_sizes = backend.step_sizes.for_layers(of_rank, max_tokens, *kind, token_bytes)
+    spec = model.cache_spec
+    step_sizes = sizes_for(config, text, spec, backend.step_sizes)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
     hidden_TD = None  # counted as weights
     if text.has_head:

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from engine.arena import ArenaView
+from engine.memory import step_bytes
 from engine.messages import Admit, GrammarLoaded, LoadGrammar, StepPlan, StepResult
-from engine.plan import step_bytes
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
 from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
-from engine.worker.memory import StepMemory
+from engine.worker.profile import StepMemory
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws, HostDraws
 from engine.worker.sampling.pooling import pool

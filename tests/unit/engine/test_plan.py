@@ -7,14 +7,18 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 
+from engine import serve
 from engine.config import GIB, EngineConfig
-from engine.plan import ENOUGH_TOKENS, SMALLEST, cuts, estimate, fit, make_plan, weight_bytes
+from engine.memory import ENOUGH_TOKENS, LOGITS_BYTES, SMALLEST, STEP_SIZES, Needs, cuts, fit, make_plan, plan_memory, weight_bytes
+from engine.serve import planned_backend
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
+from models.kernels.choose import Choice, Gpu
 from models.scaffold import SHAPES
 from models.scaffold.configs import config_json, generation_config_json, image_processor_json, video_processor_json
 
@@ -31,77 +35,103 @@ def config_of(size: str, with_head: bool = False) -> ModelConfig:
         return read_config(Path(folder), with_head=with_head)
 
 
-@pytest.mark.parametrize(
-    ("free", "size", "tp", "quantization", "max_num_seqs", "held", "others"),
-    [
-        (H200, "2B", 1, "auto", 128, 4.7, 1.9 + 1.8 + 0.8),
-        (H200, "8B", 1, "auto", 128, 17.1, 2.7 + 1.3 + 1.0),
-        (H200, "30B-A3B", 1, "fp8", 128, 30.8, 2.3 + 1.9 + 0.9),
-        (H200, "8B", 4, "auto", 128, 6.4, 2.2 + 2.0 + 1.0),
-        (H200, "32B", 4, "auto", 128, 17.9, 2.5 + 1.6 + 1.0),
-        (H200, "235B-A22B", 4, "fp8", 64, 57.7, 2.7 + 2.0 + 1.0),
-        (H100, "8B", 1, "auto", 128, 17.1, 2.7 + 1.3 + 1.0),
-        (H100, "8B", 1, "auto", 128, 17.0, 2.8 + 1.1 + 1.0),  # --backend portable
-    ],
-)
-def test_the_plan_is_what_workers_measured(
-    free: float, size: str, tp: int, quantization: str, max_num_seqs: int, held: float, others: float
-) -> None:
+MEASURED: list[tuple[str, float, str, int, Literal["auto", "fp8"], int, float, float]] = [
+    ("hopper", H200, "2B", 1, "auto", 128, 4.7, 1.9 + 1.8 + 0.8),
+    ("hopper", H200, "8B", 1, "auto", 128, 17.1, 2.7 + 1.3 + 1.0),
+    ("hopper", H200, "30B-A3B", 1, "fp8", 128, 30.8, 2.3 + 1.9 + 0.9),
+    ("hopper", H200, "8B", 4, "auto", 128, 6.4, 2.2 + 2.0 + 1.0),
+    ("hopper", H200, "32B", 4, "auto", 128, 17.9, 2.5 + 1.6 + 1.0),
+    ("hopper", H200, "235B-A22B", 4, "fp8", 64, 57.7, 2.7 + 2.0 + 1.0),
+    ("hopper", H100, "8B", 1, "auto", 128, 17.1, 2.7 + 1.3 + 1.0),
+    ("portable", H100, "8B", 1, "auto", 128, 17.0, 2.8 + 1.1 + 1.0),
+]
+
+
+def test_the_plan_is_what_workers_measured() -> None:
     """Red if a sum is off by more than 5 percent. The figures are of the workers' logs: weights and runtime; activations, graphs, tower."""
-    config = EngineConfig(tp=tp, quantization=quantization, max_num_seqs=max_num_seqs)  # type: ignore[arg-type]
-    plan = make_plan(config, config_of(size), int(free * GIB))
-    assert (plan.needs.weights + plan.needs.runtime) / GIB == pytest.approx(held, rel=0.05)
-    assert plan.needs.total / GIB == pytest.approx(held + others, rel=0.05)
-    pool = int(free * GIB * config.gpu_memory_utilization) - int((held + others) * GIB) - plan.image_cache
-    assert plan.kv_pool == pytest.approx(pool, rel=0.05)
+    for backend, free, size, tp, quantization, max_num_seqs, held, others in MEASURED:
+        config = EngineConfig(tp=tp, quantization=quantization, max_num_seqs=max_num_seqs)
+        plan = make_plan(config, config_of(size), int(free * GIB), backend)
+        assert (plan.needs.weights + plan.needs.runtime) / GIB == pytest.approx(held, rel=0.05)
+        assert plan.needs.total / GIB == pytest.approx(held + others, rel=0.05)
+        pool = int(free * GIB * config.gpu_memory_utilization) - int((held + others) * GIB) - plan.image_cache
+        assert plan.kv_pool == pytest.approx(pool, rel=0.05)
 
 
-@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B", "tiny", "tiny-moe", "3.5-2B", "3.5-27B", "3.5-35B-A3B", "3.5-27B with head"])
-def test_weights_are_counted_as_they_lie(size: str) -> None:
+def test_the_plan_is_for_the_backend_that_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if another backend's sizes of steps count, or if a machine without GPUs plans for one that it may not have."""
+    model, drafting = config_of("8B"), EngineConfig(draft="lookup", max_num_seqs=64)
+    needs = {backend: make_plan(drafting, model, 80 * GIB, backend).needs for backend in STEP_SIZES}
+    of_draws = [needs[name].activations - needs["torch"].activations for name in ("hopper", "portable")]
+    assert of_draws == [LOGITS_BYTES * model.text.vocab_size * rows for rows in (160 - 64, 96 - 64)] and needs["torch"].step_graphs == 0
+    assert make_plan(EngineConfig(enforce_eager=True), model, 80 * GIB, "hopper").needs.step_graphs == 0
+    hopper = [Gpu("H200", (9, 0), 141 * GIB)]
+    monkeypatch.setattr(serve, "choose", lambda *_: Choice("hopper", "cuda"))
+    assert planned_backend(EngineConfig(), model, hopper) == planned_backend(EngineConfig(backend="hopper"), model, []) == "hopper"
+    assert planned_backend(EngineConfig(), model, []) == "portable"
+    assert planned_backend(EngineConfig(backend="torch"), model, hopper) == "torch"
+
+
+def test_advice_fits_the_cause() -> None:
+    """Red if a CPU is told to change flags of GPUs, or if the flag that fixed the pool is not the one to change."""
+    spec, needs = config_of("8B").text.cache_spec(1, 2), Needs(weights=20 * GIB)
+    for flags, of_gpu, advice in (
+        ({"kv_cache_memory_bytes": 4096}, None, "holds no block.* raise --kv-cache-memory-bytes"),
+        ({"kv_cache_memory_bytes": 8 * GIB}, needs, ": lower --kv-cache-memory-bytes"),
+        ({}, needs, ": raise --gpu-memory-utilization"),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            plan_memory(EngineConfig(**flags), spec, of_gpu, 20 * GIB)  # type: ignore[arg-type]
+
+
+def test_weights_are_counted_as_they_lie() -> None:
     """Red if a matrix is forgotten or counted twice: norms, biases and convolutions are less. Guesses have an output matrix in float8."""
     from models.scaffold.weights import tensor_shapes
 
-    model = config_of(size.removesuffix(" with head"), size.endswith(" with head"))
-    shapes = tensor_shapes(model).values()
-    matrices = sum(2 * math.prod(shape) for shape in shapes if len(shape) > 1)
-    matrices += model.text.vocab_size * model.text.hidden_size if model.text.has_head else 0
-    assert weight_bytes(model, 1, is_fp8=False) == pytest.approx(matrices, rel=1e-3)
+    for size in ("2B", "30B-A3B", "tiny", "tiny-moe", "3.5-2B", "3.5-35B-A3B", "3.5-27B with head"):
+        model = config_of(size.removesuffix(" with head"), size.endswith(" with head"))
+        matrices = sum(2 * math.prod(shape) for shape in tensor_shapes(model).values() if len(shape) > 1)
+        matrices += model.text.vocab_size * model.text.hidden_size if model.text.has_head else 0
+        assert weight_bytes(model, 1, is_fp8=False) == pytest.approx(matrices, rel=1e-3), size
 
 
-@pytest.mark.parametrize(("size", "quantization", "card"), [("2B", "auto", 8), ("4B", "auto", 24), ("8B", "fp8", 24), ("8B", "auto", 24)])
-def test_small_cards_serve_with_smaller_steps(size: str, quantization: str, card: int) -> None:
+def test_small_cards_serve_with_smaller_steps() -> None:
     """Red if a model that fits is refused, or if its context holds less than the largest image and a question."""
-    model, config = config_of(size), EngineConfig(quantization=quantization)  # type: ignore[arg-type]
-    fitted = fit(config, model, card * GIB)
-    plan = make_plan(fitted, model, card * GIB)
-    tokens = plan.num_blocks * config.block_size
-    assert tokens > 3000 and plan.image_cache > 0
-    assert all(SMALLEST[name] <= getattr(fitted, name) <= getattr(config, name) for name in SMALLEST)
-    assert (tokens >= ENOUGH_TOKENS) or fitted.max_num_seqs == SMALLEST["max_num_seqs"]
+    cases: list[tuple[str, Literal["auto", "fp8"], int]] = [("2B", "auto", 8), ("4B", "auto", 24), ("8B", "fp8", 24), ("8B", "auto", 24)]
+    for size, quantization, card in cases:
+        model, config = config_of(size), EngineConfig(quantization=quantization)
+        fitted = fit(config, model, card * GIB, "portable")
+        plan = make_plan(fitted, model, card * GIB, "portable")
+        tokens = plan.num_blocks * config.block_size
+        assert tokens > 3000 and plan.image_cache > 0
+        assert all(SMALLEST[name] <= getattr(fitted, name) <= getattr(config, name) for name in SMALLEST)
+        assert (tokens >= ENOUGH_TOKENS) or fitted.max_num_seqs == SMALLEST["max_num_seqs"]
 
 
 def test_what_was_asked_for_is_kept() -> None:
     """Red if a flag is overruled, or if a large card gets smaller steps."""
     model = config_of("8B")
-    assert fit(EngineConfig(), model, 80 * GIB) == EngineConfig()
-    small_pool = EngineConfig(kv_cache_memory_bytes=GIB)  # fewer tokens than usual, but they fit
-    assert fit(small_pool, model, 80 * GIB) == small_pool
+    plan_of, fitted = (functools.partial(function, model=model, backend="portable") for function in (make_plan, fit))
     few_blocks = EngineConfig(num_gpu_blocks_override=512)
-    assert fit(few_blocks, model, 80 * GIB) == few_blocks and make_plan(few_blocks, model, 80 * GIB).num_blocks == 512
-    usual = make_plan(EngineConfig(), model, 80 * GIB)
+    for config in (EngineConfig(), EngineConfig(kv_cache_memory_bytes=GIB), few_blocks):  # fewer tokens than usual, but they fit
+        assert fitted(config, gpu_memory=80 * GIB) == config
+    assert plan_of(few_blocks, gpu_memory=80 * GIB).num_blocks == 512
+    usual = plan_of(EngineConfig(), gpu_memory=80 * GIB)
     large_pool = EngineConfig(kv_cache_memory_bytes=usual.kv_pool + GIB)  # what it leaves is the image cache's
-    plan = make_plan(large_pool, model, 80 * GIB)
-    assert fit(large_pool, model, 80 * GIB) == large_pool and plan.spare == 0 and plan.image_cache == usual.image_cache - GIB
-    assert fit(EngineConfig(kv_cache_memory_bytes=4 * GIB), model, 24 * GIB).max_num_batched_tokens < EngineConfig().max_num_batched_tokens
-    fitted = fit(EngineConfig(max_num_seqs=100), model, 24 * GIB)
-    assert fitted.max_num_seqs == 100 and fitted.max_num_batched_tokens < EngineConfig().max_num_batched_tokens
-    assert "--max-num-batched-tokens" in cuts(EngineConfig(), fitted) and cuts(fitted, msgspec.structs.replace(fitted)) == ""
+    plan = plan_of(large_pool, gpu_memory=80 * GIB)
+    assert fitted(large_pool, gpu_memory=80 * GIB) == large_pool and plan.spare == 0 and plan.image_cache == usual.image_cache - GIB
+    for config in (EngineConfig(kv_cache_memory_bytes=4 * GIB), EngineConfig(max_num_seqs=100)):
+        small = fitted(config, gpu_memory=24 * GIB)
+        assert small.max_num_batched_tokens < EngineConfig().max_num_batched_tokens
+    assert small.max_num_seqs == 100
+    assert "--max-num-batched-tokens" in cuts(EngineConfig(), small) and cuts(small, msgspec.structs.replace(small)) == ""
 
 
 def test_drafts_of_rows_with_states_are_counted() -> None:
     """Red if the plan leaves out what drafts are repeated from: 13 MiB a row of 27B, which a GPU that is full by plan does not have."""
     model, config = config_of("3.5-27B"), EngineConfig(max_num_seqs=64)
-    plain, *drafting = (estimate(msgspec.structs.replace(config, draft=draft), model).states for draft in ("off", "lookup", "mtp"))
+    configs = (msgspec.structs.replace(config, draft=draft) for draft in ("off", "lookup", "mtp"))
+    plain, *drafting = (make_plan(each, model, 80 * GIB, "hopper").needs.states for each in configs)
     assert [states - plain for states in drafting] == [67 * 48 * count * 2 * (2 * 10_240 + 2 * 48) for count in (7, 3)]
 
 
@@ -112,4 +142,4 @@ def test_the_table_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     title, headers, line = done.stdout.strip().splitlines()
-    assert "float8" in title and headers.split()[0] == "GPU" and line.split()[0] == "24"
+    assert "float8" in title and "--backend portable" in title and headers.split()[0] == "GPU" and line.split()[0] == "24"

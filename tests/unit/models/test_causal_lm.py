@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.plan import make_plan
+from engine.memory import make_plan
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from tests.unit.models.harness import PagedRunner, Prompt, load
@@ -70,6 +70,6 @@ def test_what_is_refused(tmp_path: Path, setting: str, value: object) -> None:
 def test_a_plan_has_neither_a_tower_nor_an_image_cache(tmp_path: Path) -> None:
     """Red if memory is kept for images that cannot come."""
     write(tmp_path, "llama")
-    plan = make_plan(EngineConfig(), read_config(tmp_path), 24 << 30)
+    plan = make_plan(EngineConfig(), read_config(tmp_path), 24 << 30, "portable")
     assert (plan.needs.tower, plan.image_cache) == (0, 0)
     assert plan.num_blocks > 0

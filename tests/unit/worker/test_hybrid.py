@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.memory import plan_memory
 from engine.scheduler import policy, request
-from engine.worker.memory import plan_memory
 from models.cache.spec import SPARE_ROWS, CacheSpec, PagedGroup, StateGroup
 from models.cache.states import RowStates, Snapshots
 from models.decoders.qwen3_vl import Qwen3VL

@@ -1,15 +1,14 @@
-"""What a device has and what a step takes of it, measured on GPUs; `engine.plan` divides it."""
+"""Memory that a device has and that a step takes of it, measured; `engine/memory.py` divides it."""
 
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from engine.config import GIB, MIB, EngineConfig
+from engine.config import EngineConfig
+from engine.memory import max_draws
 from engine.messages import SamplingParams
-from engine.plan import Needs, Plan, divide, fixed_kv_bytes, max_draws
 from engine.worker.sampling.draws import draws_of
 from models.cache.layout import AttentionLayout
 from models.cache.spec import CacheSpec
@@ -21,10 +20,6 @@ from models.kernels.ops import StateRows
 from models.kernels.paged import allocate_pools
 from models.kernels.sampling import SamplingOps
 
-logger = logging.getLogger(__name__)
-
-CPU_KV_BYTES = 512 * MIB
-CPU_IMAGE_CACHE_BYTES = 256 * MIB
 DEFAULT_POOL = (0, 0)  # torch's memory that belongs to no graph
 
 
@@ -58,25 +53,6 @@ def idle_bytes_of_graphs(segments: Sequence[Mapping[str, Any]], device_index: in
     """Of torch's `segments` those in pools of graphs, less what tensors take of them."""
     mine = [segment for segment in segments if segment["device"] == device_index and segment["segment_pool_id"] != DEFAULT_POOL]
     return sum(segment["total_size"] - segment["allocated_size"] for segment in mine)
-
-
-def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
-    """`needs` of a GPU that had `free` bytes at the start, None on a CPU. ValueError if no block fits."""
-    if needs is None:
-        block_bytes = spec.block_bytes(config.block_size)
-        kv_pool = fixed_kv_bytes(config, block_bytes) or CPU_KV_BYTES
-        plan = Plan(Needs(0, 0, 0, 0, 0, 0), config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES, kv_pool, block_bytes, 0)
-    else:
-        plan = divide(config, spec, needs, free)
-        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.parts.items())
-        logger.info("memory in GiB: %.1f free at the start; %s", free / GIB, parts)
-    asked = plan.image_cache + plan.kv_pool  # may be more than --gpu-memory-utilization, but not than there is
-    if plan.num_blocks < 1 or (needs is not None and asked > free - needs.total):
-        raise ValueError(
-            "there is no memory for the KV pool, or not as much as was asked for: raise --gpu-memory-utilization, or lower "
-            "--kv-cache-memory-bytes, --image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
-        )
-    return plan
 
 
 def _encode_a_pair(tower: Tower, num_tokens: int) -> None:

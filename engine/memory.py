@@ -1,0 +1,266 @@
+"""How a GPU's memory is divided: for `--plan`, the launcher's cuts on small cards, and a worker's pools.
+
+    memory  x  --gpu-memory-utilization  =
+        weights + runtime + activations + step graphs + tower + states of rows   +   image cache + KV pool
+
+A worker measures the first six (`engine/worker/profile.py`); for others they are estimated by formulas fitted to measurements.
+"""
+
+import logging
+import sys
+from typing import NamedTuple
+
+import msgspec
+
+from engine.config import GIB, MIB, EngineConfig
+from engine.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_GUESSES
+from models.cache.spec import SPARE_ROWS, CacheSpec
+from models.config.types import ModelConfig, TextConfig, VisionConfig
+from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_SIZES
+from models.kernels.reference.tuned import STEP_SIZES as TORCH_SIZES
+from models.kernels.step_sizes import StepSizes
+from models.kernels.triton.tuned import STEP_SIZES as PORTABLE_SIZES
+
+logger = logging.getLogger(__name__)
+
+STEP_SIZES = {"hopper": HOPPER_SIZES, "portable": PORTABLE_SIZES, "torch": TORCH_SIZES}
+VALUE_BYTES = 2  # bfloat16
+FLOAT8_BYTES = 1 + 4 / 128**2  # with a share of a scale
+GRAPH_BYTES = 4 * MIB  # launches of one captured step
+RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA, kernels, sampler; what ranks share
+TOWER_BYTES = 9 * MIB // 10  # tables and graphs, for each value of the tower's width
+LOGITS_BYTES = 24  # of a row and entry of the vocabulary, while rows are drawn by sorting
+GPU_IMAGE_CACHE_BYTES = 4 * GIB
+CPU_IMAGE_CACHE_BYTES, CPU_KV_BYTES = 256 * MIB, 512 * MIB
+LARGEST_IMAGE_BYTES = 512 * MIB  # embeddings of 16,384 tokens of 8B
+IMAGE_CACHE_SHARE = 4  # on a small GPU: a fourth of what it and the KV pool have
+ENOUGH_TOKENS, ENOUGH_SNAPSHOTS = 8192, 8  # of the KV pool: for less, steps become smaller
+SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}
+CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
+
+
+class Needs(NamedTuple):
+    """Bytes on each GPU besides the image cache and the KV pool."""
+
+    weights: int = 0
+    runtime: int = 0
+    activations: int = 0
+    step_graphs: int = 0
+    tower: int = 0  # tables, graphs, and an image that no plan has named yet
+    states: int = 0  # of rows
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Plan(NamedTuple):
+    """How a GPU's memory is divided. `kv_pool` is negative by what is lacking, unless a flag fixes it; then `spare` is."""
+
+    needs: Needs
+    image_cache: int
+    kv_pool: int
+    block_bytes: int
+    spare: int
+
+    @property
+    def num_blocks(self) -> int:
+        return max(0, self.kv_pool) // self.block_bytes
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """GiB by the names of the table."""
+        parts = {**self.needs._asdict(), "image_cache": self.image_cache, "KV_pool": self.kv_pool}
+        return {name.replace("_", " "): f"{size / GIB:.1f}" for name, size in parts.items()}
+
+
+def layer_parameters(text: TextConfig, num_experts: int | None = None) -> int:
+    """Parameters of a layer's matrices without a router's, as a mean: of the experts that a token is multiplied by, or of `num_experts`."""
+    moe, delta = text.moe, text.delta
+    inner = text.intermediate_size
+    if moe is not None:
+        inner = ((num_experts or moe.num_experts_per_tok) + moe.has_shared) * moe.intermediate_size
+    num_queries = text.num_heads if delta is None else text.num_heads * 3 / 2  # with the gate
+    attention = int(2 * (num_queries + text.num_kv_heads) * text.head_dim)
+    num_delta = len(text.delta_layers)
+    mixers = (text.num_layers - num_delta) * attention
+    if delta is not None:
+        mixers += num_delta * (delta.conv_width + 2 * delta.num_value_heads * (delta.value_dim + 1))
+    return text.hidden_size * (mixers // text.num_layers + 3 * inner)
+
+
+def weight_bytes(model: ModelConfig, tp: int, is_fp8: bool) -> int:
+    """Of each of `tp` GPUs, without norms and biases."""
+    text, vision = model.text, model.vision
+    table = text.vocab_size * text.hidden_size
+    stored = layer_parameters(text, None if text.moe is None else text.moe.num_experts)
+    decoder = (text.num_layers + text.has_head) * stored * (FLOAT8_BYTES if is_fp8 else VALUE_BYTES) / tp
+    embeddings = (1 if model.tie_word_embeddings else 2) * table * VALUE_BYTES / tp
+    routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
+    head = 2 * text.hidden_size**2 * VALUE_BYTES + table * FLOAT8_BYTES / tp if text.has_head else 0
+    return int(decoder + embeddings + routers + head + (0 if vision is None else VALUE_BYTES * tower_parameters(vision)))
+
+
+def patch_values(vision: VisionConfig) -> int:
+    return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
+
+def tower_parameters(vision: VisionConfig) -> int:
+    width, merged = vision.hidden_size, vision.hidden_size * vision.merge_size**2
+    block = 4 * width**2 + 2 * width * vision.intermediate_size
+    mergers = (1 + len(vision.deepstack_indexes)) * (merged**2 + merged * vision.out_hidden_size)
+    return (patch_values(vision) + vision.num_position_embeddings) * width + vision.depth * block + mergers
+
+
+def activation_bytes(model: ModelConfig, config: EngineConfig, sizes: StepSizes) -> int:
+    """At the peak, of an encode, a step and rows that are drawn."""
+    text, encode = model.text, 0
+    if (vision := model.vision) is not None:
+        num_patches = config.max_num_encoder_tokens * vision.merge_size**2
+        encode = VALUE_BYTES * num_patches * (patch_values(vision) + 4 * vision.hidden_size + vision.intermediate_size)
+    step = step_bytes(model, config.tp, config.max_num_batched_tokens)
+    hidden = VALUE_BYTES * text.hidden_size * max_hidden(config, sizes) if text.has_head else 0
+    return encode + step + hidden + LOGITS_BYTES * max_draws(config, sizes) * text.vocab_size
+
+
+def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
+    """Of a forward pass, at its peak."""
+    text = model.text
+    of_token = 3 * text.intermediate_size // tp
+    if text.moe is not None:
+        of_token = (text.moe.num_experts_per_tok + text.moe.has_shared) * (text.moe.intermediate_size // tp + text.hidden_size)
+    if text.delta is not None:
+        delta = text.delta  # inputs before and after the convolution, changes and outputs of chunks of 64
+        of_token = max(of_token, (2 * delta.conv_width + delta.num_value_heads * (5 * delta.value_dim + 64)) // tp)
+    return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens
+
+
+def max_drafts(config: EngineConfig) -> int:
+    """Of a row and step."""
+    return {"off": 0, "mtp": MAX_GUESSES}.get(config.draft, MAX_DRAFTS)
+
+
+def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
+    """Of a step: one of each row, or several of few rows that verify drafts."""
+    return config.max_num_seqs if config.draft == "off" else max(config.max_num_seqs, sizes.verify_rows)
+
+
+def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
+    """Tokens of a step, padded, whose hidden states the model's head reads."""
+    return config.max_num_batched_tokens + 2 * max_draws(config, sizes) + sizes.large_step
+
+
+def sizes_for(config: EngineConfig, text: TextConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
+    """The backend's sizes of steps, for this model on one of --tp GPUs."""
+    kind = text.moe is not None, text.is_fp8 or config.quantization == "fp8", text.delta is not None
+    return sizes.for_layers(layer_parameters(text) // config.tp, config.max_num_batched_tokens, *kind, spec.paged.bytes_per_token)
+
+
+def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, activations: int) -> int:
+    """At most: launches, shared inputs and logits, and the activations of the largest."""
+    if config.enforce_eager or not sizes.decodes:
+        return 0
+    chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_draws(config, sizes))
+    num_graphs = len(decodes) + sum(map(len, chunks.values()))
+    largest_chunk = max((each[-1] for each in chunks.values()), default=0)
+    tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
+    logits = 2 * 4 * (max([*chunks, decodes[-1]]) + sizes.large_step) * model.text.vocab_size  # shared, and of the largest
+    embeddings = model.num_visual_levels * largest_chunk * model.text.hidden_size * VALUE_BYTES
+    return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // config.max_num_batched_tokens
+
+
+def early_image_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """The largest embedding outside the image cache."""
+    return min(MAX_EARLY_TOKENS, config.max_num_encoder_tokens) * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
+
+
+def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
+    """Give what `needs` leaves of `free` bytes to image cache and KV pool; if a flag fixes one, the other gets the rest."""
+    left = int(free * config.gpu_memory_utilization) - needs.total
+    block_bytes = spec.block_bytes(config.block_size)
+    fixed = fixed_kv_bytes(config, block_bytes)
+    share = left // IMAGE_CACHE_SHARE if needs.tower else 0
+    rest = share if fixed is None or not needs.tower else max(left - fixed, min(share, LARGEST_IMAGE_BYTES))
+    image_cache = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, rest))
+    kv_pool = left - image_cache if fixed is None else fixed
+    return Plan(needs, image_cache, kv_pool, block_bytes, left - image_cache - kv_pool)
+
+
+def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
+    """If a flag says so."""
+    return config.kv_cache_memory_bytes if config.num_gpu_blocks_override is None else config.num_gpu_blocks_override * block_bytes
+
+
+def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
+    """A worker's plan: `needs` of a GPU that had `free` bytes at the start, None on a CPU. ValueError if no block fits."""
+    block_bytes = spec.block_bytes(config.block_size)
+    fixed = fixed_kv_bytes(config, block_bytes)
+    if needs is None:
+        image_cache, needs, free = config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES, Needs(), sys.maxsize
+        plan = Plan(needs, image_cache, fixed or CPU_KV_BYTES, block_bytes, 0)
+    else:
+        plan = divide(config, spec, needs, free)
+        logger.info("memory in GiB: %.1f free at the start; %s", free / GIB, ", ".join(map(" ".join, plan.parts.items())))
+    if 0 < plan.kv_pool < block_bytes and (fixed or free == sys.maxsize):
+        raise ValueError(f"a KV pool of {plan.kv_pool:,} bytes holds no block of {block_bytes:,}: raise --kv-cache-memory-bytes")
+    asked = plan.image_cache + plan.kv_pool  # may be more than --gpu-memory-utilization, but not than there is
+    if plan.num_blocks < 1 or asked > free - needs.total:
+        first = "lower --kv-cache-memory-bytes or --num-gpu-blocks-override" if fixed else "raise --gpu-memory-utilization"
+        others = "--image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
+        raise ValueError(f"there is no memory for the KV pool: {first}, or lower {others}")
+    return plan
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str) -> Plan:
+    """An estimate of each GPU."""
+    text, vision, tp = model.text, model.vision, config.tp
+    spec = text.cache_spec(tp, VALUE_BYTES)
+    sizes = sizes_for(config, text, spec, STEP_SIZES[backend])
+    activations = activation_bytes(model, config, sizes)
+    needs = Needs(
+        weights=weight_bytes(model, tp, text.is_fp8 or config.quantization == "fp8"),
+        runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
+        activations=activations,
+        step_graphs=step_graph_bytes(model, sizes, config, activations),
+        tower=0 if vision is None else TOWER_BYTES * vision.hidden_size + early_image_bytes(model, config),
+        states=(config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(max_drafts(config)),
+    )
+    return divide(config, spec, needs, gpu_memory)
+
+
+def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str) -> EngineConfig:
+    """Make steps smaller where the KV pool (of flags, or of ENOUGH_TOKENS) would not fit. Keep what differs from its default."""
+    free = [name for name in SMALLEST if getattr(config, name) == getattr(EngineConfig(), name)]
+    snapshots = ENOUGH_SNAPSHOTS * model.text.cache_spec(config.tp, VALUE_BYTES).snapshot_blocks(config.block_size)
+    enough = 0 if fixed_kv_bytes(config, 1) is not None else snapshots + ENOUGH_TOKENS // config.block_size
+    while (plan := make_plan(config, model, gpu_memory, backend)).spare < 0 or plan.num_blocks < enough:
+        name = max(free, key=lambda name: getattr(config, name) / SMALLEST[name], default=None)
+        if name is None or getattr(config, name) <= SMALLEST[name]:
+            return config
+        config = msgspec.structs.replace(config, **{name: getattr(config, name) // 2})
+    return config
+
+
+def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:
+    """What `fit` has made smaller, as flags; empty if nothing."""
+    changed = (name for name in SMALLEST if getattr(asked, name) != getattr(fitted, name))
+    return ", ".join(f"--{name.replace('_', '-')} {getattr(fitted, name)}" for name in changed)
+
+
+def describe(config: EngineConfig, model: ModelConfig, name: str, backend: str) -> str:
+    """The table of `--plan`: a line for --gpu-memory, or for usual cards."""
+    lines: list[dict[str, str]] = []
+    for memory in (config.gpu_memory,) if config.gpu_memory else tuple(size * GIB for size in CARDS):
+        fitted = fit(config, model, memory, backend)
+        plan = make_plan(fitted, model, memory, backend)
+        line = {"GPU": f"{memory / GIB:.0f}", **plan.parts, "context": "does not fit", "720p kept": "", "smaller steps": ""}
+        if plan.num_blocks and plan.spare >= 0:
+            line["context"] = f"{min(plan.num_blocks * config.block_size, model.text.max_position_embeddings):,}"
+            line["720p kept"] = str(plan.image_cache // (880 * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES))
+            line["smaller steps"] = cuts(config, fitted)
+        lines.append(line)
+    cells = [list(lines[0]), *(list(line.values()) for line in lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    kind = "float8" if model.text.is_fp8 or config.quantization == "fp8" else "bfloat16"
+    title = f"{name}, decoder in {kind}, --tp {config.tp}, --backend {backend}; sizes in GiB on each GPU, context in tokens"
+    return "\n".join([title, *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)])
