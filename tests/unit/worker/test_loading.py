@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.ipc import Child
 from engine.worker.build import compiling, load_model
 from engine.worker.failure import explain
-from engine.worker.memory import StepMemory, idle_bytes_of_graphs
+from engine.worker.profile import StepMemory, idle_bytes_of_graphs
 from engine.worker.staging import Staging, staged_bytes
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
