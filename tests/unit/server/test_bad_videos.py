@@ -99,19 +99,6 @@ async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
         await made.close()
 
 
-async def test_files_of_the_server(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    (tmp_path / "clip.mp4").write_bytes(CLIP)
-    made = Loading(checkpoint, allowed_local_media_path=str(tmp_path), max_download_bytes=100, max_video_bytes=len(CLIP))
-    video = await made.load_url(f"file://{tmp_path}/clip.mp4")
-    assert len(video.hashes) == 2
-    (tmp_path / "clip.mp4").write_bytes(CLIP + bytes(1))
-    for url, status in ((f"file://{tmp_path}/clip.mp4", 413), ("file:///etc/passwd", 400), ("http://127.0.0.1/a.mp4", 400)):
-        with pytest.raises(RequestError) as caught:
-            await made.load_url(url)
-        assert caught.value.info.status == status and caught.value.info.message.startswith("Video 1: ")
-    await made.close()
-
-
 def test_ten_clients_at_once(stack_of: StackOf, model_folder: Path) -> None:
     """Red if text waits for decoders, if a client gets another one's answer, or if clips that do not fit into the arena at once are refused
     instead of waiting for each other."""

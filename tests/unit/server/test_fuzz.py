@@ -1,8 +1,6 @@
 """The JSON path, the reader of heads and the reader of JPEG headers on mutated input. The scanner: `test_scan.py`."""
 
 import itertools
-import json
-from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,7 +8,6 @@ from PIL import Image
 
 from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
 from server.errors import RequestError
-from server.http.validate import read_object
 from server.processor.pixels import read_header
 from tests.unit.server.in_process import HttpServer, echo, run_virtually, settle
 from tests.unit.server.pictures import PLAIN
@@ -31,27 +28,6 @@ def mutated(data: bytes, edits: list[Edit]) -> bytes:
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
     places = sorted({0, len(data), *(place % (len(data) + 1) for place in cuts)})
     return [data[start:end] for start, end in itertools.pairwise(places)]
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"[{:\\', max_size=4), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@given(st.dictionaries(st.text(max_size=4), JSON, max_size=5), EDITS)
-@example({}, [(0, 9, b'{"a":\xff}')])
-def test_json_is_read_or_refused(value: dict[str, Any], edits: list[Edit]) -> None:
-    """Fails if a body is anything but its value or a client's error."""
-    assert read_object(json.dumps(value).encode()) == value
-    body = mutated(json.dumps(value, ensure_ascii=False).encode(), edits)
-    try:
-        read = read_object(body)
-    except RequestError as error:
-        assert error.info.status in (400, 413)
-    else:
-        assert isinstance(read, dict)
 
 
 async def answers_to(pieces: list[bytes]) -> list[tuple[int, bytes]]:

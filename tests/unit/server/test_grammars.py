@@ -1,7 +1,6 @@
 """A grammar's way through the processor: compiled by its child, handed to the scheduler in the arena, refused if it cannot be compiled."""
 
 import asyncio
-import json
 import os
 import signal
 from pathlib import Path
@@ -93,27 +92,6 @@ def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: 
     end = read_vocabulary(thinking_folder).decoded_vocab.index(b"</think>")
     assert [grammar and grammar.after for grammar in grammars] == [end] * 3
     stack.recover()
-
-
-def test_a_large_grammar_is_read_before_there_is_a_plan(stack: Stack) -> None:
-    """Fails if the step that admits its request has to read it: streams of others stood still for a second."""
-    properties = {f"k{i}": {"type": "string"} for i in range(60)}
-    stack.scheduler.reads_grammars = False
-    first, count = FIRST_RID + 100, len(stack.scheduler.loads)
-    processor: Outbox[ToProcessor] = Outbox(stack.run_dir, "processor")
-    try:
-        submit(stack, Grammar("json_schema", json.dumps({"properties": properties})), first=first)
-        eventually(lambda: len(stack.scheduler.loads) > count, "the order to read the grammar")
-        load = stack.scheduler.loads[-1]
-        assert load.region.length >= LARGE_BYTES
-        assert all(request.rid != first for request in stack.scheduler.requests)
-        processor.send(GrammarLoaded(load.ticket))
-        eventually(lambda: stack.scheduler.requests[-1].rid == first, "the request")
-    finally:
-        stack.scheduler.reads_grammars = True
-        processor.close()
-    grammar = stack.scheduler.requests[-1].grammar
-    assert grammar is not None and grammar.region.offset == load.region.offset
 
 
 @virtual

@@ -23,7 +23,7 @@ from server.errors import RequestError
 from server.processor.decoder import Job, answer
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.loading import Loading
-from tests.unit.server.pictures import DECODED, animation, jpeg, pixels, png_chunk, png_header, progressive_jpeg, save, tiled_tiff
+from tests.unit.server.pictures import DECODED, animation, jpeg, pixels, png_chunk, png_header, progressive_jpeg, save
 
 
 async def test_a_jpeg_of_very_many_scans_is_a_422(loading: Loading) -> None:
@@ -61,13 +61,6 @@ async def test_fill_bytes_cost_no_steps(loading: Loading) -> None:
     for walk in (parse_plain_jpeg, has_end, has_too_many_scans):
         assert num_lines(lambda: walk(memoryview(filled))) <= num_lines(lambda: walk(memoryview(data))) + 10, walk  # noqa: B023
     assert (await loading.load_bytes(filled)).source.encoding == "jpeg"
-
-
-async def test_tiles_much_larger_than_the_image_are_a_422(loading: Loading) -> None:
-    """Fails if a small TIFF makes the decoder allocate a tile of any size."""
-    assert (await loading.load_bytes(tiled_tiff(64, 256))).source.width == 64
-    error = await loading.refusal(loading.body(base64.b64encode(tiled_tiff(64, 4096))))
-    assert (error.info.status, "tiles" in error.info.message) == (422, True)
 
 
 def test_a_job_has_its_own_time() -> None:

@@ -124,9 +124,3 @@ def test_no_room_for_pixels_is_a_503(stack_of: StackOf, model_folder: Path) -> N
     stack.scheduler.script = answer_text
     assert stack.chat([image(uri(PLAIN["4:2:0"]))]).status_code == 200
     stack.settle()
-
-
-def test_a_worker_without_a_decoder_gets_pixels(stack: Stack) -> None:
-    """Red if an engine whose GPU decodes nothing leaves large JPEGs to a step, which everybody waits for."""
-    assert stack.chat([image(uri(save(Image.new("RGB", (900, 900)), "JPEG"))), image(uri(PLAIN["4:2:0"]))]).status_code == 200
-    assert [span.source.encoding for span in stack.scheduler.requests[-1].images] == ["rgb", "jpeg"]

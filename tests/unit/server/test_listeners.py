@@ -8,7 +8,7 @@ import pytest
 
 from tests.eventually import eventually
 from tests.unit.server.in_process import HttpServer, echo, serving, virtual
-from tests.unit.server.raw_http import chunked, connect, packets, request_of, text_body
+from tests.unit.server.raw_http import connect, request_of, text_body
 from tests.unit.server.stack import ROOT, Stack, hold
 
 NUM_BUSY = 200
@@ -48,13 +48,6 @@ async def test_http_1_0_has_no_chunks(model_folder: Path) -> None:
             head, _, text = wire.received.partition(b"\r\n\r\n")
             assert b"transfer-encoding" not in head.lower() and wire.is_closed
             assert text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n") if stream else json.loads(text)["choices"]
-
-
-@virtual
-async def test_a_body_of_one_byte_chunks() -> None:
-    body = text_body("x" * 50_000)
-    wire = await HttpServer(echo).ask(*packets(chunked(body, 1, b"/tokenize")))
-    assert wire.answers == [(200, b"POST /tokenize %d" % len(body))]
 
 
 def own_kib(pid: int) -> int:

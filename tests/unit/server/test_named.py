@@ -71,11 +71,6 @@ def test_a_name_is_bound_when_its_bytes_are_gone(monkeypatch: pytest.MonkeyPatch
     assert images.get(b"a") is None and images.bind(b"a", b"one")
 
 
-def test_a_null_url_needs_a_name(stack: Stack) -> None:
-    refused = stack.chat([{"type": "image_url", "image_url": None}])
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages[0].content[0].image_url"
-
-
 def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named, "MAX_BYTES", 10)
     images = NamedImages()

@@ -257,6 +257,7 @@ CODES: list[tuple[str, dict[str, object], str]] = [
     ("string_below_min_length", {"stop": [""]}, ""), ("missing_required_parameter", {"tools": [{"type": "function"}]}, ""),
     ("invalid_value", {"tool_choice": "required"}, ""),
     ("unsupported_value", {"best_of": 2}, "may only be 1 on this server; or leave it out."),
+    ("unsupported_parameter", {"chat_template": "y"}, "start it with `--chat-template`, or leave it out."),
     ("unsupported_parameter", {"lora_path": "x"}, "is not supported by this server: leave it out."),
     ("invalid_value", user({"type": "list"}), "must be a string or a list of parts"),
     ("invalid_value", user([{"type": "audio"}]), "'video_url' or 'video', not 'audio'"),

@@ -137,14 +137,6 @@ def test_texts_that_look_like_media_stay_texts(stack: Stack, tokenizer: Tokenize
         assert len(stack.scheduler.requests[-1].images) == 1
 
 
-def test_max_tokens_is_what_the_context_leaves(stack: Stack) -> None:
-    """Red if a request may generate beyond the context, or if an absent limit is not the rest of the context."""
-    for limit in (None, 1_000_000):
-        stack.chat("x", max_tokens=limit)
-        request = stack.scheduler.requests[-1]
-        assert request.params.max_tokens == 4096 - request.prompt.length // 4
-
-
 def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
     """Red if a late reject loses its status, if an error in a stream is anything but a chunk with a top-level `error`, or if a client waits
     for ever for a request that the scheduler has released."""

@@ -87,14 +87,6 @@ def test_where_a_prompt_ends(stack: Stack, tokenizer: Tokenizer) -> None:
     assert prompt_text(stack, tokenizer).startswith("<|im_start|>user\nonetwo<|im_end|>")
 
 
-def test_request_cannot_bring_a_template(stack: Stack) -> None:
-    for path in ("/v1/chat/completions", "/tokenize", "/v1/messages", "/v1/responses"):
-        messages = [{"role": "user", "content": "x"}]
-        body = {"input": messages} if path == "/v1/responses" else {"messages": messages, "max_tokens": 5}
-        refused = stack.http.post(path, json={**body, "chat_template": "y"})
-        assert refused.status_code == 400 and "`--chat-template`" in refused.text, refused.text
-
-
 def test_special_tokens_are_shown_on_demand(stack: Stack, tokenizer: Tokenizer) -> None:
     stack.scheduler.script = answer_ids([tokenizer.token_to_id("<|im_start|>"), *ended(tokenizer, "ü")])
     assert text_of(choices_of(ask(stack))) == "ü"

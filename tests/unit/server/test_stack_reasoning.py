@@ -8,10 +8,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import EngineRequest, RequestOutput
-from engine.stats import Stages
-from tests.eventually import eventually
-from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids
+from tests.unit.server.stack import Stack, StackOf, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of
 
 OUTPUT = "Hm, ein 🙂.\n</think>\n\nGrüße!"
@@ -84,19 +81,6 @@ def test_thoughts_without_an_answer(thinker: Stack, tokenizer: Tokenizer, end: i
         assert choice["message"]["content"] is None and choice["message"]["reasoning"] == "on and on"
         parts = deltas(thinker)
         assert joined(parts, "reasoning") == "on and on" and joined(parts, "content") == ""
-
-
-def test_a_stop_string_in_the_thoughts(thinker: Stack, tokenizer: Tokenizer) -> None:
-    """Red if it is ignored, or if its request goes on in the scheduler."""
-
-    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
-        scheduler.held.add(request.rid)
-        scheduler.send([RequestOutput(request.rid, ids_of(tokenizer, "a EN</think>D"), stages=Stages())], [])
-
-    thinker.scheduler.script = script
-    message = thinker.chat("x", stop=" EN").json()["choices"][0]["message"]
-    assert (message["reasoning"], message["content"]) == ("a", None)
-    eventually(lambda: thinker.scheduler.aborted)
 
 
 def test_a_model_that_opens_its_thoughts_itself(stack: Stack, tokenizer: Tokenizer, end: int) -> None:
