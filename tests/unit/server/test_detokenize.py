@@ -1,13 +1,27 @@
-"""The detokeniser: pieces add up to what the tokenizer decodes; stop strings are found across tokens and never shown."""
+"""The detokeniser and stop strings; what the server does for each token does not grow with what came before."""
 
+import json
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from engine.messages import Event
+from engine.params import OutputOptions, PromptLogprobs
+from server.api.chat import tools
+from server.api.chat.tools import CustomText
+from server.api.responses import endpoint as responses
+from server.api.responses.schema import MessageItem, ThoughtItem, ThoughtPart
+from server.api.sglang import format as sglang
+from server.http.sse import Choice, ReplyOptions
+from server.processor import reasoning
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
+from server.processor.logprobs import of_prompt
+from server.processor.reasoning import OutputText, ThinkTokens
 
 
 def pieces_of(table: TokenTable, ids: list[int]) -> list[str]:
@@ -72,3 +86,110 @@ def test_stops_equal_a_search_of_the_whole_text(stops: list[str], pieces: list[s
         assert ("".join(shown), is_stopped) == ("".join(pieces), False)
     else:
         assert ("".join(shown), is_stopped) == (first[: min(first.find(stop) for stop in stops if stop in first)], True)
+
+
+LENGTH = 4000
+
+
+class CountingStop(str):
+    """A stop string that counts how often one of its characters is compared."""
+
+    compared = 0
+
+    def __getitem__(self, key: Any) -> str:
+        CountingStop.compared += 1
+        return super().__getitem__(key)
+
+
+def test_stop_strings_cost_the_same_per_character() -> None:
+    """Text that begins one stop string was compared with all of another one, from each of its characters on."""
+    stops = [CountingStop("a" * LENGTH + "c"), CountingStop("a" + "b" * LENGTH), CountingStop("ab" * (LENGTH // 2)), CountingStop("ba")]
+    for text in ("a" * 3 * LENGTH, "ab" * LENGTH, "a" * (LENGTH - 1) + "b" * (LENGTH - 1)):
+        matcher = StopMatcher(stops[:3])
+        CountingStop.compared = 0
+        for char in text:
+            if matcher.push(char)[1]:
+                break
+        assert CountingStop.compared <= 4 * len(stops) * len(text)
+
+
+def test_streams_that_repeat_the_answer_take_linear_time() -> None:
+    """Each event of `/generate` holds the whole answer: with one per token, an answer of 32,000 tokens took gigabytes."""
+
+    def num_bytes(num_tokens: int) -> tuple[int, int]:
+        made = sglang.GenerateFormat(ReplyOptions("m", 0, echo={"is_list": False, "num_top": 0, "start": -1}))
+        choice, events = Choice(0), []
+        for i in range(num_tokens):
+            reason = "length" if i == num_tokens - 1 else None
+            event = Event(1, "word ", i + 1, finish_reason=reason, token_ids=[7])
+            choice.note(event)
+            events.append(made.token_chunk(choice, event))
+        events.append(made.finish_chunk(choice, {}))
+        shown = [json.loads(event.removeprefix(b"data: ")) for event in events if event]
+        assert [len(one["output_ids"]) for one in shown[:256]] == [*range(1, 257)][: len(shown)]
+        assert shown[-1]["text"] == "word " * num_tokens and len(shown[-1]["output_ids"]) == num_tokens
+        return sum(map(len, events)), len(shown)
+
+    size, count = num_bytes(200)
+    assert count == 200
+    (size, _), (double, _) = num_bytes(2000), num_bytes(4000)
+    assert double < 2.5 * size
+
+
+def test_arguments_of_another_form_are_not_kept() -> None:
+    """A custom tool's call without the one text was copied with each piece."""
+    for begin in ('{"other": "', '{"input": "x", "other": "', "{" + " " * 1000):
+        text = CustomText()
+        for piece in [begin, *["word "] * LENGTH]:
+            text.push(piece)
+            assert len(text._held) <= tools.MAX_HELD
+
+
+def test_half_a_surrogate_pair_in_a_custom_call() -> None:
+    """It could not be sent, and the stream broke off."""
+    text = CustomText()
+    assert "".join(text.push(piece) for piece in ('{"input": "a\\ud8', '00\\u0041b"}')) == "a?Ab"
+
+
+def test_white_space_at_the_end_of_a_prompt(tokenizer: Tokenizer, table: TokenTable) -> None:
+    """A prompt of nothing but white space was read from its end to its beginning, for each answer."""
+    think = ThinkTokens.of(tokenizer)
+    (space,) = tokenizer.encode("\n", add_special_tokens=False).ids
+    read: list[int] = []
+
+    class Counting(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            read.append(len(found))
+            return found
+
+    for num_spaces, is_thinking in ((0, True), (3, True), (100_000, False)):
+        text = OutputText(table, think, OutputOptions())
+        text.read_prompt(Counting([think.start or 0, *[space] * num_spaces]))
+        assert text.is_thinking == is_thinking
+    assert max(read) <= reasoning.MAX_SPACES
+
+
+def test_log_probabilities_of_a_prompt_are_read_as_they_are_needed() -> None:
+    """Those of a whole prompt, with 20 likely tokens beside each, became Python numbers at once."""
+    draw = random.Random(0)
+    values = np.array([draw.random() for _ in range(50)], np.float32)
+    top_ids, top = np.arange(150, dtype=np.int32), np.repeat(values, 3)
+    found = PromptLogprobs(1, 3, values.tobytes(), top_ids.tobytes(), top.tobytes())
+    entries = list(of_prompt(list(range(51)), found))
+    assert entries[0] == (0, None, [])
+    assert [(entry[0], entry[1]) for entry in entries[1:]] == [(i + 1, float(value)) for i, value in enumerate(values)]
+    assert entries[50][2] == [(147 + i, float(values[49])) for i in range(3)]
+    assert all(type(number) in (int, float) for _, _, likely in entries for pair in likely for number in pair)
+
+
+def test_thoughts_of_a_history_are_joined_once() -> None:
+    """Each item of thoughts was appended to a copy of those before it."""
+    items = [ThoughtItem(type="reasoning", content=[ThoughtPart(type="text", text=f"{i} ")]) for i in range(3)]
+    said = MessageItem(role="assistant", content="so")
+    (turn,) = responses._messages([*items, said], None)  # type: ignore[arg-type]
+    assert turn == {"role": "assistant", "content": "so", "reasoning": "0 1 2 "}
+    pieces: dict[str, Any] = {"role": "assistant", "content": ""}
+    for item in items:
+        responses._extend(pieces, item, "")
+    assert pieces["reasoning"] == ["0 ", "1 ", "2 "]

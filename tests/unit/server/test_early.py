@@ -1,6 +1,10 @@
-"""Which images rank 0 is told of before there is a plan. Red if a busy engine's worker is kept from its plans, or known images are read."""
+"""Images that are read before there is a plan: by rank 0, and by the processor while the rest of a body arrives."""
 
+import contextlib
 import dataclasses
+import functools
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +13,14 @@ import pytest
 
 from engine.messages import ImageSource, Prefetch, Region
 from models.media.geometry import VisionGeometry
+from server.http.body import Body
+from server.http.scan import Scanner
 from server.processor.early import MAX_BYTES, NUM_REMEMBERED, EarlyReads
+from tests.eventually import eventually
+from tests.unit.server.conftest import StackOf
+from tests.unit.server.raw_http import JPEG, body_of, connect, head_of, large_image, read_answer, request_of, text_body
+from tests.unit.server.stack import MIB, Stack, hold
+from tests.unit.server.test_stack import image, uri
 
 SOURCE = ImageSource("jpeg", Region(1, 0, 1000), 720, 1280)
 GEOMETRY = VisionGeometry(patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=1 << 16, max_pixels=1 << 24)
@@ -76,3 +87,113 @@ def test_the_size_is_what_the_last_request_wanted(early: EarlyReads, sent: list[
     early.arm(is_idle=True)
     announce(early, "a")
     assert [prefetch.grid for prefetch in sent] == [early.geometry.grid(720, 1280)] != [GRID]
+
+
+NUM_IMAGES = 4
+
+
+def images() -> list[bytes]:
+    return [large_image(700_000) for _ in range(NUM_IMAGES)]
+
+
+def ask(stack: Stack, body: bytes) -> tuple[int, dict[str, object]]:
+    with connect(stack) as connection:
+        connection.sendall(request_of(body))
+        return read_answer(connection)
+
+
+def is_decoded(stack: Stack, data: bytes) -> bool:
+    return bytes(stack.scheduler._arena.buffer).find(data[-5_000:]) >= 0
+
+
+def test_an_image_is_decoded_before_the_body_ends(stack: Stack) -> None:
+    pictures = images()
+    body = body_of(*pictures)
+    connection = connect(stack)
+    connection.sendall(head_of(len(body)) + body[: -MIB // 2])
+    eventually(lambda: all(is_decoded(stack, picture) for picture in pictures[:-1]), "the first images in the arena")
+    assert not is_decoded(stack, pictures[-1])
+    connection.sendall(body[-MIB // 2 :])
+    assert read_answer(connection)[0] == 200
+    assert [stack.scheduler.image(stack.scheduler.requests[-1], i) for i in range(NUM_IMAGES)] == pictures
+    connection.close()
+
+
+def test_a_body_that_breaks_off_between_images(stack: Stack) -> None:
+    body = body_of(*images())
+    for share in (0.3, 0.6, 0.99):
+        for _ in range(3):
+            with connect(stack) as connection:
+                connection.sendall(head_of(len(body)) + body[: int(share * len(body))])
+
+
+def test_a_body_that_is_refused_at_its_end(stack: Stack) -> None:
+    """Fails if a refusal leaves regions behind, if an image that was begun is refused otherwise than one that was not, if something that
+    is no image of the request makes it fail, or if the body of a request without images is given back twice or not at all."""
+    body = body_of(*images()[:2])
+    no_image = b', "user": "data:image/jpeg;base64,'
+    for changed, status in (
+        (body[:-1] + b"!", 400),
+        (body[:-1] + b', "model": "another"}', 404),
+        (body[:-1] + b', "temperature": "hot"}', 400),
+        (body.replace(b";base64,", b";base64,!", 1), 422),
+        (body[:-1] + no_image + b"A" * 400_000 + b'"}', 200),
+        (body[:-1] + no_image + b"!" * 400_000 + b'"}', 200),
+        (text_body("hi", user=uri(large_image(700_000)), metadata={"padding": "x" * MIB}), 200),
+    ):
+        assert ask(stack, changed)[0] == status
+
+
+def test_a_client_that_leaves_when_it_has_sent_all(stack: Stack) -> None:
+    """Fails if an abort that directly follows the Submit gives back what pool threads work on."""
+    body = body_of(*images())
+    stack.scheduler.script = hold
+    for _ in range(5):
+        with connect(stack) as connection:
+            connection.sendall(request_of(body))
+
+
+def test_images_that_find_no_place(stack_of: StackOf, model_folder: Path) -> None:
+    """Fails if early decoding turns a lack of memory into another error than a 413, or if a request that is refused after its images were
+    begun, because the queue is full, leaves them or its body behind."""
+    stack = stack_of(model_folder, processor_arena_bytes=2 * MIB, max_queued_requests=1)
+    body = body_of(*images())
+    assert ask(stack, body)[0] == 413
+    assert stack.chat([image(uri(JPEG))]).status_code == 200
+    stack.scheduler.script = hold
+    with contextlib.ExitStack() as undo:
+        post = functools.partial(stack.http.stream, "POST", "/v1/chat/completions", content=text_body(stream=True))
+        eventually(lambda: undo.enter_context(post()).status_code == 200, "a free place in the queue")
+        assert ask(stack, body)[0] == 503
+    stack.reset()
+    eventually(lambda: stack.chat("x").status_code == 200, "a free place in the queue")
+    stack.settle()
+
+
+class Announced:
+    """A table of clients that records what is announced."""
+
+    def __init__(self) -> None:
+        self.payloads: list[Region] = []
+
+    def new_rid(self) -> int:
+        return 1
+
+    def announce(self, rid: int, payload: Region) -> None:
+        self.payloads.append(payload)
+
+
+def test_each_image_is_announced_once_and_whole() -> None:
+    data = body_of(*(os.urandom(3_000) for _ in range(5)))
+    scanner, listener = Scanner("0" * 32, 100), Announced()
+
+    class FixedRegion:
+        offset = 4096
+
+    body = Body(FixedRegion(), scanner, listener, 0.0)  # type: ignore[arg-type]
+    for start in range(0, len(data), 700):
+        scanner.feed(data[start : start + 700])
+        body.announce(4)
+        complete = data[: start + 700].count(b'"}}')
+        assert len(listener.payloads) in (min(4, complete), min(4, complete + 1))
+    assert [(p.offset - 4096, p.length) for p in listener.payloads] == [(r.offset, r.length) for r in scanner.references[:4]]

@@ -1,14 +1,19 @@
-"""Images on their way in: every row of the list of bad input is a clean 4xx, every odd but valid form is shown as Pillow shows it."""
+"""Images on their way in, base64 included: bad input is a clean 4xx, every odd but valid form is shown as Pillow shows it."""
 
 import asyncio
 import base64
 import io
 import itertools
+import json
 import threading
+import tracemalloc
 from collections.abc import Callable
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from engine.arena import ArenaFull, ArenaTooSmall
@@ -19,6 +24,7 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor import image as image_module
 from server.processor import inspect
+from server.processor.base64_text import decode_base64, decode_data_url
 from server.processor.image import Image as ServerImage
 from server.processor.inspect import Allowance
 from server.processor.recent import Recent
@@ -357,3 +363,53 @@ async def test_limits_of_a_request(loading: Loading) -> None:
     assert error.info.status == 400 and "max_pixels" in error.info.message
     error = await loading.refusal(MediaRef(body.payload, min_pixels=1 << 30))
     assert error.info.status == 400 and "tokens" in error.info.message
+
+
+def obvious(text: bytes) -> bytes:
+    """All at once. ValueError."""
+    text = json.loads(b'"' + text + b'"', strict=False).encode("ascii")
+    text = unquote_to_bytes(text).translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n\v\f").rstrip(b"=")
+    return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+
+
+ESCAPES = ["%2B", "%2b", "%", "%4", "%25", "%41", "\\/", "\\n", "\\u002B", "\\u0025", "\\u00", "\\\\"]
+PIECES = st.sampled_from(["QUJD", "+/", "=", "==", "-_", " ", *ESCAPES])
+
+
+@example(["\\u0025", " ", "2", "000"])
+@example(["\\u0025", "\n", "2", "000"])
+@given(st.lists(PIECES | st.text("ABab+/=%\\u0025", max_size=4), max_size=30))
+def test_every_spelling(parts: list[str]) -> None:
+    """Fails if an escape, a percent sign or a padding is read otherwise than in the obvious way."""
+    text = "".join(parts).encode()
+    try:
+        expected = obvious(text) or None
+    except ValueError:
+        expected = None
+    try:
+        found = decode_base64(text)
+    except RequestError:
+        found = None
+    assert found == expected
+
+
+def test_escapes_cost_no_more_than_a_few_times_their_size() -> None:
+    """Fails if a few megabytes of escaped base64 take gigabytes to read."""
+    for escape in ("%2B", "\\u002b", "\\/"):
+        text = (escape * (400_000 // len(escape) // 4 * 4)).encode()
+        tracemalloc.start()
+        data = decode_base64(text)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(data) == len(text) // len(escape) * 3 // 4
+        assert peak < 3 * len(text), escape
+
+
+def test_a_percent_encoded_data_url_costs_little_too() -> None:
+    """Fails if payloads that are no base64 are the hole that is left."""
+    url = "data:image/png," + "%41" * 400_000
+    tracemalloc.start()
+    assert decode_data_url(url) == b"A" * 400_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * len(url)

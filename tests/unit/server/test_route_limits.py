@@ -1,9 +1,14 @@
-"""The proxy under attack: it has the api's limits, reveals no secret, and holds a bounded part of the bodies."""
+"""The proxy under attack, and as a process: limits, secrets, a bounded part of the bodies, TLS."""
 
 import asyncio
 import errno
 import json
+import resource
+import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
@@ -102,3 +107,24 @@ def test_connections_fit_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None
     assert ConnectionLimiter(EngineConfig(max_connections=5), 64, 2).max_connections == 5
     monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
     assert ConnectionLimiter(EngineConfig(), 64, 2).max_connections == 1
+
+
+async def test_the_proxy_ends_tls_and_raises_its_limit_of_files(certificate: Path) -> None:
+    """Fails if a client cannot reach replicas by https where `--ssl-certfile` is given, or if the proxy opens no more files than the few
+    of the default although it may."""
+    command = [sys.executable, "-m", "server.route", "--port", "0", "--ssl-certfile", str(certificate), "--backends", "http://127.0.0.1:1"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256)),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        url = (await asyncio.to_thread(process.stdout.readline)).split()[2]
+        trusted = ssl.create_default_context(cafile=certificate)
+        assert url.startswith("https://127.0.0.1:")
+        async with aiohttp.ClientSession() as client, client.get(f"{url}/health", ssl=trusted) as answer:
+            assert answer.status == 503 and (await answer.json())["status"] == "unavailable"
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (256, 256)
+    finally:
+        process.terminate()
+        process.wait()
