@@ -77,7 +77,10 @@ def demo(i: int) -> dict[str, Any]:
 
 
 SETS: dict[str, Callable[[int], dict[str, Any]]] = {"forms": forms, "code": code, "random": chance, "demo": demo}
-TOTALS = ("drafts", "draft_tokens", "accepted_draft_tokens")
+TOTALS = {
+    f"vllm:spec_decode_num_{theirs}_total{{": ours
+    for ours, theirs in (("drafts", "drafts"), ("draft_tokens", "draft_tokens"), ("accepted_draft_tokens", "accepted_tokens"))
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -103,7 +106,7 @@ def make_bodies(args: argparse.Namespace, model: str, name: str) -> list[dict[st
 
 async def totals(client: ChatClient) -> dict[str, float]:
     lines = (await client.metrics()).splitlines()
-    return {name: float(line.rsplit(" ", 1)[1]) for line in lines for name in TOTALS if line.startswith(f"engine_{name}_total{{")}
+    return {name: float(line.rsplit(" ", 1)[1]) for line in lines for start, name in TOTALS.items() if line.startswith(start)}
 
 
 async def measure(args: argparse.Namespace, module: Sequence[str], flags: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
@@ -120,7 +123,7 @@ async def measure(args: argparse.Namespace, module: Sequence[str], flags: Sequen
                     answers = await drive(client, bodies, streams)
                     await asyncio.sleep(BEAT_S)
                     after = await totals(client)
-                found[f"{name}, {streams}"] = figures(answers) | {total: after[total] - before[total] for total in TOTALS}
+                found[f"{name}, {streams}"] = figures(answers) | {total: after[total] - before[total] for total in after}
     return found
 
 

@@ -130,7 +130,7 @@ async def watch_health(session: aiohttp.ClientSession, seconds: list[float]) -> 
 
 async def at_rest(session: aiohttp.ClientSession) -> dict[str, float]:
     """Blocks, once all that ran has ended and they are free, or after IDLE_S."""
-    names = ("engine_num_running", "engine_num_waiting", "engine_num_free_blocks", "engine_num_blocks")
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "engine_num_free_blocks", "engine_num_blocks")
     for _ in range(int(IDLE_S)):
         async with session.get("/metrics") as answer:
             text = await answer.text()

@@ -114,7 +114,7 @@ class Counted:
     Totals arrive up to a second after an answer. The block's begin and end wait for those of an idle engine after its last step.
     """
 
-    NAMES = ("steps", "computed_tokens", "prompt_tokens", "images_encoded", "images_skipped", "images_decoded")
+    NAMES = ("steps", "computed_tokens", "images_encoded", "images_skipped", "images_decoded")
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -133,7 +133,7 @@ class Counted:
 
     def _read_after(self, steps: float) -> dict[str, float]:
         metric = self._engine.metric
-        eventually(lambda: metric("engine_steps_total") > steps and not metric("engine_num_running"), "totals of the last step")
+        eventually(lambda: metric("engine_steps_total") > steps and not metric("vllm:num_requests_running"), "totals of the last step")
         return self._read()
 
 

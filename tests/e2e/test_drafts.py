@@ -75,6 +75,6 @@ def test_answers_are_those_without_drafts(demo: Engine, drafting: Engine) -> Non
             left.result()
     for name in CASES:
         assert ask(drafting, name, texts[name]) == plain[name]
-    proposed, accepted = (drafting.metric(f"engine_{name}draft_tokens_total") for name in ("", "accepted_"))
+    proposed, accepted = (drafting.metric(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted"))
     assert accepted > 50 and proposed - accepted > 10, (proposed, accepted)
-    assert drafting.metric("engine_cached_prompt_tokens_total") > 0
+    assert drafting.metric("vllm:prefix_cache_hits_total") > 0

@@ -52,7 +52,7 @@ def test_two_hundred_clients_that_leave_at_once(tiny: Path) -> None:
         may_go.set()
         for thread in threads:
             thread.join()
-        for name in ("num_running", "num_waiting", "open_streams"):
-            eventually(lambda name=name: not engine.metric(f"engine_{name}"), f"engine_{name} == 0")
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "engine_open_streams"):
+            eventually(lambda name=name: not engine.metric(name), f"{name} == 0")
         eventually(lambda: engine.metric("engine_num_free_blocks") == engine.metric("engine_num_blocks"), "the release of all blocks")
         assert engine.text("Still there?")

@@ -83,7 +83,7 @@ def test_drafts_change_no_answer(engine: Engine, folder: Path, draft: str, tp: s
     with serve(folder, "--max-model-len", "4096", "--draft", draft, "--tp", tp) as drafting:
         for _ in range(3):
             assert ask_all(drafting) == expected
-        proposed, accepted = (drafting.metric(f"engine_{name}draft_tokens_total") for name in ("", "accepted_"))
+        proposed, accepted = (drafting.metric(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted"))
     assert proposed > 50 and (accepted > 50 or draft == "mtp"), (proposed, accepted)
 
 

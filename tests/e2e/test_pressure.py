@@ -27,18 +27,18 @@ def ask(engine: Engine, i: int, num_tokens: int) -> str:
 
 def assert_everything_is_free(engine: Engine) -> None:
     """Idle processes also check their arenas and states themselves."""
-    for name in ("num_running", "num_waiting", "num_pinned_images"):
-        eventually(lambda name=name: engine.metric(f"engine_{name}") == 0, f"engine_{name} == 0")
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "engine_num_pinned_images"):
+        eventually(lambda name=name: engine.metric(name) == 0, f"{name} == 0")
     eventually(lambda: engine.metric("engine_num_free_blocks") == engine.metric("engine_num_blocks"), "the release of all blocks")
     assert engine.client.get("/health").status_code == 200
 
 
 def force_preemption(engine: Engine) -> None:
     """One request whose answers are admitted together and need more blocks than there are."""
-    before = engine.metric("engine_preemptions_total")
+    before = engine.metric("vllm:num_preemptions_total")
     response = engine.chat("Hello", n=12, temperature=1, seed=1, max_tokens=80, ignore_eos=True)
     assert response.status_code == 200 and len(response.json()["choices"]) == 12, response.text
-    assert engine.metric("engine_preemptions_total") > before
+    assert engine.metric("vllm:num_preemptions_total") > before
 
 
 @pytest.mark.e2e

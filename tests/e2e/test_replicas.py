@@ -69,7 +69,7 @@ class Cluster:
     def requests_of(self, port: str) -> float:
         """Chat completions that the replica at this port has answered."""
         text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        return sum(float(value) for value in re.findall(r"^engine_finished_requests_total\{.*\} (\S+)$", text, re.MULTILINE))
+        return sum(float(value) for value in re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.MULTILINE))
 
     def workers(self) -> list[int]:
         return [pid for pid in family_of(self.process.pid) if b"engine.worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

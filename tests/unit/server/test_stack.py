@@ -175,11 +175,12 @@ def test_metrics_count_what_happened(stack: Stack) -> None:
         assert "data: [DONE]" in [*lines]
     after = metrics_of(stack)
     for name in (
-        'engine_responses_total{status="200"}', 'engine_responses_total{status="400"}', 'engine_finished_requests_total{reason="stop"}',
-        "engine_time_to_first_token_seconds_count", "engine_inter_token_seconds_count", 'engine_stage_seconds_count{stage="prepare"}',
+        'engine_responses_total{status="200"}', 'engine_responses_total{status="400"}', 'engine_stage_seconds_count{stage="prepare"}',
+        "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count",
+        'vllm:request_success_total{finished_reason="stop",model_name="test-model"}',
     ):  # fmt: skip
         assert after[name] > before.get(name, 0.0), name
-    assert after["engine_steps_total"] > 0 and "engine_num_running" in after and "engine_prefix_cache_hit_rate" in after
+    assert after["engine_steps_total"] > 0 and "vllm:num_requests_running" in after
 
 
 def metrics_of(stack: Stack) -> dict[str, float]:

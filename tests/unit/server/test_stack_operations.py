@@ -220,15 +220,13 @@ def test_metrics_are_as_prometheus_has_them(stack: Stack) -> None:
     kinds = "drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"
     samples = [sample for kind in kinds for sample in families[f"vllm:spec_decode_num_{kind}"].samples]
     assert [(sample.labels.get("position"), sample.value) for sample in samples] == [(None, 3), (None, 9), (None, 5), ("0", 3), ("1", 2)]
-    for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds", "stage_seconds"):
-        assert families[f"engine_{name}"].type == "histogram" and families[f"engine_{name}"].samples
 
 
 LATENCIES = "e2e_request_latency_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds"
 # Series that vLLM's dashboard (examples/observability/prometheus_grafana/grafana.json) reads.
 SHOWN = [
     *(f"{name}_{part}" for name in LATENCIES for part in ("bucket", "sum", "count")),
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc", "prompt_tokens_total",
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
     "generation_tokens_total", "request_success_total", "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
     "request_max_num_generation_tokens_sum", "request_prompt_tokens_bucket", "request_generation_tokens_bucket",
     *(f"request_{name}_time_seconds_sum" for name in ("queue", "prefill", "decode")),
@@ -236,7 +234,7 @@ SHOWN = [
 
 
 def test_vllms_dashboard_shows_this_engine(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a panel of vLLM's dashboard would be empty, or would show another number than ours."""
+    """Red if a panel of vLLM's dashboard would be empty."""
 
     def values() -> dict[str, float]:
         chosen = ("le", "finished_reason")
@@ -253,9 +251,6 @@ def test_vllms_dashboard_shows_this_engine(stack: Stack, tokenizer: Tokenizer) -
     for name in (*(f"vllm:{name}_count" for name in of_requests), "vllm:request_success_total stop"):
         assert after[name] - before.get(name, 0.0) == 3, name
     assert after["vllm:request_generation_tokens_sum"] > before.get("vllm:request_generation_tokens_sum", 0.0)
-    for ours, theirs in (("engine_request_seconds", LATENCIES[0]), ("engine_time_to_first_token_seconds", LATENCIES[1])):
-        for part in ("sum", "bucket +Inf"):
-            assert after[f"{ours}_{part}"] == after[f"vllm:{theirs}_{part}"]
 
 
 def test_what_is_only_counted_is_in_the_metrics(stack: Stack) -> None:
