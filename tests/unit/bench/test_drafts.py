@@ -1,6 +1,5 @@
 """The drafter that stands in for one whose drafts hold with a given probability, and the benchmark's run."""
 
-import random
 from itertools import pairwise
 
 import pytest
@@ -8,17 +7,17 @@ import pytest
 from bench.accepting import AcceptingDrafter
 from bench.drafts import SETS, main
 from engine.scheduler.state import Counters
-from tests.unit.scheduler.simulation import Simulation, make_core, make_request
+from tests.unit.scheduler.simulation import Simulation, make_core
 
 
 def run_twice(probability: float, num_drafts: int) -> tuple[Simulation, Counters]:
     """The same prompts, of which the first time makes a record."""
     core = make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=32)
     core.drafter = AcceptingDrafter(32, probability, num_drafts)
-    sim = Simulation(core, random.Random(0))
+    sim = Simulation(core)
     sim.worker.refuse_rate = 0.0
     for rid in range(6):
-        sim.add(make_request(rid, [20, 21 + rid % 3], [], 300, ignore_eos=True), [20, 21 + rid % 3])
+        sim.ask(rid, [20, 21 + rid % 3], [], 300, ignore_eos=True)
         sim.run()
         assert rid >= 3 or core.state.counters.drafts == 0
     assert all(sim.received[rid] == sim.received[rid + 3] for rid in range(3))

@@ -26,7 +26,7 @@ from engine.scheduler.core import SchedulerCore
 from engine.scheduler.drafts import make_drafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
-from engine.scheduler.request import Status
+from engine.scheduler.request import Request, Status
 from engine.scheduler.state import Limits
 from engine.scheduler.state import State as SchedulerState
 from engine.stats import Stages
@@ -82,6 +82,10 @@ def key_of(rid: int, index: int) -> Key:
     return (rid, index) if index else rid
 
 
+def pairs(step: PlannedStep) -> list[tuple[Request, Chunk]]:
+    return list(zip(step.requests, step.plan.chunks, strict=True))
+
+
 class SimulatedWorker:
     """Executes plans on meanings. Raises AssertionError when a plan reads what is not there, or encodes what is."""
 
@@ -122,7 +126,7 @@ class SimulatedWorker:
             self.num_encoded[digest] = self.num_encoded.get(digest, 0) + 1
         self._check_only_overlapping(plan)
         tokens = []
-        for request, chunk in zip(step.requests, plan.chunks, strict=True):
+        for request, chunk in pairs(step):
             sequence = sequences[key_of(request.rid, request.index)]
             self.tables[chunk.row].extend(chunk.blocks)
             end = chunk.start + chunk.length - len(chunk.drafts)
@@ -137,7 +141,7 @@ class SimulatedWorker:
                 tokens.append(self._verify(sequence, chunk.drafts))
                 if self.is_stateful:  # the drafts that hold are repeated before the row's next token
                     self.states[chunk.row] = end + len(tokens[-1]) - 1, sequence.meanings()[end + len(tokens[-1]) - 2]
-        sampled = [request for request, chunk in zip(step.requests, plan.chunks, strict=True) if chunk.sample]
+        sampled = [request for request, chunk in pairs(step) if chunk.sample]
         self.guesses.append([sequences[key_of(one.rid, one.index)].peek(plan.num_guesses) for one in sampled])
         return tokens
 
@@ -256,9 +260,9 @@ def next_token(meaning: bytes, seed: int) -> int:
 class Simulation:
     """Core and worker with results that land late; `step` plans as far ahead as the real loop does."""
 
-    def __init__(self, core: SchedulerCore, rng: random.Random, fail_rate: float = 0.0, num_ranks: int = 1):
-        self.core, self.rng, self.fail_rate, self.num_ranks = core, rng, fail_rate, num_ranks
-        self.worker = SimulatedWorker(core.state.blocks.block_size, rng)
+    def __init__(self, core: SchedulerCore, rng: random.Random | None = None, num_ranks: int = 1):
+        self.core, self.rng, self.num_ranks = core, rng or random.Random(0), num_ranks
+        self.worker = SimulatedWorker(core.state.blocks.block_size, self.rng)
         self.worker.is_stateful = core.state.limits.snapshot_blocks > 0
         self.sequences: dict[Key, Sequence] = {}
         self.in_flight: deque[tuple[PlannedStep, list[list[int]], list[int]]] = deque()
@@ -284,6 +288,9 @@ class Simulation:
         self.core.add(wire, np.asarray(prompt, dtype=np.int32), prediction and np.asarray(prediction, dtype=np.int32))
         self._take()
 
+    def ask(self, rid: int, prompt: list[int], images: list[tuple[int, int, bytes]], max_tokens: int, **params: object) -> None:
+        self.add(make_request(rid, prompt, images, max_tokens, **params), prompt)
+
     def abort(self, rid: int, index: int | None = None) -> None:
         self.core.abort(rid, index)
         for key, sequence in self.sequences.items():
@@ -306,8 +313,7 @@ class Simulation:
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
             if self.rng.random() < self.give_up_rate:
                 self.given_up.add(step.plan.step)
-            for _ in self.core.state.checks():
-                pass
+            self._check_state()
             self._check_budgets(step)
             self._check_drafts(step, num_waiting)
             self._check_forks(step)
@@ -334,13 +340,12 @@ class Simulation:
             self.core.collect(result)
         if step.plan.step in self.given_up:
             self.worker.lose(step)
-            later = (pair for after, *_ in self.in_flight for pair in zip(after.requests, after.plan.chunks, strict=True))
+            later = (pair for after, *_ in self.in_flight for pair in pairs(after))
             readers = [request for request, chunk in later if any(ref.image_id in step.made for ref in chunk.visual)]
             assert all(request.status is Status.STOPPING for request in [*step.requests, *readers]), "goes on from what was not computed"
         self._count_drafts(step, tokens)
         assert not any(self.core.state.images.get(step.made[image_id]) for image_id in failed), "an image that failed is kept"
-        for _ in self.core.state.checks():
-            pass
+        self._check_state()
         self._take()
         return True
 
@@ -350,8 +355,7 @@ class Simulation:
         is_bad = digest in self.bad_files
         source, error = (None, ErrorInfo(503, "")) if is_bad else (make_source(digest, "rgb"), None)
         self.core.take_pixels(Pixels(wanted.rid, wanted.index, source, error))
-        for _ in self.core.state.checks():
-            pass
+        self._check_state()
         self._take()
 
     def run(self, max_steps: int = 5_000) -> None:
@@ -364,22 +368,21 @@ class Simulation:
             pass
         assert self.released == {sequence.wire.rid for sequence in self.sequences.values()}
 
+    def _check_state(self) -> None:
+        for _ in self.core.state.checks():
+            pass
+
     def _count_drafts(self, step: PlannedStep, tokens: list[list[int]]) -> None:
         accepted = sum(len(drawn) - 1 for drawn in tokens)
         self.num_accepted += accepted
         self.num_refused += sum(len(chunk.drafts) for chunk in step.plan.chunks) - accepted
-        sampled = (request for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.sample)
+        sampled = (request for request, chunk in pairs(step) if chunk.sample)
         for request, drawn in zip(sampled, tokens, strict=True):
             self.num_cut += request.status is Status.STOPPING and EOS in drawn[:-1]
 
     def _check_drafts(self, step: PlannedStep, num_waiting: int) -> None:
         """How many of a row's drafts hold is known before the row goes on."""
-        guessing = {
-            request
-            for before, *_ in list(self.in_flight)[:-1]
-            for request, chunk in zip(before.requests, before.plan.chunks, strict=True)
-            if chunk.drafts
-        }
+        guessing = {request for before, *_ in list(self.in_flight)[:-1] for request, chunk in pairs(before) if chunk.drafts}
         assert not guessing & set(step.requests), "a row goes on although its drafts are in flight"
         if self.core.state.limits.verify_rows and any(chunk.drafts for chunk in step.plan.chunks):
             assert not num_waiting, "drafts before prompts"
@@ -387,14 +390,12 @@ class Simulation:
 
     def _plan(self) -> tuple[PlannedStep, int] | None:
         num_waiting = len(self.core.state.waiting)
-        step = self.core.next_step()
-        return None if step is None else (step, num_waiting)
+        return (step, num_waiting) if (step := self.core.next_step()) is not None else None
 
     def _check_drafter(self, step: PlannedStep) -> None:
         """Drafts come beside rows that decode, all of them but those that wait for their own drafts, and few enough."""
         state, chunks = self.core.state, step.plan.chunks
-        pairs = zip(step.requests, chunks, strict=True)
-        assert all(chunk.start >= request.num_prompt for request, chunk in pairs), "drafts beside prompts"
+        assert all(chunk.start >= request.num_prompt for request, chunk in pairs(step)), "drafts beside prompts"
         assert all(chunk.sample and chunk.length == 1 + len(chunk.drafts) <= 8 for chunk in chunks)
         assert sum(chunk.length for chunk in chunks) <= max(state.limits.verify_rows, len(chunks))
         waiting = {request for request in state.running if request.num_drawn and (request.drafts or request.is_held)}
@@ -405,7 +406,7 @@ class Simulation:
     def _check_forks(self, step: PlannedStep) -> None:
         size = self.core.state.blocks.block_size
         rows = {admit.row for admit in step.plan.admits}
-        for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
+        for request, chunk in pairs(step):
             older = [other for other in request.siblings[: request.index] if other.status is Status.RUNNING]
             if chunk.row in rows and older and not self.core.state.limits.snapshot_blocks:
                 assert chunk.start >= (request.num_prompt - 1) // size * size, "computes the prompt again"
@@ -416,8 +417,7 @@ class Simulation:
         assert sum(chunk.length for chunk in plan.chunks) <= limits.max_num_batched_tokens, "too many tokens"
         assert sum(encode.grid[2] // 2 for encode in plan.encodes) <= limits.max_num_encoder_tokens, "too many image tokens"
         new_rows = {admit.row for admit in plan.admits}
-        pairs = zip(step.requests, plan.chunks, strict=True)
-        outputs = [chunk for request, chunk in pairs if chunk.start >= request.num_prompt and chunk.sample]
+        outputs = [chunk for request, chunk in pairs(step) if chunk.start >= request.num_prompt and chunk.sample]
         streams = [chunk for chunk in outputs if chunk.length == 1 + len(chunk.drafts)]
         if any(chunk.row not in new_rows for chunk in streams):
             others = sum(chunk.length for chunk in plan.chunks) - len(streams)

@@ -1,6 +1,5 @@
 """Names of KV blocks: what they tell apart, and that taking them over from an ended request changes nothing."""
 
-import random
 from collections.abc import Iterator
 
 import msgspec
@@ -72,18 +71,18 @@ def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def test_a_conversation_is_hashed_once(num_hashed: list[int]) -> None:
     """Red if a turn hashes again what the previous turn named: a millisecond per thousand blocks."""
-    sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64), random.Random(0))
+    sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64))
     prompt = list(PROMPT)
     for turn in range(4):
-        sim.add(make_request(turn, prompt, IMAGES, 5, ignore_eos=True), prompt)
+        sim.ask(turn, prompt, IMAGES, 5, ignore_eos=True)
         sim.run()
         prompt += [*sim.received[turn], 27, 28]
     assert num_hashed[0] <= len(prompt) // BLOCK
 
 
 def test_only_equal_beginnings_are_taken_over(num_hashed: list[int]) -> None:
-    sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64), random.Random(0))
-    sim.add(make_request(0, PROMPT, IMAGES, 1), PROMPT)
+    sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64))
+    sim.ask(0, PROMPT, IMAGES, 1)
     sim.run()
     other_text = [*PROMPT[:1], 30, *PROMPT[2:]]
     cases = [

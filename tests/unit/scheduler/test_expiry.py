@@ -1,6 +1,5 @@
 """Deadlines of requests, and the longest wait for the first step."""
 
-import random
 from types import SimpleNamespace
 
 import msgspec
@@ -21,7 +20,7 @@ def _stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def simulation(max_queue_seconds: float | None = None, **limits: object) -> Simulation:
     made = make_core(num_blocks=64, **limits)
-    return Simulation(SchedulerCore(made.state, 1, 10_000, frozenset(), max_queue_seconds), random.Random(0))
+    return Simulation(SchedulerCore(made.state, 1, 10_000, frozenset(), max_queue_seconds))
 
 
 def ask(sim: Simulation, rid: int, deadline: float | None = None, n: int = 1) -> None:
@@ -68,7 +67,7 @@ def test_a_request_that_awaits_pixels_may_expire() -> None:
     sim = simulation(max_queue_seconds=10)
     sim.answers = False
     prompt = [PLACEHOLDER] * 4 + [20]
-    sim.add(make_request(0, prompt, [(0, 4, b"a")], 2, files={0}), prompt)
+    sim.ask(0, prompt, [(0, 4, b"a")], 2, files={0})
     sim.step()
     assert len(sim.open) == 1 and error_of(sim, NOW + 11) == [(0, 0, 503)]
     sim.answer(sim.open[0])

@@ -1,6 +1,5 @@
 """Images that come as files: their pixels are asked for when they must be encoded, and only then; nobody else waits for them."""
 
-import random
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ LENGTH = 8
 def simulation(**limits: int | bool) -> Simulation:
     """Room for everything, unless `limits` say otherwise. Questions stay open until a test answers them."""
     defaults = {"num_blocks": 200, "image_tokens": 200, "max_num_batched_tokens": 64, "max_num_mixed_tokens": 64}
-    sim = Simulation(make_core(**{"max_num_encoder_tokens": 64, **defaults, **limits}), random.Random(0))
+    sim = Simulation(make_core(**{"max_num_encoder_tokens": 64, **defaults, **limits}))
     sim.answers = False
     return sim
 
@@ -102,7 +101,7 @@ def test_the_same_file_is_asked_for_once() -> None:
     assert questions(sim) == [(0, 0), (0, 2)]
     finish(sim)
     prompt = [30, *[PLACEHOLDER] * 16, 20]
-    sim.add(make_request(1, prompt, [(1, 8, b"x"), (9, 8, b"x")], 2, files=[0]), prompt)
+    sim.ask(1, prompt, [(1, 8, b"x"), (9, 8, b"x")], 2, files=[0])
     sim.run()
     assert len(sim.asked) == 2
 

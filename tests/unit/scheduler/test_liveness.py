@@ -1,6 +1,5 @@
 """When the scheduler reports that the engine is alive (the source of `/health`), and its checks of itself."""
 
-import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from engine.scheduler.blocks import CHECKED_AT_ONCE, BlockPool
 from engine.scheduler.liveness import LATE_S, MAX_S, Workers
 from engine.scheduler.main import HEARTBEAT_S, Scheduler
 from engine.worker import heartbeat
-from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core
 
 LATER = 1e9
 
@@ -36,37 +35,37 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_an_idle_engine_is_alive() -> None:
-    sim = Simulation(make_core(), random.Random(0))
+    sim = Simulation(make_core())
     assert sim.core.alive_at(LATER) == LATER
-    sim.add(make_request(0, [20], [], 2, ignore_eos=True), [20])
+    sim.ask(0, [20], [], 2, ignore_eos=True)
     sim.run()
     assert sim.core.alive_at(LATER) == LATER
 
 
 def test_a_request_that_nothing_is_planned_for_is_no_progress(clock: Clock) -> None:
     """Also if further requests arrive."""
-    sim = Simulation(make_core(), random.Random(0))
+    sim = Simulation(make_core())
     sim.core.state.free_rows.clear()  # stands in for whatever may be wrong
     for rid in range(3):
-        sim.add(make_request(rid, [20], [], 2), [20])
+        sim.ask(rid, [20], [], 2)
         assert sim.core.next_step() is None
         assert sim.core.alive_at(LATER) == 1000
         clock.now += 1
 
 
 def test_a_worker_that_returns_nothing_is_no_progress(clock: Clock) -> None:
-    sim = Simulation(make_core(), random.Random(0))
-    sim.add(make_request(0, [20], [], 9, ignore_eos=True), [20])
+    sim = Simulation(make_core())
+    sim.ask(0, [20], [], 9, ignore_eos=True)
     assert sim.core.next_step() is not None and sim.core.next_step() is not None
     assert sim.core.alive_at(LATER) == 1000
 
 
 def test_waiting_for_the_processor_is_not_the_engines_fault(clock: Clock) -> None:
     """Red if what comes after the decode is not watched."""
-    sim = Simulation(make_core(), random.Random(0))
+    sim = Simulation(make_core())
     sim.answers = False
     prompt = [PLACEHOLDER] * 4 + [20]
-    sim.add(make_request(0, prompt, [(0, 4, b"a")], 2, files={0}), prompt)
+    sim.ask(0, prompt, [(0, 4, b"a")], 2, files={0})
     assert sim.core.next_step() is None
     sim._take()
     assert sim.core.alive_at(LATER) == LATER

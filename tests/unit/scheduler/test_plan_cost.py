@@ -44,12 +44,12 @@ def num_instructions_of_a_plan(core: SchedulerCore) -> int:
 
 def decoding_core(num_images: int) -> SchedulerCore:
     core = make_core(num_blocks=400, image_tokens=1000, max_num_seqs=NUM_ROWS, max_num_batched_tokens=600, max_num_encoder_tokens=600)
-    sim = Simulation(core, random.Random(0))
+    sim = Simulation(core)
     prompt = [PLACEHOLDER, 20] * num_images + [20]
-    sim.add(make_request(0, prompt, [(2 * i, 1, b"%d" % i) for i in range(num_images)], 1), prompt)
+    sim.ask(0, prompt, [(2 * i, 1, b"%d" % i) for i in range(num_images)], 1)
     sim.run()
     for rid in range(1, NUM_ROWS + 1):
-        sim.add(make_request(rid, [20 + rid], [], 9, ignore_eos=True), [20 + rid])
+        sim.ask(rid, [20 + rid], [], 9, ignore_eos=True)
     assert sim.step() and core.state.images.used_bytes == num_images * core.state.limits.bytes_per_image_token
     return core
 
@@ -64,9 +64,9 @@ def test_many_long_cached_prompts_do_not_start_in_one_plan() -> None:
     length, num_prompts = 16_366, 12
     core = make_core(num_blocks=20_000, block_size=16, max_num_seqs=NUM_ROWS, max_num_batched_tokens=8192, max_num_mixed_tokens=1000)
     core._capacity = 2 * length
-    sim = Simulation(core, random.Random(0))
+    sim = Simulation(core)
     prompt = [20 + i % 97 for i in range(length)]
-    sim.add(make_request(0, prompt, [], 1), prompt)
+    sim.ask(0, prompt, [], 1)
     sim.run()
     for rid in range(1, num_prompts + 1):
         core.add(make_request(rid, prompt, [], 2), np.asarray(prompt, dtype=np.int32))

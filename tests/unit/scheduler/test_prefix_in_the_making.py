@@ -1,6 +1,5 @@
 """A prefix that several new requests share is computed by the first of them; the others wait for it, and nobody else waits for them."""
 
-import random
 
 import msgspec
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.policy import PlannedStep
-from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request, pairs
 
 BLOCK = 4
 PAGES = [(2 + 9 * i, 8, bytes([i])) for i in range(5)]
@@ -18,7 +17,7 @@ DOCUMENT = [20, 21, *[*[PLACEHOLDER] * 8, 22] * 5]  # 47 tokens: 11 blocks and a
 
 def library(**limits: int | bool) -> Simulation:
     defaults = {"num_blocks": 200, "image_tokens": 200, "max_num_batched_tokens": 64, "max_num_mixed_tokens": 64}
-    return Simulation(make_core(**{"max_num_seqs": 16, "max_num_encoder_tokens": 64, **defaults, **limits}), random.Random(0))
+    return Simulation(make_core(**{"max_num_seqs": 16, "max_num_encoder_tokens": 64, **defaults, **limits}))
 
 
 def ask(sim: Simulation, rid: int, salt: str = "", max_tokens: int = 4) -> None:
@@ -30,7 +29,7 @@ def ask(sim: Simulation, rid: int, salt: str = "", max_tokens: int = 4) -> None:
 
 def say(sim: Simulation, rid: int, num_tokens: int, max_tokens: int = 4) -> None:
     prompt = [1000 + rid] * num_tokens
-    sim.add(make_request(rid, prompt, [], max_tokens, ignore_eos=True), prompt)
+    sim.ask(rid, prompt, [], max_tokens, ignore_eos=True)
 
 
 def running(core: SchedulerCore) -> list[int]:
@@ -39,7 +38,7 @@ def running(core: SchedulerCore) -> list[int]:
 
 def prefills_of(step: PlannedStep) -> list[int]:
     """The requests of a step's chunks that are not decodes, in order."""
-    return [request.rid for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.length > 1]
+    return [request.rid for request, chunk in pairs(step) if chunk.length > 1]
 
 
 def plan(sim: Simulation) -> PlannedStep:
@@ -137,12 +136,12 @@ def test_nobody_waits_for_a_younger_one() -> None:
     sim.step()
     common, more = [20] * 44, [21] * 60
     for rid, prompt in enumerate([[*common, 22, 22, 22, 22], [*common, *more, 23]]):
-        sim.add(make_request(rid, prompt, [], 20, ignore_eos=True), prompt)
+        sim.ask(rid, prompt, [], 20, ignore_eos=True)
     leader, follower = sim.core.state.waiting
     while leader.num_committed < 10:
         sim.step()
     assert leader.num_committed == 10 and follower.awaits_prefix
-    sim.add(make_request(2, [*common, *more, 24], [], 20, ignore_eos=True), [*common, *more, 24])
+    sim.ask(2, [*common, *more, 24], [], 20, ignore_eos=True)
     while not follower.num_computed:
         assert running(sim.core) in ([9, 0], [9, 0, 2])
         sim.step()

@@ -15,7 +15,7 @@ from engine.scheduler import request as request_module
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.policy import PlannedStep
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Sequence, Simulation, make_core, make_request
+from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Sequence, Simulation, make_core, make_request, pairs
 
 
 def random_prompt(rng: random.Random, max_images: int, max_length: int) -> tuple[list[int], list[tuple[int, int, bytes]]]:
@@ -75,59 +75,31 @@ def drive(
     sim.run()
 
 
-@given(prefix_cache=st.booleans(), seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans())
-def test_any_load_is_served_correctly(prefix_cache: bool, seed: int, tight: bool, fail: bool) -> None:
-    """Red if a plan reads KV or embeddings of something else, encodes a file, leaks a block, pin or row, loses a terminal event or stops.
+ANY = st.booleans()
+# What a load has, depending on two random booleans.
+LOADS = {
+    "plain": lambda one, other: {},
+    "caches are emptied": lambda one, other: {"forget_rate": 0.5},
+    "drafts of any source": lambda one, other: {"drafts": True},
+    "a drafter": lambda one, other: {"drafter": True, "forget_rate": 0.3 * one, "stateful": other},
+    "a model's head": lambda one, other: {"drafter": True, "forget_rate": 0.3 * one, "stateful": other, "head": True},
+    "steps run out of memory": lambda one, other: {"give_up_rate": 0.1},
+    "states": lambda one, other: {"stateful": True, "forget_rate": 0.3 * one, "give_up_rate": 0.1 * other},
+}
 
-    The simulation also asserts that no request computes a prefix that an older one is computing, or asks for pixels it has.
+
+@pytest.mark.parametrize("load", LOADS)
+@given(seed=st.integers(0, 10**9), prefix_cache=ANY, tight=ANY, fail=ANY, one=ANY, other=ANY)
+def test_any_load_is_served_correctly(load: str, seed: int, prefix_cache: bool, tight: bool, fail: bool, one: bool, other: bool) -> None:
+    """Red if a plan reads KV, embeddings or states of something else (also of refused drafts, or of a step that was given up), encodes a
+    file, leaks a block, pin or row, loses a terminal event, stops, or if answers depend on drafts.
+
+    The simulation also asserts that no request computes a prefix that an older one is computing, asks for pixels it has, continues before
+    it is known how many drafts hold, or exceeds a budget, and that drafts delay no other row.
     """
-    serve_any_load(prefix_cache, seed, tight, fail)
-
-
-@given(seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans())
-def test_any_load_survives_that_all_is_forgotten(seed: int, tight: bool, fail: bool) -> None:
-    """Red if emptying the caches takes what a request holds."""
-    serve_any_load(True, seed, tight, fail, forget_rate=0.5)
-
-
-@given(prefix_cache=st.booleans(), seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans())
-def test_any_load_with_drafts_is_served_correctly(prefix_cache: bool, seed: int, tight: bool, fail: bool) -> None:
-    """Red if the KV of a draft that does not hold is read or named, if tokens behind an end or beyond the limit get out, if a row goes on
-    before it is known how many of its drafts hold, or if drafts exceed a budget. Rows draw 1 to 8 tokens a step."""
-    serve_any_load(prefix_cache, seed, tight, fail, drafts=True)
-
-
-@given(
-    seed=st.integers(0, 10**9), tight=st.booleans(), fail=st.booleans(), forget=st.booleans(), stateful=st.booleans(), head=st.booleans()
-)
-def test_any_load_with_a_drafter_is_served_correctly(seed: int, tight: bool, fail: bool, forget: bool, stateful: bool, head: bool) -> None:
-    """Red if answers are others than without drafts, if drafts come beside prompts, are too many, or delay another row; if a row goes on
-    from a state before or behind the drafts that held; if blocks taken for guesses stop a request or leak; and as above."""
-    serve_any_load(True, seed, tight, fail, drafter=True, forget_rate=0.3 * forget, stateful=stateful, head=head)
-
-
-@given(prefix_cache=st.booleans(), seed=st.integers(0, 10**9), tight=st.booleans())
-def test_any_load_survives_steps_that_run_out_of_memory(prefix_cache: bool, seed: int, tight: bool) -> None:
-    """Red if a request goes on from KV or embeddings that were not computed, if one of them is named or shared, or if anything is left."""
-    sim = serve_any_load(prefix_cache, seed, tight, False, give_up_rate=0.1)
-    assert sim.given_up or "error" not in sim.terminal.values()
-
-
-@given(
-    prefix_cache=st.booleans(),
-    seed=st.integers(0, 10**9),
-    tight=st.booleans(),
-    fail=st.booleans(),
-    forget=st.booleans(),
-    give_up=st.booleans(),
-)
-def test_any_load_with_states_is_served_correctly(
-    prefix_cache: bool, seed: int, tight: bool, fail: bool, forget: bool, give_up: bool
-) -> None:
-    """Red if a row goes on from states of another place or sequence, if a snapshot is read in part, after its blocks hold something
-    else, or of a step that was given up, or if its blocks leak."""
-    rates = {"give_up_rate": 0.1 * give_up, "forget_rate": 0.3 * forget}
-    serve_any_load(prefix_cache, seed, tight, fail, stateful=True, **rates)
+    gives_up = load == "steps run out of memory"
+    sim = serve_any_load(prefix_cache, seed, tight, fail and not gives_up, **LOADS[load](one, other))
+    assert not gives_up or sim.given_up or "error" not in sim.terminal.values()
 
 
 def serve_any_load(
@@ -200,11 +172,11 @@ def test_loads_with_drafters_reach_drafts_and_snapshots() -> None:
 def test_a_repeated_prompt_computes_one_block_and_no_image() -> None:
     prompt = [20, 21, *[PLACEHOLDER] * 9, 22, 23, 24, 25, 26]
     core = make_core(num_blocks=64, max_num_batched_tokens=64)
-    sim = Simulation(core, random.Random(0))
-    sim.add(make_request(0, prompt, [(2, 9, b"a")], 1), prompt)
+    sim = Simulation(core)
+    sim.ask(0, prompt, [(2, 9, b"a")], 1)
     sim.run()
     before = core.state.counters.computed_tokens
-    sim.add(make_request(1, prompt, [(2, 9, b"a")], 1), prompt)
+    sim.ask(1, prompt, [(2, 9, b"a")], 1)
     sim.run()
     assert core.state.counters.computed_tokens - before == 4
     assert core.state.counters.images_encoded == 1 and core.state.counters.images_skipped == 1
@@ -214,19 +186,19 @@ def test_a_hit_may_end_anywhere_inside_an_image() -> None:
     for cut in range(1, 12):
         first, second = ([*[20] * cut, *[PLACEHOLDER] * 10, *rest] for rest in ([21, 22], [23, 22, 21]))
         core = make_core(num_blocks=64, max_num_batched_tokens=64)
-        sim = Simulation(core, random.Random(0))
+        sim = Simulation(core)
         for rid, prompt in enumerate((first, second)):
-            sim.add(make_request(rid, prompt, [(cut, 10, b"a")], 1), prompt)
+            sim.ask(rid, prompt, [(cut, 10, b"a")], 1)
             sim.run()
         assert core.state.counters.images_encoded == 1, cut
 
 
 def test_what_never_fits_is_refused_at_the_door() -> None:
     core = make_core(num_blocks=8, image_tokens=5)
-    sim = Simulation(core, random.Random(0))
-    sim.add(make_request(0, [20] * 32, [], 1), [20] * 32)
+    sim = Simulation(core)
+    sim.ask(0, [20] * 32, [], 1)
     prompt = [*[PLACEHOLDER] * 6, 20]
-    sim.add(make_request(1, prompt, [(0, 6, b"a")], 1), prompt)
+    sim.ask(1, prompt, [(0, 6, b"a")], 1)
     sim.run()
     assert sim.terminal == {0: "error", 1: "error"}
 
@@ -234,8 +206,8 @@ def test_what_never_fits_is_refused_at_the_door() -> None:
 def test_quick_steps_are_planned_further_ahead() -> None:
     """Red if new requests wait for three long steps."""
     core = make_core(num_blocks=64)
-    sim = Simulation(core, random.Random(0))
-    sim.add(make_request(0, [20] * 4, [], 100, ignore_eos=True), [20] * 4)
+    sim = Simulation(core)
+    sim.ask(0, [20] * 4, [], 100, ignore_eos=True)
     depths = {True: set(), False: set()}
     while sim.step():
         landed = core.state.num_steps - core.num_in_flight
@@ -246,15 +218,15 @@ def test_quick_steps_are_planned_further_ahead() -> None:
 
 def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_prompt: int = 60) -> list[int]:
     """Runs to the end; the prefill tokens of `other` in each step that also decodes `stream`."""
-    sim = Simulation(core, random.Random(0))
-    sim.add(make_request(stream, [20] * 4, [], 60, ignore_eos=True), [20] * 4)
+    sim = Simulation(core)
+    sim.ask(stream, [20] * 4, [], 60, ignore_eos=True)
     sim.step()
-    sim.add(make_request(other, [21] * num_prompt, [], 1), [21] * num_prompt)
+    sim.ask(other, [21] * num_prompt, [], 1)
     sizes = []
     while sim.in_flight or sim.step():
         while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
             sim.in_flight.append((step, sim.worker.execute(step, sim.sequences), []))
-            lengths = {request.rid: chunk.length for request, chunk in zip(step.requests, step.plan.chunks, strict=True)}
+            lengths = {request.rid: chunk.length for request, chunk in pairs(step)}
             assert stream in lengths or other not in lengths, "a step with prompts alone delays the stream"
             if stream in lengths:
                 sizes.append(lengths.get(other, 0))
@@ -293,15 +265,15 @@ def test_long_contexts_take_turns_and_short_ones_never_wait(monkeypatch: pytest.
     limit, heavy, num_light = 2000, 1000, 2
     sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=limit)
     core = make_core(num_blocks=500, max_num_seqs=16, max_num_batched_tokens=2000, max_num_mixed_tokens=2000, step_sizes=sizes)
-    sim = Simulation(core, random.Random(0))
+    sim = Simulation(core)
     same = [20] * heavy
-    sim.add(make_request(100, same, [], 1), same)
+    sim.ask(100, same, [], 1)
     sim.run()
     for rid in range(num_light):
-        sim.add(make_request(rid, [30 + rid] * 4, [], 40, ignore_eos=True), [30 + rid] * 4)
+        sim.ask(rid, [30 + rid] * 4, [], 40, ignore_eos=True)
     sim.step()
     for rid in range(10, 20):
-        sim.add(make_request(rid, same, [], 20, ignore_eos=True), same)
+        sim.ask(rid, same, [], 20, ignore_eos=True)
     seen = Counter()
     plan = core.next_step
     steps = []
