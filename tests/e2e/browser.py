@@ -30,6 +30,9 @@ FLAGS = (
 )
 
 
+SHORT = "var $ = selector => document.querySelector(selector), all = selector => [...document.querySelectorAll(selector)];"
+
+
 class Page:
     """One tab. Every request, console error and exception of the page is recorded."""
 
@@ -70,7 +73,7 @@ class Page:
         """Loads a page and waits until it is there; `script` runs before the page's own."""
         for domain in ("Page", "Runtime", "Network", "Log", "DOM"):
             await self.call(f"{domain}.enable")
-        await self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+        await self.call("Page.addScriptToEvaluateOnNewDocument", source=SHORT + script)
         await self.call("Page.navigate", url=url)
         await self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 

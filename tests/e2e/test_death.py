@@ -1,22 +1,25 @@
-"""Any process may be killed at any time: clients get an error, everything ends, nothing is left."""
+"""Any process may be killed or stopped at any time, on any machine: clients get an error, everything ends, nothing is left."""
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.serving import SMALL, LongAnswer, doomed
+from bench import faults
+from tests.e2e.serving import SMALL, Engine, LongAnswer, chat_body, doomed, image_part, picture, role_of, serve
 from tests.eventually import HANG_GUARD_S, eventually
 
 pytestmark = pytest.mark.faults
 LONG = ("--max-model-len", "8192")
 
 
-@pytest.mark.parametrize("victim", ["api", pytest.param("worker", marks=pytest.mark.gate), "launcher"])  # the others: `test_faults.py`
+@pytest.mark.parametrize("victim", ["api", pytest.param("worker", marks=pytest.mark.gate), "launcher"])
 def test_sigkill(tiny: Path, victim: str) -> None:
     """Red if a death leaves a client waiting, or a process, shared memory or a run directory behind, or if the engine exits with 0."""
     before = set(os.listdir("/dev/shm"))
@@ -113,3 +116,85 @@ def test_a_full_disk_under_stdout_is_one_line(tiny: Path, tmp_path: Path, has_lo
     if has_log:
         assert done.stderr.count("cannot write to stdout: No space left on device") == 1
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+CASES = [
+    ("api", "upload", "SIGTERM"),
+    ("processor", "media", "SIGKILL"),
+    ("scheduler", "prefill", "SIGKILL"),
+    ("worker", "decode", "SIGTERM"),  # not to be waited for: its answer is a long one
+    ("launcher", "decode", "SIGTERM"),
+]
+NUM_LEAVERS = 200
+
+
+@pytest.mark.parametrize(("role", "phase", "name"), CASES)
+async def test_a_signal_in_every_phase(monkeypatch: pytest.MonkeyPatch, role: str, phase: str, name: str) -> None:
+    for limit in ("END_S", "CLIENT_S"):
+        monkeypatch.setattr(faults, limit, HANG_GUARD_S)
+    result = await faults.case(role, phase, name, pause=11)
+    assert result["good"], result
+
+
+def test_two_hundred_clients_that_leave_at_once(tiny: Path) -> None:
+    """Red if their requests run on, wait on, or keep memory."""
+
+    came = []
+
+    def leave(engine: Engine, may_go: threading.Event) -> None:
+        body = chat_body("Hello", stream=True, max_tokens=1800, ignore_eos=True)
+        with httpx.stream("POST", f"{engine.url}/v1/chat/completions", json=body, timeout=60) as response:
+            came.append(response.status_code)
+            may_go.wait(HANG_GUARD_S)
+
+    with serve(tiny, "--max-num-seqs", "256") as engine:
+        may_go = threading.Event()
+        threads = [threading.Thread(target=leave, args=(engine, may_go)) for _ in range(NUM_LEAVERS)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: len(came) == NUM_LEAVERS, "the answers to all clients")
+        assert set(came) == {200} and engine.client.get("/load").json()["server_load"] > NUM_LEAVERS // 2
+        may_go.set()
+        for thread in threads:
+            thread.join()
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "engine_open_streams"):
+            eventually(lambda name=name: not engine.metric(name), f"{name} == 0")
+        eventually(lambda: engine.metric("engine_num_free_blocks") == engine.metric("engine_num_blocks"), "the release of all blocks")
+        assert engine.text("Still there?")
+
+
+ALONE = ["unshare", "--map-root-user", "--mount"]  # mounts that only the engine sees
+MOUNTS = 'mount -t tmpfs -o size=64k none /dev/shm && mount -t tmpfs -o size=4m none "$0" && export TMPDIR="$0" && exec "$@"'
+NOBODY = 65534
+
+
+def test_little_shared_memory_and_a_disk_that_fills(tiny: Path, tmp_path: Path) -> None:
+    """Red if an engine needs /dev/shm, or if a full disk for its sockets and temporary files ends it, makes it refuse
+    what it could serve, or keeps it from stopping cleanly."""
+    if subprocess.run([*ALONE, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs mounts of its own")
+    with doomed(tiny, prefix=[*ALONE, "sh", "-c", MOUNTS, str(tmp_path)]) as engine:
+        folder = Path(f"/proc/{engine.process.pid}/root{tmp_path}")
+        assert engine.run_dir.is_relative_to(tmp_path) and any(folder.iterdir())
+        with pytest.raises(OSError), open(folder / "others", "wb", buffering=0) as others:
+            while True:
+                others.write(bytes(1 << 16))
+        assert os.statvfs(folder).f_bavail == 0
+        assert engine.text("Go on") and engine.text([image_part(picture(1, 64, 64))])
+        assert engine.chat("Yes or no?", response_format={"type": "json_object"}).status_code == 200
+        assert engine.client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 4}).status_code == 200
+        engine.stop()
+
+
+def test_other_users_see_nothing(tiny: Path) -> None:
+    """Red if the run directory, its sockets or a process's memory are open to other users of the machine."""
+    with doomed(tiny, "--api-key", "sekret") as engine:
+        assert stat.S_IMODE(engine.run_dir.stat().st_mode) == 0o700
+        if os.getuid() == 0:
+            code = f"import os, sys; os.setgid({NOBODY}); os.setuid({NOBODY}); os.listdir(sys.argv[1])"
+            done = subprocess.run([sys.executable, "-c", code, str(engine.run_dir)], capture_output=True, text=True, check=False)
+            assert "PermissionError" in done.stderr
+        for child in engine.children:
+            assert b"sekret" not in Path(f"/proc/{child}/cmdline").read_bytes(), role_of(child)
+        assert engine.client.post("/tokenize", json={"prompt": "a"}, headers={"x-api-key": "sekret"}).status_code == 200
+        engine.stop()

@@ -26,20 +26,20 @@ from tests.unit.server.stack import Stack, answer_ids
 no_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: install Debian's package chromium")
 pytestmark = [pytest.mark.browser, no_browser]
 
-ANSWERS = "[...document.querySelectorAll('.theirs')].map(node => node.querySelector('.text').textContent)"
+ANSWERS = "all('.theirs').map(node => node.querySelector('.text').textContent)"
 NUMBERS = (
-    "[...document.querySelectorAll('.theirs')].map(node => "
+    "all('.theirs').map(node => "
     "Object.fromEntries([...node.querySelectorAll('.numbers div')].map(row => [...row.children].map(cell => cell.textContent))))"
 )
 SAME_DRAWINGS = "let state = 7; Math.random = () => (state = state * 48271 % 2147483647) / 2147483647;"
 STOP_EARLY = (  # inside the page: the answer takes a quarter of a second
-    "new MutationObserver((_, observer) => { if (document.querySelector('.theirs .text')?.textContent.length > 8) {"
-    "document.getElementById('stop').click(); observer.disconnect(); } }).observe(document.getElementById('log'),"
+    "new MutationObserver((_, observer) => { if ($('.theirs .text')?.textContent.length > 8) {"
+    "$('#stop').click(); observer.disconnect(); } }).observe($('#log'),"
     "{childList: true, subtree: true, characterData: true})"
 )
-READY = "document.querySelector('#status.good')"
-ATTACHED = "[...document.querySelectorAll('#attached img')].map(image => image.alt)"
-DONE = "document.querySelector('.theirs') && !document.querySelector('.theirs[aria-busy=\"true\"]')"
+READY = "$('#status.good')"
+ATTACHED = "all('#attached img').map(image => image.alt)"
+DONE = "$('.theirs') && !$('.theirs[aria-busy=\"true\"]')"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ async def page(engine: Engine) -> AsyncIterator[Page]:
 
 async def attach(page: Page, *paths: Path) -> None:
     await page.choose_files("#files", list(paths))
-    await page.wait(f"document.querySelectorAll('#attached .thumb').length === {len(paths)}")
+    await page.wait(f"all('#attached .thumb').length === {len(paths)}")
 
 
 async def ask(page: Page, question: str) -> None:
@@ -96,7 +96,7 @@ async def test_drawn_pictures_are_counted_over_turns_and_can_be_removed(page: Pa
     await ask(page, "What shape is in picture 3?")
     assert await page.evaluate(ANSWERS) == [f"{first}, {second}", label.split()[-1]]
     await page.click("#new")
-    assert await page.evaluate("!document.querySelector('.turn') && !document.getElementById('welcome').hidden")
+    assert await page.evaluate("!$('.turn') && !$('#welcome').hidden")
     await ask(page, "hello")
     assert "demo" in (await page.evaluate(ANSWERS))[0]
 
@@ -106,8 +106,8 @@ async def test_every_example_is_answered_rightly(page: Page) -> None:
     for example in examples:
         await page.click(example)
         await page.wait(DONE)
-        labels = await page.evaluate("[...document.querySelectorAll('.mine img')].map(image => image.alt)")
-        question = await page.evaluate("document.querySelector('.mine > .text').textContent")
+        labels = await page.evaluate("all('.mine img').map(image => image.alt)")
+        question = await page.evaluate("$('.mine > .text').textContent")
         assert await page.evaluate(ANSWERS) == [right_answer(question, [label.split() for label in labels])], (question, labels)
         await page.click("#new")
 
@@ -137,23 +137,23 @@ async def test_stop_drop_and_words_for_errors(page: Page, engine: Engine) -> Non
         "document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true})); })()"
     )
     await page.evaluate(broken)
-    problem = await page.wait("document.getElementById('problem').textContent")
+    problem = await page.wait("$('#problem').textContent")
     assert problem == "No picture or video: notes.txt. Broken, or of a kind that cannot be read: photo.png. Remove it to send the question."
     await page.click("#question")
     await page.type("What is in this picture?")
     await page.press("Enter")
-    assert await page.evaluate("document.getElementById('send').disabled && document.querySelectorAll('.mine').length === 1")
+    assert await page.evaluate("$('#send').disabled && all('.mine').length === 1")
     for _ in range(2):
         await page.click("#attached .rejected button")
-    assert await page.evaluate("!document.getElementById('send').disabled && document.getElementById('problem').hidden")
+    assert await page.evaluate("!$('#send').disabled && $('#problem').hidden")
     await page.evaluate("setQuestion('')")
     await page.click("#settings summary")
     await page.click("#temperature")
     await page.type("200")
     await ask(page, "What is in this picture?")
-    problem = await page.wait("document.getElementById('problem').textContent")
+    problem = await page.wait("$('#problem').textContent")
     assert problem.startswith("temperature")
-    assert await page.evaluate("document.getElementById('question').value") == "What is in this picture?"
+    assert await page.evaluate("$('#question').value") == "What is in this picture?"
     assert len(await page.evaluate(ANSWERS)) == 1
     page.complaints.clear()  # the browser logs the 400
 
@@ -193,11 +193,11 @@ async def test_a_video_plays_and_is_seen(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "clip.webm"
     path.write_bytes(encode_video(frames_of(20, 120, 160), "webm", "libvpx-vp9"))
     await page.choose_files("#files", [path])
-    await page.wait("document.querySelector('#attached video')?.videoWidth === 160")
+    await page.wait("$('#attached video')?.videoWidth === 160")
     await ask(page, "What is this?")
     (numbers,) = await page.evaluate(NUMBERS)
     assert (numbers["Frames read"], numbers["Pictures and frame pairs encoded"]) == ("4", "2")
-    duration = await page.wait("document.querySelector('.mine video').duration")  # NaN, which comes as None, until its head is read
+    duration = await page.wait("$('.mine video').duration")  # NaN, which comes as None, until its head is read
     assert duration == pytest.approx(2, abs=0.1)
 
 
@@ -209,7 +209,7 @@ async def test_pictures_by_paste(page: Page, tmp_path: Path) -> None:
         f"data.items.add(new File([bytes], 'a.png', {{type: 'image/{path.suffix[1:]}'}}));"
         "document.dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true})); })()"
     )
-    await page.wait("document.querySelectorAll('#attached .thumb').length === 1")
+    await page.wait("all('#attached .thumb').length === 1")
     await ask(page, "What number is in picture 1?")
     assert await page.evaluate(ANSWERS) == ["472"]
 
@@ -229,7 +229,7 @@ async def test_a_phone(page: Page, tmp_path: Path) -> None:
 async def fits(page: Page) -> None:
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth && innerWidth === 360")
     outside = (
-        "[...document.querySelectorAll('button, input, textarea, a, summary')]"
+        "all('button, input, textarea, a, summary')"
         ".filter(node => node.checkVisibility() && !node.matches('.hidden'))"
         ".map(node => [node.id || node.textContent, node.getBoundingClientRect()])"
         ".filter(([, box]) => box.left < 0 || box.right > innerWidth || box.height < 16).map(([name]) => name)"
@@ -241,14 +241,14 @@ async def test_api_key(tmp_path: Path) -> None:
     """The page itself loads without one."""
     with serve(CHECKPOINT, "--api-key", "open sesame") as engine:
         async with open_page(engine.url + "/") as page:
-            await page.wait("document.getElementById('status').textContent === 'needs an API key'")
+            await page.wait("$('#status').textContent === 'needs an API key'")
             assert await page.evaluate("document.activeElement.id") == "key"
             await ask_without_key(page)
             await page.click("#key")
             await page.type("open ")
             await page.press("Enter")
-            await page.wait("document.getElementById('status').textContent === 'needs another API key'")
-            await page.evaluate("document.getElementById('key').select()")
+            await page.wait("$('#status').textContent === 'needs another API key'")
+            await page.evaluate("$('#key').select()")
             await page.type("open sesame")
             await page.press("Enter")
             await page.wait(READY)
@@ -263,7 +263,7 @@ async def ask_without_key(page: Page) -> None:
     await page.click("#question")
     await page.type("hello")
     await page.press("Enter")
-    assert "API key" in await page.wait("document.getElementById('problem').textContent")
+    assert "API key" in await page.wait("$('#problem').textContent")
 
 
 @pytest.fixture
@@ -288,13 +288,13 @@ async def test_thoughts_stand_apart(speaker: tuple[str, Callable[..., None]]) ->
         await page.wait(READY)
         await ask(page, "really?")
         assert await page.evaluate(ANSWERS) == ["Yes."]
-        assert await page.evaluate("document.querySelector('.thoughts').textContent") == "Hm,\nwell.\n"
+        assert await page.evaluate("$('.thoughts').textContent") == "Hm,\nwell.\n"
         assert await page.evaluate("messagesOf(turns).at(-1)") == {"role": "assistant", "content": "Yes."}
         say("<think>\nHm, well, on and on", reason="length")
         await page.click("#question")
         await page.type("and then?")
         await page.press("Enter")
-        await page.wait("document.querySelector('#problem').textContent.includes('token limit')")
+        await page.wait("$('#problem').textContent.includes('token limit')")
         assert await page.evaluate(ANSWERS) == ["Yes."]
 
 
@@ -305,22 +305,22 @@ async def test_a_conversation_survives_a_reload_and_can_be_changed(page: Page) -
     await ask(page, "What number is in picture 2?")
     answers = await page.evaluate(ANSWERS)
     await page.call("Page.reload")
-    await page.wait("document.querySelectorAll('.theirs').length === 2 && document.querySelector('#status.good')")
+    await page.wait("all('.theirs').length === 2 && $('#status.good')")
     assert await page.evaluate(ANSWERS) == answers
     await page.evaluate("turns.at(-1).answer.isOld = true")
     await page.click(".turn:last-child .copies button:last-child")  # retry
     await page.wait("!running && turns.length === 2 && !turns.at(-1).answer.isOld")
     assert await page.evaluate(ANSWERS) == answers
     await page.click(".mine:first-child .copies button:first-child")  # edit
-    assert await page.evaluate("[document.querySelectorAll('.old').length, document.querySelectorAll('#attached .thumb').length]") == [4, 1]
+    assert await page.evaluate("[all('.old').length, all('#attached .thumb').length]") == [4, 1]
     await page.press("Escape")
-    assert await page.evaluate("[document.querySelectorAll('.old').length, turns.length, el.question.value]") == [0, 2, ""]
+    assert await page.evaluate("[all('.old').length, turns.length, el.question.value]") == [0, 2, ""]
     await page.click(".mine:first-child .copies button:first-child")
     await page.evaluate("setQuestion('')")
     await ask(page, "How many pictures are there?")
     assert await page.evaluate(ANSWERS) == ["1"]
     await page.click(".mine .copies button:last-child")  # delete
-    assert await page.evaluate("[turns.length, localStorage.length, document.getElementById('welcome').hidden]") == [0, 0, False]
+    assert await page.evaluate("[turns.length, localStorage.length, $('#welcome').hidden]") == [0, 0, False]
 
 
 async def test_progress_of_an_upload_and_the_servers_speed(page: Page, tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ async def test_progress_of_an_upload_and_the_servers_speed(page: Page, tmp_path:
     conditions = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": 400_000}
     await page.call("Network.emulateNetworkConditions", **conditions)
     await page.evaluate(
-        "var phases = new Set(); new MutationObserver(() => phases.add(document.querySelector('.theirs:last-child .phase')?.textContent))"
+        "var phases = new Set(); new MutationObserver(() => phases.add($('.theirs:last-child .phase')?.textContent))"
         ".observe(el.log, {childList: true, subtree: true, characterData: true}); true"
     )
     await ask(page, "Describe picture 1.")
@@ -364,15 +364,15 @@ x = "**no**"
 
 async def test_markdown_is_shown_and_html_is_not(page: Page) -> None:
     """Red if an answer can put elements of its own into the page."""
-    await page.evaluate(f"document.querySelector('#log').append(...markdown({json.dumps(MARKED)}))")
-    tags = await page.evaluate("[...document.querySelectorAll('#log *')].map(node => node.tagName.toLowerCase())")
+    await page.evaluate(f"$('#log').append(...markdown({json.dumps(MARKED)}))")
+    tags = await page.evaluate("all('#log *').map(node => node.tagName.toLowerCase())")
     assert tags == [
         "h3", "p", "strong", "em", "code", "a", "ol", "li", "li", "ul", "li", "li", "pre", "code", "table", "thead", "tr", "th", "th",
         "tbody", "tr", "td", "td", "code", "blockquote", "p",
     ]  # fmt: skip
-    text = await page.evaluate("document.querySelector('#log').textContent")
+    text = await page.evaluate("$('#log').textContent")
     assert "<img src=x onerror=alert(1)>" in text and "[no link](javascript:alert(1))" in text and 'x = "**no**"' in text
-    assert await page.evaluate("document.querySelector('#log a').href") == "https://example.org/x"
+    assert await page.evaluate("$('#log a').href") == "https://example.org/x"
 
 
 async def test_boxes_are_drawn_on_the_picture(speaker: tuple[str, Callable[..., None]]) -> None:
@@ -382,17 +382,17 @@ async def test_boxes_are_drawn_on_the_picture(speaker: tuple[str, Callable[..., 
         await page.wait(READY)
         await page.click("#draw-shape")
         await ask(page, "Where?")
-        await page.wait("document.querySelector('.boxed rect')")
-        widths = "['img', 'svg'].map(name => document.querySelector('.boxed ' + name).getBoundingClientRect().width)"
+        await page.wait("$('.boxed rect')")
+        widths = "['img', 'svg'].map(name => $('.boxed ' + name).getBoundingClientRect().width)"
         assert await page.evaluate(widths) == [224, 224]
-        sides = "['x', 'y', 'width', 'height'].map(name => document.querySelector('.boxed rect').getAttribute(name))"
+        sides = "['x', 'y', 'width', 'height'].map(name => $('.boxed rect').getAttribute(name))"
         assert await page.evaluate(sides) == ["100", "250", "400", "500"]
-        assert await page.evaluate("document.querySelector('.boxed svg').getAttribute('viewBox')") == "0 0 1000 1000"
-        assert await page.evaluate("document.querySelector('.boxed figcaption').textContent") == "star <b>"
+        assert await page.evaluate("$('.boxed svg').getAttribute('viewBox')") == "0 0 1000 1000"
+        assert await page.evaluate("$('.boxed figcaption').textContent") == "star <b>"
         await page.click(".mine .thumb img")
-        assert await page.evaluate("document.getElementById('large').open")
+        assert await page.evaluate("$('#large').open")
         await page.press("Escape")
-        await page.wait("!document.getElementById('large').open")
+        await page.wait("!$('#large').open")
         assert not page.complaints
 
 
@@ -404,9 +404,9 @@ async def test_a_server_that_is_gone_and_back(tmp_path: Path) -> None:
         await page.wait(READY)
     try:
         await page.evaluate("watchServer()")
-        await page.wait("document.querySelector('#status.bad')")
+        await page.wait("$('#status.bad')")
         with serve(CHECKPOINT, "--port", port):
-            await page.wait("document.querySelector('#status.good') && el.problem.textContent === 'The server is back.'")
+            await page.wait("$('#status.good') && el.problem.textContent === 'The server is back.'")
     finally:
         await context.__aexit__(None, None, None)
 

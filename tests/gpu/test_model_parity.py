@@ -101,18 +101,6 @@ def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(backend: Backe
     assert relative(torch.cat(parts), rounded) < FLOAT8_TOLERANCE
 
 
-@pytest.mark.parametrize("chunk", [64, 301])
-def test_chunks_equal_the_whole(model: Qwen3VL, backend: Backend, chunk: int) -> None:
-    prompt = Prompt.build(model.config, PROMPTS["three images"])
-    runner = runner_of(model, backend)
-    session = runner.start(prompt)
-    parts = []
-    while session.computed < len(prompt.ids):
-        count = min(chunk, len(prompt.ids) - session.computed)
-        parts.append(runner.step([(session, count)], num_prefill_rows=1, want="all"))
-    assert relative(torch.cat(parts), whole(model, backend, prompt)) < TOLERANCE
-
-
 @pytest.mark.parametrize("graphed", [False, True])
 def test_decode_equals_prefill(model: Qwen3VL, backend: Backend, graphed: bool) -> None:
     """Prompts go on token by token, together in one step; each token's logits are those of a prefill of everything."""
@@ -133,18 +121,6 @@ def test_decode_equals_prefill(model: Qwen3VL, backend: Backend, graphed: bool) 
         rows.append(runner.step([(session, 1) for session in sessions], num_prefill_rows=0))
     for i, prompt in enumerate(prompts):
         assert relative(torch.stack([row[i] for row in rows]), whole(model, backend, prompt)[-steps:]) < TOLERANCE
-
-
-def test_a_mixed_step_equals_its_rows_alone(model: Qwen3VL, backend: Backend) -> None:
-    """One step with a chunk and two decode rows."""
-    prompts = [Prompt.build(model.config, parts) for parts in PROMPTS.values()]
-    runner = runner_of(model, backend)
-    sessions = [runner.start(prompt) for prompt in reversed(prompts)]
-    for session in sessions[1:]:
-        runner.step([(session, len(session.ids) - 1)], num_prefill_rows=1, want="none")
-    logits = runner.step([(sessions[0], len(sessions[0].ids)), *((session, 1) for session in sessions[1:])], num_prefill_rows=1)
-    for row, prompt in zip(logits, reversed(prompts), strict=True):
-        assert relative(row, whole(model, backend, prompt)[-1]) < TOLERANCE
 
 
 def host_step(batch: ForwardBatch) -> HostStep:

@@ -173,6 +173,4 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "a closed connection stays counted": ("        self._open.discard(connection)\n", ""),
     },
 }
-MUTATIONS = tuple(
-    Mutation(name, file, old, new, tests) for (file, tests), faults in FAULTS.items() for name, (old, new) in faults.items()
-)
+MUTATIONS = tuple(Mutation(name, file, old, new, tests) for (file, tests), faults in FAULTS.items() for name, (old, new) in faults.items())

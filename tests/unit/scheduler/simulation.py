@@ -42,9 +42,7 @@ State = tuple[int, bytes]  # tokens, and what they mean
 NOTHING: State = (0, b"")
 
 
-def make_core(
-    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, **limits: object
-) -> SchedulerCore:
+def make_core(*, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, **limits: object) -> SchedulerCore:
     defaults: dict[str, object] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,

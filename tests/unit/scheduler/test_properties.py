@@ -58,12 +58,7 @@ def drive(
         salt = rng.choice(["", "", "tenant"])
         files = {i for i in range(len(images)) if rng.random() < file_rate}
         wire = make_request(rid, prompt, images, rng.randint(1, max_tokens), files, ignore_eos=rng.random() < 0.5)
-        wire = msgspec.structs.replace(
-            wire,
-            cache_salt=salt,
-            n=rng.choice([1, 1, 2, 5]),
-            priority=rng.choice([0, 0, 1, -1]),
-        )
+        wire = msgspec.structs.replace(wire, cache_salt=salt, n=rng.choice([1, 1, 2, 5]), priority=rng.choice([0, 0, 1, -1]))
         sim.add(wire, prompt)
         for _ in range(rng.choice([0, 0, 0, 1, 2, 3])):
             sim.step()

@@ -1,6 +1,6 @@
 """Steps through graphs give the tokens of steps without: padding, shapes and what is copied where, with a stand-in for CUDA's capture."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +19,6 @@ from models.kernels.step_sizes import StepSizes
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.worker import in_process
 from tests.unit.worker.in_process import Engine, load_model, make_picture, run_again
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
-    yield load_model(folder)
-
 
 # Few and small shapes, so that prompts of a tiny model meet every case: below, at and above a size.
 SIZES = StepSizes(

@@ -48,9 +48,7 @@ class Waits:
 
 
 def cache_of(tower: Any, stream: Any = None) -> ImageCache:
-    reader = SimpleNamespace(
-        read=lambda sources: [source.width for source in sources], read_copy=lambda source: (source.width, b"")
-    )
+    reader = SimpleNamespace(read=lambda sources: [source.width for source in sources], read_copy=lambda source: (source.width, b""))
     return ImageCache(tower, reader, SINGLE, stream)
 
 

@@ -1,6 +1,5 @@
 """Changes of logits before sampling, and reported log-probabilities: each step of real requests against numpy formulas."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ from engine.worker.sampling import prompt as prompt_scores
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.reference.sampling import TorchSampling
-from models.scaffold import SHAPES, write_model_folder
-from tests.unit.worker.in_process import Engine, load_model
+from tests.unit.worker.in_process import Engine
 
 PROMPT = [5, 9, 9, 13, 20, 250, 250, 250, 7]
 OUTPUT = 40
@@ -31,13 +29,6 @@ OTHERS = [
     {**GREEDY},
     {"temperature": 1.0, "seed": 5},
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
-    yield load_model(folder)
 
 
 @pytest.fixture

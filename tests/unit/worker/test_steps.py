@@ -4,7 +4,6 @@ import dataclasses
 import io
 import random
 import runpy
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,19 +15,11 @@ from engine.worker.jpeg import apply_orientation
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.reference import jpeg
 from models.kernels.reference.jpeg import PillowDecoder
-from models.scaffold import SHAPES, write_model_folder
-from tests.unit.worker.in_process import CPU, Engine, Picture, load_model, make_picture
+from tests.unit.worker.in_process import CPU, Engine, Picture, make_picture
 
 NIGHTLY = pytest.mark.nightly
 
 Prompt = list[list[int] | Picture]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qwen3VL]:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_model_folder(folder, SHAPES["tiny"], weights="random", seed=0)
-    yield load_model(folder)
 
 
 def prompts() -> list[Prompt]:
