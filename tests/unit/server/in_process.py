@@ -44,9 +44,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._now = time.monotonic()
         self._num_in_threads = 0
-        selector = cast(selectors.BaseSelector, self._selector)  # type: ignore[attr-defined]
+        selector = cast(selectors.BaseSelector, self._selector)
         self._select = selector.select
-        selector.select = self._jump  # type: ignore[method-assign,assignment]
+        selector.select = self._jump
 
     def time(self) -> float:
         return self._now
@@ -215,7 +215,7 @@ class Wire(asyncio.Transport):
                 room = self._protocol.get_buffer(-1)
                 assert len(room), "asyncio refuses an empty buffer"
                 size = min(len(room), len(piece))
-                room[:size] = piece[:size]  # type: ignore[index]
+                room[:size] = piece[:size]
                 self._protocol.buffer_updated(size)
             else:
                 size = len(piece)
@@ -301,7 +301,7 @@ class ServedApi(HttpServer):
 
     def __init__(self, model_folder: Path, **settings: object):
         sizes = {"api_arena_bytes": 16 * MIB, "processor_arena_bytes": MIB}
-        config = EngineConfig(**{**sizes, **settings})  # type: ignore[arg-type]
+        config = EngineConfig(**{**sizes, **settings})
         self.run_dir = tempfile.mkdtemp()
         self._fds = create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", MIB)
         runtime = Runtime(config, "torch", "cpu", self.run_dir, self._fds, -1, -1, str(model_folder), ("test-model", "other-name"), 4096)

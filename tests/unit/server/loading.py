@@ -27,7 +27,7 @@ class Loading:
     """What a processor has for its images."""
 
     def __init__(self, checkpoint: Checkpoint, **settings: object):
-        self.max_request_pixels = EngineConfig(**settings).max_request_pixels  # type: ignore[arg-type]
+        self.max_request_pixels = EngineConfig(**settings).max_request_pixels
         self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
         self.arena = Arena(self.arena_fd, SIZE)
@@ -35,7 +35,7 @@ class Loading:
         self.announced: list[Prefetch] = []
         worker: Any = SimpleNamespace(send=self.announced.append)
         early = EarlyReads(worker, checkpoint.geometry)
-        self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room, early, True)  # type: ignore[arg-type]
+        self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room, early, True)
         self._images: list[Medium] = []
 
     async def close(self) -> None:
@@ -72,12 +72,6 @@ class Loading:
         file = self.body(text)
         ref = VideoRef(file=file, **fields)
         video = FrameList(self.tools, ref, []) if ref.holds_frames else VideoFile(self.tools, ref)
-        self._images.append(video)
-        await video.load(0, Allowance(self.max_request_pixels, 8))
-        return video
-
-    async def load_url(self, url: str) -> Video:
-        video = VideoFile(self.tools, VideoRef(file=MediaRef(url=url)))
         self._images.append(video)
         await video.load(0, Allowance(self.max_request_pixels, 8))
         return video

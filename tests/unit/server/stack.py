@@ -93,7 +93,7 @@ class FakeScheduler:
     def beat(self, age: float = 0.0) -> None:
         self.num_beats += 1
         drafts = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 5, "accepted_by_position": [3, 2]}
-        stats = EngineStats(max_model_len=self.max_model_len, steps=self.num_beats, **drafts)  # type: ignore[arg-type]
+        stats = EngineStats(max_model_len=self.max_model_len, steps=self.num_beats, **drafts)
         self._send(EngineOutputs([], [], stats, time.monotonic() - age))
 
     def _send(self, message: EngineOutputs | GrammarLoaded) -> None:
@@ -139,7 +139,7 @@ def answer_ids(token_ids: list[int], reason: str = "stop", step: int = 1) -> Scr
         for start in range(0, len(token_ids), step):
             piece = token_ids[start : start + step]
             is_last = start + step >= len(token_ids)
-            output = RequestOutput(request.rid, piece, reason if is_last else None, None, 3, stages if start == 0 else None)  # type: ignore[arg-type]
+            output = RequestOutput(request.rid, piece, reason if is_last else None, None, 3, stages if start == 0 else None)
             scheduler.send([output], [request.rid] if is_last else [])
 
     return script
@@ -168,13 +168,8 @@ class Stack:
         self, model_folder: Path, max_model_len: int = 4096, is_started: bool = True, in_process: bool = False, **settings: object
     ):
         """With `is_started` False the scheduler sends no heartbeat, and `port` must be given: the api does not report its address."""
-        defaults: dict[str, object] = {
-            "port": 0,
-            "api_arena_bytes": 16 * MIB,
-            "processor_arena_bytes": 32 * MIB,
-            "log_level": "warning",
-        }
-        self.config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
+        defaults: dict[str, object] = {"port": 0, "api_arena_bytes": 16 * MIB, "processor_arena_bytes": 32 * MIB, "log_level": "warning"}
+        self.config = EngineConfig(**{**defaults, **settings})
         self.run_dir = tempfile.mkdtemp()
         sizes = (self.config.api_arena_bytes or 0, self.config.processor_arena_bytes or 0)
         self._fds = tuple(create_memfd(name, size) for name, size in zip(("api", "processor"), sizes, strict=True))
@@ -188,7 +183,7 @@ class Stack:
         for fd in inherited:
             os.set_inheritable(fd, True)
         metrics_fd = None if metrics is None else metrics.fileno()
-        fds: tuple[int, int] = self._fds  # type: ignore[assignment]
+        fds: tuple[int, int] = self._fds
         names, folder = ("test-model", "other-name"), str(model_folder)
         place = (self.run_dir, fds, lifeline, listener.fileno(), folder)
         runtime = Runtime(self.config, "torch", "cpu", *place, names, max_model_len, metrics_fd)
@@ -220,6 +215,22 @@ class Stack:
         assert isinstance(self.servers, InProcess), "the servers are processes"
         return self.servers
 
+    @property
+    def last(self) -> EngineRequest:
+        """The latest request that has reached the scheduler."""
+        return self.scheduler.requests[-1]
+
+    def prompt(self) -> list[int]:
+        return self.scheduler.prompt(self.last)
+
+    @property
+    def script(self) -> Script:
+        return self.scheduler.script
+
+    @script.setter
+    def script(self, script: Script) -> None:
+        self.scheduler.script = script
+
     def _await_ready(self) -> str:
         texts: dict[str, str] = {}
         while len(texts) < 2:
@@ -247,12 +258,12 @@ class Stack:
 
     def reset(self) -> None:
         """Echo again, and forget which requests were aborted."""
-        self.scheduler.script = answer_text
+        self.script = answer_text
         self.scheduler.aborted.clear()
 
     def recover(self) -> None:
         """Check what must hold after every test: a good request is answered, and both arenas are empty."""
-        self.scheduler.script = answer_text
+        self.script = answer_text
         assert self.chat("still there?").status_code == 200
         self.settle()
 

@@ -67,8 +67,7 @@ async def test_the_metrics_port_serves_metrics_only(model_folder: Path) -> None:
 
 
 def test_the_api_as_a_process(model_folder: Path) -> None:
-    """Fails if the process opens a port without its guard or its limits (Prometheus needs no key, and a long head is refused there too), or
-    if a process keeps the soft limit of open files that it was started with."""
+    """Fails if a port has no guard or limits (Prometheus needs no key), or if a soft limit of open files stays."""
     stack = Stack(model_folder, api_key="own", metrics_port=0)
     try:
         assert stack.http.get("/v1/models").status_code == 401

@@ -108,7 +108,7 @@ def test_arguments_do_not_wait_for_the_end() -> None:
 
 
 def test_a_string_that_is_no_json_hides_no_marker() -> None:
-    """Red if a quote that a model forgets swallows the calls behind it: line breaks stand in no JSON string."""
+    """Line breaks stand in no JSON string: a quote that a model forgets must not swallow the calls behind it."""
     begin = '<tool_call>{"name": "g", "arguments": {"a": "x'
     for broken, num_calls in (
         ("}}\n</tool_call>", 2),  # a string that never ends
@@ -125,7 +125,6 @@ def test_a_string_that_is_no_json_hides_no_marker() -> None:
 
 
 def test_a_marker_that_ends_the_text_is_in_no_string() -> None:
-    """Red if what ends the text is passed on as part of an argument, or if a call that is none loses it."""
     named = ('{"name": "g", "arguments": {"a": "x}}', "", '{"a": "x}}')
     for text, shown, arguments in (named, ('{"nam', '<tool_call>{"nam</tool_call>', "")):
         for whole in (f"<tool_call>{text}</tool_call>", f"<tool_call>{text}</tool_call> "):
@@ -138,18 +137,6 @@ def test_a_single_call_ends_the_answer() -> None:
     for pieces in ([HERMES + " x " + HERMES], list(HERMES + " x " + HERMES)):
         shown, deltas, is_done = read(pieces, is_single=True)
         assert (shown, calls_of(deltas), is_done) == ("", [("weather", ARGUMENTS)], True)
-
-
-def test_damage_never_raises() -> None:
-    draw = random.Random(1)
-    for _ in range(3000):
-        text = list(HERMES if draw.random() < 0.5 else XML)
-        for _ in range(draw.randint(1, 6)):
-            text[draw.randrange(len(text))] = draw.choice('{}[]",:\\<>/ax1 ')
-        _, deltas, _ = read(["".join(text)])
-        names = [delta.name is not None for delta in deltas]
-        assert not names or names[0]
-        assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
 
 
 CITY = {"f": {"city": {"type": "string"}}}
@@ -240,7 +227,7 @@ HOSTILE: dict[str, list[str]] = {
 
 
 def strings_in(value: Any) -> Iterator[int]:
-    """Lengths of the strings that an object keeps, in itself and in its parts, but not in lists: those are only joined once."""
+    """Lengths of the strings that an object and its parts keep, but not in lists: those are only joined once."""
     for kept in vars(value).values():
         if isinstance(kept, str):
             yield len(kept)
@@ -249,7 +236,7 @@ def strings_in(value: Any) -> Iterator[int]:
 
 
 def test_each_character_is_examined_a_constant_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token was followed by a search of the whole call: an honest long parameter took quadratic time, an endless one cubic time."""
+    """An honest long parameter took quadratic time, an endless one cubic time."""
     for pattern, value in list(vars(calls).items()):
         if isinstance(value, re.Pattern):
             monkeypatch.setattr(calls, pattern, Counting(value))
@@ -263,7 +250,7 @@ def test_each_character_is_examined_a_constant_number_of_times(monkeypatch: pyte
 
 
 def test_odd_json_does_not_end_the_processor() -> None:
-    """Half a surrogate pair could not be sent to the api, and JSON that is too deep could not be read: both ended the engine."""
+    """Half a surrogate pair, or JSON that is too deep, ended the engine."""
     for text, name, arguments in (
         (r'{"name": "a\ud800", "arguments": {}}', "a?", {}), (r'{"name": "a", "arguments": "{\"x\": \"\ud800\"}"}', "a", {"x": "?"}),
         (r'<function=a><parameter=x>"\ud800"</parameter></function>', "a", {"x": "\ud800"}),

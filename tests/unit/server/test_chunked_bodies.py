@@ -43,7 +43,7 @@ class CountingBytes(bytes):
 
 
 class Application:
-    """An ASGI application that refuses every request at once, or reads its body first; it keeps the headers and bodies it was given."""
+    """ASGI application that refuses every request at once, or reads its body first."""
 
     def __init__(self, reads_body: bool) -> None:
         self.reads_body = reads_body

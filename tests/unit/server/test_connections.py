@@ -101,7 +101,6 @@ async def test_idle_connections_make_room() -> None:
 
 @virtual
 async def test_health_is_answered_when_all_connections_are_busy() -> None:
-    """Fails if waiting clients hide the health from a load balancer, or if one connection too many is let in."""
     server = HttpServer(wait_if_posted, EngineConfig(max_connections=4))
     busy = [await server.ask(request_of(SMALL)) for _ in range(4)]
     for request, status in ((GET_HEALTH, 200), (request_of(SMALL), 503), (GET_HEALTH, 200)):
@@ -116,8 +115,7 @@ async def test_health_is_answered_when_all_connections_are_busy() -> None:
 
 @virtual
 async def test_requests_may_be_cut_anywhere() -> None:
-    """Fails if a head that is split over packets is another one (the parser drops the body of an upgrade), or if a request that shares a
-    packet with the end of a chunked body is lost."""
+    """The parser drops the body of an upgrade; a request may share a packet with the end of a chunked body."""
     upgrade = head_of(len(SMALL))[:-2] + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n\r\n" + SMALL
     data = chunked(SMALL, len(SMALL)) + upgrade + request_of(SMALL) + GET_HEALTH
     post = (200, b"POST /v1/chat/completions %d" % len(SMALL))
@@ -185,8 +183,7 @@ async def answer_at_length(scope: Scope, receive: Receive, send: Send) -> None:
 
 @virtual
 async def test_a_client_that_does_not_read_is_closed() -> None:
-    """Fails if a client that reads nothing keeps its connection, if its answers fill the memory, or if a client that reads slowly, but all
-    the time, is taken for one."""
+    """Fails if its answers fill the memory, or if a client that reads slowly, but all the time, is taken for one."""
     server = HttpServer(answer_at_length, EngineConfig(write_timeout=30, idle_timeout=1000))
     unread, slow = server.connect(), server.connect()
     for wire in (unread, slow):
@@ -206,7 +203,6 @@ async def test_a_client_that_does_not_read_is_closed() -> None:
 
 @virtual
 async def test_a_small_answer_that_is_not_read_does_not_keep_a_closed_connection() -> None:
-    """Fails if the close of an idle connection, or of a client that sends no more, waits for ever until the client reads."""
     server = HttpServer(echo, EngineConfig(write_timeout=30, idle_timeout=75))
     for seconds in (75, 0):
         wire = server.connect()
@@ -260,7 +256,6 @@ async def test_places_are_free_when_generation_ends(model_folder: Path) -> None:
 
 @virtual
 async def test_a_deadline_covers_the_writing(model_folder: Path) -> None:
-    """Fails if a client that reads a byte now and then keeps its answer for longer than it may take."""
     with serving(model_folder, request_timeout=20, write_timeout=300) as api:
         api.script = LONG
         wire = api.connect()
@@ -277,7 +272,7 @@ async def test_a_deadline_covers_the_writing(model_folder: Path) -> None:
 
 def test_streams_of_a_process_that_are_not_read(stack: Stack) -> None:
     """Fails if an unread answer holds a place in the engine, or more of the kernel's memory than it may."""
-    stack.scheduler.script = answer_ids([65 + i % 26 for i in range(6000)], step=10)
+    stack.script = answer_ids([65 + i % 26 for i in range(6000)], step=10)
     count = len(stack.scheduler.requests)
     with contextlib.ExitStack() as undo:
         for _ in range(4):
@@ -293,7 +288,7 @@ def test_streams_of_a_process_that_are_not_read(stack: Stack) -> None:
 def test_unread_events_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "MAX_UNREAD_EVENTS", 100)
     client = Client(cast(Any, SimpleNamespace(send=lambda _: None)), cast(Any, None), 10)
-    client.check_open = lambda: None  # type: ignore[method-assign]
+    client.check_open = lambda: None
     streams = [client.submit([cast(Submit, SimpleNamespace(rid=rid, n=1, body=None))]) for rid in range(4)]
     for stream, count in zip(streams, (40, 20, 30, 45), strict=True):
         for _ in range(count):

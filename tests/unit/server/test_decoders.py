@@ -29,14 +29,14 @@ LARGE = pixels(700, 900)
 SMALL_AREA = 128 * 128
 
 
-def patches(checkpoint: Checkpoint, rgb: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:  # type: ignore[type-arg]
+def patches(checkpoint: Checkpoint, rgb: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
     out = torch.empty(grid[1] * grid[2], 3 * checkpoint.geometry.patch_size**2)
     Preprocessor(checkpoint.geometry, TorchOps(), torch.device("cpu")).write_patches(torch.from_numpy(rgb.copy()), grid, out)
     return out
 
 
 async def test_an_image_that_is_made_smaller_here_is_the_workers(checkpoint: Checkpoint, loading: Loading) -> None:
-    """Fails if who resizes decides what the model sees, or if a turned image is made smaller the wrong way round."""
+    """Fails if who resizes decides what the model sees."""
     for kind, orientation, options in (("PNG", 1, {}), ("TIFF", 1, {}), ("PNG", 6, {}), ("JPEG", 8, {"progressive": True})):
         exif = Image.Exif()
         exif[0x0112] = orientation
@@ -66,8 +66,7 @@ async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, mo
 
 
 async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
-    """Fails if an image may take for ever, if a decoder that ended fails anything but its image, if one that ended while it was idle fails
-    the next image, if an image whose client left is decoded on, or if no other decoder comes in its place."""
+    """Fails if a decoder that hangs, crashes, ends while idle, or works for a client that left, harms another image."""
     made = Loading(checkpoint, decode_timeout=HANG_GUARD_S)
     decoders, pool = made.tools.decoders, made.tools.decoders._pool
     heights = itertools.count(700)  # known images are not decoded again

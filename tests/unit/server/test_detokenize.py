@@ -30,7 +30,6 @@ def pieces_of(table: TokenTable, ids: list[int]) -> list[str]:
 
 
 def test_pieces_add_up_and_no_character_is_split(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Red if a multi-byte character is shown before it is whole, or lost, or if a token's text is held back without need."""
     for text in ("plain words", "naïve café", "日本語テキスト", "👩‍👩‍👧‍👦 and 🇩🇪", "\n\t  x", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "<think>so</think>"):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         pieces = pieces_of(table, ids)
@@ -78,7 +77,6 @@ def test_stop_strings() -> None:
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.lists(st.text("abc", max_size=3), max_size=15))
 def test_stops_equal_a_search_of_the_whole_text(stops: list[str], pieces: list[str]) -> None:
-    """Red if streaming finds another end than the first place at which any stop string is complete."""
     shown, is_stopped = run(stops, pieces)
     ends = [("".join(pieces[: i + 1])) for i in range(len(pieces))]
     first = next((text for text in ends if any(stop in text for stop in stops)), None)
@@ -114,7 +112,7 @@ def test_stop_strings_cost_the_same_per_character() -> None:
 
 
 def test_streams_that_repeat_the_answer_take_linear_time() -> None:
-    """Each event of `/generate` holds the whole answer: with one per token, an answer of 32,000 tokens took gigabytes."""
+    """Each event of `/generate` held the whole answer: 32,000 tokens took gigabytes."""
 
     def num_bytes(num_tokens: int) -> tuple[int, int]:
         made = sglang.GenerateFormat(ReplyOptions("m", 0, echo={"is_list": False, "num_top": 0, "start": -1}))
@@ -152,7 +150,7 @@ def test_half_a_surrogate_pair_in_a_custom_call() -> None:
 
 
 def test_white_space_at_the_end_of_a_prompt(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """A prompt of nothing but white space was read from its end to its beginning, for each answer."""
+    """A prompt of white space was read from its end to its beginning, for each answer."""
     think = ThinkTokens.of(tokenizer)
     (space,) = tokenizer.encode("\n", add_special_tokens=False).ids
     read: list[int] = []
@@ -171,7 +169,7 @@ def test_white_space_at_the_end_of_a_prompt(tokenizer: Tokenizer, table: TokenTa
 
 
 def test_log_probabilities_of_a_prompt_are_read_as_they_are_needed() -> None:
-    """Those of a whole prompt, with 20 likely tokens beside each, became Python numbers at once."""
+    """Those of a whole prompt became Python numbers at once."""
     draw = random.Random(0)
     values = np.array([draw.random() for _ in range(50)], np.float32)
     top_ids, top = np.arange(150, dtype=np.int32), np.repeat(values, 3)
@@ -187,7 +185,7 @@ def test_thoughts_of_a_history_are_joined_once() -> None:
     """Each item of thoughts was appended to a copy of those before it."""
     items = [ThoughtItem(type="reasoning", content=[ThoughtPart(type="text", text=f"{i} ")]) for i in range(3)]
     said = MessageItem(role="assistant", content="so")
-    (turn,) = responses._messages([*items, said], None)  # type: ignore[arg-type]
+    (turn,) = responses._messages([*items, said], None)
     assert turn == {"role": "assistant", "content": "so", "reasoning": "0 1 2 "}
     pieces: dict[str, Any] = {"role": "assistant", "content": ""}
     for item in items:

@@ -60,7 +60,6 @@ def test_a_busy_engine_is_left_alone(early: EarlyReads, sent: list[Prefetch]) ->
 
 
 def test_large_images_wait_for_their_plan(early: EarlyReads, sent: list[Prefetch]) -> None:
-    """Red if what a worker's memory was not planned for is read, or if a shape without a grid raises."""
     early.arm(is_idle=True)
     for height, width in ((8000, 8000), (1440, 2560), (2, 4000)):
         assert announce(early, f"{height}", ImageSource("jpeg", Region(1, 0, 1000), height, width)) == 0
@@ -115,7 +114,7 @@ def test_an_image_is_decoded_before_the_body_ends(stack: Stack) -> None:
     assert not is_decoded(stack, pictures[-1])
     connection.sendall(body[-MIB // 2 :])
     assert read_answer(connection)[0] == 200
-    assert [stack.scheduler.image(stack.scheduler.requests[-1], i) for i in range(NUM_IMAGES)] == pictures
+    assert [stack.scheduler.image(stack.last, i) for i in range(NUM_IMAGES)] == pictures
     connection.close()
 
 
@@ -128,8 +127,7 @@ def test_a_body_that_breaks_off_between_images(stack: Stack) -> None:
 
 
 def test_a_body_that_is_refused_at_its_end(stack: Stack) -> None:
-    """Fails if a refusal leaves regions behind, if an image that was begun is refused otherwise than one that was not, if something that
-    is no image of the request makes it fail, or if the body of a request without images is given back twice or not at all."""
+    """Fails if regions stay, or if something that is no image of the request makes it fail."""
     body = body_of(*images()[:2])
     no_image = b', "user": "data:image/jpeg;base64,'
     for changed, status in (
@@ -145,22 +143,20 @@ def test_a_body_that_is_refused_at_its_end(stack: Stack) -> None:
 
 
 def test_a_client_that_leaves_when_it_has_sent_all(stack: Stack) -> None:
-    """Fails if an abort that directly follows the Submit gives back what pool threads work on."""
     body = body_of(*images())
-    stack.scheduler.script = hold
+    stack.script = hold
     for _ in range(5):
         with connect(stack) as connection:
             connection.sendall(request_of(body))
 
 
 def test_images_that_find_no_place(stack_of: StackOf, model_folder: Path) -> None:
-    """Fails if early decoding turns a lack of memory into another error than a 413, or if a request that is refused after its images were
-    begun, because the queue is full, leaves them or its body behind."""
+    """Fails if early decoding changes the status, or if a request that the queue refuses leaves its images behind."""
     stack = stack_of(model_folder, processor_arena_bytes=2 * MIB, max_queued_requests=1)
     body = body_of(*images())
     assert ask(stack, body)[0] == 413
     assert stack.chat([image(uri(JPEG))]).status_code == 200
-    stack.scheduler.script = hold
+    stack.script = hold
     with contextlib.ExitStack() as undo:
         post = functools.partial(stack.http.stream, "POST", "/v1/chat/completions", content=text_body(stream=True))
         eventually(lambda: undo.enter_context(post()).status_code == 200, "a free place in the queue")
@@ -190,7 +186,7 @@ def test_each_image_is_announced_once_and_whole() -> None:
     class FixedRegion:
         offset = 4096
 
-    body = Body(FixedRegion(), scanner, listener, 0.0)  # type: ignore[arg-type]
+    body = Body(FixedRegion(), scanner, listener, 0.0)
     for start in range(0, len(data), 700):
         scanner.feed(data[start : start + 700])
         body.announce(4)

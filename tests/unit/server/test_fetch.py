@@ -94,7 +94,7 @@ INSIDE = "http://[::1]:1/x"
 
 
 async def download(url: str, **settings: object) -> bytes:
-    fetcher = Fetcher(EngineConfig(**settings))  # type: ignore[arg-type]
+    fetcher = Fetcher(EngineConfig(**settings))
     pieces: list[bytes] = []
     try:
         await fetcher.download(url, pieces.append)
@@ -105,7 +105,7 @@ async def download(url: str, **settings: object) -> bytes:
 
 async def status_of(url: str, **settings: object) -> int:
     """Of a URL that is refused; a file's URL is read."""
-    fetcher = Fetcher(EngineConfig(**settings))  # type: ignore[arg-type]
+    fetcher = Fetcher(EngineConfig(**settings))
     with pytest.raises(RequestError) as caught:
         fetcher.read_local(url) if url.startswith("file:") else await fetcher.download(url, bytearray().extend)
     await fetcher.close()
@@ -123,7 +123,6 @@ async def test_private_hosts_need_permission(site: Site) -> None:
 
 
 async def test_what_was_checked_is_what_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the resolver hands out a private address next to public ones, or leaves the resolution to the connection."""
     answers = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in ("10.0.0.1", "8.8.8.8", "127.0.0.1")]
 
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: list(answers))
@@ -135,8 +134,7 @@ async def test_what_was_checked_is_what_is_connected_to(monkeypatch: pytest.Monk
 
 
 async def test_a_name_that_moves_inside(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a name server that returns an outer address and then an inner one, or an outer host that redirects to an inner one, gets
-    us to ask the inner one: here 127.0.0.2 counts as outer."""
+    """By a name server that returns an outer address and then an inner one, or by redirect. 127.0.0.2 counts as outer."""
 
     async def answer(request: web.Request) -> web.Response:
         if request.path == "/inside":
@@ -155,7 +153,6 @@ async def test_a_name_that_moves_inside(site: Site, monkeypatch: pytest.MonkeyPa
 
 
 async def test_redirects_and_domains(site: Site) -> None:
-    """Fails if a redirect escapes the checks of the first URL, if there may be more than three, or if the allowed domains are ignored."""
     allowed = functools.partial(status_of, allow_private_media=True)
     assert await download(f"{site.url}/hop3", allow_private_media=True) == b"payload"
     assert (await allowed(f"{site.url}/hop4"), await allowed(f"{site.url}/file")) == (422, 400)
@@ -199,8 +196,7 @@ async def test_a_name_that_does_not_resolve_is_given_up(monkeypatch: pytest.Monk
 
 
 async def test_odd_urls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a URL that parsers disagree on is connected to, if it is a bug of ours (500), or if a host of a few kilobytes, each
-    character of which stands for many, is parsed, which takes seconds."""
+    """Fails if one is connected to, is a bug of ours (500), or if a host of many characters is parsed, which takes seconds."""
     for url in ("http://", "http:///x", "http://user:pw@x.org/", "http://x:99999/", "http://[::1", "ftp://x.org/", "http://x y/"):
         assert await status_of(url) in (400, 422), url
     for root in (None, "."):
@@ -222,7 +218,6 @@ async def test_size_status_and_time(site: Site) -> None:
 
 @virtual
 async def test_a_download_that_drips_is_given_up() -> None:
-    """Fails if a server that sends a byte now and then keeps a slot until the end of the time, or if one that keeps the pace loses it."""
 
     async def read(num_bytes: int, pace: int) -> tuple[int, float]:
         """Bytes that were read of a response that has so many per second, and the seconds that took."""
@@ -269,7 +264,7 @@ async def test_one_request_does_not_hold_all_slots(checkpoint: Checkpoint, monke
 
 
 async def test_an_item_that_outgrows_the_arena_is_too_large(site: Site) -> None:
-    """Fails if the sink's error is taken for one of the network: the client would hear 422 instead of 413."""
+    """Fails if the sink's error is taken for one of the network: 422 instead of 413."""
 
     def full(piece: bytes) -> None:
         raise ArenaTooSmall("never fits")
@@ -317,7 +312,7 @@ def test_links_that_stay_inside_are_followed(root: Path) -> None:
 
 
 async def test_a_folder_that_is_exchanged_for_a_link(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if there is a moment between the check of a path and its use. The folder is exchanged before every system call in turn."""
+    """The folder is exchanged before every system call in turn."""
     fetcher = Fetcher(EngineConfig(allowed_local_media_path=str(root)))
     real_open, real_resolve = os.open, Path.resolve
     (root / "link").symlink_to("../secret")

@@ -16,7 +16,7 @@ IDS = [70, 71, 72]
 
 @pytest.fixture(autouse=True)
 def three_tokens(stack: Stack) -> None:
-    stack.scheduler.script = answer_ids(IDS, reason="length")
+    stack.script = answer_ids(IDS, reason="length")
 
 
 def ask(stack: Stack, **fields: Any) -> Any:
@@ -26,9 +26,8 @@ def ask(stack: Stack, **fields: Any) -> Any:
 
 
 def test_a_document_a_batch_and_a_stream(stack: Stack) -> None:
-    """Red if a client reads another text or other ids than were drawn, or if its sampling parameters are lost."""
     answer = ask(stack, text="hello", sampling_params={"max_new_tokens": 3, "temperature": 0.5, "sampling_seed": 7})
-    params = stack.scheduler.requests[-1].params
+    params = stack.last.params
     assert (params.max_tokens, params.temperature, params.seed) == (3, 0.5, 7)
     assert (answer["text"], answer["output_ids"]) == ("ghi", IDS)
     meta = answer["meta_info"]
@@ -42,7 +41,7 @@ def test_a_document_a_batch_and_a_stream(stack: Stack) -> None:
 
 
 def test_ids_and_texts_with_pictures(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a prompt of ids, with a placeholder an image or one a token of it, is another one than the text's, or a picture another."""
+    """Red if a prompt of ids, with a placeholder an image or one a token of it, is another one than the text's."""
     text = f"{SLOT} and {SLOT} what?"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     prompts, hashes = [], []
@@ -52,8 +51,8 @@ def test_ids_and_texts_with_pictures(stack: Stack, tokenizer: Tokenizer) -> None
         {"input_ids": None, "image_data": [URL, URL]},
     ):  # fmt: skip
         ask(stack, **{**fields, **({"input_ids": prompts[0]} if "text" not in fields and fields["input_ids"] is None else {})})
-        prompts.append(stack.scheduler.prompt(stack.scheduler.requests[-1]))
-        hashes.append([image.hash for image in stack.scheduler.requests[-1].images])
+        prompts.append(stack.prompt())
+        hashes.append([image.hash for image in stack.last.images])
     assert all(prompt == prompts[0] for prompt in prompts) and all(found == hashes[0] for found in hashes)
     assert len(hashes[0]) == 2 and len(prompts[0]) > len(ids)
     ask(stack, text=[f"{SLOT} a", "b"], image_data=[URL, None])
@@ -78,4 +77,4 @@ def test_what_its_clients_ask_first(stack: Stack) -> None:
         info = stack.http.get(path).json()
         assert info["is_generation"] and info["has_image_understanding"] and info["model_path"]
     assert stack.http.get("/health_generate").json() == {"status": "ok"}
-    assert stack.scheduler.requests[-1].params.max_tokens == 1
+    assert stack.last.params.max_tokens == 1

@@ -60,13 +60,12 @@ def check_limits(stack: Stack, json_limit: int | None) -> None:
     """Most tokens of an answer: the client's own limit, that of JSON, or what the context has left."""
     for fields, limit in ((SHAPE, json_limit), ({**SHAPE, "max_tokens": 900}, 900), ({"regex": "a+"}, None)):
         assert stack.chat("x", **fields).status_code == 200
-        request = stack.scheduler.requests[-1]
+        request = stack.last
         assert request.params.max_tokens == (limit or stack.scheduler.max_model_len - len(stack.scheduler.prompt(request)))
 
 
 def test_grammars_reach_the_scheduler(stack: Stack, model_folder: Path) -> None:
-    """Fails if rank 0 could not read a grammar, if its region is lost, if a request without one gets one, or if one that cannot be compiled
-    is let through; or if JSON goes on to the end of the context, or a client's own limit is changed."""
+    """Fails if a region is lost, if a grammar that cannot be compiled passes, or if JSON goes on to the context's end."""
     check_limits(stack, JSON_TOKENS)
     stack.scheduler.requests.clear()
     found: dict[int, bytes | None] = {}
@@ -75,7 +74,7 @@ def test_grammars_reach_the_scheduler(stack: Stack, model_folder: Path) -> None:
         found[request.rid - FIRST_RID] = None if request.grammar is None else scheduler.bytes_at(request.grammar.region)
         scheduler.send([RequestOutput(request.rid, [5], "stop", stages=Stages())], [request.rid])
 
-    stack.scheduler.script = script
+    stack.script = script
     submit(stack, Grammar("regex", "[ab]+c"), Grammar("regex", "(["), None, Grammar("regex", "[ab]+c"))
     eventually(lambda: len(found) == 3, "three requests")
     assert found.keys() == {0, 2, 3} and found[2] is None and found[0] == found[3]
@@ -101,7 +100,7 @@ def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: 
 
 @virtual
 async def test_which_grammars_are_read_early() -> None:
-    """Fails if the first grammar's step has to read it, if small ones wait, or if a request waits for ever for rank 0."""
+    """The first one and large ones, whose step would have to read them; a request waits a bounded time."""
     sent: list[LoadGrammar] = []
 
     class Worker(Outbox[LoadGrammar]):
@@ -144,13 +143,12 @@ def test_the_compiler_starts_and_ends_with_the_processor(model_folder: Path) -> 
 
 
 def test_cut_answer_with_a_grammar_has_a_warning(stack: Stack) -> None:
-    """Red if a client takes half a JSON document for a whole one, or if an answer without a grammar has the warning."""
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         reason = "length" if request.params.max_tokens == 1 else "stop"
         scheduler.send([RequestOutput(request.rid, [5], reason, stages=Stages())], [request.rid])
 
-    stack.scheduler.script = script
+    stack.script = script
     schema = {"name": "n", "schema": {"type": "integer"}}
     chat = {"response_format": {"type": "json_schema", "json_schema": schema}}
     for fields, limit, expected in ((chat, 1, [CUT_OFF]), (chat, 2, None), ({}, 1, None)):
@@ -193,7 +191,7 @@ def accepts(model_folder: Path) -> Callable[[Grammar | None, str], bool]:
 
 
 def options(calls: str = "all", **others: Any) -> OutputOptions:
-    return OutputOptions(calls=calls, **others)  # type: ignore[arg-type]
+    return OutputOptions(calls=calls, **others)
 
 
 CASES = [
@@ -218,7 +216,6 @@ def test_what_an_answer_may_be(
 
 
 def test_the_other_notation(accepts: Any) -> None:
-    """Red if a model is held to a notation that its template does not show, or if the calls in it cannot be read."""
     grammar = answer_grammar(None, TOOLS, options(must_call=True), "... <function=example_function_name> ...")
     assert accepts(grammar, XML) and not accepts(grammar, F)
     assert not accepts(grammar, XML.replace("1", "x"))

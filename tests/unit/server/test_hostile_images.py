@@ -34,7 +34,7 @@ CLIP = Clip(1, 1.0, 2, 2)
 
 
 class ScriptedHelper:
-    """A helper whose process ends with these codes, one per question, and then answers. 0: it does not answer in time."""
+    """A helper whose process ends with these codes, one per question, and then answers. 0: a timeout."""
 
     def __init__(self, answer: object, *codes: int):
         self.codes = list(codes)
@@ -57,7 +57,7 @@ async def test_a_decoder_that_crashes_or_hangs_is_the_files_fault() -> None:
 
 def pool_of(helper: ScriptedHelper) -> HelperPool:
     pool = HelperPool.__new__(HelperPool)
-    pool._all = pool._idle = [helper]  # type: ignore[assignment,list-item]
+    pool._all = pool._idle = [helper]
     pool._free = asyncio.Semaphore(1)
     return pool
 
@@ -98,7 +98,7 @@ async def test_how_a_helper_ended_is_known() -> None:
 
 
 async def test_a_jpeg_of_very_many_scans_is_a_422(loading: Loading) -> None:
-    """Fails if a few bytes can keep a pool thread busy for minutes: each scan is a pass over all pixels. What looks like one is none."""
+    """Each scan is a pass over all pixels. What looks like one is none."""
     for data in (progressive_jpeg(129), progressive_jpeg(3, num_comments=5000)):
         error = await loading.refusal(loading.body(base64.b64encode(data)))
         assert (error.info.status, "more scans or segments" in error.info.message) == (422, True)
@@ -135,7 +135,6 @@ async def test_fill_bytes_cost_no_steps(loading: Loading) -> None:
 
 
 def test_a_job_has_its_own_time() -> None:
-    """Fails if what a decoder has computed before, by another clock than the kernel's, ends a job, or if the time goes on after the job."""
     data = DECODED["png"]
     arena = ArenaView(create_memfd("test", len(data)), len(data), writable=True)
     arena.view(0, len(data))[:] = data
@@ -189,8 +188,7 @@ IN_GATE = ("a TIFF of very many tags", "a PNG of 2**15 squared")
 async def test_what_is_dear_to_read_costs_no_other(
     checkpoint: Checkpoint, name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a file that Pillow reads in Python, or that grows when it is read, is opened in the processor itself, if a good picture
-    waits for it (here its decoder is stopped), if it may take any time, or if it fills the log."""
+    """Fails if it is opened in the processor, if a good picture waits for it (its decoder is stopped), or if it fills the log."""
     make, expected = HOSTILE[name]
     data, statuses = make(), []
     loading = Loading(checkpoint, processing_pool_size=2, decode_timeout=HANG_GUARD_S)

@@ -40,8 +40,7 @@ def shown(data: bytes) -> np.ndarray:
 
 
 async def test_unusual_files_are_decoded_once_and_then_on_demand(loading: Loading) -> None:
-    """Red if a mode, a format, the first frame or the orientation is converted otherwise than by Pillow; if a known file is decoded again
-    unasked; or if its tokens or pixels differ then."""
+    """Red if Pillow would show something else, or if tokens or pixels differ the second time."""
     for name, data in DECODED.items():
         count, expected = loading.tools.num_decoded, shown(data)
         size = expected.shape[:2]
@@ -63,7 +62,6 @@ async def test_unusual_files_are_decoded_once_and_then_on_demand(loading: Loadin
 @pytest.mark.hostile
 @pytest.mark.gate
 async def test_every_file_has_its_status(loading: Loading) -> None:
-    """Red if a file of any kind ends in anything but a status; or if one that is good is refused, or the other way round."""
     assert sum(statuses == BAD for _, statuses in CORPUS.values()) > 50
     wrong = {}
     for name, (data, statuses) in CORPUS.items():
@@ -82,7 +80,6 @@ async def test_every_file_has_its_status(loading: Loading) -> None:
 
 
 async def test_claims_are_refused_with_the_reason(loading: Loading) -> None:
-    """Red if an image that the model cannot see in this shape is accepted, or if a claimed size makes anybody allocate pixels."""
     thin = [save(Image.new("RGB", size), kind) for size, kind in itertools.product([(1, 201), (20_000, 1)], ["PNG", "JPEG"])]
     for data, words in ((png_header(30_000, 30_000), "pixels"), *((data, "aspect ratio") for data in thin)):
         error = await loading.refusal(loading.body(base64.b64encode(data)))
@@ -92,7 +89,7 @@ async def test_claims_are_refused_with_the_reason(loading: Loading) -> None:
 
 
 async def test_pixels_take_the_place_of_the_file(loading: Loading) -> None:
-    """Red if a request holds both, or if it loses its file although there was no room for the pixels."""
+    """Red if a request holds both, or loses its file although there was no room for the pixels."""
     data = DECODED["png"]
     await loading.load_bytes(data)
     await loading.release()
@@ -116,7 +113,6 @@ async def test_pixels_take_the_place_of_the_file(loading: Loading) -> None:
 
 
 async def test_how_many_files_are_known(loading: Loading) -> None:
-    """Red if the memory of files grows without bound, forgets the wrong ones, or remembers what could not be decoded."""
     loading.tools.known = Recent(2)
 
     async def encodings(names: str) -> list[str]:
@@ -139,7 +135,6 @@ async def test_plain_jpegs_stay_encoded(loading: Loading) -> None:
 
 
 async def test_low_detail_never_makes_an_image_larger(loading: Loading) -> None:
-    """Red if it takes the place of a smaller bound, the checkpoint's or the client's, or contradicts one."""
     payload = loading.body(base64.b64encode(jpeg(pixels(900, 900)))).payload
     for bounds in ({}, {"max_pixels": 1 << 30}, {"min_pixels": 1 << 19}, {"max_pixels": 1 << 12}):
         usual = await loading.load(MediaRef(payload, **bounds))
@@ -148,7 +143,6 @@ async def test_low_detail_never_makes_an_image_larger(loading: Loading) -> None:
 
 
 async def test_rank_0_hears_of_an_image_before_its_hash_is_there(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the plan does not know what rank 0 has read already, or if rank 0 is told later than it could be, or of a file."""
     hashed_behind: list[int] = []
     identify = inspect.Inspector.identify
 
@@ -168,7 +162,6 @@ async def test_rank_0_hears_of_an_image_before_its_hash_is_there(loading: Loadin
 
 @pytest.mark.parametrize("is_idle", [True, False])
 async def test_the_first_image_of_an_idle_engine_waits_for_no_thread(loading: Loading, is_idle: bool) -> None:
-    """Red if rank 0 hears of it only when a thread has begun, if a busy engine's event loop decodes images, or if it reads other bytes."""
     data = PLAIN["4:2:0"]
     held = threading.Event()
     for _ in range(EngineConfig().media_pool_size):
@@ -204,7 +197,6 @@ async def test_orientation_is_read_and_sizes_are_upright(loading: Loading) -> No
 
 
 async def test_orientation_in_xmp_and_damaged_metadata(loading: Loading) -> None:
-    """Red if XMP is ignored where Pillow heeds it, or if damaged EXIF makes a good picture unusable."""
     data = jpeg(xmp=b'<x tiff:Orientation="6"/>')
     assert (await loading.load_bytes(data)).source.orientation == 6
     assert shown(data).shape[:2] == (80, 48)
@@ -214,8 +206,7 @@ async def test_orientation_in_xmp_and_damaged_metadata(loading: Loading) -> None
 
 
 async def test_limits_on_tokens(checkpoint: Checkpoint) -> None:
-    """Red if an image of one token more than the encoder's or the cache's budget is accepted, or one of exactly the budget refused; if
-    --max-pixels or --min-pixels is not what an image gets, or if a request can no longer say otherwise."""
+    """Red if a limit is off by one, or if a request can no longer say otherwise."""
     square = save(Image.new("RGB", (320, 320)), "PNG")  # 100 tokens
     token_bytes = checkpoint.num_values_per_image_token * 2
     for settings, num_tokens in (
@@ -292,7 +283,6 @@ async def test_a_cancelled_load_waits_for_its_thread(loading: Loading, monkeypat
 
 
 async def test_a_release_waits_for_a_thread_that_began_before_its_task(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a client that leaves at once gets back a region to which a pool thread still writes."""
     slow = SlowDecoding(monkeypatch)
     image = image_module.Image(loading.tools, loading.body(base64.b64encode(PLAIN["4:2:0"])))
 
@@ -341,7 +331,7 @@ def test_headers_that_are_not_plain() -> None:
 
 
 async def test_the_colour_transform_of_adobe(loading: Loading) -> None:
-    """Red if a JPEG whose marker says that it is not YCbCr goes to decoders that may or may not believe it."""
+    """Decoders may or may not believe a marker that says that a JPEG is not YCbCr."""
     for transform, encoding in ((1, "jpeg"), (0, "rgb"), (2, "rgb")):
         marker = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00" + bytes([transform])
         data = PLAIN["4:2:0"][:2] + marker + PLAIN["4:2:0"][2:]
@@ -380,7 +370,6 @@ PIECES = st.sampled_from(["QUJD", "+/", "=", "==", "-_", " ", *ESCAPES])
 @example(["\\u0025", "\n", "2", "000"])
 @given(st.lists(PIECES | st.text("ABab+/=%\\u0025", max_size=4), max_size=30))
 def test_every_spelling(parts: list[str]) -> None:
-    """Fails if an escape, a percent sign or a padding is read otherwise than in the obvious way."""
     text = "".join(parts).encode()
     try:
         expected = obvious(text) or None

@@ -13,7 +13,7 @@ from engine.messages import EngineRequest, ErrorInfo, RequestOutput
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN, save
 from tests.unit.server.stack import MIB, Stack, StackOf, answer_ids, answer_text, hold_silently
-from tests.unit.server.test_stack import image, uri
+from tests.unit.server.test_stack import image, uri, user
 from tests.unit.server.test_stack_edges import sent
 
 LARGE = [save(Image.new("RGB", (900, 900), (i, 2 * i, 3 * i)), "PNG") for i in range(4)]  # 2.4 MB of pixels each
@@ -36,13 +36,13 @@ class Asking:
 
     def __init__(self, stack: Stack, files: list[bytes]):
         self._stack = stack
-        stack.scheduler.script = hold_silently
+        stack.script = hold_silently
         count = len(stack.scheduler.requests)
         self._thread = threading.Thread(target=lambda: self._responses.append(stack.chat(content(files))))
         self._responses: list[httpx.Response] = []
         self._thread.start()
         eventually(lambda: len(stack.scheduler.requests) > count)
-        self.request: EngineRequest = stack.scheduler.requests[-1]
+        self.request: EngineRequest = stack.last
 
     def end(self, output: RequestOutput | None = None) -> httpx.Response:
         """Send the scheduler's last output; return what the client gets."""
@@ -55,21 +55,21 @@ class Asking:
 
 
 def test_a_client_that_leaves_while_files_are_decoded(stack: Stack) -> None:
-    """Red if regions are given back while a thread writes to them, twice, or never (fixture), or if its decoding goes on unasked."""
+    """Red if regions are given back while a thread writes to them, twice, or never (fixture)."""
     assert stack.chat(content(LARGE)).status_code == 200
-    stack.scheduler.script = hold_silently
+    stack.script = hold_silently
     for num_decoded_before in (None, 0, 1, 3):
         stack.scheduler.pixels.clear()
         count = len(stack.scheduler.requests)
-        with sent(stack, json.dumps({"messages": [{"role": "user", "content": content(LARGE)}]}).encode()):
-            eventually(lambda count=count: len(stack.scheduler.requests) > count)  # type: ignore[misc]
-            request = stack.scheduler.requests[-1]
+        with sent(stack, json.dumps({"messages": user(content(LARGE))}).encode()):
+            eventually(lambda count=count: len(stack.scheduler.requests) > count)
+            request = stack.last
             assert request.images[0].source.encoding == "file"
             stack.scheduler.want(request.rid, 0, 1, 2, 3)
             if num_decoded_before is not None:
                 stack.settle()  # the decoding has begun
-                eventually(lambda least=num_decoded_before: len(stack.scheduler.pixels) >= least)  # type: ignore[misc]
-        eventually(lambda rid=request.rid: rid in stack.scheduler.aborted)  # type: ignore[misc]
+                eventually(lambda least=num_decoded_before: len(stack.scheduler.pixels) >= least)
+        eventually(lambda rid=request.rid: rid in stack.scheduler.aborted)
 
 
 def test_the_scheduler_wants_pixels_of_a_request_that_has_gone(stack: Stack) -> None:
@@ -83,7 +83,6 @@ def test_the_scheduler_wants_pixels_of_a_request_that_has_gone(stack: Stack) -> 
 
 
 def test_a_release_while_files_are_decoded(stack: Stack) -> None:
-    """Red if the end of a request that failed for one image is held up, or loses regions, because others are still decoded."""
     stack.chat(content(LARGE))
     asking = Asking(stack, LARGE)
     stack.scheduler.want(asking.request.rid, 0, 1, 2, 3)
@@ -109,8 +108,6 @@ def test_room_for_pixels_is_waited_for(stack_of: StackOf, model_folder: Path) ->
 
 
 def test_no_room_for_pixels_is_a_503(stack_of: StackOf, model_folder: Path) -> None:
-    """Red if a lack of memory that nobody else can give back ends in anything but the error of a full media arena, or keeps what was
-    taken."""
     stack = stack_of(model_folder, processor_arena_bytes=3 * MIB)
     for data in LARGE[:2]:
         assert stack.chat(content([data])).status_code == 200
@@ -121,6 +118,6 @@ def test_no_room_for_pixels_is_a_503(stack_of: StackOf, model_folder: Path) -> N
     errors = [pixels.error for pixels in stack.scheduler.pixels if pixels.error is not None]
     assert [(error.status, error.retry_after) for error in errors] == [(503, 1)]
     assert asking.end(RequestOutput(asking.request.rid, [], error=errors[0])).status_code == 503
-    stack.scheduler.script = answer_text
+    stack.script = answer_text
     assert stack.chat([image(uri(PLAIN["4:2:0"]))]).status_code == 200
     stack.settle()

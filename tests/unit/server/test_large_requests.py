@@ -39,7 +39,6 @@ COSTLY = {
 
 
 def test_too_many_values_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a field that is not read stops the process while Python makes a million objects of it."""
     monkeypatch.setattr(validate, "from_json", None)
     for name, value in COSTLY.items():
         with pytest.raises(RequestError) as caught:
@@ -83,7 +82,7 @@ def peak_memory(pid: int) -> int:
 
 
 def test_a_prompt_that_never_fits_is_not_tokenized(checkpoint: Checkpoint) -> None:
-    """Fails if megabytes of text become tokens first and are refused then: each took half a gigabyte and a second."""
+    """Each took half a gigabyte and a second."""
     builder, num_characters, limit = PromptBuilder(checkpoint), 0, 4096
     encode = builder.tokenizer.encode_batch_fast
 
@@ -104,7 +103,7 @@ def test_a_prompt_that_never_fits_is_not_tokenized(checkpoint: Checkpoint) -> No
 
 @pytest.mark.nightly
 def test_prompts_that_never_fit_take_little_memory(model_folder: Path) -> None:
-    """Fails if texts that are refused are tokenized first, or wait for the garbage collector: a gigabyte after a hundred."""
+    """A gigabyte after a hundred, if they wait for the garbage collector."""
     stack = Stack(model_folder, api_arena_bytes=128 * MIB)
     try:
         stack.chat("hello")
@@ -148,7 +147,7 @@ async def thread_of(*events: Event) -> threading.Thread:
         return Response()
 
     reply = GatheredReply(stream, None, None, 0, None, show=show)
-    making = asyncio.create_task(reply.respond(None))  # type: ignore[arg-type]
+    making = asyncio.create_task(reply.respond(None))
     await asyncio.sleep(0)
     for event in events:
         stream.push(event)
@@ -180,8 +179,8 @@ def test_vectors_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch, format:
 
     monkeypatch.setattr(pooling, "encode", encode)
     vectors = [np.random.default_rng(seed).normal(size=8).astype(np.float32) for seed in range(3)]
-    job = Job(None, [], echo={"format": format, "dimensions": 4})  # type: ignore[arg-type]
-    shown = pooling.EmbeddingsEndpoint.show(SimpleNamespace(_entry=pooling.EmbeddingsEndpoint._entry), job, vectors, {"model": "m"})  # type: ignore[arg-type]
+    job = Job(None, [], echo={"format": format, "dimensions": 4})
+    shown = pooling.EmbeddingsEndpoint.show(SimpleNamespace(_entry=pooling.EmbeddingsEndpoint._entry), job, vectors, {"model": "m"})
     answer = json.loads(bytes(shown.body))
     assert shown.media_type == "application/json"
     assert (answer["object"], answer["model"], [entry["index"] for entry in answer["data"]]) == ("list", "m", [0, 1, 2])
@@ -215,4 +214,4 @@ def test_a_prompt_of_too_many_ids_is_refused_by_its_length(checkpoint: Any, monk
 
 def test_ids_count_as_work() -> None:
     """A prompt of ids was always prepared on the event loop."""
-    assert PromptBuilder.size(SimpleNamespace(), TokenPrompt([1] * 20_000)) == 20_000  # type: ignore[arg-type]
+    assert PromptBuilder.size(SimpleNamespace(), TokenPrompt([1] * 20_000)) == 20_000

@@ -29,7 +29,7 @@ PLACES = {
 
 
 def test_all_listeners_are_known() -> None:
-    """Fails if a port is opened in another way than by `server/http/listen.py`, which limits it."""
+    """Only `server/http/listen.py` opens ports, and limits them."""
     files = [file for folder in ("engine", "server", "models") for file in (ROOT / folder).rglob("*.py")]
     found = {f"{file.relative_to(ROOT)}: {name}" for file in files for name in LISTENING.findall(file.read_text())}
     assert found == PLACES.keys()
@@ -65,7 +65,7 @@ def own_kib(pid: int) -> int:
 
 @pytest.mark.nightly
 def test_a_connection_takes_a_bounded_part_of_the_memory(model_folder: Path) -> None:
-    """Fails if the api takes more per connection than `docs/operations.md` says: here each has a running request and sends another head."""
+    """As `docs/operations.md` says; each has a running request and sends another head."""
     promised = re.search(r"(\d+) KiB for each connection", (ROOT / "docs/operations.md").read_text())
     assert promised is not None
     running = Stack(model_folder)
@@ -117,7 +117,6 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 
 @virtual
 async def test_a_connection_leaves_no_cycle(garbage: list[object]) -> None:
-    """Fails if a connection, its requests or the buffers of their bodies wait for the collector: megabytes did."""
     server = HttpServer(application)
     for path, num_bytes, num_sent in (
         ("/", 0, 0), ("/", 10, 10), ("/", LARGE, LARGE), ("/refuse", LARGE, LARGE), ("/", LARGE, LARGE // 2),

@@ -129,7 +129,6 @@ def streamed(events: list[Event]) -> list[dict[str, Any]]:
 
 
 def test_events_of_a_stream() -> None:
-    """Red if blocks overlap, if a delta goes to a block of another type, or if the ending is not told."""
     found = streamed(EVENTS)
     assert found[0]["message"]["usage"] == USAGE | {"output_tokens": 0}
     kinds = [(event["type"].removeprefix("content_block_"), event.get("index")) for event in found[1:-2]]
@@ -157,7 +156,7 @@ def test_why_it_ended() -> None:
         ("stop", None, ("end_turn", None)), ("length", None, ("max_tokens", None)),
         ("stop", "x", ("stop_sequence", "x")), ("stop", 7, ("end_turn", None)),
     ):  # fmt: skip
-        event = Event(1, "a", 1, finish_reason=reason, stop_reason=stopped_by, num_prompt_tokens=1)  # type: ignore[arg-type]
+        event = Event(1, "a", 1, finish_reason=reason, stop_reason=stopped_by, num_prompt_tokens=1)
         delta = streamed([event])[-2]["delta"]
         assert (delta["stop_reason"], delta["stop_sequence"]) == ending
     kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 503: "overloaded_error", 500: "api_error"}

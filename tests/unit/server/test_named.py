@@ -3,6 +3,7 @@
 import base64
 from typing import Any
 
+import httpx
 import pytest
 from PIL import Image
 
@@ -12,9 +13,7 @@ from server.processor.named import NamedImages
 from tests.unit.server.clips import encode, frames_of
 from tests.unit.server.pictures import save
 from tests.unit.server.stack import Stack
-
-URL = "data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (90, 70), (200, 30, 30)), "PNG")).decode()
-OTHER = "data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (90, 70), (20, 30, 230)), "PNG")).decode()
+from tests.unit.server.test_stack import user
 
 
 def part(url: object, uuid: str = "first") -> list[dict[str, Any]]:
@@ -22,40 +21,44 @@ def part(url: object, uuid: str = "first") -> list[dict[str, Any]]:
 
 
 def test_a_known_image_needs_no_url(stack: Stack) -> None:
-    assert stack.chat(part(URL)).status_code == 200
-    for url in (None, {"url": None}):
-        assert stack.chat(part(url)).status_code == 200
-    hashes = [request.images[0].hash for request in stack.scheduler.requests[-3:]]
-    assert hashes[0] == hashes[1] == hashes[2]
-    assert stack.chat(part(None), cache_salt="").status_code == 200
-    stranger = stack.http.headers.copy()
-    try:
-        for refused in (stack.chat(part(None), cache_salt="tenant"), stack.chat(part(None, "second"))):
-            assert refused.status_code == 400 and refused.json()["error"]["code"] == "unknown_uuid"
-            assert refused.json()["error"]["message"].startswith("Image 1: nothing is known by this uuid")
-        stack.http.headers["Authorization"] = "Bearer of-another"
-        assert stack.chat(part(None)).json()["error"]["code"] == "unknown_uuid"
-    finally:
-        stack.http.headers = stranger
-    counted = stack.http.post("/tokenize", json={"messages": [{"role": "user", "content": part(None)}]})
-    assert counted.status_code == 200
+    hashes = set()
+    for url, salt in ((URL, None), (None, None), ({"url": None}, None), (None, "")):
+        assert stack.chat(part(url), cache_salt=salt).status_code == 200
+        hashes.add(stack.last.images[0].hash)
+    assert len(hashes) == 1
+    for refused in (stack.chat(part(None), cache_salt="tenant"), stack.chat(part(None, "second"))):
+        check_refusal(refused, "unknown_uuid", "Image 1: nothing is known by this uuid")
+    body = {"messages": user(part(None))}
+    other = stack.http.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer of-another"})
+    check_refusal(other, "unknown_uuid", "")
+    assert stack.http.post("/tokenize", json=body).status_code == 200
+
+
+def check_refusal(response: httpx.Response, code: str, words: str) -> None:
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, code) and error["message"].startswith(words), error
 
 
 def test_a_name_stays_with_its_content(stack: Stack) -> None:
-    """Red if a name that comes again with another picture, or a video's file, is given to it, or refuses the same one; or if somebody
-    else's name is bound with it."""
+    """Red if a name that comes again with another picture or video is given to it, or is bound for another tenant."""
     assert stack.chat(part(URL, "bound")).status_code == 200
-    for _ in range(2):
-        refused = stack.chat(part(OTHER, "bound"))
-        assert refused.status_code == 400 and refused.json()["error"]["code"] == "uuid_mismatch"
-        assert refused.json()["error"]["message"].startswith("Image 1: this uuid is already that of other content")
-    wanted = [stack.chat(part(url, "bound")).status_code for url in (URL, None)]
-    assert wanted == [200, 200]
-    assert stack.scheduler.requests[-1].images[0].hash == stack.scheduler.requests[-2].images[0].hash
     clip = "data:video/mp4;base64," + base64.b64encode(encode(frames_of(4))).decode()
-    refused = stack.chat([{"type": "video_url", "video_url": {"url": clip}, "uuid": "bound"}])
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "uuid_mismatch")
+    video = {"type": "video_url", "video_url": {"url": clip}, "uuid": "bound"}
+    for content in (part(OTHER, "bound"), part(OTHER, "bound"), [video]):
+        check_refusal(stack.chat(content), "uuid_mismatch", "Video 1" if content == [video] else "Image 1: this uuid is already that of")
+    hashes = set()
+    for url in (URL, None):
+        assert stack.chat(part(url, "bound")).status_code == 200
+        hashes.add(stack.last.images[0].hash)
+    assert len(hashes) == 1
     assert stack.chat(part(OTHER, "bound"), cache_salt="tenant").status_code == 200
+
+
+def picture(*colour: int) -> str:
+    return "data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (90, 70), colour), "PNG")).decode()
+
+
+URL, OTHER = picture(200, 30, 30), picture(20, 30, 230)
 
 
 def test_a_name_is_bound_when_its_bytes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

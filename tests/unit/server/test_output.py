@@ -63,8 +63,7 @@ def drawn(rid: int, reason: Any = "stop") -> RequestOutput:
 
 @pytest.mark.parametrize("is_abandoned", [False, True])
 async def test_a_long_prompts_scores_let_others_pass(room: Room, tokenizer: Tokenizer, is_abandoned: bool) -> None:
-    """Red if the log-probabilities of a long prompt go out at once, if others wait for them, if an end comes before them, if its memory is
-    given back while they are read, or if a client that has left still gets some."""
+    """Red if they go out at once, after the end, to a client that left, or if their memory is given back too early."""
     requests = {1: request(room, tokenizer, 1, 0), 2: request(room, tokenizer, 2, None)}
     sent = Sent()
     async with asyncio.TaskGroup() as tasks:

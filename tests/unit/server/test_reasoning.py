@@ -75,7 +75,6 @@ def test_text_is_never_held_back_for_a_marker(tokenizer: Tokenizer, table: Token
 
 
 def test_an_unfinished_character_stays_with_the_thoughts(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Red if the bytes of a character that the thoughts broke off begin the content, or are lost."""
     broken = ids_of(tokenizer, "世")[:-1]
     assert broken
     for rest in ("x", "世"):
@@ -97,8 +96,7 @@ def test_stop_strings(tokenizer: Tokenizer, table: TokenTable) -> None:
 
 
 def test_nobody_types_thoughts(checkpoint: Checkpoint, thinking_folder: Path, table: TokenTable, think: ThinkTokens) -> None:
-    """Red if a `<think>` in a message, which is a token like any other, is taken for the template's; or if the thoughts that the template
-    opens depend on what a message says."""
+    """A `<think>` in a message is a token like any other; only the template's opens thoughts."""
 
     def is_reasoning(builder: PromptBuilder, **message: str) -> bool:
         """Whether an answer to this message begins with thoughts."""
@@ -129,7 +127,7 @@ def test_a_hidden_token_has_no_text_but_a_part(tokenizer: Tokenizer, table: Toke
 
 
 def test_a_prompt_may_end_in_ids_without_a_token(tokenizer: Tokenizer, table: TokenTable, think: ThinkTokens) -> None:
-    """Red if token ids between the tokenizer's last and the model's vocabulary size, which clients may send, raise."""
+    """Clients may send ids between the tokenizer's last and the model's vocabulary size."""
     for ids in ([len(table.texts)], [*ids_of(tokenizer, OPEN), len(table.texts)]):
         text = OutputText(table, think, OutputOptions())
         text.read_prompt(ids)

@@ -100,7 +100,6 @@ async def loading(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> As
 
 
 async def test_image_beyond_the_reserved_memory_is_loaded_in_steps(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if an image is written where there is no memory, or if its memory is reserved in one call of the event loop."""
     steps: list[int] = []
     reserve = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: (steps.append(length), reserve(fd, offset, length)))

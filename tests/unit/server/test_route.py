@@ -67,7 +67,6 @@ def test_the_bound_holds_and_the_rest_goes_where_least_runs() -> None:
 
 
 def test_homes_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the proxy's memory grows with every conversation it ever saw, or with the length of what names it."""
     monkeypatch.setattr(balance, "MAX_KEYS", 10)
     made = balancer(4)
     homes(made, [key * 1000 for key in KEYS])
@@ -89,7 +88,7 @@ async def key_of(body: bytes, cuts: list[int]) -> tuple[bytes, int]:
         piece = next(pieces, None)
         return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
 
-    read = Body(receive, Budget(1 << 20))  # type: ignore[arg-type]
+    read = Body(receive, Budget(1 << 20))
     return await read.find_image(), len(read.held)
 
 
@@ -102,8 +101,6 @@ async def test_the_key_is_the_same_however_a_body_is_split() -> None:
 
 
 async def test_the_longest_image_is_found_behind_much_text_and_none_behind_more() -> None:
-    """Fails if what is searched again is shorter than the longest match, if whole images are awaited, or if the place of a cut decides
-    what is near the limit."""
     header, payload = b'"data:' + b"x" * 256 + b";base64,", b"A" * 8192
     assert len(header + payload) == IMAGE_BYTES
     body = b" " * 1000 + header + payload + b"B" * 10_000
@@ -127,8 +124,6 @@ async def test_session_and_image_decide_where_a_request_goes() -> None:
 
 
 def test_a_key_keeps_its_replica_and_a_change_moves_few() -> None:
-    """Fails if affinity is lost, if one replica gets more keys than the others, or if a replica that leaves moves keys other than its own,
-    or one that returns moves any."""
     made = balancer(4)
     before = homes(made, KEYS)
     assert homes(made, KEYS) == before
@@ -155,7 +150,6 @@ def test_where_least_runs() -> None:
 
 
 async def test_the_image_key_is_found_in_a_body_split_anywhere() -> None:
-    """Fails if bytes that were read to know the key are lost, doubled or reordered on their way."""
     seen: list[bytes] = []
 
     async def keep(request: web.Request) -> web.StreamResponse:
@@ -210,8 +204,7 @@ async def test_chunks_of_a_stream_stay_as_they_were_cut() -> None:
 
 
 async def test_request_headers_paths_and_encodings_pass_unchanged() -> None:
-    """Fails if the proxy adds headers beside those that say who asks, decodes a path, or unpacks a body; or if a client chooses the address
-    that replicas know it by: they believe the last one that is no proxy's."""
+    """Replicas believe the last forwarded address that is no proxy's."""
     seen: list[web.Request] = []
 
     async def keep(request: web.Request) -> web.StreamResponse:
@@ -234,8 +227,7 @@ async def test_request_headers_paths_and_encodings_pass_unchanged() -> None:
 
 
 async def test_large_and_slow_bodies_pass_before_their_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the proxy collects bodies, if a client can hold it for ever before any replica's own limits apply, or if bytes are lost by
-    the end of the wait: the client sends the rest only when the replica has the begin."""
+    """The client sends the rest only when the replica has the begin."""
     monkeypatch.setattr(route, "KEY_SECONDS", 0.05)
     begun, digest = asyncio.Event(), hashlib.sha256()
     keyed = [b'{"url":"data:image/jpeg;base64,' + b"A" * IMAGE_BYTES, *[b"A" * (1 << 20)] * 30]
@@ -314,7 +306,6 @@ async def test_a_refused_connection_costs_its_client_nothing(monkeypatch: pytest
 
 
 async def test_a_death_ends_its_own_streams_with_an_error_and_no_others() -> None:
-    """Fails if clients of a dead replica hang or take its half for the whole, or clients of another notice."""
     goes_on = asyncio.Event()
 
     async def stream(request: web.Request) -> web.StreamResponse:

@@ -41,7 +41,7 @@ async def exchange(url: str, data: bytes) -> tuple[int, dict[str, Any]]:
 
 
 async def test_the_proxy_refuses_in_its_own_words(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a bad head is echoed, if a key stands in the log, or if a body is awaited from a client that has no key."""
+    """Fails if a key stands in the log, or if a body is awaited from a client that has no key."""
 
     async def refuse(request: web.Request) -> web.StreamResponse:
         assert not request.body_exists
@@ -63,7 +63,6 @@ async def test_the_proxy_refuses_in_its_own_words(caplog: pytest.LogCaptureFixtu
 
 
 async def test_bodies_without_an_image_are_held_within_a_budget() -> None:
-    """Fails if each of many clients has megabytes held before any key is found, or if a byte is lost when there is no room."""
     budget, data = Budget(4 * MIB), b" " * (1 << 16)
 
     async def pieces() -> AsyncIterator[dict[str, object]]:
@@ -101,7 +100,7 @@ async def test_a_full_file_table_is_not_a_dead_replica(monkeypatch: pytest.Monke
 
 
 def test_connections_fit_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a proxy accepts more clients than it can open files for: each takes a connection to a replica too."""
+    """Each client takes a connection to a replica too."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
     assert ConnectionLimiter(EngineConfig(), 64, 2).max_connections == (1000 - 64 - 64) // 2
     assert ConnectionLimiter(EngineConfig(max_connections=5), 64, 2).max_connections == 5
@@ -110,8 +109,6 @@ def test_connections_fit_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_the_proxy_ends_tls_and_raises_its_limit_of_files(certificate: Path) -> None:
-    """Fails if a client cannot reach replicas by https where `--ssl-certfile` is given, or if the proxy opens no more files than the few
-    of the default although it may."""
     command = [sys.executable, "-m", "server.route", "--port", "0", "--ssl-certfile", str(certificate), "--backends", "http://127.0.0.1:1"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

@@ -63,7 +63,6 @@ def test_any_split_of_any_json_is_the_whole_with_uris_swapped(value: object, cut
 
 @given(st.lists(PIECES, max_size=40), CUTS, st.integers(0, 3))
 def test_any_bytes_come_back_and_splits_do_not_matter(pieces: list[str], cuts: list[int], max_references: int) -> None:
-    """Fails if restoring every reference does not give the body back byte for byte, or if the result depends on how the body arrived."""
     body = "".join(pieces).encode()
     scanner, region = feed(body, cuts, max_references)
     assert scanner.json(region, keep=()) == body
@@ -145,8 +144,7 @@ LINEAR = {  # and how often a byte may be touched
 
 
 def test_every_byte_is_touched_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the scanner becomes quadratic: if a payload with a backslash, or a quoted `"data`, costs a pass over the rest of the piece,
-    or if what is undecided is searched again with every chunk."""
+    """Fails if a backslash, or a quoted `"data`, costs a pass over the rest of the piece."""
     for name in ("STRING_REST", "HEADER", "BARE", "UNDECIDED"):
         monkeypatch.setattr(scan, name, CountedPattern(getattr(scan, name)))
     for name, (body, most) in LINEAR.items():
@@ -160,7 +158,7 @@ def test_every_byte_is_touched_a_few_times(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_bare_base64_of_the_key_data_is_swapped() -> None:
-    """Fails if images of Anthropic's dialect become Python strings, wherever the body is cut, or if a text or a short value is taken."""
+    """As in Anthropic's dialect; a text or a short value is not."""
     payload = "iVBORw0KGgo\\/" * 40
     for space in ("", " ", "\n  "):
         rest = f'"text":"\\"data\\":","rest":{{"data":"{"A" * 199}"}}'

@@ -138,7 +138,6 @@ def test_very_many_bad_values_are_one_error() -> None:
 
 
 def test_what_is_no_json_object_is_a_400() -> None:
-    """Red if a malformed body escapes as another error than our own, recurses, or is called invalid only because it is deep."""
     nested = b'{"messages": ' + b"[" * 1000 + b"]" * 1000 + b"}"
     for body in (b"", b"{", b"[]", b"null", b'"x"', nested, b'{"x": ' + b"[" * 100_000, b"\xff\xfe"):
         with pytest.raises(RequestError) as caught:
@@ -200,7 +199,6 @@ def test_what_changes_logits_reaches_the_sampler() -> None:
 
 
 def test_images_in_any_message_become_indices() -> None:
-    """Red if URL forms, extra keys, roles or the order of images and text are lost on the way to the processor."""
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "be kind"}]},
         {"role": "user", "content": [{"type": "image_url", "image_url": "https://x.org/a", "uuid": "u"}, {"type": "text", "text": "?"}]},
@@ -236,8 +234,6 @@ def test_references_are_honoured_in_urls_only() -> None:
 
 
 def test_limited_fields() -> None:
-    """Red if a value that would change the answer passes, if one that changes nothing is refused, or if the refusal does not list the
-    allowed values."""
     names = "audio functions input_ids lora_path modalities prompt_embeds stop_regex use_beam_search"
     assert LIMITED.keys() >= {*names.split()} and not LIMITED.keys() & HARMLESS
     for name, allowed in LIMITED.items():
@@ -267,14 +263,13 @@ CODES: list[tuple[str, dict[str, object], str]] = [
 
 
 def test_an_error_says_its_kind() -> None:
-    """Red if a program cannot tell one mistake from another, if a person reads half a sentence, or if a text is judged as an object."""
     for code, fields, words in CODES:
         info = refusal(**fields)
         assert info.code == code and words in info.message, (fields, info)
 
 
 def test_one_table_of_efforts(caplog: pytest.LogCaptureFixture) -> None:
-    """Red if an effort that clients send is refused, if it outweighs what says more, or if the three dialects differ."""
+    """Red if the three dialects differ, or if an effort outweighs what says more."""
     for effort, thinks in EFFORTS.items():
         assert parse(reasoning_effort=effort, verbosity="low").template_kwargs == {"enable_thinking": thinks}
     assert parse(reasoning_effort="high", enable_thinking=False).template_kwargs == {"enable_thinking": False}

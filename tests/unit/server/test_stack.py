@@ -25,6 +25,10 @@ def uri(data: bytes, mime: str = "image/jpeg") -> str:
     return f"data:{mime};base64," + base64.b64encode(data).decode()
 
 
+def user(content: object) -> list[Any]:
+    return [{"role": "user", "content": content}]
+
+
 def image(url: str) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -37,10 +41,10 @@ def chunks_of(text: str) -> list[Any]:
 
 
 def test_openai_python_reads_a_stream(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Red if the chunks stop being what the most used client expects: role first, one chunk a token, finish, usage."""
+    """Role first, one chunk a token, finish, usage."""
     ids = ids_of(tokenizer, "Grüße, 世界! 🙂")
-    stack.scheduler.script = answer_ids([*ids, tokenizer.token_to_id("<|im_end|>")])
-    question: Any = [{"role": "user", "content": "x"}]
+    stack.script = answer_ids([*ids, tokenizer.token_to_id("<|im_end|>")])
+    question: Any = user("x")
     chunks = [*client.chat.completions.create(model="test-model", messages=question, stream=True, stream_options={"include_usage": True})]
     assert (chunks[0].choices[0].delta.role, chunks[0].choices[0].delta.content) == ("assistant", "")
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks[1:-2]]
@@ -53,9 +57,9 @@ def test_openai_python_reads_a_stream(stack: Stack, client: openai.OpenAI, token
 
 
 def test_a_stream_without_options(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if usage comes unasked, if a chunk lacks a field, or if tokens that arrive together are merged into one chunk."""
+    """Red if usage comes unasked, or if tokens that arrive together are merged into one chunk."""
     ids = ids_of(tokenizer, "several tokens of one step")
-    stack.scheduler.script = answer_ids(ids, step=4)
+    stack.script = answer_ids(ids, step=4)
     response = stack.chat("x", stream=True)
     assert response.headers["content-type"].startswith("text/event-stream")
     chunks = chunks_of(response.text)
@@ -64,7 +68,7 @@ def test_a_stream_without_options(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_continuous_usage_and_timings(stack: Stack, tokenizer: Tokenizer) -> None:
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, "one two"))
+    stack.script = answer_ids(ids_of(tokenizer, "one two"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = chunks_of(stack.chat("x", stream=True, stream_options=options, timings=True).text)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -75,8 +79,8 @@ def test_continuous_usage_and_timings(stack: Stack, tokenizer: Tokenizer) -> Non
 
 
 def test_a_stop_string_ends_the_request(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a stop string is shown, if the scheduler is left working, or if it is told to abort what it has finished itself."""
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, "text END"), reason="length")
+    """Red if the scheduler is left working, or is told to abort what it has finished itself."""
+    stack.script = answer_ids(ids_of(tokenizer, "text END"), reason="length")
     choice = stack.chat("x", stop="END").json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"], stack.scheduler.aborted) == ("text ", "stop", [])
 
@@ -85,16 +89,16 @@ def test_a_stop_string_ends_the_request(stack: Stack, tokenizer: Tokenizer) -> N
         for token_id in ids_of(tokenizer, "keep this END and never this"):
             scheduler.send([RequestOutput(request.rid, [token_id])], [])
 
-    stack.scheduler.script = script
+    stack.script = script
     choice = stack.chat("x", stop=["END", "zzz"]).json()["choices"][0]
     assert choice["message"]["content"].endswith("keep this ") and choice["finish_reason"] == "stop"
-    eventually(lambda: stack.scheduler.aborted == [stack.scheduler.requests[-1].rid])
+    eventually(lambda: stack.scheduler.aborted == [stack.last.rid])
 
 
 def test_a_stop_token_is_not_shown(stack: Stack, tokenizer: Tokenizer) -> None:
     *kept, last = ids_of(tokenizer, "count 1 2 3")
     for reason, expected in (("stop", tokenizer.decode(kept)), ("length", "count 1 2 3")):
-        stack.scheduler.script = answer_ids([*kept, last], reason=reason)
+        stack.script = answer_ids([*kept, last], reason=reason)
         answer = stack.chat("x", stop_token_ids=[last]).json()
         assert answer["choices"][0]["message"]["content"] == expected
         assert answer["usage"]["completion_tokens"] == len(kept) + 1
@@ -109,10 +113,10 @@ def test_images_arrive_in_order_with_their_bytes(stack: Stack, tokenizer: Tokeni
         found.append((scheduler.prompt(request), scheduler.image(request, 1)))
         answer_text(scheduler, request)
 
-    stack.scheduler.script = look
+    stack.script = look
     stack.chat([image(uri(first)), {"type": "text", "text": "and"}, image(uri(second)), image(uri(new, "image/png"))])
     ((prompt, data),) = found
-    spans = stack.scheduler.requests[-1].images
+    spans = stack.last.images
     sources = [(span.source.encoding, span.source.height, span.source.width) for span in spans]
     assert data == second and sources == [("jpeg", 80, 48), ("jpeg", 48, 80), ("rgb", 48, 80)]
     pad, start = tokenizer.token_to_id("<|image_pad|>"), tokenizer.token_to_id("<|vision_start|>")
@@ -125,7 +129,7 @@ def prompt_text(stack: Stack, tokenizer: Tokenizer, content: object) -> str:
     """Return what the model would read, special tokens included."""
     response = stack.chat(content)
     assert response.status_code == 200, response.text
-    text: str = tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1]), skip_special_tokens=False)
+    text: str = tokenizer.decode(stack.prompt(), skip_special_tokens=False)
     return text
 
 
@@ -134,12 +138,11 @@ def test_texts_that_look_like_media_stay_texts(stack: Stack, tokenizer: Tokenize
         assert text in prompt_text(stack, tokenizer, text)
         parts = [{"type": "text", "text": text}, image(uri(PLAIN["1x1"])), {"type": "text", "text": text}]
         assert prompt_text(stack, tokenizer, parts).count(text) >= 2
-        assert len(stack.scheduler.requests[-1].images) == 1
+        assert len(stack.last.images) == 1
 
 
 def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
-    """Red if a late reject loses its status, if an error in a stream is anything but a chunk with a top-level `error`, or if a client waits
-    for ever for a request that the scheduler has released."""
+    """A late reject keeps its status; in a stream an error is a chunk; a forgotten request ends."""
     error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 
     def refuse(scheduler: FakeScheduler, request: EngineRequest) -> None:
@@ -149,15 +152,15 @@ def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
         scheduler.send([RequestOutput(request.rid, [65], stages=Stages())], [])
         refuse(scheduler, request)
 
-    stack.scheduler.script = refuse
+    stack.script = refuse
     for stream in (False, True):
         response = stack.chat("x", stream=stream)
         assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_image")
-    stack.scheduler.script = fail_later
+    stack.script = fail_later
     assert stack.chat("x").status_code == 422
     lines = stack.chat("x", stream=True).text.strip().split("\n\n")
     assert json.loads(lines[-1][6:])["error"]["message"] == error.message
-    stack.scheduler.script = lambda scheduler, request: scheduler.send([], [request.rid])
+    stack.script = lambda scheduler, request: scheduler.send([], [request.rid])
     response = stack.chat("x")
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
@@ -165,12 +168,12 @@ def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
 def test_metrics_count_what_happened(stack: Stack) -> None:
     before = metrics_of(stack)
     stack.chat("x", temperature=-1)
-    stack.scheduler.script = hold
-    body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+    stack.script = hold
+    body = {"messages": user("x"), "stream": True}
     with stack.http.stream("POST", "/v1/chat/completions", json=body) as response:
         lines = response.iter_lines()
         next(line for line in lines if '"content":"b"' in line)  # the second token comes after the first one
-        rid = stack.scheduler.requests[-1].rid
+        rid = stack.last.rid
         stack.scheduler.send([RequestOutput(rid, [65], "stop")], [rid])
         assert "data: [DONE]" in [*lines]
     after = metrics_of(stack)

@@ -14,7 +14,7 @@ from engine.stats import Stages
 from server.http.body import MAX_TEXT_BYTES
 from tests.unit.server.pictures import PLAIN, save
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids
-from tests.unit.server.test_stack import chunks_of, ids_of, image, uri
+from tests.unit.server.test_stack import chunks_of, ids_of, image, uri, user
 
 WORDS = ("one", "two and", "three or more")
 
@@ -34,13 +34,12 @@ def interleaved(stack: Stack, tokenizer: Tokenizer) -> None:
             ]
             scheduler.send(outputs, [request.rid] if step == longest - 1 else [])
 
-    stack.scheduler.script = script
+    stack.script = script
 
 
 @pytest.mark.usefixtures("interleaved")
 def test_answers_in_documents(stack: Stack) -> None:
-    """Red if answers change places or are lost, if the engine gets a request for each, if the prompt is counted more than once, or if the
-    other answers end with the one that found a stop string."""
+    """One request for all; a stop string ends its own answer only."""
     before = len(stack.scheduler.requests)
     for stop, expected in ((None, WORDS), (" and", ("one", "two", "three or more"))):
         answer = stack.chat([image(uri(PLAIN["4:2:0"]))], n=3, stop=stop).json()
@@ -67,12 +66,12 @@ def test_streams_interleave(stack: Stack) -> None:
 def test_a_stop_string_waits_for_min_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
     """Red if the field reaches the sampler, but not those who look for stop strings."""
     ids = ids_of(tokenizer, "stop stop stop stop")
-    stack.scheduler.script = answer_ids(ids)
+    stack.script = answer_ids(ids)
     for least in (0, len(ids) // 2):
         (choice,) = stack.chat("x", stop="stop", min_tokens=least, priority=-3).json()["choices"]
         assert choice["message"]["content"].rstrip() == tokenizer.decode(ids[:least]).rstrip()
         assert choice["stop_reason"] == "stop"
-    assert stack.scheduler.requests[-1].priority == -3
+    assert stack.last.priority == -3
 
 
 def test_an_error_ends_all_answers(stack: Stack) -> None:
@@ -82,7 +81,7 @@ def test_an_error_ends_all_answers(stack: Stack) -> None:
         error = ErrorInfo(422, "Image 1: it cannot be decoded.")
         scheduler.send([RequestOutput(request.rid, [], error=error, index=1)], [request.rid])
 
-    stack.scheduler.script = script
+    stack.script = script
     for stream in (False, True):
         response = stack.chat("x", n=2, stream=stream)
         assert response.text.count("it cannot be decoded") == 1 and response.status_code == (200 if stream else 422)
@@ -104,10 +103,10 @@ def test_a_large_image_is_no_text(stack: Stack) -> None:
     data = base64.b64encode(save(Image.fromarray(noise), "PNG")).decode()
     assert len(data) > MAX_TEXT_BYTES
     image = {"type": "image", "source": {"data": data, "type": "base64", "media_type": "image/png"}}
-    body = {"model": "test-model", "max_tokens": 3, "messages": [{"role": "user", "content": [image]}]}
+    body = {"model": "test-model", "max_tokens": 3, "messages": user([image])}
     answer = stack.http.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] > 2000
-    refused = stack.http.post("/v1/messages", json={**body, "messages": [{"role": "user", "content": data}]})
+    refused = stack.http.post("/v1/messages", json={**body, "messages": user(data)})
     assert refused.status_code == 413 and refused.json()["error"]["type"] == "request_too_large"

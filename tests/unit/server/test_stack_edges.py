@@ -22,7 +22,7 @@ from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN, png_header, save
 from tests.unit.server.raw_http import body_of, connect, head_of, text_body
 from tests.unit.server.stack import MIB, FakeScheduler, Stack, answer_ids, hold, hold_silently
-from tests.unit.server.test_stack import image, metrics_of, uri
+from tests.unit.server.test_stack import image, metrics_of, uri, user
 
 HELLO = body_of(PLAIN["4:2:0"])
 
@@ -46,7 +46,6 @@ def await_bodies(stack: Stack, count: int) -> None:
 
 
 def test_a_client_that_leaves_aborts_its_request(stack: Stack) -> None:
-    """Red if the engine works on for a client that is gone, before or after the first token, streamed or not."""
 
     def num_responses() -> float:
         return sum(value for name, value in metrics_of(stack).items() if name.startswith("engine_responses_total"))
@@ -55,17 +54,16 @@ def test_a_client_that_leaves_aborts_its_request(stack: Stack) -> None:
         stack.reset()
         stack.scheduler.script, count = hold if has_token else hold_silently, len(stack.scheduler.requests)
         client = sent(stack, body_of(PLAIN["4:2:0"], stream=stream))
-        eventually(lambda count=count: len(stack.scheduler.requests) > count)  # type: ignore[misc]
+        eventually(lambda count=count: len(stack.scheduler.requests) > count)
         if stream and has_token:
             assert b"200 OK" in client.recv(1000)
         expected = num_responses() + (not (stream and has_token))  # that one was counted when its headers went out
         client.close()
-        eventually(lambda: stack.scheduler.aborted == [stack.scheduler.requests[-1].rid], f"the abort: {stream=} {has_token=}")
-        eventually(lambda expected=expected: num_responses() == expected, "the count")  # type: ignore[misc]
+        eventually(lambda: stack.scheduler.aborted == [stack.last.rid], f"the abort: {stream=} {has_token=}")
+        eventually(lambda expected=expected: num_responses() == expected, "the count")
 
 
 def test_a_client_that_leaves_while_its_image_loads(stack: Stack) -> None:
-    """Red if an abort during the preparation is lost, or if the request still reaches the scheduler."""
     processor, may_go_on = stack.local.processor, threading.Event()
     for _ in range(stack.config.media_pool_size):
         processor._tools.media_pool.submit(may_go_on.wait)
@@ -86,28 +84,26 @@ BAD_REQUESTS: list[tuple[bytes, int, str | None]] = [
     (body_of(PLAIN["4:2:0"][:500]), 422, "messages"), (body_of(png_header(13_000, 13_000)), 413, None), (b"{", 400, None),
     (body_of(PLAIN["1x1"], b"bad"), 422, "messages"), (body_of(*[PLAIN["1x1"]] * 129), 400, "messages"),
     (text_body(model="another"), 404, "model"), (text_body(temperature=float("nan")), 400, "temperature"),
-    (json.dumps({"messages": [{"role": "user", "content": [image("http://127.0.0.1:1/x.png")]}]}).encode(), 400, "messages"),
+    (json.dumps({"messages": user([image("http://127.0.0.1:1/x.png")])}).encode(), 400, "messages"),
 ]  # fmt: skip
 
 
 def test_bad_requests(stack: Stack) -> None:
-    """Red if bad input is anything but a clean 4xx, or if a good request is not answered afterwards (fixture)."""
     for i, (body, status, param) in enumerate(BAD_REQUESTS):
         assert error_of(stack.http.post("/v1/chat/completions", content=body)) == (status, param), f"request {i}"
 
 
 def test_the_prompt_must_fit_the_context(stack: Stack) -> None:
     stack.chat("a")
-    overhead = stack.scheduler.requests[-1].prompt.length // 4 - 1
+    overhead = stack.last.prompt.length // 4 - 1
     assert stack.chat((" a" * (4095 - overhead)).lstrip()).status_code == 200
-    assert stack.scheduler.requests[-1].params.max_tokens == 1
+    assert stack.last.params.max_tokens == 1
     response = stack.chat((" a" * (4096 - overhead)).lstrip())
     assert response.status_code == 400 and response.json()["error"]["message"].count("4096") == 2
 
 
 def test_bodies_that_never_fit(stack: Stack) -> None:
-    """Red if a body larger than the arena or the limit is read instead of refused, if text without end is, or if data URIs outside of image
-    parts are text without limit."""
+    """Larger than the arena, or more text than there may be, also as data URIs outside of image parts."""
     for length in (17 * MIB, 1 << 40):
         with sent(stack, b"", length=length) as client:
             assert b" 413 " in client.recv(1000).split(b"\r\n")[0]
@@ -126,13 +122,13 @@ def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
 
 
 def test_a_full_media_arena_is_503_with_retry_after(stack: Stack) -> None:
-    """Red if images that do not fit now crash the processor or are refused for good, or if those that never fit are to come again."""
+    """Images that never fit are a 413."""
     parts = [image(uri(save(Image.new("RGB", (2000, 2000), (i, 0, 0)), "PNG"), "image/png")) for i in range(7)]  # 12 MB of pixels each
     # Not files of below: those that are decoded before the refusal are known, and need no room when they come again.
     response = stack.chat(parts[3:])
     assert (response.status_code, "retry-after" in response.headers) == (413, False)
     stack.scheduler.script, count = hold_silently, len(stack.scheduler.requests)
-    with sent(stack, json.dumps({"messages": [{"role": "user", "content": parts[:1]}]}).encode()):
+    with sent(stack, json.dumps({"messages": user(parts[:1])}).encode()):
         eventually(lambda: len(stack.scheduler.requests) > count)
         response = stack.chat(parts[1:3])
         assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
@@ -140,14 +136,13 @@ def test_a_full_media_arena_is_503_with_retry_after(stack: Stack) -> None:
 
 
 def test_a_slow_reader_loses_nothing(stack: Stack) -> None:
-    stack.scheduler.script = answer_ids([65 + i % 26 for i in range(3000)])
+    stack.script = answer_ids([65 + i % 26 for i in range(3000)])
     with stack.http.stream("POST", "/v1/chat/completions", content=text_body(stream=True)) as response:
         stack.settle()  # all tokens have come
         assert response.read().count(b'"content":') == 3001
 
 
 def test_the_event_loop_runs_between_pieces_of_a_large_body(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a large body is scanned at once, or if its pieces follow each other without a turn of others."""
     ticks, pieces, feed = 0, [], Scanner.feed
 
     def tick() -> None:
@@ -171,7 +166,6 @@ def test_the_event_loop_runs_between_pieces_of_a_large_body(stack: Stack, monkey
 
 
 def test_health_before_the_engine_lives(model_folder: Path) -> None:
-    """Red if `/health` is 200 before the engine lives, if it hides a compilation, or if a request is taken before it can be served."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
     stack = Stack(model_folder, is_started=False, in_process=True, port=port)
@@ -194,8 +188,7 @@ def test_health_before_the_engine_lives(model_folder: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("ending", ["signal", pytest.param("orphan", marks=pytest.mark.gate)])
 def test_every_waiting_client_gets_an_error_at_the_end(model_folder: Path, ending: str) -> None:
-    """Red if a client hangs when the server stops or its launcher dies, even one that is still sending; or if the processes or the run
-    directory stay."""
+    """Also one that is still sending; processes and the run directory go."""
     stack = Stack(model_folder)
     answers: dict[str, httpx.Response] = {}
 
@@ -207,12 +200,12 @@ def test_every_waiting_client_gets_an_error_at_the_end(model_folder: Path, endin
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         (hold if len(scheduler.requests) == 1 else hold_silently)(scheduler, request)
 
-    stack.scheduler.script = script
+    stack.script = script
     threads = []
     for i, (name, stream) in enumerate((("streaming", True), ("silent stream", True), ("document", False))):
         threads.append(threading.Thread(target=ask, args=(name, stream)))
         threads[-1].start()
-        eventually(lambda count=i + 1: len(stack.scheduler.requests) == count)  # type: ignore[misc]
+        eventually(lambda count=i + 1: len(stack.scheduler.requests) == count)
     sender = sent(stack, b'{"messages": [', length=10 * MIB)
     large = b"x" * (7 * MIB)  # has no space once the sender has
     eventually(lambda: stack.http.post("/v1/chat/completions", content=large).status_code == 503, "the body arrives")
@@ -246,7 +239,7 @@ def test_a_lost_region_is_a_loud_death(model_folder: Path) -> None:
 
 
 def test_large_prompts_wait_for_each_other(stack: Stack) -> None:
-    """Red if a prompt whose turn is yet to come is lost, also when clients ahead of it have left."""
+    """Red if a prompt whose turn is yet to come is lost when clients ahead of it have left."""
     text = "word " * 100_000
     for client in [sent(stack, text_body(text)) for _ in range(4)]:
         client.close()

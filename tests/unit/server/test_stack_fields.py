@@ -13,19 +13,19 @@ from engine.stats import Stages
 from server.processor.detokenize import TokenTable
 from tests.e2e.serving import data_uri, picture
 from tests.unit.server.stack import FakeScheduler, Script, Stack, answer_ids
-from tests.unit.server.test_stack import chunks_of, ids_of
+from tests.unit.server.test_stack import chunks_of, ids_of, user
 
 TOP = 2
 SMILE = "🙂 so"  # its first character has several tokens
 
 
 def prompt_text(stack: Stack, tokenizer: Tokenizer) -> str:
-    return str(tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1]), skip_special_tokens=False))
+    return str(tokenizer.decode(stack.prompt(), skip_special_tokens=False))
 
 
 def ask(stack: Stack, **fields: Any) -> list[Any]:
     """The document, or the chunks, of a text completion, or of a chat if there is no prompt."""
-    chat = {"messages": [{"role": "user", "content": "x"}]}
+    chat = {"messages": user("x")}
     path, body = ("/v1/completions", fields) if "prompt" in fields else ("/v1/chat/completions", {**chat, **fields})
     response = stack.http.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -75,7 +75,6 @@ def ended(tokenizer: Tokenizer, text: str = SMILE) -> list[int]:
 
 
 def test_where_a_prompt_ends(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a prefilled answer is closed or followed by the beginning of another one, or if parts by their other names are lost."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is"}]
     for content in ("The answer is", [{"type": "text", "text": "The answer is"}]):
         messages[-1]["content"] = content
@@ -88,20 +87,19 @@ def test_where_a_prompt_ends(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_special_tokens_are_shown_on_demand(stack: Stack, tokenizer: Tokenizer) -> None:
-    stack.scheduler.script = answer_ids([tokenizer.token_to_id("<|im_start|>"), *ended(tokenizer, "ü")])
+    stack.script = answer_ids([tokenizer.token_to_id("<|im_start|>"), *ended(tokenizer, "ü")])
     assert text_of(choices_of(ask(stack))) == "ü"
     assert text_of(choices_of(ask(stack, skip_special_tokens=False))) == "<|im_start|>ü"
 
 
 def test_the_reason_of_a_stop(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a stop token that the client named is not told from the model's own end, or if a stop string is not shown on demand."""
     word, end = ids_of(tokenizer, "x")[0], tokenizer.token_to_id("<|im_end|>")
     for last, expected in ((word, word), (end, None)):
-        stack.scheduler.script = answer_ids([*ids_of(tokenizer, "so"), last])
+        stack.script = answer_ids([*ids_of(tokenizer, "so"), last])
         for stream in (False, True):
             choices = choices_of(ask(stack, stop_token_ids=[word], stream=stream))
             assert (text_of(choices), choices[-1]["stop_reason"]) == ("so", expected)
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, "keep this END and never this"))
+    stack.script = answer_ids(ids_of(tokenizer, "keep this END and never this"))
     for name in ("include_stop_str_in_output", "no_stop_trim"):
         (choice,) = choices_of(ask(stack, stop=["never", "END"], **{name: True}))
         assert (text_of([choice]), choice["finish_reason"], choice["stop_reason"]) == ("keep this END", "stop", "END"), name
@@ -109,16 +107,16 @@ def test_the_reason_of_a_stop(stack: Stack, tokenizer: Tokenizer) -> None:
 
 def test_bad_words_are_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
     ask(stack, bad_words=["so"])
-    words = stack.scheduler.requests[-1].params.bad_words
+    words = stack.last.params.bad_words
     assert words == (tuple(ids_of(tokenizer, "so")), tuple(ids_of(tokenizer, " so")))
     check_refusal(stack.chat("x", bad_words=["a very long word " * 20]), "bad_words")
 
 
 def test_a_completion(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, " world"), reason="length")
+    stack.script = answer_ids(ids_of(tokenizer, " world"), reason="length")
     answer = client.completions.create(model="test-model", prompt="<|im_start|>user\nhello")
     assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == ("text_completion", " world", "length")
-    request = stack.scheduler.requests[-1]
+    request = stack.last
     assert stack.scheduler.prompt(request) == tokenizer.encode("<|im_start|>user\nhello", add_special_tokens=False).ids
     assert request.params.max_tokens == 16 and answer.usage
     assert answer.usage.prompt_tokens == len(stack.scheduler.prompt(request))
@@ -129,7 +127,7 @@ def test_a_batch_of_prompts(stack: Stack, tokenizer: Tokenizer) -> None:
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         answer_ids(scheduler.prompt(request), reason="length")(scheduler, request)
 
-    stack.scheduler.script = script
+    stack.script = script
     prompts = [[70, 70], [71], [72, 72, 72]]
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         parts = ask(stack, prompt=prompts, **options)
@@ -141,20 +139,19 @@ def test_a_batch_of_prompts(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_an_echo(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the prompt is not in front of the answer, or comes twice; or if `max_tokens: 0`, with which evaluations score texts, is
-    refused, or shows the token that the engine draws anyway."""
+    """With `max_tokens: 0` evaluations score texts: the token that the engine draws anyway is not shown."""
     for stream in (False, True):
-        stack.scheduler.script = answer_ids(ids_of(tokenizer, " and more"))
+        stack.script = answer_ids(ids_of(tokenizer, " and more"))
         for prompt in ("Grüße, 世界", [70, 71, 72]):
             shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
             assert text_of(choices_of(ask(stack, prompt=prompt, echo=True, stream=stream))) == shown + " and more"
         for logprobs in (None, 2):
             end = ended(tokenizer)[-1:]
-            stack.scheduler.script = tell(end) if logprobs else answer_ids(end)
+            stack.script = tell(end) if logprobs else answer_ids(end)
             usage = {"stream_options": {"include_usage": True}} if stream else {}
             parts = ask(stack, prompt="Hello you", echo=True, max_tokens=0, logprobs=logprobs, stream=stream, **usage)
             choices = choices_of(parts)
-            assert stack.scheduler.requests[-1].params.max_tokens == 1
+            assert stack.last.params.max_tokens == 1
             assert (text_of(choices), choices[-1]["finish_reason"]) == ("Hello you", "length")
             counts = parts[-1]["usage"]["prompt_tokens"], parts[-1]["usage"]["completion_tokens"]
             assert counts == (len(ids_of(tokenizer, "Hello you")), 0)
@@ -169,27 +166,26 @@ def test_one_bad_prompt_of_a_batch(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_prompts_are_truncated(stack: Stack) -> None:
-    """Red if the wrong end is kept, if a prompt beyond the context is refused all the same, or if half an image is left."""
     ids = [*range(70, 90)]
     for fields, kept in (
         ({"truncate_prompt_tokens": 5}, ids[-5:]), ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5]),
         ({"truncate_prompt_tokens": 50}, ids), ({}, ids),
     ):  # fmt: skip
         ask(stack, prompt=ids, max_tokens=2, **fields)
-        assert stack.scheduler.prompt(stack.scheduler.requests[-1]) == kept
+        assert stack.prompt() == kept
     ask(stack, prompt="word " * 20_000, max_tokens=7, truncate_prompt_tokens=-1)
-    assert len(stack.scheduler.prompt(stack.scheduler.requests[-1])) == stack.scheduler.max_model_len - 7
+    assert len(stack.prompt()) == stack.scheduler.max_model_len - 7
     shown = [{"type": "image_url", "image_url": {"url": data_uri(picture(1, 64, 64))}}]
     check_refusal(stack.chat(shown, truncate_prompt_tokens=5), "truncate_prompt_tokens")
 
 
 def test_token_ids_beside_the_text(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if an id is lost where no text comes with it, if the prompt's are not those that are computed, or if a stream differs."""
+    """Red if an id is lost where no text comes with it."""
     answer = ended(tokenizer)
-    stack.scheduler.script = tell(answer)
+    stack.script = tell(answer)
     for stream in (False, True):
         parts = ask(stack, return_token_ids=True, stream=stream)
-        prompt = stack.scheduler.prompt(stack.scheduler.requests[-1])
+        prompt = stack.prompt()
         assert parts[0]["prompt_token_ids"] == prompt and not any("prompt_token_ids" in part for part in parts[1:])
         texts = choices_of(ask(stack, prompt=prompt, return_token_ids=True, stream=stream))
         assert texts[0]["prompt_token_ids"] == prompt
@@ -206,11 +202,11 @@ STOPPED: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 def test_what_is_told_of_tokens_ends_with_the_text(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if tokens of a stop string that was cut are told, if one of whose text a part is shown is not, or if a stream tells others."""
+    """Red if tokens of a stop string that was cut are told, or not one of whose text a part is shown."""
     spelling, names = TokenTable(tokenizer).spelling, {"return_token_ids": True, "return_tokens_as_token_ids": True}
     for text, stop, fields, shown in STOPPED:
         answer = ended(tokenizer, text)
-        stack.scheduler.script = tell(answer)
+        stack.script = tell(answer)
         kept = list(answer) if shown == text else []
         while sum(len(spelling(token_id)) for token_id in kept) < len(shown.encode()):
             kept.append(answer[len(kept)])
@@ -224,12 +220,12 @@ def test_what_is_told_of_tokens_ends_with_the_text(stack: Stack, tokenizer: Toke
 
 
 def test_log_probabilities_of_the_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if places shift, if a token is told twice, or if they get into the answer's text or log-probabilities."""
+    """Red if places shift, or if they get into the answer's text or log-probabilities."""
     answer = ended(tokenizer)
-    stack.scheduler.script = tell(answer)
+    stack.script = tell(answer)
     for n in (1, 2):
         (body,) = ask(stack, prompt_logprobs=TOP, n=n)
-        places, prompt = body["prompt_logprobs"], stack.scheduler.prompt(stack.scheduler.requests[-1])
+        places, prompt = body["prompt_logprobs"], stack.prompt()
         assert len(places) == len(prompt) and places[0] is None
         assert len(body["choices"][0]["logprobs"]["content"]) == len(answer)
         for i, (token_id, place) in enumerate(zip(prompt[1:], places[1:], strict=True)):
@@ -245,9 +241,8 @@ def test_log_probabilities_of_the_prompt(stack: Stack, tokenizer: Tokenizer) -> 
 
 
 def test_log_probabilities_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a token of the answer has no entry, if bytes of half a character are lost, or if a stream has other ones than a document."""
     answer = ended(tokenizer)
-    stack.scheduler.script = tell(answer)
+    stack.script = tell(answer)
     likely = [(tokenizer.decode([70]), -1.0), (tokenizer.decode([71]), -2.0)]
     for stream in (False, True):
         choices = choices_of(ask(stack, logprobs=True, top_logprobs=TOP, stream=stream))
@@ -258,13 +253,12 @@ def test_log_probabilities_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None
 
 
 def test_log_probabilities_of_a_completion(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the lists are not parallel, if the prompt's are not in front, where evaluations cut them at the length of the context, or if
-    only the first of several answers has them."""
+    """Evaluations cut the prompt's, which are in front of each answer's, at the length of the context."""
     answer = ended(tokenizer)
-    stack.scheduler.script = tell(answer)
+    stack.script = tell(answer)
     for prompt, n, stream in (("Grüße, 世界", 1, False), ([70], 1, False), ([70], 1, True), ("Hello", 3, False), ("Hello", 3, True)):
         parts = ask(stack, prompt=prompt, echo=True, logprobs=TOP, n=n, stream=stream)
-        assert stack.scheduler.requests[-1].params.prompt_logprobs == TOP
+        assert stack.last.params.prompt_logprobs == TOP
         ids = ids_of(tokenizer, prompt) if isinstance(prompt, str) else prompt
         for index in range(n):
             found = [choice["logprobs"] for choice in choices_of(parts, index) if choice["logprobs"]]
@@ -278,7 +272,7 @@ def test_log_probabilities_of_a_completion(stack: Stack, tokenizer: Tokenizer) -
 
 
 def test_only_json_is_read(stack: Stack) -> None:
-    """Red if a web page can make a browser send something here that needs no permission, or if compressed bytes are taken for JSON."""
+    """A web page can make a browser send other types without permission; compressed bytes are no JSON."""
     content = b'{"messages": [{"role": "user", "content": "x"}], "prompt": "x"}'
     for path in ("/v1/chat/completions", "/metrics", "/nowhere"):
         for kind, coding, is_read in (

@@ -21,11 +21,11 @@ from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack, StackOf, answer_ids, hold_silently
 from tests.unit.server.test_direct import large_image
-from tests.unit.server.test_stack import chunks_of, ids_of, image, metrics_of, uri
+from tests.unit.server.test_stack import chunks_of, ids_of, image, metrics_of, uri, user
 
 
 def test_every_answer_has_an_id(stack: Stack) -> None:
-    """Red if a client's own id is not returned, if one that could forge a line of the log is taken, or if errors or streams have none."""
+    """The client's own, unless it could forge a line of the log."""
     for path in ("/v1/models", "/health", "/nowhere", "/v1/chat/completions"):
         ids = [stack.http.get(path, headers={"x-request-id": given}).headers["x-request-id"] for given in ("abc-123", "", "x" * 200, "a b")]
         assert ids[0] == "abc-123" and not {"", "x" * 200, "a b"} & {*ids} and len({*ids}) == 4, path
@@ -36,13 +36,12 @@ def test_every_answer_has_an_id(stack: Stack) -> None:
 
 
 def test_one_line_per_request(stack_of: StackOf, model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Red if a request is not in the log, is there twice, lacks its numbers or the reason of its refusal, or is there with --no-access-log;
-    or if the log is full of health checks."""
+    """And none for health checks, or with --no-access-log."""
     caplog.set_level("INFO")
     for access_log in (True, False):
         caplog.clear()
         stack = stack_of(model_folder, access_log=access_log)
-        body = {"messages": [{"role": "user", "content": [image(uri(PLAIN["4:2:0"]))]}]}
+        body = {"messages": user([image(uri(PLAIN["4:2:0"]))])}
         chat, own = "/v1/chat/completions", {"x-request-id": "first"}
         for path, value, status in ((chat, body, 200), (chat, {"messages": 5}, 400), ("/tokenize", body, 200)):
             assert stack.http.post(path, json=value, headers=own).status_code == status
@@ -58,7 +57,6 @@ def test_one_line_per_request(stack_of: StackOf, model_folder: Path, caplog: pyt
 
 
 def test_the_wrong_method_or_path(stack: Stack) -> None:
-    """Red if a 405 does not list the methods, if an error is not OpenAI's, or if a slash too many redirects a request or differs."""
     for method, path, allowed in (("GET", "/v1/chat/completions", {"POST"}), ("POST", "/v1/models", {"GET", "HEAD"})):
         response = stack.http.request(method, path)
         assert response.status_code == 405 and {*response.headers["allow"].split(", ")} == allowed
@@ -69,7 +67,7 @@ def test_the_wrong_method_or_path(stack: Stack) -> None:
 
 
 def test_pages_of_other_origins(stack: Stack, stack_of: StackOf, model_folder: Path) -> None:
-    """Red if a page that is allowed cannot ask first because it has no key yet, or if one that is not allowed is answered."""
+    """A page that is allowed asks first, without a key."""
     assert "access-control-allow-origin" not in stack.http.get("/v1/models", headers={"Origin": "https://a.example"}).headers
     open_to = stack_of(model_folder, allowed_origins="https://a.example, https://b.example", api_key="key")
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
@@ -85,15 +83,14 @@ def test_https_with_a_large_body(stack_of: StackOf, model_folder: Path, certific
     assert stack.url.startswith("https://")
     with httpx.Client(base_url=stack.url, verify=ssl.create_default_context(cafile=certificate), timeout=HANG_GUARD_S) as http:
         pictures = [large_image(1_500_000) for _ in range(3)]
-        body = {"messages": [{"role": "user", "content": [image(uri(picture)) for picture in pictures]}], "stream": True}
+        body = {"messages": user([image(uri(picture)) for picture in pictures]), "stream": True}
         assert chunks_of(http.post("/v1/chat/completions", json=body).text)
-        assert [stack.scheduler.image(stack.scheduler.requests[-1], i) for i in range(3)] == pictures
+        assert [stack.scheduler.image(stack.last, i) for i in range(3)] == pictures
     stack.settle()
 
 
 def test_behind_a_proxy(stack_of: StackOf, model_folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Red if a path that a proxy has shortened is not found, or passes the guard as another one; or if the checkpoint's template is used
-    although another one was named."""
+    """And with a chat template of the operator's."""
     file = tmp_path / "template.jinja"
     file.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
     stack = stack_of(model_folder, root_path="/llm", api_key="key", chat_template=str(file))
@@ -101,7 +98,7 @@ def test_behind_a_proxy(stack_of: StackOf, model_folder: Path, tmp_path: Path, t
     assert stack.http.get("/v1/models").status_code == 401
     stack.http.headers["Authorization"] = "Bearer key"
     assert stack.chat("hello").status_code == 200
-    assert tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1])) == "user: hello\n"
+    assert tokenizer.decode(stack.prompt()) == "user: hello\n"
 
 
 def test_models(stack: Stack, client: openai.OpenAI) -> None:
@@ -119,12 +116,12 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
     """Red if what is counted is not what a request would be, or if counting leaves anything behind (fixture)."""
     content = [image(uri(PLAIN["4:2:0"])), {"type": "text", "text": "Grüße"}]
     assert stack.chat(content).status_code == 200
-    prompt, num_requests = stack.scheduler.prompt(stack.scheduler.requests[-1]), len(stack.scheduler.requests)
+    prompt, num_requests = stack.prompt(), len(stack.scheduler.requests)
 
     def count(path: str = "/tokenize", **body: object) -> dict[str, Any]:
         return dict(stack.http.post(path, json=body).json())
 
-    counted = count(messages=[{"role": "user", "content": content}])
+    counted = count(messages=user(content))
     assert counted == {"count": len(prompt), "max_model_len": 4096, "tokens": prompt, "token_strs": None}
     assert count(prompt="Grüße")["tokens"] == ids_of(tokenizer, "Grüße") and count(prompt="word " * 9000)["count"] > 4096
     text = tokenizer.decode(prompt, skip_special_tokens=False)
@@ -134,21 +131,21 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
     assert stack.http.post("/v1/completions", json={"prompt": [*prompt[:3], padding]}).status_code == 200
     for tokens in ([1 << 20], [], ["x"], None):
         assert stack.http.post("/detokenize", json={"tokens": tokens}).status_code == 400
-    for body in ({"prompt": ["a", "b"]}, {"prompt": 5}, {"messages": [{"role": "user", "content": [image(uri(b"bad"))]}]}):
+    for body in ({"prompt": ["a", "b"]}, {"prompt": 5}, {"messages": user([image(uri(b"bad"))])}):
         assert stack.http.post("/tokenize", json=body).status_code in (400, 422)
 
 
 def test_what_is_only_counted_has_the_limits_of_what_is_answered(stack_of: StackOf, model_folder: Path) -> None:
-    """Red if counting loads more images than a request may have, or goes on loading after its client has left."""
+    """Also when its client has left."""
     counting = stack_of(model_folder, allow_private_media=True, download_connect_timeout=900, download_timeout=900)
     for path in ("/tokenize", "/v1/messages/count_tokens"):
         with socket.create_server(("127.0.0.1", 0)) as site:
             url = f"http://127.0.0.1:{site.getsockname()[1]}/a.png"
             part = image(url) if path == "/tokenize" else {"type": "image", "source": {"type": "url", "url": url}}
-            body = {"model": "test-model", "messages": [{"role": "user", "content": [part] * 2000}]}
+            body = {"model": "test-model", "messages": user([part] * 2000)}
             response = counting.http.post(path, json=body)
             assert response.status_code == 400 and "2000 images, the limit is" in response.text
-            body["messages"] = [{"role": "user", "content": [part]}]
+            body["messages"] = user([part])
             site.settimeout(HANG_GUARD_S)
             asking = ask(counting, path, body)
             download, _ = site.accept()
@@ -179,7 +176,7 @@ def test_what_the_server_reports_of_itself(stack_of: StackOf, model_folder: Path
 
 
 LONG = "word " * 9000
-LONG_CHAT, IDS = {"messages": [{"role": "user", "content": LONG}]}, [5] * 5000
+LONG_CHAT, IDS = {"messages": user(LONG)}, [5] * 5000
 TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", LONG_CHAT, "messages"), ("/v1/completions", {"prompt": LONG}, "prompt"),
     ("/v1/completions", {"prompt": IDS}, "prompt"), ("/v1/responses", {"input": LONG}, "input"),
@@ -188,15 +185,14 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     ("/score", {"text_1": "x", "text_2": LONG}, "text_2"),
 ]  # fmt: skip
 BAD_IMAGE: list[tuple[str, dict[str, Any], str]] = [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [image(uri(b"bad"))]}]}, "messages"),
-    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": uri(b"bad")}]}]}, "input"),
+    ("/v1/chat/completions", {"messages": user([image(uri(b"bad"))])}, "messages"),
+    ("/v1/responses", {"input": user([{"type": "input_image", "image_url": uri(b"bad")}])}, "input"),
     ("/score", {"text_1": "x", "text_2": {"content": [image(uri(b"bad"))]}}, "text_2"),
 ]
 
 
 def test_errors_name_the_field_of_the_dialect(stack: Stack) -> None:
-    """Red if an error names a field that the client has not sent, or if libraries no longer tell a prompt that is too long from other
-    errors: they look for the code, or for these words."""
+    """Libraries tell a prompt that is too long from other errors by the code, or by these words."""
     for path, fields, param in TOO_LONG:
         error = stack.http.post(path, json=fields).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param), path
@@ -211,7 +207,6 @@ def families_of(stack: Stack) -> dict[str, Any]:
 
 
 def test_metrics_are_as_prometheus_has_them(stack: Stack) -> None:
-    """Red if a name breaks the conventions, if a series lacks the model, or if drafts are counted otherwise than the scheduler reports."""
     families = families_of(stack)
     for family in families.values():
         assert re.fullmatch(r"(engine_|vllm:)[a-z0-9_]+", family.name) and family.documentation
@@ -234,7 +229,6 @@ SHOWN = [
 
 
 def test_vllms_dashboard_shows_this_engine(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a panel of vLLM's dashboard would be empty."""
 
     def values() -> dict[str, float]:
         chosen = ("le", "finished_reason")
@@ -242,7 +236,7 @@ def test_vllms_dashboard_shows_this_engine(stack: Stack, tokenizer: Tokenizer) -
         return {" ".join([one.name, *(one.labels[label] for label in chosen if label in one.labels)]): one.value for one in samples}
 
     before = values()
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, "a few tokens more"))
+    stack.script = answer_ids(ids_of(tokenizer, "a few tokens more"))
     for _ in range(3):
         assert stack.chat("x", n=1).status_code == 200
     after = values()
@@ -254,10 +248,9 @@ def test_vllms_dashboard_shows_this_engine(stack: Stack, tokenizer: Tokenizer) -
 
 
 def test_what_is_only_counted_is_in_the_metrics(stack: Stack) -> None:
-    """Red if requests that generate nothing are no answers to operators, or if their errors are no refusals."""
     before = metrics_of(stack)
     for data, status in ((PLAIN["4:2:0"], 200), (b"bad", 422)):
-        body = {"messages": [{"role": "user", "content": [image(uri(data))]}]}
+        body = {"messages": user([image(uri(data))])}
         assert stack.http.post("/tokenize", json=body).status_code == status
     after = metrics_of(stack)
     for name in ('responses_total{status="200"}', 'responses_total{status="422"}', 'refused_requests_total{reason="invalid_image"}'):
@@ -265,7 +258,7 @@ def test_what_is_only_counted_is_in_the_metrics(stack: Stack) -> None:
 
 
 def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
-    stack.scheduler.script = hold_silently
+    stack.script = hold_silently
     stack.scheduler.aborted.clear()
     known = len(stack.scheduler.requests)
     asking = ask(stack, "/v1/embeddings", {"input": ["a", "b", "c"]})
@@ -275,7 +268,7 @@ def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
 
 
 def test_a_span_for_every_request(stack_of: StackOf, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a collector gets no span, one that does not continue the client's trace, or one for every token of a stream."""
+    """It continues the client's trace; a token of a stream has none."""
     trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     spans: list[Any] = []
 

@@ -15,7 +15,7 @@ from server.checkpoint import read_checkpoint
 from server.processor.prompt import PromptBuilder
 from tests.eventually import eventually
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids, hold_silently
-from tests.unit.server.test_stack import chunks_of, ids_of
+from tests.unit.server.test_stack import chunks_of, ids_of, user
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>'
 XML_PARAMETERS = "<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n3\n</parameter>"
@@ -29,19 +29,18 @@ TOOLS = [{
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }]  # fmt: skip
-QUESTION = [{"role": "user", "content": "How will the weather be?"}]
+QUESTION = user("How will the weather be?")
 
 
 def say(stack: Stack, tokenizer: Tokenizer, text: str) -> None:
     end = tokenizer.token_to_id("<|im_end|>")
-    stack.scheduler.script = answer_ids([*ids_of(tokenizer, text), end])
+    stack.script = answer_ids([*ids_of(tokenizer, text), end])
 
 
 def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Red if calls stay text, if their ids are alike, if the finish reason does not say that there are some, if half a call is announced as
-    a whole one, or if a request that wants no calls gets some or shows the model tools."""
+    """Half a call is a length; without tools, calls are text and the model sees none."""
     say(stack, tokenizer, f"Let me see.\n{CALL}\n{CALL}")
-    answer: Any = client.chat.completions.create(model="test-model", messages=QUESTION, tools=TOOLS)  # type: ignore[call-overload]
+    answer: Any = client.chat.completions.create(model="test-model", messages=QUESTION, tools=TOOLS)
     choice = answer.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
     assert [(call.type, call.function.name) for call in choice.message.tool_calls] == [("function", "weather")] * 2
@@ -53,16 +52,15 @@ def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tok
     for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
         message = stack.chat("x", **fields).json()["choices"][0]["message"]
         assert message["content"] == CALL and "tool_calls" not in message
-        lengths.add(stack.scheduler.requests[-1].prompt.length)
+        lengths.add(stack.last.prompt.length)
     assert len(lengths) == 1
-    stack.scheduler.script = answer_ids(ids_of(tokenizer, CALL[:60]), reason="length")
+    stack.script = answer_ids(ids_of(tokenizer, CALL[:60]), reason="length")
     cut = stack.chat("x", tools=TOOLS).json()["choices"][0]
     assert cut["finish_reason"] == "length" and cut["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 def test_one_chunk_per_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the raw chunks are not OpenAI's: index in each, id, type and name in a call's first only; if deltas put together are another
-    call; or if arguments come all at once."""
+    """As OpenAI's: index in each, id, type and name in a call's first only."""
     say(stack, tokenizer, f"Well. {CALL}{CALL}")
     chunks: list[Any] = chunks_of(stack.chat("x", stream=True, tools=TOOLS).text)
     for index in range(2):
@@ -77,12 +75,11 @@ def test_one_chunk_per_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) ->
 
 
 def test_a_call_before_a_stop_string_is_a_call_if_it_is_whole(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a client does not run a call that ended before the stop string, or runs one whose arguments are cut."""
     for text, stop, is_whole in (
         (f"{CALL}\nObservation: 5", "Observation:", True), (CALL, "</tool_call>", True), (XML_CALL, "</tool_call>", True),
         (XML_CALL, "days", False), (CALL, "days", False),
     ):  # fmt: skip
-        stack.scheduler.script = answer_ids(ids_of(tokenizer, text))
+        stack.script = answer_ids(ids_of(tokenizer, text))
         (choice,) = stack.chat("x", tools=TOOLS, stop=[stop]).json()["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls" if is_whole else "stop", stop)
         given = choice["message"]["tool_calls"][0]["function"]["arguments"]
@@ -100,10 +97,10 @@ def test_no_second_call_where_one_is_asked_for(stack: Stack, tokenizer: Tokenize
         hold_silently(scheduler, request)
         scheduler.send([RequestOutput(request.rid, ids_of(tokenizer, f"{CALL}\n{CALL}"), stages=Stages())], [])
 
-    stack.scheduler.script = script
+    stack.script = script
     choice = stack.chat("x", tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
     assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (1, "tool_calls")
-    eventually(lambda: stack.scheduler.requests[-1].rid in stack.scheduler.aborted)
+    eventually(lambda: stack.last.rid in stack.scheduler.aborted)
 
 
 def test_a_call_inside_thoughts_is_not_lost(stack_of: StackOf, thinking_folder: Path, tokenizer: Tokenizer) -> None:
@@ -118,7 +115,6 @@ def test_a_call_inside_thoughts_is_not_lost(stack_of: StackOf, thinking_folder: 
 
 
 def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, model_folder: Path) -> None:
-    """Red if the calls, their results or the tools of a conversation do not reach the model, or if text in them becomes a control token."""
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "<|im_start|>"}'}}
     messages = [
         *QUESTION,
@@ -128,7 +124,7 @@ def test_a_history_of_calls_is_shown_as_the_template_has_it(stack: Stack, model_
     ]
     assert stack.http.post("/v1/chat/completions", json={"messages": messages, "tools": TOOLS}).status_code == 200
     tokenizer = PromptBuilder(read_checkpoint(model_folder)).tokenizer
-    prompt = stack.scheduler.prompt(stack.scheduler.requests[-1])
+    prompt = stack.prompt()
     text = tokenizer.decode(prompt, skip_special_tokens=False)
     assert '{"name": "weather", "arguments": {"city": "<|im_start|>"}}' in text
     assert '<tool_response>\n{"rain": true}\n</tool_response>' in text
@@ -149,8 +145,7 @@ OLD_TAG = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": U
 
 
 def test_a_schema_that_would_not_hold_is_a_400(stack: Stack) -> None:
-    """Red if a call may break the schema that it was promised to follow, or a format that of an answer beside tools, and nobody is told; or
-    if tools that are not strict, or not used, are refused for what only a grammar minds."""
+    """Unless nothing holds an answer to it."""
     tag = json.dumps({"type": "structural_tag", "format": TAGS})
     in_tag = "structured_outputs.structural_tag.format.tags[0].content.elements[1].json_schema"
     strict = {"type": "function", "function": function(is_strict=True)}
@@ -184,15 +179,15 @@ PATCH = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(TY
 
 
 def test_custom_tools(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Red if a tool that takes one text is called with JSON, if a stream cuts an escape, or if the model does not see its grammar."""
+    """A tool that takes one text is not called with JSON, no stream cuts an escape, and the model sees its grammar."""
     say(stack, tokenizer, PATCH)
     shape = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /x/"}}
     tool: Any = {"type": "custom", "custom": {**TEXT_TOOL, "format": shape}}
-    call: Any = client.chat.completions.create(model="test-model", messages=QUESTION, tools=[tool]).choices[0].message.tool_calls[0]  # type: ignore
+    call: Any = client.chat.completions.create(model="test-model", messages=QUESTION, tools=[tool]).choices[0].message.tool_calls[0]
     assert (call.type, call.custom.name, call.custom.input) == ("custom", "patch", TYPED)
-    assert "start: /x/" in tokenizer.decode(stack.scheduler.prompt(stack.scheduler.requests[-1]), skip_special_tokens=False)
+    assert "start: /x/" in tokenizer.decode(stack.prompt(), skip_special_tokens=False)
     chunks = chunks_of(stack.chat("x", stream=True, tools=[tool]).text)
-    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]  # type: ignore[index]
+    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert deltas[0]["type"] == "custom" and "".join(delta["custom"]["input"] for delta in deltas) == TYPED
     flat: Any = {"type": "custom", **TEXT_TOOL}
     with client.responses.stream(model="test-model", input="x", tools=[flat]) as stream:
@@ -206,7 +201,6 @@ def test_custom_tools(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer)
 
 
 def test_what_a_vendor_runs_is_dropped_and_said(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Red if an agent's request is refused for a tool that is not here, if nothing says so, or if a namespace loses its functions."""
     say(stack, tokenizer, PATCH.replace("patch", "files__patch"))
     function = {"type": "function", "name": "patch", "parameters": {"type": "object"}}
     tools: Any = [{"type": "namespace", "name": "files", "tools": [function]}, {"type": "web_search", "external_web_access": False}]
@@ -221,6 +215,6 @@ def test_what_a_vendor_runs_is_dropped_and_said(stack: Stack, client: openai.Ope
     asked = {"tools": [*TOOLS, {"type": "code_interpreter"}]}
     assert len(stack.chat("x", **asked).json()["warnings"]) == 1
     first = chunks_of(stack.chat("x", stream=True, **asked).text)[0]
-    assert "'code_interpreter'" in first["warnings"][0]  # type: ignore[index]
+    assert "'code_interpreter'" in first["warnings"][0]
     named = stack.chat("x", **asked, tool_choice={"type": "function", "function": {"name": "code_interpreter"}})
     assert named.status_code == 400 and named.json()["error"]["param"] == "tool_choice"

@@ -18,7 +18,7 @@ from tests.eventually import eventually
 from tests.unit.server.clips import encode, frames_of, gif, joined
 from tests.unit.server.pictures import jpeg, save
 from tests.unit.server.stack import Stack, answer_ids, hold_silently
-from tests.unit.server.test_stack import image, uri
+from tests.unit.server.test_stack import image, uri, user
 
 FRAMES = frames_of(20)
 CLIP = encode(FRAMES)  # 2 s
@@ -37,12 +37,11 @@ def text(value: str) -> dict[str, object]:
 
 
 def last(stack: Stack) -> EngineRequest:
-    return stack.scheduler.requests[-1]
+    return stack.last
 
 
 def test_ids_and_spans_are_the_references(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a token differs: of times, of the ends around a pair, or in their order among pictures and other videos. That times and pads
-    are those of transformers: test_video_fixtures."""
+    """Times and pads are those of transformers: test_video_fixtures."""
     parts = [text("a"), video(CLIP), image(uri(jpeg())), text("b"), listed(FRAMES[:3], fps=30.0), text("c")]
     assert stack.chat(parts).status_code == 200
     request = last(stack)
@@ -63,7 +62,6 @@ def test_ids_and_spans_are_the_references(stack: Stack, tokenizer: Tokenizer) ->
 
 
 def test_pixels_of_a_known_clip_are_made_when_they_are_wanted(stack: Stack) -> None:
-    """Red if a pair is not found by its index among the items of a request, or if a clip is decoded more than once for several."""
     clip = encode(frames_of(16, first=3))
     stack.chat([video(clip)])
     hashes = [span.hash for span in last(stack).images]
@@ -74,7 +72,7 @@ def test_pixels_of_a_known_clip_are_made_when_they_are_wanted(stack: Stack) -> N
         if all(span.source.encoding == "file" for span in request.images[1:]):
             scheduler.want(request.rid, 1, 2)
 
-    stack.scheduler.script = want
+    stack.script = want
     asking = threading.Thread(target=lambda: stack.chat([image(uri(jpeg())), video(clip), text("?")]))
     asking.start()
     eventually(lambda: len(stack.scheduler.pixels) == 2)
@@ -86,7 +84,7 @@ def test_pixels_of_a_known_clip_are_made_when_they_are_wanted(stack: Stack) -> N
 
 
 def reads(part: dict[str, object], **fields: Any) -> VideoRef:
-    request = ChatRequest(messages=[{"role": "user", "content": [part]}], **fields)  # type: ignore[list-item]
+    request = ChatRequest(messages=user([part]), **fields)
     body: Any = SimpleNamespace(scanner=Scanner("nonce", 8), region=SimpleNamespace(offset=0), credentials=b"")
     (ref,) = read_conversation(request.messages, body, None, request.mm_processor_kwargs, request.media_io_kwargs).media
     assert isinstance(ref, VideoRef)
@@ -116,7 +114,7 @@ OF_FRAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def test_what_is_said_of_a_video() -> None:
-    """Red if something further away from the video outweighs what stands beside it, or if what makes no sense is accepted."""
+    """What stands beside a video outweighs what is further away."""
     for part, fields, expected in OF_FILES:
         found = reads({"type": "video_url", "video_url": {"url": URL, **part}}, **fields)
         assert found == VideoRef(file=MediaRef(url=URL), **expected), (part, fields)
@@ -139,7 +137,6 @@ def test_what_is_said_of_a_video() -> None:
 
 
 def test_every_way_to_send_frames(stack: Stack) -> None:
-    """Red if a dialect or a form loses the video, or makes other pairs of the same frames; or if a video of one frame is accepted."""
 
     def hashes(path: str, **body: Any) -> list[bytes]:
         answer = stack.http.post(path, json={"max_tokens": 9, **body} if "messages" in body else body)
@@ -147,16 +144,16 @@ def test_every_way_to_send_frames(stack: Stack) -> None:
         return [span.hash for span in last(stack).images]
 
     def of_chat(part: dict[str, object]) -> list[bytes]:
-        return hashes("/v1/chat/completions", messages=[{"role": "user", "content": [part]}])
+        return hashes("/v1/chat/completions", messages=user([part]))
 
     few = FRAMES[:4]
     joint = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + joined(few).decode()}}
     of_list = of_chat(listed(few))
     assert of_list == of_chat(joint) == of_chat(listed(few, timestamps=[0.0, 1.0, 2.0, 3.0])) and len(of_list) == 2
     block = {"type": "video", "source": {"type": "base64", "media_type": "video/mp4", "data": base64.b64encode(CLIP).decode()}}
-    of_clip = hashes("/v1/messages", messages=[{"role": "user", "content": [block]}])
+    of_clip = hashes("/v1/messages", messages=user([block]))
     content = [{"type": "input_video", "video_url": uri(CLIP, "video/mp4")}]
-    assert hashes("/v1/responses", input=[{"role": "user", "content": content}]) == of_clip
+    assert hashes("/v1/responses", input=user(content)) == of_clip
     assert of_chat({**video(CLIP), "uuid": "clip"}) == of_chat({"type": "video_url", "video_url": None, "uuid": "clip"}) == of_clip
     assert len(of_chat(video(gif(FRAMES[:5]), "image/gif"))) == 2
     refused = stack.chat([video(encode(FRAMES[:1]))])

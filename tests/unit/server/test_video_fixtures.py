@@ -43,7 +43,6 @@ def builder(checkpoint: Checkpoint) -> PromptBuilder:
 
 @pytest.mark.parametrize(("case", "found"), list(zip(CASES, FOUND, strict=True)))
 def test_ids_grids_and_pixels_are_the_references(checkpoint: Checkpoint, builder: PromptBuilder, case: Any, found: dict[str, Any]) -> None:
-    """Red if the frames, their size, a time, a token or a pixel (by more than two steps) differ."""
     if "error" in found:
         with pytest.raises(RequestError, match="at least 2 frames"):
             plan_of(checkpoint, case)
