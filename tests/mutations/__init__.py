@@ -150,7 +150,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "for start, end in ranges if end - start >= need - ALIGNMENT), None)",
         ),
     },
-    ("server/http/scan.py", ("tests/unit/server/test_scan.py", "tests/unit/server/test_fuzz.py")): {
+    ("server/http/scan.py", ("tests/unit/server/test_scan.py",)): {
         "an escaped quote ends a string": ("            num_quotes -= unpaired.count(b'\\\\\"')\n", ""),
         "a payload forgets the bytes of its last piece": (
             "(len(data) if end is None else end) - start",

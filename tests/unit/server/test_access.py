@@ -1,13 +1,30 @@
-"""Who gets in: API keys, names of the server, and the separate port for metrics."""
+"""Who gets in, what probes are told, how long a request may take, and which seed it gets."""
 
 import asyncio
+import logging
+import random
 import resource
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse, Response
 
 from engine.flags import parse_args
+from engine.messages import ErrorInfo, Event, Events, Submit
+from engine.stats import EngineStats
+from server.api.endpoint import LARGE_JSON_BYTES, Endpoint, Job
+from server.api.sglang.endpoint import Native
+from server.api.status import Status
+from server.errors import RequestError
+from server.http import client as client_module
+from server.http.client import Client
+from server.http.log import POLLS, RequestLog
+from tests.eventually import eventually_async
 from tests.unit.server.in_process import client_of, serving, virtual
 from tests.unit.server.stack import Stack
 
@@ -79,3 +96,157 @@ def test_the_api_as_a_process(model_folder: Path) -> None:
             assert soft == hard
     finally:
         stack.close()
+
+
+class Service:
+    """What the endpoints under test need of a server."""
+
+    def __init__(self, max_requests: int = 8, is_started: bool = True):
+        self.sent: list[Any] = []
+        self.client = Client(SimpleNamespace(send=self.sent.append), None, max_requests)
+        if is_started:
+            self.client.dispatch(Events([], [], None, time.monotonic()))
+
+    def probe(self) -> "asyncio.Task[Any]":
+        return asyncio.create_task(Native(self).health_generate())
+
+    def dispatch(self, event: Event) -> None:
+        self.client.dispatch(Events([event], [], None, 0.0))
+
+
+async def test_states_of_health() -> None:
+    """A server that drained said that it was stalled."""
+    starting, service = Service(is_started=False), Service()
+
+    async def check(service: Service, *expected: object, is_compiling: bool = False) -> None:
+        response = Response()
+        answer = await Status(service, lambda: is_compiling).health(response)
+        assert (response.status_code, answer["status"]) == expected
+
+    await check(starting, 503, "starting")
+    await check(starting, 503, "compiling", is_compiling=True)
+    await check(service, 200, "ok")
+    service.client.health.heartbeat = 1e-9
+    await check(service, 503, "stalled")
+    service.client.refuse_new(ErrorInfo(503, "The server is shutting down.", code="shutting_down"))
+    await check(service, 503, "stopping")
+
+
+async def test_a_full_queue_is_no_failure_and_an_idle_engine_is_asked() -> None:
+    """A liveness probe would have restarted a busy server."""
+    full, idle = Service(max_requests=0), Service()
+    probe = full.probe()
+    await eventually_async(lambda: full.client._token._waiters, "the probe waits")
+    full.dispatch(Event(7, "a", 1))
+    assert await probe == {"status": "ok"} and not full.sent
+    probe = idle.probe()
+    await eventually_async(lambda: idle.sent, "a request")
+    (submit,) = idle.sent
+    assert isinstance(submit, Submit) and submit.params.max_tokens == 1
+    idle.dispatch(Event(submit.rid, "a", 1, finish_reason="length"))
+    assert await probe == {"status": "ok"} and not idle.client.num_streams and not idle.client.replies
+
+
+async def test_an_engine_without_tokens_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events without a token, such as the end of a request that was only counted, prove nothing."""
+    monkeypatch.setattr("server.api.sglang.endpoint.HEALTH_S", 0.0)
+    for service in (Service(), Service(max_requests=0), Service(is_started=False)):
+        probe = service.probe()
+        service.dispatch(Event(7, "text", finish_reason="stop"))
+        with pytest.raises(RequestError) as caught:
+            await probe
+        assert caught.value.info.status == 503 and not service.client.num_streams
+
+
+async def test_polls_are_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "server.http.log")
+
+    async def ignore(message: Any) -> None:
+        pass
+
+    for status in (200, 503):
+        caplog.clear()
+        for path in (*POLLS, "/v1/models"):
+            scope = {"type": "http", "method": "GET", "path": path, "headers": [], "root_path": ""}
+            await RequestLog(PlainTextResponse("", status), is_silent=False)(scope, ignore, ignore)
+        levels = {record.getMessage().split("'")[1]: record.levelno for record in caplog.records}
+        assert levels == {path: logging.DEBUG for path in POLLS} | {"/v1/models": logging.INFO}
+    assert {"/health", "/health/live", "/health_generate", "/ping", "/metrics"} == POLLS
+
+
+OVERLOADED = ErrorInfo(503, "full", "server_error", code="overloaded", retry_after=1)
+
+
+@virtual
+async def test_the_field_and_the_flag_become_the_deadline(model_folder: Path) -> None:
+    """It counts from the body's end."""
+    for limit, field, expected in ((None, None, None), (None, 5.5, 5.5), (20, None, 20), (20, 100, 20), (20, 3, 3)):
+        with serving(model_folder, request_timeout=limit) as api:
+            body = {"messages": [{"role": "user", "content": "x"}], **({} if field is None else {"timeout": field})}
+            assert (await api.http.post("/v1/chat/completions", json=body)).status_code == 200
+            (submit,) = api.submits
+            assert submit.deadline == (None if expected is None else submit.stages.received + expected)
+            for bad in (0, -1, "5", 1e9):
+                refused = await api.http.post("/v1/chat/completions", json={**body, "timeout": bad})
+                assert refused.json()["error"]["param"] == "timeout", bad
+
+
+def test_a_deadline_ends_the_preparation_too(stack: Stack) -> None:
+    count = len(stack.scheduler.requests)
+    response = stack.chat("word " * 200_000, timeout=0.001)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
+    assert all(request.deadline is None for request in stack.scheduler.requests[count:])
+
+
+def test_retry_after_follows_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(cast(Any, None), cast(Any, None), 10)
+    now = 100.0
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
+    assert client.advise(OVERLOADED).retry_after == 1  # nothing is known
+    for _ in range(10):
+        client.dispatch(Events([Event(1, finish_reason="stop")]))
+        now += 0.5
+    for num_waiting, seconds in ((0, 1), (1, 1), (20, 10), (100, 50), (1000, 60)):
+        client.stats = EngineStats(num_waiting=num_waiting)
+        assert client.advise(OVERLOADED).retry_after == seconds
+    assert client.advise(ErrorInfo(503, "", code="shutting_down", retry_after=5)).retry_after == 5
+
+
+class Probe(Endpoint):
+    """Keeps the seeds of its requests; large bodies are read in a thread that waits for `may_read`."""
+
+    def __init__(self, service: Any) -> None:
+        super().__init__(service)
+        self.may_read = threading.Event()
+        self.seeds: dict[str, int] = {}
+
+    def read(self, value: dict[str, Any], body: Any) -> Job:
+        if value["is_large"]:
+            assert self.may_read.wait(60)
+        self.seeds[value["name"]] = body.seed
+        return Job(SimpleNamespace(model=None, timeout=None), [SimpleNamespace(media=[], cache_salt="", body=None)])
+
+    def reply(self, stream: Any, job: Job, body: Any) -> Any:
+        raise NotImplementedError
+
+
+def body_of(name: str, is_large: bool) -> Any:
+    padding = "x" * (LARGE_JSON_BYTES if is_large else 0)
+    document = f'{{"name": "{name}", "is_large": {str(is_large).lower()}, "padding": "{padding}"}}'.encode()
+    scanner = SimpleNamespace(json=lambda payloads: document, references=[])
+    return SimpleNamespace(scanner=scanner, payloads=b"", client=b"", num_announced=0, give_up=lambda: None, received=0.0)
+
+
+async def test_a_large_request_does_not_take_the_seed_of_a_later_one() -> None:
+    """A large body is read in a thread, and a small one that came later took its seed."""
+    config = SimpleNamespace(max_images_per_request=1, api_key=None, api_key_file=None, request_timeout=None)
+    client = SimpleNamespace(submit=lambda submits: None)
+    service = SimpleNamespace(config=config, model_names=(), seeds=random.Random(1), client=client)
+    probe = Probe(service)
+    first = asyncio.create_task(probe.submit(body_of("first", is_large=True)))
+    await asyncio.sleep(0)
+    await probe.submit(body_of("second", is_large=False))
+    probe.may_read.set()
+    await first
+    expected = random.Random(1)
+    assert [probe.seeds[name] for name in ("first", "second")] == [expected.getrandbits(63) for _ in range(2)]

@@ -1,8 +1,11 @@
-"""The detokeniser and stop strings; what the server does for each token does not grow with what came before."""
+"""The detokeniser, stop strings and events: what the server does for each token does not grow with what came before."""
 
+import asyncio
 import json
 import random
-from typing import Any
+from array import array
+from collections.abc import Iterator
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from engine.messages import Event
-from engine.params import OutputOptions, PromptLogprobs
+from engine.arena import Arena, create_memfd
+from engine.messages import ChatPrompt, EngineOutputs, Event, Events, RequestOutput, Submit
+from engine.params import OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.stats import Stages
 from server.api.chat import tools
 from server.api.chat.tools import CustomText
 from server.api.responses import endpoint as responses
@@ -21,7 +26,10 @@ from server.http.sse import Choice, ReplyOptions
 from server.processor import reasoning
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
 from server.processor.logprobs import of_prompt
+from server.processor.output import Output
 from server.processor.reasoning import OutputText, ThinkTokens
+from server.processor.request import SLICE, Answer, Request
+from server.processor.room import Room
 
 
 def pieces_of(table: TokenTable, ids: list[int]) -> list[str]:
@@ -191,3 +199,68 @@ def test_thoughts_of_a_history_are_joined_once() -> None:
     for item in items:
         responses._extend(pieces, item, "")
     assert pieces["reasoning"] == ["0 ", "1 ", "2 "]
+
+
+NUM_PROMPT = 5 * SLICE + 7
+
+
+class Sent:
+    """An outbox that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def send(self, message: Events) -> None:
+        self.events += message.events
+
+
+class Tools:
+    num_decoded = 0
+
+    def __init__(self, room: Room):
+        self.room = room
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    arena = Arena(create_memfd("test", 1 << 20), 1 << 20)
+    yield Room(arena, lambda: True)
+    assert arena.is_empty()
+
+
+def request(room: Room, tokenizer: Tokenizer, rid: int, num_top: int | None) -> Request:
+    params = SamplingParams(logprobs=1, prompt_logprobs=num_top)
+    submit = Submit(rid, ChatPrompt(b""), [], params, OutputOptions(), Stages())
+    answer = Answer(OutputText(TokenTable(tokenizer), ThinkTokens(None, None), OutputOptions()))
+    made = Request(submit, [], [answer], is_in_scheduler=True, num_prompt_tokens=NUM_PROMPT)
+    made.prompt = room.take(4 * NUM_PROMPT)
+    made.prompt.append(array("i", [70] * NUM_PROMPT).tobytes())
+    return made
+
+
+def drawn(rid: int, reason: Any = "stop") -> RequestOutput:
+    scores = PromptLogprobs(1, 0, np.zeros(NUM_PROMPT - 1, np.float32).tobytes(), b"", b"")
+    return RequestOutput(rid, [71], reason, None, 0, Stages(), [TokenLogprobs(-1.0, [71], [-1.0])], scores)
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+async def test_a_long_prompts_scores_let_others_pass(room: Room, tokenizer: Tokenizer, is_abandoned: bool) -> None:
+    """Red if they go out at once, after the end, to a client that left, or if their memory is given back too early."""
+    requests = {1: request(room, tokenizer, 1, 0), 2: request(room, tokenizer, 2, None)}
+    sent = Sent()
+    async with asyncio.TaskGroup() as tasks:
+        output = Output(requests, cast(Any, Tools(room)), cast(Any, sent), cast(Any, Sent()), tasks)
+        output.forward(EngineOutputs([drawn(1, None)], []))
+        await asyncio.sleep(0)
+        requests[1].is_ended = is_abandoned
+        output.forward(EngineOutputs([drawn(1), drawn(2)], [1, 2]))
+        assert [event.rid for event in sent.events] == [1, 2] and sent.events[1].finish_reason == "stop"
+    first = [event for event in sent.events if event.rid == 1]
+    assert not requests
+    if is_abandoned:
+        assert len(first) == 1
+        return
+    sizes = [len(event.logprobs) for event in first]
+    assert sizes == [*[SLICE] * 5, 7, 1, 1] and [event.num_tokens for event in first] == [0] * 6 + [1, 2]
+    assert [event.finish_reason for event in first] == [None] * 7 + ["stop"]
+    assert first[0].logprobs[0].logprob is None and first[0].num_prompt_tokens == NUM_PROMPT

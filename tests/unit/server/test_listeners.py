@@ -1,19 +1,25 @@
-"""All ports have the same limits; what a connection costs, and what it leaves."""
+"""All ports have the same limits; chunked bodies; what a connection costs, and what it leaves."""
 
 import gc
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httptools
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from server.http.chunked import BadChunk, ChunkedDecoder
 from server.http.direct import DirectProtocol, DirectReader, direct_reader
 from tests.eventually import eventually
-from tests.unit.server.in_process import HttpServer, echo, serving, settle, virtual
+from tests.unit.server.in_process import HttpServer, echo, run_virtually, serving, settle, virtual
 from tests.unit.server.raw_http import connect, packets, request_of, text_body
 from tests.unit.server.stack import ROOT, Stack, hold
 
@@ -132,3 +138,145 @@ async def test_a_connection_leaves_no_cycle(garbage: list[object]) -> None:
         gc.collect()
         left = [thing for thing in garbage if isinstance(thing, DirectProtocol | DirectReader | RequestResponseCycle | bytearray)]
         assert not left, (path, num_bytes, num_sent)
+
+
+HEAD = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+READ_BYTES = 250_000  # of the event loop at once
+
+
+class CountingBytes(bytes):
+    """Bytes that count how many of them are searched or copied, in all pieces cut from them."""
+
+    touched = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if isinstance(key, slice):
+            CountingBytes.touched += len(found)
+            return CountingBytes(found)
+        return found
+
+    def __radd__(self, other: bytes | bytearray) -> Any:
+        if isinstance(other, bytearray):  # appended in place
+            CountingBytes.touched += len(self)
+            other.extend(bytes(self))
+            return other
+        CountingBytes.touched += len(other) + len(self)
+        return CountingBytes(bytes(other) + bytes(self))
+
+    def find(self, sub: Any, start: Any = 0, end: Any = None) -> int:
+        found = super().find(sub, start, end)
+        CountingBytes.touched += (min(end or len(self), len(self)) if found < 0 else found + 1) - start
+        return found
+
+
+class Application:
+    """ASGI application that refuses every request at once, or reads its body first."""
+
+    def __init__(self, reads_body: bool) -> None:
+        self.reads_body = reads_body
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[bytes, bytes]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, more = b"", self.reads_body
+        while more:
+            message: Message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        self.bodies.append(body)
+        self.headers.append(dict(scope["headers"]))
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def chunked(payload: bytes, size: int) -> bytes:
+    pieces = [payload[i : i + size] for i in range(0, len(payload), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+HOSTILE = {
+    "blank lines in one chunk": chunked(b"\n" * (1 << 18), 1 << 18),
+    "blank lines in small chunks": chunked(b"\r\n\r\n" * (1 << 12), 4),
+    "chunks of one byte": chunked(b"\n" * (1 << 14), 1),
+    "extensions": b"1;%b\r\n\n\r\n" % (b"x" * 4000) * 40 + b"0\r\n\r\n",
+    "trailers": b"0\r\n" + b"a: b\r\n" * 10_000 + b"\r\n",
+    "plain": chunked(b"x" * (1 << 18), 1 << 16),
+}
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_each_byte_of_a_chunked_body_is_touched_a_constant_number_of_times(is_refused: bool) -> None:
+    """A body of blank lines was searched and copied once per line."""
+
+    async def count(body: bytes, read_bytes: int) -> int:
+        wire = await HttpServer(Application(reads_body=not is_refused)).ask(HEAD)
+        assert wire.statuses == [401] * is_refused
+        CountingBytes.touched = 0
+        wire.send(*(CountingBytes(body[start : start + read_bytes]) for start in range(0, len(body), read_bytes)))
+        await settle()
+        assert wire.statuses == [401]
+        return CountingBytes.touched
+
+    for name, body in HOSTILE.items():
+        for read_bytes in (READ_BYTES, 1000):
+            touched = run_virtually(count(body, read_bytes))
+            assert touched <= 3 * len(body), f"{name}, reads of {read_bytes}: {touched} bytes touched of {len(body)}"
+
+
+@virtual
+async def test_a_trailer_does_not_become_a_header() -> None:
+    """An `Authorization` trailer authenticated a request."""
+    application = Application(reads_body=True)
+    wire = await HttpServer(application).ask(HEAD + b"2\r\nhi\r\n0\r\nAuthorization: Bearer secret\r\n\r\n" + HEAD + b"0\r\n\r\n")
+    assert wire.statuses == [401, 401]
+    assert application.bodies == [b"hi", b""]
+    assert all(b"authorization" not in headers for headers in application.headers)
+
+
+def decode(data: bytes, cuts: list[int]) -> tuple[bytes, int]:
+    """Payload of a body, and where it ends."""
+    decoder, payload, end = ChunkedDecoder(), b"", 0
+    borders = [0, *sorted(cuts), len(data)]
+    for start, stop in itertools.pairwise(borders):
+        if not decoder.is_complete:
+            piece, size = decoder.feed(data[start:stop])
+            payload, end = payload + piece, start + size
+    assert decoder.is_complete
+    return payload, end
+
+
+@given(
+    st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.sampled_from([b"", b";a", b";a=b", b';a="b"'])), max_size=8),
+    st.lists(st.sampled_from([b"a: b\r\n", b"X-Checksum: 1\r\n"]), max_size=3),
+    st.sampled_from([b"", b"GET / HTTP/1.1\r\n\r\n", b"\r\n\r\n", b"0\r\n\r\n"]),
+    st.data(),
+)
+def test_chunks_are_decoded_as_httptools_does(chunks: list[tuple[bytes, bytes]], trailers: list[bytes], rest: bytes, data: Any) -> None:
+    body = b"".join(b"%x%b\r\n%b\r\n" % (len(piece), extension, piece) for piece, extension in chunks)
+    body += b"0\r\n" + b"".join(trailers) + b"\r\n"
+    cuts = data.draw(st.lists(st.integers(0, len(body)), max_size=10))
+
+    class Reference:
+        payload, is_complete = b"", False
+
+        def on_body(self, piece: bytes) -> None:
+            self.payload += piece
+
+        def on_message_complete(self) -> None:
+            self.is_complete = True
+
+    reference = Reference()
+    httptools.HttpRequestParser(reference).feed_data(HEAD + body)
+    assert reference.is_complete
+    assert decode(body + rest, cuts) == (reference.payload, len(body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"x\r\n", b"\r\n", b"-1\r\n", b"+1\r\n", b"1\n", b"0x1\r\n", b"1 1\r\n", b"1 ;a\r\n", b"1\r\nab\r\n", b"1\r\na\n\n", b"0\r\n\n",
+     b"0\r\na\n", b"1" * 16 + b"\r\n", b"1\r\r\n"],
+)  # fmt: skip
+def test_malformed_framing_is_rejected(body: bytes) -> None:
+    with pytest.raises(BadChunk):
+        ChunkedDecoder().feed(body)
