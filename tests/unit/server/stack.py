@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -49,8 +50,6 @@ class FakeScheduler:
         self._inbox: Inbox[ToScheduler] = Inbox(run_dir, "scheduler", ToScheduler)
         self._processor: Outbox[EngineOutputs | GrammarLoaded] = Outbox(run_dir, "processor")
         self._worker: Inbox[ToWorker] = Inbox(run_dir, "worker-0", ToWorker)
-        self.loads: list[LoadGrammar] = []
-        self.reads_grammars = True  # at once, as rank 0 does
         self.num_beats = 0
         self._sending = threading.Lock()
         self._arena = arena
@@ -61,7 +60,6 @@ class FakeScheduler:
         self.beats = True
         self.requests: list[EngineRequest] = []
         self.aborted: list[int] = []
-        self.arrivals: list[float] = []
         self.held: set[int] = set()
         self.pixels: list[Pixels] = []
 
@@ -73,8 +71,7 @@ class FakeScheduler:
         self._thread.join()
 
     def prompt(self, request: EngineRequest) -> list[int]:
-        view = self._arena.view(request.prompt.offset, request.prompt.length)
-        ids: list[int] = np.frombuffer(view, dtype=np.int32).tolist()
+        ids: list[int] = np.frombuffer(self.bytes_at(request.prompt), dtype=np.int32).tolist()
         return ids
 
     def image(self, request: EngineRequest, index: int) -> bytes:
@@ -84,17 +81,17 @@ class FakeScheduler:
         self._send(EngineOutputs(outputs, released))
 
     def want(self, rid: int, *indexes: int) -> None:
-        """Asks for pixels of these images; the answers come into `pixels`."""
+        """Ask for pixels of these images; the answers come into `pixels`."""
         self._send(EngineOutputs([], [], wanted=[WantedPixels(rid, index) for index in indexes]))
 
     def bytes_at(self, region: Region) -> bytes:
         return bytes(self._arena.view(region.offset, region.length))
 
-    def beat(self, age: float = 0.0) -> None:
+    def beat(self) -> None:
         self.num_beats += 1
-        drafts = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 5, "accepted_by_position": [3, 2]}
+        drafts: dict[str, Any] = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 5, "accepted_by_position": [3, 2]}
         stats = EngineStats(max_model_len=self.max_model_len, steps=self.num_beats, **drafts)
-        self._send(EngineOutputs([], [], stats, time.monotonic() - age))
+        self._send(EngineOutputs([], [], stats, time.monotonic()))
 
     def _send(self, message: EngineOutputs | GrammarLoaded) -> None:
         with self._sending:  # tests send from their own thread
@@ -107,13 +104,10 @@ class FakeScheduler:
                 last = time.monotonic()
                 self.beat()
             load = self._worker.recv_ready()
-            if isinstance(load, LoadGrammar):
-                self.loads.append(load)
-                if self.reads_grammars:
-                    self._send(GrammarLoaded(load.ticket))
+            if isinstance(load, LoadGrammar):  # read at once, as rank 0 does
+                self._send(GrammarLoaded(load.ticket))
             message = self._inbox.recv(timeout=HEARTBEAT_S)
             if isinstance(message, EngineRequest):
-                self.arrivals.append(time.monotonic())
                 self.requests.append(message)
                 self.script(self, message)
             elif isinstance(message, Pixels):
@@ -125,39 +119,38 @@ class FakeScheduler:
                 if message.rid in self.held:
                     self.held.discard(message.rid)
                     self.send([], [message.rid])
-        self._inbox.close()
-        self._worker.close()
-        self._processor.close()
+        for end in (self._inbox, self._worker, self._processor):
+            end.close()
 
 
-def answer_ids(token_ids: list[int], reason: str = "stop", step: int = 1) -> Script:
-    """Answers with these tokens, `step` at a time, and releases the request with the last."""
+def answer_ids(token_ids: list[int], reason: Any = "stop", step: int = 1) -> Script:
+    """Answer with these tokens, `step` at a time, and release the request with the last."""
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         now = time.monotonic()
         stages = Stages(request.stages.received, request.stages.submitted, now, now, now, now)
         for start in range(0, len(token_ids), step):
-            piece = token_ids[start : start + step]
             is_last = start + step >= len(token_ids)
-            output = RequestOutput(request.rid, piece, reason if is_last else None, None, 3, stages if start == 0 else None)
+            piece, first = token_ids[start : start + step], stages if start == 0 else None
+            output = RequestOutput(request.rid, piece, reason if is_last else None, None, 3, first)
             scheduler.send([output], [request.rid] if is_last else [])
 
     return script
 
 
 def answer_text(scheduler: FakeScheduler, request: EngineRequest) -> None:
-    """Echoes the last twelve prompt tokens, whatever they are."""
+    """Echo the last twelve prompt tokens, whatever they are."""
     answer_ids(scheduler.prompt(request)[-12:])(scheduler, request)
 
 
 def hold(scheduler: FakeScheduler, request: EngineRequest) -> None:
-    """Sends one token and then nothing until the request is aborted."""
+    """Send one token and then nothing until the request is aborted."""
     scheduler.held.add(request.rid)
     scheduler.send([RequestOutput(request.rid, [65], None, None, 0, Stages())], [])
 
 
 def hold_silently(scheduler: FakeScheduler, request: EngineRequest) -> None:
-    """Says nothing until the request is aborted."""
+    """Send nothing until the request is aborted."""
     scheduler.held.add(request.rid)
 
 
@@ -168,41 +161,36 @@ class Stack:
         self, model_folder: Path, max_model_len: int = 4096, is_started: bool = True, in_process: bool = False, **settings: object
     ):
         """With `is_started` False the scheduler sends no heartbeat, and `port` must be given: the api does not report its address."""
-        defaults: dict[str, object] = {"port": 0, "api_arena_bytes": 16 * MIB, "processor_arena_bytes": 32 * MIB, "log_level": "warning"}
-        self.config = EngineConfig(**{**defaults, **settings})
+        sizes: dict[str, Any] = {"api_arena_bytes": 16 * MIB, "processor_arena_bytes": 32 * MIB}
+        config = self.config = EngineConfig(**{"port": 0, "log_level": "warning", **sizes, **settings})
         self.run_dir = tempfile.mkdtemp()
-        sizes = (self.config.api_arena_bytes or 0, self.config.processor_arena_bytes or 0)
-        self._fds = tuple(create_memfd(name, size) for name, size in zip(("api", "processor"), sizes, strict=True))
+        arena_bytes = config.processor_arena_bytes or 0
+        self._fds = create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", arena_bytes)
         lifeline, self._lifeline_end = os.pipe()
-        listener = bind(self.config.host, self.config.port)
-        inherited = [*self._fds, lifeline, listener.fileno()]
-        metrics = None if self.config.metrics_port is None else bind(self.config.host, self.config.metrics_port)
-        if metrics is not None:
-            inherited.append(metrics.fileno())
-            self.metrics_url = f"http://127.0.0.1:{metrics.getsockname()[1]}/metrics"
+        listeners = [bind(config.host, config.port)]
+        if config.metrics_port is not None:
+            listeners.append(bind(config.host, config.metrics_port))
+            self.metrics_url = f"http://127.0.0.1:{listeners[1].getsockname()[1]}/metrics"
+        listener, *metrics = (listener.fileno() for listener in listeners)
+        inherited = (*self._fds, lifeline, listener, *metrics)
         for fd in inherited:
             os.set_inheritable(fd, True)
-        metrics_fd = None if metrics is None else metrics.fileno()
-        fds: tuple[int, int] = self._fds
-        names, folder = ("test-model", "other-name"), str(model_folder)
-        place = (self.run_dir, fds, lifeline, listener.fileno(), folder)
-        runtime = Runtime(self.config, "torch", "cpu", *place, names, max_model_len, metrics_fd)
+        place = (self.run_dir, self._fds, lifeline, listener, str(model_folder))
+        runtime = Runtime(config, "torch", "cpu", *place, ("test-model", "other-name"), max_model_len, *metrics)
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
-        self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], sizes[1]), max_model_len)
+        self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], arena_bytes), max_model_len)
         self._to_scheduler: Outbox[ToScheduler] = Outbox(self.run_dir, "scheduler")
-        self.servers = InProcess(runtime) if in_process else Processes(runtime, tuple(inherited))
+        self.servers = InProcess(runtime) if in_process else Processes(runtime, inherited)
         os.close(lifeline)
-        listener.close()
-        if metrics is not None:
-            metrics.close()
+        for one in listeners:
+            one.close()
         self.scheduler.beats = is_started
         self.scheduler.start()
-        self.url = self._await_ready() if is_started else f"http://127.0.0.1:{self.config.port}"
-        headers = {"Content-Type": "application/json"}
-        self.http = httpx.Client(base_url=self.url, timeout=HANG_GUARD_S, headers=headers)
+        self.url = self._await_ready() if is_started else f"http://127.0.0.1:{config.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=HANG_GUARD_S, headers={"Content-Type": "application/json"})
         self._observer = httpx.Client(
             base_url=self.url, timeout=HANG_GUARD_S, verify=False, limits=httpx.Limits(max_keepalive_connections=0),
-            headers={b"Authorization": b"Bearer " + (self.config.api_key or "none").encode()},
+            headers={b"Authorization": b"Bearer " + (config.api_key or "none").encode()},
         )  # fmt: skip
 
     @property
@@ -241,11 +229,8 @@ class Stack:
         return texts["api"]
 
     def failures(self) -> dict[str, str]:
-        """Role -> reason of the processes that failed since the last call."""
-        found = {path.stem: path.read_text() for path in Path(self.run_dir).glob(f"*{FAILED}")}
-        for role in found:
-            Path(self.run_dir, role + FAILED).unlink()
-        return found
+        """Role -> reason of the processes that failed."""
+        return {path.stem: path.read_text() for path in Path(self.run_dir).glob(f"*{FAILED}")}
 
     def chat(self, content: object, **fields: object) -> httpx.Response:
         body = {"model": "test-model", "messages": [{"role": "user", "content": content}], **fields}
@@ -287,9 +272,8 @@ class Stack:
         return beat
 
     def close(self) -> None:
-        self.http.close()
-        self._observer.close()
-        self.servers.close()
+        for end in (self.http, self._observer, self.servers):
+            end.close()
         self.scheduler.stop()
         self._to_scheduler.close()
         self._status.close()

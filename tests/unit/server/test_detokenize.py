@@ -19,8 +19,6 @@ from engine.params import OutputOptions, PromptLogprobs, SamplingParams, TokenLo
 from engine.stats import Stages
 from server.api.chat import tools
 from server.api.chat.tools import CustomText
-from server.api.responses import endpoint as responses
-from server.api.responses.schema import MessageItem, ThoughtItem, ThoughtPart
 from server.api.sglang import format as sglang
 from server.http.sse import Choice, ReplyOptions
 from server.processor import reasoning
@@ -187,18 +185,6 @@ def test_log_probabilities_of_a_prompt_are_read_as_they_are_needed() -> None:
     assert [(entry[0], entry[1]) for entry in entries[1:]] == [(i + 1, float(value)) for i, value in enumerate(values)]
     assert entries[50][2] == [(147 + i, float(values[49])) for i in range(3)]
     assert all(type(number) in (int, float) for _, _, likely in entries for pair in likely for number in pair)
-
-
-def test_thoughts_of_a_history_are_joined_once() -> None:
-    """Each item of thoughts was appended to a copy of those before it."""
-    items = [ThoughtItem(type="reasoning", content=[ThoughtPart(type="text", text=f"{i} ")]) for i in range(3)]
-    said = MessageItem(role="assistant", content="so")
-    (turn,) = responses._messages([*items, said], None)
-    assert turn == {"role": "assistant", "content": "so", "reasoning": "0 1 2 "}
-    pieces: dict[str, Any] = {"role": "assistant", "content": ""}
-    for item in items:
-        responses._extend(pieces, item, "")
-    assert pieces["reasoning"] == ["0 ", "1 ", "2 "]
 
 
 NUM_PROMPT = 5 * SLICE + 7

@@ -210,8 +210,3 @@ def test_a_prompt_of_too_many_ids_is_refused_by_its_length(checkpoint: Any, monk
     with pytest.raises(RequestError, match="it has 11 tokens") as caught:
         prompts.encode(TokenPrompt([1] * 11), [], limit=10)
     assert caught.value.info.code == "context_length_exceeded"
-
-
-def test_ids_count_as_work() -> None:
-    """A prompt of ids was always prepared on the event loop."""
-    assert PromptBuilder.size(SimpleNamespace(), TokenPrompt([1] * 20_000)) == 20_000

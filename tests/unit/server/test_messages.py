@@ -89,20 +89,17 @@ def test_a_history_with_calls() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens: must be an integer"), ({"max_tokens": "5"}, "max_tokens: must be an integer"),
+    ({"max_tokens": "5"}, "max_tokens: must be an integer"),
     (user([{"type": "document"}]), "messages[0].content[0]: content blocks are of type 'text'"),
     ({"messages": [{"role": "assistant", "content": [image("AAAA")]}]}, "messages[0].content[0]: a message of role 'assistant' has"),
     (user([{"type": "image", "source": {"type": "file", "file_id": "x"}}]), "messages[0].content[0].source: must be "),
     (user([{"type": "image", "source": {"type": "url", "url": "x"}}]), "messages[0].content[0].source.url"),
     (user(None), "messages[0].content: must be a string"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: must be 'user', 'assistant' or 'system'"),
     ({"tools": [{"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: needs tools"),
     ({"tools": [TOOL, {"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: names a function"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: is missing"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice: names a function"),
     ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"), ({"n": 2}, "n: may only be 1"),
-    ({"stop_sequences": [""]}, "stop_sequences[0]: must have at least 1 characters"),
-    ({"logprobs": True}, "logprobs: may only be false"), ({"container": "x"}, "container: is not supported"),
+    ({"container": "x"}, "container: is not supported"),
 ]  # fmt: skip
 
 

@@ -92,23 +92,17 @@ def test_a_history_with_thoughts_and_calls() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"input": None}, "input: must be a string"), ({"input": []}, "input: must have at least 1 entries"),
+    ({"input": []}, "input: must have at least 1 entries"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: items are of type 'message', "),
     ({"input": [user({"type": "input_file"})]}, "input[0].content[0]: parts are of type 'input_text', "),
     ({"input": [user(image("x.png"))]}, "input[0].content[0].image_url: expected a data:"),
-    ({"input": [user({"type": "input_image", "file_id": "f"})]}, "input[0].content[0].image_url: is missing"),
     ({"input": [{"role": "assistant", "content": [image("data:,")]}]}, "input[0].content: a message of role 'assistant' has no images"),
-    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role: must be 'user', "),
-    ({"max_output_tokens": "5"}, "max_output_tokens: must be an integer"), ({"max_tokens": 5}, "max_tokens: is not supported"),
+    ({"max_tokens": 5}, "max_tokens: is not supported"),
     ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported by this server: answers are not stored"),
-    ({"background": True}, "background: may only be false"), ({"truncation": "auto"}, 'truncation: may only be "disabled"'),
-    ({"include": ["message.output_text.logprobs"]}, "include[0]: must be"), ({"tools": [{"name": "x"}]}, "tools[0].type: is missing"),
-    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice: must be"),
+    ({"background": True}, "background: may only be false"),
     ({"tools": [{"type": "web_search", "name": "x"}], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice: needs tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice: must be"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice: names a function"),
-    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: is missing"),
-    ({"text": {"verbosity": "less"}}, "text.verbosity: must be 'low', "),
     ({"reasoning": {"effort": "ultra"}}, "reasoning.effort: must be 'none', "),
 ]  # fmt: skip
 

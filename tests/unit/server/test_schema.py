@@ -90,21 +90,18 @@ CALL = "messages[1].tool_calls[0].function"
 
 
 BAD_INSIDE: list[tuple[str, dict[str, object]]] = [
-    ("stop[0]", {"stop": ""}), ("stop[0]", {"stop": "a" * 4097}), ("stop[0]", {"stop": [5]}), ("bad_words[0]", {"bad_words": [""]}),
+    ("stop[0]", {"stop": ""}), ("stop[0]", {"stop": [5]}),
     ("stop_token_ids[1]", {"stop_token_ids": [3, VOCAB_SIZE]}), ("stop_token_ids[0]", {"stop_token_ids": [True]}),
     ("stream_options.include_usage", {"stream_options": {"include_usage": 7}}), ("logit_bias.1", {"logit_bias": {"1": 101}}),
-    ("chat_template_kwargs.enable_thinking", {"chat_template_kwargs": {"enable_thinking": "{{ x }}"}}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}), ("min_tokens", {"min_tokens": 6, "max_tokens": 5}),
     ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": ""}}]}),
-    ("tool_choice", {"tools": TOOLS, "tool_choice": "perhaps"}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}),
     ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
     ("mm_processor_kwargs.crop_size", {"mm_processor_kwargs": {"crop_size": 2}}),
     ("media_io_kwargs.audio", {"media_io_kwargs": {"audio": {}}}),
     ("messages[0].role", {"messages": [{"role": "boss", "content": "x"}]}), ("messages[0]", {"messages": [{"role": "user"}]}),
     ("messages[0].content", user(5)), (PART, user(["x"])), (PART + ".text", user([{"type": "text"}])),
-    (PART, user([{"type": "audio_url", "audio_url": {"url": "x"}}])), (PART + ".video", user([{"type": "video", "video": []}])),
     (PART + ".video_url.url", user([{"type": "video_url", "video_url": "x"}])),
     (PART + ".image_url", image(None)), (PART + ".image_url.url", image({"url": 5})), (PART + ".min_pixels", image(URL, min_pixels="5")),
     (PART + ".image_url.max_pixels", image({"url": URL, "max_pixels": 0})),
@@ -248,8 +245,7 @@ def test_limited_fields() -> None:
 
 CODES: list[tuple[str, dict[str, object], str]] = [
     ("invalid_type", {"messages": None}, ""), ("integer_below_min_value", {"max_tokens": 0}, ""), ("invalid_type", {"seed": "x"}, ""),
-    ("integer_above_max_value", {"n": 99}, ""), ("decimal_below_min_value", {"temperature": -0.5}, ""),
-    ("array_above_max_length", {"stop": ["a"] * 5}, ""), ("array_below_min_length", {"messages": []}, ""),
+    ("decimal_below_min_value", {"temperature": -0.5}, ""),
     ("string_below_min_length", {"stop": [""]}, ""), ("missing_required_parameter", {"tools": [{"type": "function"}]}, ""),
     ("invalid_value", {"tool_choice": "required"}, ""),
     ("unsupported_value", {"best_of": 2}, "may only be 1 on this server; or leave it out."),
