@@ -1,6 +1,6 @@
 """Writes the generated pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
-flags.md is `engine/config.py` with advice on when to change a flag; moving.md has tables of `engine/moving.py`;
+flags.md is `engine/config.py` with advice on when to change a flag; moving.md has tables of `engine/launch/compat.py`;
 fields.md is `server/api/chat/schema.py` and `server/api/fields.py`.
 """
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder otherwise
 
 from engine.config import GIB, MIB, EngineConfig  # noqa: E402
-from engine.moving import OTHER, READ, SAME, OtherFlag  # noqa: E402
+from engine.launch.compat import FLAGS, Flag  # noqa: E402
 from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 from server.api.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
 
@@ -152,16 +152,13 @@ def flags_page() -> str:
         "| flag here | other names |",
         "|---|---|",
     ]
-    for field in dict.fromkeys(same.field for same in SAME):
-        names = ", ".join(f"`{other}`" for same in SAME if same.field == field for other in same.names)
+    for field in dict.fromkeys(flag.field for flag in FLAGS if flag.field):
+        names = ", ".join(f"`{other}`" for flag in FLAGS if flag.field == field for other in flag.names)
         lines.append(f"| `{_flag_of(field)}` | {names} |")
-    lines += [
-        "",
-        "Accepted, with one line that says why it has no effect:",
-        "",
-        _names_of([other for other in OTHER if not other.is_refused]),
-    ]
-    lines += ["", "Refused, with one line that says what to use instead:", "", _names_of([other for other in OTHER if other.is_refused])]
+    rules = {"json": "its value sets flags of this engine", "ok": "accepted, with one line that says why it has no effect",
+             "no": "refused, with one line that says what to use instead"}  # fmt: skip
+    for rule, text in rules.items():
+        lines += ["", text.capitalize() + ":", "", _names_of([flag for flag in FLAGS if flag.rule == rule])]
     return "\n".join(lines) + "\n"
 
 
@@ -169,21 +166,21 @@ def _flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _names_of(others: list[OtherFlag]) -> str:
+def _names_of(others: list[Flag]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(name for other in others for name in other.names)) + "."
 
 
 def _moving_table(server: str) -> list[str]:
-    """Of `engine/moving.py`: what one of the two servers calls its flags."""
+    """Of `engine/launch/compat.py`: what one of the two servers calls its flags."""
     rows = []
-    for same in (same for same in SAME if server in same.servers):
-        switch = {None: _flag_of(same.field), True: _flag_of(same.field), False: "--no-" + same.field.replace("_", "-")}[same.const]
-        rows.append((same.names, f"`{switch}`", same.differs))
-    rows += [((read.name,), "see right", read.differs) for read in READ if server in read.servers]
-    for other in (other for other in OTHER if server in other.servers):
-        shown = [f"`{value}`" for value in other.values or ()]
+    for flag in FLAGS:
+        shown = [f"`{value}`" for value in flag.values]
         values = f"{shown[0]} to {shown[-1]}" if len(shown) > 3 else ", ".join(shown)
-        rows.append((other.names, "refused" if other.is_refused else f"no effect, {values} alone" if values else "no effect", other.text))
+        here = {"json": "see right", "no": "refused", "ok": "no effect"}.get(flag.rule, f"`{_flag_of(flag.field)}`")
+        here += f", {values} alone" if flag.rule == "ok" and flag.values not in (("",), ("*",)) else ""
+        here = here.replace("`--", "`--no-") if flag.field and flag.values == ("off",) else here
+        if names := [name for name, servers in flag.names.items() if server[0].upper() in servers]:
+            rows.append((names, here, flag.text))
     names = [(", ".join(f"`{name}`" for name in names), here, text) for names, here, text in rows]
     return ["| there | here | what differs |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in sorted(names))]
 
@@ -194,7 +191,7 @@ def moving_page() -> str:
         "# From vLLM, from SGLang",
         "",
         "Start commands, requests, Python scripts and dashboards of vLLM and SGLang work here with few changes. `python docs/generate.py`",
-        "writes this page from `engine/moving.py`.",
+        "writes this page from `engine/launch/compat.py`.",
         "",
         "* **Flags**: those below are accepted as they stand, with underscores too, those of JSON also with dots",
         "  (`--limit-mm-per-prompt.image 4`). One without effect prints a line that says why; one that cannot be had is refused with",

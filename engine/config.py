@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -41,6 +41,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, "name that the API shows and accepts, or several with commas or spaces between; default: the model as given"
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
+    default_chat_template_kwargs: Annotated[
+        str | None, "JSON object with the template's variables for requests without `chat_template_kwargs`, as {\"enable_thinking\": false}"
+    ] = None
     load_format: Annotated[Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"] = (
         "auto"
     )
@@ -216,30 +219,38 @@ def set_ray_defaults() -> None:
     os.environ.update({**RAY_DEFAULTS, **os.environ})
 
 
-def find_problem(config: EngineConfig) -> str | None:
-    """Why this cannot work."""
+def is_json_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except msgspec.DecodeError:
+        return False
+
+
+def find_problems(config: EngineConfig) -> Iterator[str]:
+    """Reasons why this cannot work."""
     for name, value in msgspec.structs.asdict(config).items():
         flag, least = "--" + name.replace("_", "-"), 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:  # not: booleans
-            return f"{flag} must be at least {least}"
+            yield f"{flag} must be at least {least}"
         if name in ("port", "metrics_port") and (value or 0) > MAX_PORT:
-            return f"{flag} must be at most {MAX_PORT}"
+            yield f"{flag} must be at most {MAX_PORT}"
         if name in FILES and value is not None and not os.path.isfile(value):
-            return f"{flag}: there is no file {value}"
+            yield f"{flag}: there is no file {value}"
     if config.api_key is not None and not config.api_key.strip():
-        return "--api-key must not be empty: leave it out to serve without a key"
-    if config.api_key_file is not None and not read_api_keys(config):
-        return f"--api-key-file: there is no key in {config.api_key_file}"
+        yield "--api-key must not be empty: leave it out to serve without a key"
+    if config.api_key_file is not None and os.path.isfile(config.api_key_file) and not read_api_keys(config):
+        yield f"--api-key-file: there is no key in {config.api_key_file}"
+    if not is_json_object(config.default_chat_template_kwargs or "{}"):
+        yield "--default-chat-template-kwargs must be a JSON object"
     if config.dp > 1 and config.port + config.dp > MAX_PORT:
-        return f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines take the ports behind it"
+        yield f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines take the ports behind it"
     if config.dp > 1 and config.metrics_port is not None:
-        return "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
+        yield "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
     if not 0 <= config.snapshot_share <= 1:
-        return "--snapshot-share must lie in [0, 1]"
+        yield "--snapshot-share must lie in [0, 1]"
     if not 0 < config.gpu_memory_utilization <= 1:
-        return "--gpu-memory-utilization must lie in (0, 1]"
+        yield "--gpu-memory-utilization must lie in (0, 1]"
     if config.min_pixels is not None and config.max_pixels is not None and config.min_pixels > config.max_pixels:
-        return "--min-pixels must not exceed --max-pixels"
+        yield "--min-pixels must not exceed --max-pixels"
     if config.max_num_seqs > config.max_num_batched_tokens:
-        return "--max-num-seqs must not exceed --max-num-batched-tokens: every running request decodes one token a step"
-    return None
+        yield "--max-num-seqs must not exceed --max-num-batched-tokens: every running request decodes one token a step"

@@ -10,17 +10,17 @@ import functools
 import json
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import configargparse
 import msgspec
 
-from engine.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problem, read_variables
-from engine.moving import OTHER_VALUES, OTHERS_BY_NAME, READ, REFUSED_VALUES, SAME, read_json
+from engine.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problems, read_variables
+from engine.launch.compat import ADVICE, BY_NAME, FLAGS, SAME_VALUES, settle
 
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
-DOTTED = {read.name for read in READ} | OTHERS_BY_NAME.keys()  # whose values may be JSON
+LENGTHS = {"k": 1000, "m": 1000**2, "K": KIB, "M": MIB}
 NEGATIONS = ("--no-", "--disable-", "--without-")
 
 # The groups of --help by their first fields, in the order of the fields.
@@ -41,10 +41,12 @@ class BadFlags(ValueError):
 
 
 class Parser(configargparse.ArgumentParser):
-    """A mistake is a BadFlags, not a page of usage."""
+    """A mistake is a BadFlags, not a page of usage. `problems`: bad values so far."""
+
+    problems: list[str]
 
     def error(self, message: str) -> NoReturn:
-        raise BadFlags(message)
+        raise BadFlags("; ".join([*self.problems, message]))
 
     def get_possible_config_keys(self, action: argparse.Action) -> list[str]:
         """Those of configargparse, and `max_num_seqs` for `max-num-seqs`."""
@@ -64,68 +66,93 @@ def make_parser() -> Parser:
         description="Serve a vision-language model behind an OpenAI-compatible API. The environment may hold flags too, as ENGINE_PORT.",
         config_file_parser_class=configargparse.YAMLConfigFileParser, auto_env_var_prefix="ENGINE_", add_env_var_help=False,
     )  # fmt: skip
+    parser.problems = []
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of flags, as `max-num-seqs: 64`")
     parser.add_argument("--version", action="version", version=VERSION)
-    add_flags(parser, EngineConfig.__struct_fields__, GROUPS)
+    add_flags(parser, EngineConfig.__struct_fields__, GROUPS, parser.problems)
     _add_flags_of_others(parser)
     return parser
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], groups: Mapping[str, str] = types.MappingProxyType({})) -> None:
+def parse_length(text: str) -> int:
+    """As vLLM reads lengths: '32k' -> 32000, '32K' -> 32768. Raises ValueError."""
+    return int(float(text[:-1]) * LENGTHS[text[-1:]]) if text[-1:] in LENGTHS else int(text)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    names: Sequence[str],
+    groups: Mapping[str, str] = types.MappingProxyType({}),
+    problems: list[str] | None = None,
+) -> None:
     """Of these fields of EngineConfig."""
     group: Any = parser
     hints, defaults = get_type_hints(EngineConfig, include_extras=True), msgspec.structs.asdict(EngineConfig())
     for name in names:
         if name in groups:
             group = parser.add_argument_group(groups[name])
-        _add_flag(group, name, hints[name], defaults[name])
+        _add_flag(group, name, hints[name], defaults[name], problems)
 
 
 def _add_flags_of_others(parser: Parser) -> None:
-    """Those that are no names of our fields: `_settle` takes their values out again. None is in --help."""
-    for same in SAME:
-        if same.const is not None:
-            parser.add_argument(*same.names, action="store_const", dest=same.field, const=same.const, help=argparse.SUPPRESS)
-    for read in READ:
-        parser.add_argument(read.name, dest=read.name, action="append", default=[], help=argparse.SUPPRESS)
-    for name, other in OTHERS_BY_NAME.items():
-        if other.values == () and not other.is_refused:
-            parser.add_argument(name, action="store_true", dest=name, help=argparse.SUPPRESS)
-        else:
-            parser.add_argument(name, dest=name, nargs="*" if other.is_refused else None, help=argparse.SUPPRESS)
+    """Add those that are no names of our fields, none of which is in --help. `settle` takes their values, all lists, out again."""
+    for flag in FLAGS:
+        for name in flag.names:
+            if flag.field and flag.values != ("",):
+                const, kind = flag.values == ("on",), {"dest": flag.field, "action": "store_const"}
+                parser.add_argument(name, const=const, help=argparse.SUPPRESS, **kind)
+            elif (flag.rule, flag.values) == ("ok", ("",)):
+                parser.add_argument(name, dest=name, action="store_const", const=[None], help=argparse.SUPPRESS)
+            elif not flag.field:
+                parser.add_argument(name, dest=name, action="append", nargs="*" if flag.rule == "no" else None, help=argparse.SUPPRESS)
 
 
-def _add_flag(group: Any, name: str, annotated: Any, default: Any) -> None:
+def _add_flag(group: Any, name: str, annotated: Any, default: Any, problems: list[str] | None) -> None:
     kind, text = get_args(annotated)[:2]
-    choices = None
+    choices: tuple[str, ...] = ()
     if get_origin(kind) is types.UnionType:
         kind = next(arg for arg in get_args(kind) if arg is not type(None))
     if get_origin(kind) is Literal:
         choices, kind = get_args(kind), str
-    flags = ["--" + name.replace("_", "-"), *(other for same in SAME if same.field == name and same.const is None for other in same.names)]
+    others = (other for flag in FLAGS if flag.field == name and flag.values == ("",) for other in flag.names)
+    flags = ["--" + name.replace("_", "-"), *others]
     shown = text if default in (None, "") else f"{text} (default: %(default)s)"
     if kind is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=default, help=shown)
         return
     metavar = next((word for suffix, word in SUFFIX_METAVARS.items() if name.endswith(suffix)), METAVARS[kind])
-    reads: Any = parse_bytes if kind is int and metavar == "SIZE" else kind
+    reads: Any = kind
+    if kind is int and (metavar == "SIZE" or name.endswith(("_len", "_tokens"))):
+        reads = parse_bytes if metavar == "SIZE" else parse_length
     if kind is str:
-        reads = functools.partial(_read_text, name)
+        reads = functools.partial(_read_text, name, choices)
     group.add_argument(
-        *flags, dest=name, nargs="+" if name == "served_model_name" else None, type=reads, choices=choices, default=default, help=shown,
-        metavar=None if choices else metavar,
+        *flags, dest=name, nargs="+" if name == "served_model_name" else None, type=functools.partial(_note, problems, flags[0], reads),
+        default=default, help=shown, metavar=f"{{{','.join(choices)}}}" if choices else metavar,
     )  # fmt: skip
 
 
-def _read_text(name: str, text: str) -> str:
-    """As vLLM and SGLang would read it."""
-    if problem := REFUSED_VALUES.get((name, text)):
-        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+def _note(problems: list[str] | None, flag: str, read: Callable[[str], Any], text: str) -> Any:
+    """A value; what is wrong with it goes to `problems`, so that all of them are reported at once."""
+    try:
+        return read(text)
+    except ValueError as problem:
+        reason = f"{flag} {text}: {problem if isinstance(problem, BadFlags) else 'not a number'}"
+        if problems is None:
+            raise argparse.ArgumentTypeError(reason) from None
+        problems.append(reason)
+
+
+def _read_text(name: str, choices: Sequence[str], text: str) -> str:
+    """As vLLM and SGLang would read it. Raises BadFlags."""
     if name.startswith("allowed_") and text.startswith("["):
         with contextlib.suppress(ValueError):
             return ",".join(json.loads(text))
-    return OTHER_VALUES.get((name, text), text)
+    text = SAME_VALUES.get((name, text), text)
+    if choices and text not in choices:
+        raise BadFlags(f"choose from {', '.join(choices)}" + (f"; {ADVICE[name]}" if name in ADVICE else ""))
+    return text
 
 
 def parse_args(argv: list[str] | None = None) -> EngineConfig:
@@ -144,10 +171,11 @@ def parse_args(argv: list[str] | None = None) -> EngineConfig:
 def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
     """And a line for whatever has no effect. Raises BadFlags."""
     parser = make_parser()
-    words = _without_dots(argv)
+    words = _rewrite(argv)
     known, unknown = parser.parse_known_args(words)
     values = vars(known)
-    notes, problems = _settle(values)
+    notes, problems = settle(values)
+    problems = parser.problems + problems
     if unknown:
         problems += [_nearest(parser, word) for word in unknown if word.startswith("-")] or [f"unknown word {unknown[0]}"]
     if problems:
@@ -163,9 +191,8 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
             raise BadFlags(f"the model is told twice: {positional} and --model {values['model']}")
         values["model"] = positional
     config = EngineConfig(**values)
-    problem = find_problem(config)
-    if problem:
-        raise BadFlags(problem)
+    if problems := list(find_problems(config)):
+        raise BadFlags("; ".join(problems))
     strangers = sorted(read_variables() - {action.env_var for action in parser._actions if action.env_var})
     return config, notes + [f"{name} is the variable of no flag" for name in strangers]
 
@@ -175,49 +202,32 @@ def _is_model_told(parser: Parser, words: list[str], values: dict[str, Any]) -> 
     return values["model"] != parser.get_default("model") or any(word.partition("=")[0] in flags for word in words)
 
 
-def _without_dots(argv: list[str]) -> list[str]:
-    """`--max_num_seqs=4` is `--max-num-seqs=4`; of a flag of others, `--name.key.inner 4` is `--name {"key": {"inner": 4}}`."""
-    words, rest = [], iter(argv)
+def _rewrite(argv: Sequence[str]) -> list[str]:
+    """`--max_num_seqs=4` is `--max-num-seqs=4`; `--name.key.inner 4` is `--name {"key": {"inner": 4}}`; `--ep 8` is `--ep-size=8`."""
+    words: list[str] = []
+    rest = iter(argv)
     for word in rest:
         name, equals, value = word.partition("=")
         name, *keys = name.split(".") if name.startswith("--") else [name]
         name = name.replace("_", "-") if name.startswith("--") else name
-        if not keys or name not in DOTTED:
-            words.append(".".join([name, *keys]) + equals + value)
-            continue
-        text: Any = value if equals else next(rest, "")
-        with contextlib.suppress(ValueError):
-            text = json.loads(text)
-        words += [name, json.dumps(functools.reduce(lambda inner, key: {key: inner}, reversed(keys), text))]
+        if words[-1:] == ["--ep"] and word.isdigit():
+            words[-1] = f"--ep-size={word}"
+        elif keys and (name in BY_NAME or name == "--default-chat-template-kwargs"):
+            text: Any = value if equals else next(rest, "")
+            with contextlib.suppress(ValueError):
+                text = json.loads(text)
+            words += [name, json.dumps(functools.reduce(lambda inner, key: {key: inner}, reversed(keys), text))]
+        else:
+            words.append(".".join(["--ep-size" if name == "--ep" and equals else name, *keys]) + equals + value)
     return words
 
 
-def _settle(values: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Takes out of the parser's values what is no field of ours. Returns what to say of it, and what is wrong with it."""
-    notes, problems = [], []
-    for read in READ:
-        for text in values.pop(read.name):
-            try:
-                values |= read_json(read.name, text)
-            except ValueError as problem:
-                problems.append(str(problem))
-    for name, other in OTHERS_BY_NAME.items():
-        value = values.pop(name)
-        if value in (None, False):
-            continue
-        if other.is_refused:
-            problems.append(f"{name} is not supported: {other.text}")
-        elif value is not True and other.values is not None and value not in other.values:
-            problems.append(f"{name} {value} is not supported: {other.text}")
-        else:
-            notes.append(f"{name} has no effect: {other.text}")
-    return notes, problems
-
-
 def _nearest(parser: Parser, word: str) -> str:
-    """Never a flag that says the opposite."""
+    """Never a flag that is refused or that says the opposite."""
     name = word.partition("=")[0]
+    refused = {name for name, flag in BY_NAME.items() if flag.rule == "no"}
     flags = [flag for action in parser._actions for flag in action.option_strings if _is_negation(flag) == _is_negation(name)]
+    flags = [flag for flag in flags if flag not in refused]
     near = difflib.get_close_matches(name, flags, n=1)
     return f"unknown flag {name}" + (f": did you mean {near[0]}?" if near else "")
 

@@ -143,6 +143,8 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     """Finds the model, sizes the context and reserves the arenas. Raises ValueError or OSError."""
     gpus = list_gpus()
     choice = choose(config.backend, config.device, config.tp, config.model == DEMO, gpus)
+    if choice.device == "cpu" and config.device == "auto" and config.model != DEMO:
+        logger.warning("there is no GPU: the model will run on the CPU, slowly")
     config = size_arenas(config, memory_limit())
     resolved = resolve(config.model, config.load_format, supervisor.run_dir)
     model = read_config(resolved.folder, with_head=config.draft == "mtp")

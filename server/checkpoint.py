@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from models.config.huggingface import read_config
 from models.config.types import SamplingDefaults
@@ -24,6 +25,7 @@ class Checkpoint:
     num_values_per_image_token: int  # main embedding and DeepStack levels
     chat_template: str
     special_tokens: dict[str, str]  # as templates name them: `eos_token`
+    template_kwargs: dict[str, Any]  # variables of the template, unless requests give them
 
     @property
     def tokenizer_file(self) -> Path:
@@ -33,9 +35,9 @@ class Checkpoint:
 PLAIN_SAMPLING = SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0)
 
 
-def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bool = False) -> Checkpoint:
-    """The chat template may be in another file; `is_plain` is for sampling as if there were no generation_config.json. ValueError or
-    OSError says what is missing or wrong."""
+def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bool = False, template_kwargs: str = "{}") -> Checkpoint:
+    """The chat template may be in another file; `template_kwargs` is JSON; `is_plain` is for sampling as if there were no
+    generation_config.json. ValueError or OSError says what is missing or wrong."""
     model = read_config(folder)
     return Checkpoint(
         folder=folder,
@@ -50,6 +52,7 @@ def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bo
         num_values_per_image_token=model.num_visual_levels * model.text.hidden_size,
         chat_template=_chat_template(folder) if template_file is None else Path(template_file).read_text(encoding="utf-8"),
         special_tokens=_special_tokens(folder),
+        template_kwargs=json.loads(template_kwargs),
     )
 
 

@@ -48,7 +48,7 @@ class Processor:
         scheduler: Outbox[ToScheduler] = Outbox(child.run_dir, "scheduler")
         self._scheduler = scheduler
         folder = Path(child.runtime.model_folder)
-        checkpoint = read_checkpoint(folder, child.config.chat_template)
+        checkpoint = read_checkpoint(folder, child.config.chat_template, template_kwargs=child.config.default_chat_template_kwargs or "{}")
         bodies = child.arena_view(API_ARENA)
         self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         warm_up(self._arena, bodies)

@@ -95,7 +95,7 @@ class PromptBuilder:
         self._frame = _frame_of(self.tokenizer)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        setting = Setting(list(self._special_ids), checkpoint.special_tokens, checkpoint.image_token_id < 0)
+        setting = Setting(list(self._special_ids), checkpoint.special_tokens | checkpoint.template_kwargs, checkpoint.image_token_id < 0)
         self._special = setting.pattern
         self._template = ChatTemplate(checkpoint.chat_template, setting)
 

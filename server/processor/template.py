@@ -31,10 +31,11 @@ FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a template needs of its checkpoint. `variables` are special tokens by the names that templates have for them."""
+    """What a template needs of its checkpoint. `variables` are special tokens and defaults by the names that
+    templates have for them."""
 
     special_tokens: list[str]
-    variables: dict[str, str]
+    variables: dict[str, Any]
     joins_parts: bool = False  # texts of a message become one, in lines: a text model's template knows no parts
 
     @property

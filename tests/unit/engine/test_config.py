@@ -1,11 +1,13 @@
 """The command line: every setting is a flag with a help text, and bad values are refused by name."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from engine import serve
 from engine.config import GIB, MIB, VERSION, EngineConfig, child_environment
 from engine.flags import make_parser, parse_args, parse_bytes
 
@@ -37,7 +39,6 @@ def test_values_arrive_typed() -> None:
         ["--gpu-memory-utilization", "1.5"],
         ["--max-num-seqs", "9000"],
         ["--load-format", "gguf"],
-        ["--draft", "auto"],
         ["--block-size", "x"],
         ["--chat-template", "no-such-file"],
         ["--ssl-certfile", "no-such-file"],
@@ -120,12 +121,6 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-def test_all_unknown_flags_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if a script must be started once for each of its flags that are wrong."""
-    said = refusal(["--prot", "1", "--frobnicate", "--enable-lora", "--kv-cache-dtype", "fp8", "--max-num-seqs", "4"], capsys)
-    assert all(name in said for name in ("--prot: did you mean --port?", "--frobnicate", "--enable-lora", "--kv-cache-dtype fp8"))
-
-
 @pytest.mark.parametrize(
     "word", ["--disable-prefix-cach", "--no-enable-prefix-cachin", "--disable-access-logs", "--acces-log", "--prefix-cach"]
 )
@@ -202,27 +197,107 @@ def test_scripts_for_sglang_start_as_they_are() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "instead"),
-    [
+def test_what_cannot_be_had_is_refused_with_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if a script's setting that would change answers or memory is dropped, or refused without a way out."""
+    for arguments, instead in (
         (["--dtype", "half"], "bfloat16"),
-        (["--speculative-config", "{}"], "--speculative-config is not supported"),
+        (["--quantization", "awq"], "use fp8, or a checkpoint in float8"),
+        (["--kv-cache-dtype", "fp8"], "for more context use --quantization fp8"),
+        (["--draft", "auto"], "lookup is for"),
+        (["--speculative-config", '{"method": "eagle3", "model": "x"}'], "use --draft lookup or mtp"),
         (["--max-total-tokens", "9"], "--kv-cache-memory-bytes"),
         (["--pipeline-parallel-size", "2"], "--tp"),
         (["--no-enable-chunked-prefill"], "--max-num-batched-tokens"),
         (["--mm-processor-kwargs", '{"fps": 2}'], "fps"),
         (["--limit-mm-per-prompt", "lots"], '{"image": 4}'),
-        (["--limit-mm-per-prompt.image=lots"], "`image` must be a number"),
+        (["--limit-mm-per-prompt.image=lots"], "not a whole number"),
         (["--hf-overrides.rope_scaling.factor", "2"], "edit config.json"),
         (["--max-num-seqs.image", "2"], "did you mean --max-num-seqs?"),
-    ],
-)
-def test_what_cannot_be_had_is_refused_with_what_to_use_instead(
-    arguments: list[str], instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Red if a script's setting that would change answers or memory is dropped, or refused without a way out."""
-    said = refusal(arguments, capsys)
-    assert arguments[0].partition(".")[0] in said and instead in said
+        (["--default-chat-template-kwargs", "[]"], "must be a JSON object"),
+    ):
+        said = refusal(arguments, capsys)
+        assert arguments[0].partition(".")[0] in said and instead in said
+
+
+def test_all_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if a script must be started once for each of its flags that are wrong, or if a hint names a flag that is refused."""
+    said = refusal(shlex.split("--prot 1 --enable-lora --dtype half --block-size x --tokenizers y --max-num-seqs 4"), capsys)
+    assert all(words in said for words in ("--prot: did you mean --port?", "--enable-lora", "--dtype half", "--block-size x: not a number"))
+    assert "--tokenizers" in said and "mean --tokenizer?" not in said
+    said = refusal(["--tp", "0", "--snapshot-share", "2"], capsys)
+    assert "--tp must be" in said and "--snapshot-share must" in said
+
+
+RECIPES = """
+Qwen/Qwen3-VL-235B-A22B-Instruct --tensor-parallel-size 8 --limit-mm-per-prompt.video 0 --mm-encoder-tp-mode data
+--mm-processor-cache-type shm --async-scheduling --gpu-memory-utilization 0.95
+
+Qwen/Qwen3-VL-235B-A22B-Instruct --tensor-parallel-size 8 --max-model-len 128000 --mm-processor-cache-type shm --async-scheduling
+
+Qwen/Qwen3-VL-235B-A22B-Instruct --tensor-parallel-size 8 --mm-encoder-tp-mode data --quantization fp8 --mm-processor-cache-type shm
+--async-scheduling
+
+Qwen/Qwen3-VL-235B-A22B-Instruct-FP8 --tensor-parallel-size 8 --mm-encoder-tp-mode data --enable-expert-parallel --async-scheduling
+
+Qwen/Qwen3-VL-30B-A3B-Instruct --tensor-parallel-size 2 --media-io-kwargs '{"video": {"num_frames": -1}}' --host 0.0.0.0 --port 22002
+
+Qwen/Qwen3-VL-8B-Instruct --max-model-len 32k --limit-mm-per-prompt '{"image": 4, "video": 1}' --mm-processor-kwargs '{"max_pixels":
+1003520}' --dtype bfloat16
+
+Qwen/Qwen3-VL-4B-Instruct --max_model_len 25.6k --max-num-seqs 64 --enable-prefix-caching --trust-remote-code --mm-processor-cache-gb 0
+
+Qwen/Qwen3-VL-2B-Instruct --skip-mm-profiling --generation-config vllm --allowed-local-media-path / --media-io-kwargs '{"video":
+{"num_frames": 32}}'
+
+Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --language-model-only --reasoning-parser deepseek_r1 --enable-prefix-caching
+
+Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --mm-encoder-tp-mode data --mm-processor-cache-type shm --reasoning-parser deepseek_r1
+--enable-prefix-caching
+
+Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' --reasoning-parser
+deepseek_r1
+
+Qwen/Qwen3.5-27B -tp 2 --speculative-config.method qwen3_next_mtp --speculative-config.num_speculative_tokens 2 --enable-auto-tool-choice
+--tool-call-parser qwen3_coder
+
+Qwen/Qwen3.5-27B --port 8000 -tp 4 --max-model-len 262144 --reasoning-parser qwen3 --default-chat-template-kwargs '{"enable_thinking":
+false}'
+
+--model-path Qwen/Qwen3-VL-235B-A22B-Instruct-FP8 --tp 8 --ep 8 --host 0.0.0.0 --port 30000 --keep-mm-feature-on-device
+
+--model-path Qwen/Qwen3-VL-235B-A22B-Instruct --tp 8 --ep 8 --host 0.0.0.0 --port 30000 --mm-max-concurrent-calls 4
+
+--model-path Qwen/Qwen3.5-35B-A3B --tp-size 8 --mem-fraction-static 0.8 --context-length 262144 --reasoning-parser qwen3
+--speculative-algo NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+
+--model Qwen/Qwen3-VL-8B-Instruct --chunked-prefill-size 4096 --mm-attention-backend fa3 --attention-backend fa3 --cuda-graph-max-bs 64
+--disable-radix-cache
+
+--model-path Qwen/Qwen3.5-27B --mamba-scheduler-strategy extra_buffer --page-size 64 --tool-call-parser qwen3_coder --ep-size 1
+"""
+OBSTACLES = """
+Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --attention-backend FLASH_ATTN --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --headless |
+--nnodes --node-rank --master-addr --headless docs/scaling.md
+
+Qwen/Qwen3-VL-8B-Instruct --rope-scaling '{"rope_type": "yarn"}' --kv-cache-dtype fp8 --max-model-len 1m | --rope-scaling --kv-cache-dtype
+config.json
+"""
+
+
+def test_recipes_for_other_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if a command of the peers' recipes for these models, unedited, does not reach the plan, or does not name every obstacle."""
+    for line in RECIPES.split("\n\n"):
+        config = parse_args([*shlex.split(line), "--plan"])
+        assert config.model in line and (config.draft == "mtp") == ("mtp" in line or "NEXTN" in line)
+        assert config.ep == ("--ep 8" in line or "--enable-expert-parallel" in line)
+        serve.print_plan(msgspec.structs.replace(config, gpu_memory=141 * GIB))
+        assert config.model in capsys.readouterr().out
+    for line in OBSTACLES.split("\n\n"):
+        command, _, named = line.replace("\n", " ").partition(" | ")
+        assert all(words in refusal(shlex.split(command), capsys) for words in named.split())
+    lengths = [parse_args(["--max-model-len", text]).max_model_len for text in ("32k", "32K", "25.6k", "1m", "99")]
+    assert lengths == [32_000, 32_768, 25_600, 1_000_000, 99]
+    assert parse_args(shlex.split("--media-io-kwargs '{\"video\": {\"num_frames\": 32}}'")).max_video_frames == 32
 
 
 def test_a_variable_of_no_flag_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine import fleet
-from engine.config import GIB, EngineConfig, find_problem, share_environment
+from engine.config import GIB, EngineConfig, find_problems, share_environment
 from engine.fleet import Fleet, divide
 from models.kernels.choose import Gpu
 
@@ -71,5 +71,5 @@ async def test_too_few_gpus_are_said() -> None:
 
 def test_ports_behind_the_last_one_are_refused() -> None:
     config = EngineConfig(dp=4, port=65533)
-    assert "--port must be at most 65531" in str(find_problem(config))
-    assert find_problem(msgspec.structs.replace(config, port=65531)) is None
+    assert "--port must be at most 65531" in next(find_problems(config))
+    assert not [*find_problems(msgspec.structs.replace(config, port=65531))]
