@@ -6,7 +6,8 @@ import io
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,47 +81,44 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
     def new_image() -> MediaRef:
         return made.body(base64.b64encode(save(pixels(next(heights), 900), "PNG")))
 
-    async def when_busy() -> None:
-        await eventually_async(lambda: len(pool._idle) < len(pool._all), "a question to the stopped decoder")
+    def send(number: signal.Signals) -> None:
+        for helper in pool._all:
+            if helper._process is not None:
+                os.kill(helper._process.pid, number)
 
-    async def check_the_next() -> None:
+    async def check_and_stop() -> None:
+        """Check that the next image is decoded, and stop the decoders."""
         decoders._timeout = int(HANG_GUARD_S)
         assert (await made.load(new_image())).source.encoding == "rgb"
         await made.release()
+        send(signal.SIGSTOP)
 
-    await check_the_next()
-    signal_to_all(made, signal.SIGSTOP)
+    async def ask(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        task = asyncio.create_task(work)
+        await eventually_async(lambda: len(pool._idle) < len(pool._all), "a question to the stopped decoder")
+        return task
+
+    await check_and_stop()
     decoders._timeout = 1
     error = await made.refusal(new_image())
     assert (error.info.status, "longer than 1 s" in error.info.message) == (422, True)
-    await check_the_next()
-    signal_to_all(made, signal.SIGSTOP)
-    refusal = asyncio.create_task(made.refusal(new_image()))
-    await when_busy()
-    signal_to_all(made, signal.SIGSEGV)
-    signal_to_all(made, signal.SIGCONT)
+    await check_and_stop()
+    refusal = await ask(made.refusal(new_image()))
+    send(signal.SIGSEGV)
+    send(signal.SIGCONT)
     error = await refusal
     assert (error.info.status, "cannot be decoded" in error.info.message) == (422, True)
-    await check_the_next()
-    signal_to_all(made, signal.SIGKILL)
-    await eventually_async(
-        lambda: all(helper._process is None or helper._process.returncode is not None for helper in pool._all), "the end of the decoders"
-    )
-    await check_the_next()
-    signal_to_all(made, signal.SIGSTOP)
-    left = asyncio.create_task(made.load(new_image()))
-    await when_busy()
+    await check_and_stop()
+    send(signal.SIGKILL)
+    ended = [helper._process for helper in pool._all if helper._process is not None]
+    await eventually_async(lambda: all(process.returncode is not None for process in ended), "the end of the decoders")
+    await check_and_stop()
+    left = await ask(made.load(new_image()))
     left.cancel()
     with pytest.raises(asyncio.CancelledError):
         await left
-    await check_the_next()
+    await check_and_stop()
     await made.close()
-
-
-def signal_to_all(made: Loading, number: signal.Signals) -> None:
-    for helper in made.tools.decoders._pool._all:
-        if helper._process is not None:
-            os.kill(helper._process.pid, number)
 
 
 async def test_an_image_that_could_never_be_decoded_is_a_413(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,21 +16,16 @@ from server.checkpoint import Checkpoint, read_checkpoint
 from server.errors import RequestError
 from server.processor.prompt import PromptBuilder, Visual
 
-# In the manner of the published template: images only in a user's turn, other roles' parts by their text, thoughts cut from old answers.
+# In the manner of the published template: images only in a user's turn, other roles' parts by their text.
 USER_ONLY_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}
-        {%- set content = message.content %}
-        {%- if message.role == 'assistant' and '</think>' in content %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- content }}
+        {{- message.content }}
     {%- else %}
         {%- for part in message.content %}
-            {%- if message.role == 'user' and (part.type == 'image' or 'image' in part) %}
-                {%- if add_vision_id %}Picture: {% endif -%}
-                <|vision_start|><|image_pad|><|vision_end|>
+            {%- if message.role == 'user' and part.type == 'image' %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
             {%- elif 'text' in part %}
                 {{- part.text }}
             {%- endif %}

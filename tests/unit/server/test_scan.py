@@ -83,6 +83,14 @@ def test_some_references_kept_others_restored() -> None:
     assert json.loads(scanner.json(region, keep={1})) == ["data:a/b;base64,QUJD", f"{NONCE}:1"]
 
 
+def test_every_cut_finds_the_same_references() -> None:
+    """Fails if the state between two chunks forgets half an opening, an escape or a closing quote."""
+    body = rb'{"a":"data:image\/png;base64,AA\/A\\","b":"\"data:x;base64,no\"","c":["data:image/gif;base64,R0lG","data:,x"]}'
+    for cut, gap in itertools.product(range(len(body)), range(3)):
+        scanner, _ = feed(body, [cut, cut + gap])
+        assert [(r.mime, r.offset, r.length) for r in scanner.references] == [("image/png", 29, 7), ("image/gif", 93, 4)], cut
+
+
 def test_a_reference_needs_the_nonce() -> None:
     scanner, _ = feed(b'["data:a/b;base64,QUJD"]', [])
     assert scanner.index_of("0:0") is None

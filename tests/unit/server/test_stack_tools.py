@@ -173,48 +173,51 @@ def test_a_template_without_tools_is_a_400(stack_of: StackOf, model_folder: Path
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
-TEXT_TOOL = {"name": "patch", "description": "of a file", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}}
 TYPED = 'a "b"\n\\ \u00e4 \U0001f600'  # each kind of escape that JSON has
-PATCH = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(TYPED)}}}}}\n</tool_call>'
+
+
+def post(stack: Stack, path: str, **body: object) -> Any:
+    answer = stack.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return chunks_of(answer.text) if body.get("stream") and "chat" in path else answer.json()
 
 
 def test_custom_tools(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     """A tool that takes one text is not called with JSON, no stream cuts an escape, and the model sees its grammar."""
-    say(stack, tokenizer, PATCH)
-    shape = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /x/"}}
-    tool: Any = {"type": "custom", "custom": {**TEXT_TOOL, "format": shape}}
-    call: Any = client.chat.completions.create(model="test-model", messages=QUESTION, tools=[tool]).choices[0].message.tool_calls[0]
-    assert (call.type, call.custom.name, call.custom.input) == ("custom", "patch", TYPED)
+    say(stack, tokenizer, f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(TYPED)}}}}}\n</tool_call>')
+    grammar, chat = {"syntax": "lark", "definition": "start: /x/"}, "/v1/chat/completions"
+    tools: Any = [{"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": grammar}}}]
+    (call,) = post(stack, chat, messages=QUESTION, tools=tools)["choices"][0]["message"]["tool_calls"]
+    assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": TYPED})
     assert "start: /x/" in tokenizer.decode(stack.prompt(), skip_special_tokens=False)
-    chunks = chunks_of(stack.chat("x", stream=True, tools=[tool]).text)
+    chunks = post(stack, chat, messages=QUESTION, tools=tools, stream=True)
     deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert deltas[0]["type"] == "custom" and "".join(delta["custom"]["input"] for delta in deltas) == TYPED
-    flat: Any = {"type": "custom", **TEXT_TOOL}
-    with client.responses.stream(model="test-model", input="x", tools=[flat]) as stream:
+    flat: Any = [{"type": "custom", "name": "patch", "format": {"type": "grammar", **grammar}}]
+    with client.responses.stream(model="test-model", input="x", tools=flat) as stream:
         pieces = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
         item: Any = stream.get_final_response().output[-1]
-    whole: Any = client.responses.create(model="test-model", input="x", tools=[flat]).output[-1]
-    assert (item.type, item.name, item.input, "".join(pieces), whole.input) == ("custom_tool_call", "patch", TYPED, TYPED, TYPED)
+    whole = post(stack, "/v1/responses", input="x", tools=flat)["output"][-1]
+    assert (item.type, item.name, item.input, "".join(pieces), whole["input"]) == ("custom_tool_call", "patch", TYPED, TYPED, TYPED)
     output = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"}
-    history: Any = [{"role": "user", "content": "x"}, item.model_dump(exclude_none=True), output]
-    assert client.responses.create(model="test-model", input=history, tools=[flat]).status == "completed"
+    assert post(stack, "/v1/responses", input=[*user("x"), whole, output], tools=flat)["status"] == "completed"
 
 
-def test_what_a_vendor_runs_is_dropped_and_said(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    say(stack, tokenizer, PATCH.replace("patch", "files__patch"))
+def test_what_a_vendor_runs_is_dropped_and_said(stack: Stack, tokenizer: Tokenizer) -> None:
+    say(stack, tokenizer, '<tool_call>\n{"name": "files__patch", "arguments": {"input": "x"}}\n</tool_call>')
     function = {"type": "function", "name": "patch", "parameters": {"type": "object"}}
-    tools: Any = [{"type": "namespace", "name": "files", "tools": [function]}, {"type": "web_search", "external_web_access": False}]
-    answer: Any = client.responses.create(model="test-model", input="x", tools=tools, extra_body={"context_management": [{}]})
-    item = answer.output[-1]
-    assert (item.type, item.name, item.namespace) == ("function_call", "patch", "files")
-    assert len(answer.warnings) == 2 and "'web_search'" in answer.warnings[0] and "'context_management'" in answer.warnings[1]
-    assert stack.http.post("/v1/responses", json={"input": [item.model_dump()], "tools": tools}).status_code == 200
-    body = {"messages": QUESTION, "max_tokens": 9, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
-    (warning,) = stack.http.post("/v1/messages", json=body).json()["warnings"]
-    assert "'web_search_20250305'" in warning
-    asked = {"tools": [*TOOLS, {"type": "code_interpreter"}]}
-    assert len(stack.chat("x", **asked).json()["warnings"]) == 1
-    first = chunks_of(stack.chat("x", stream=True, **asked).text)[0]
-    assert "'code_interpreter'" in first["warnings"][0]
-    named = stack.chat("x", **asked, tool_choice={"type": "function", "function": {"name": "code_interpreter"}})
+    tools = [{"type": "namespace", "name": "files", "tools": [function]}, {"type": "web_search", "external_web_access": False}]
+    answer = post(stack, "/v1/responses", input="x", tools=tools, context_management=[{}])
+    item = answer["output"][-1]
+    assert (item["type"], item["name"], item["namespace"]) == ("function_call", "patch", "files")
+    (search, management), asked = answer["warnings"], {"messages": QUESTION, "tools": [*TOOLS, {"type": "code_interpreter"}]}
+    assert "'web_search'" in search and "'context_management'" in management
+    post(stack, "/v1/responses", input=[item], tools=tools)
+    of_vendor = [{"type": "web_search_20250305", "name": "web_search"}]
+    assert "'web_search_20250305'" in post(stack, "/v1/messages", messages=QUESTION, max_tokens=9, tools=of_vendor)["warnings"][0]
+    for stream in (False, True):
+        answer = post(stack, "/v1/chat/completions", **asked, stream=stream)
+        (warning,) = (answer[0] if stream else answer)["warnings"]
+        assert "'code_interpreter'" in warning
+    named = stack.chat("x", tools=asked["tools"], tool_choice={"type": "function", "function": {"name": "code_interpreter"}})
     assert named.status_code == 400 and named.json()["error"]["param"] == "tool_choice"
