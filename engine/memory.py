@@ -3,7 +3,7 @@
     memory  x  --gpu-memory-utilization  =
         weights + runtime + activations + step graphs + tower + states of rows   +   image cache + KV pool
 
-A worker measures the first six (`engine/worker/profile.py`); for others they are estimated by formulas fitted to measurements.
+A worker measures the first six (`engine/worker/profile.py`); formulas fitted to measurements estimate them for others.
 """
 
 import logging
@@ -49,13 +49,9 @@ class Needs(NamedTuple):
     tower: int = 0  # tables, graphs, and an image that no plan has named yet
     states: int = 0  # of rows
 
-    @property
-    def total(self) -> int:
-        return sum(self)
-
 
 class Plan(NamedTuple):
-    """How a GPU's memory is divided. `kv_pool` is negative by what is lacking, unless a flag fixes it; then `spare` is."""
+    """How memory is divided. `kv_pool` is negative by what is lacking or, if a flag fixes it, `spare`."""
 
     needs: Needs
     image_cache: int
@@ -75,12 +71,12 @@ class Plan(NamedTuple):
 
 
 def layer_parameters(text: TextConfig, num_experts: int | None = None) -> int:
-    """Parameters of a layer's matrices without a router's, as a mean: of the experts that a token is multiplied by, or of `num_experts`."""
+    """Mean of a layer's matrices without routers, with the experts of a token, or `num_experts`."""
     moe, delta = text.moe, text.delta
     inner = text.intermediate_size
     if moe is not None:
         inner = ((num_experts or moe.num_experts_per_tok) + moe.has_shared) * moe.intermediate_size
-    num_queries = text.num_heads if delta is None else text.num_heads * 3 / 2  # with the gate
+    num_queries = text.num_heads * (1 if delta is None else 1.5)  # with the gate
     attention = int(2 * (num_queries + text.num_kv_heads) * text.head_dim)
     num_delta = len(text.delta_layers)
     mixers = (text.num_layers - num_delta) * attention
@@ -113,7 +109,7 @@ def tower_parameters(vision: VisionConfig) -> int:
 
 
 def activation_bytes(model: ModelConfig, config: EngineConfig, sizes: StepSizes) -> int:
-    """At the peak, of an encode, a step and rows that are drawn."""
+    """Of an encode, a step and rows that are drawn."""
     text, encode = model.text, 0
     if (vision := model.vision) is not None:
         num_patches = config.max_num_encoder_tokens * vision.merge_size**2
@@ -141,23 +137,23 @@ def max_drafts(config: EngineConfig) -> int:
 
 
 def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
-    """Of a step: one of each row, or several of few rows that verify drafts."""
+    """Of a step: one of each row, or several with drafts."""
     return config.max_num_seqs if config.draft == "off" else max(config.max_num_seqs, sizes.verify_rows)
 
 
 def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
-    """Tokens of a step, padded, whose hidden states the model's head reads."""
+    """Padded tokens of a step that the model's head reads."""
     return config.max_num_batched_tokens + 2 * max_draws(config, sizes) + sizes.large_step
 
 
 def sizes_for(config: EngineConfig, text: TextConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
-    """The backend's sizes of steps, for this model on one of --tp GPUs."""
+    """A backend's sizes of steps for this model."""
     kind = text.moe is not None, text.is_fp8 or config.quantization == "fp8", text.delta is not None
     return sizes.for_layers(layer_parameters(text) // config.tp, config.max_num_batched_tokens, *kind, spec.paged.bytes_per_token)
 
 
 def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, activations: int) -> int:
-    """At most: launches, shared inputs and logits, and the activations of the largest."""
+    """Launches, shared inputs and logits, and the activations of the largest."""
     if config.enforce_eager or not sizes.decodes:
         return 0
     chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_draws(config, sizes))
@@ -175,8 +171,8 @@ def early_image_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
-    """Give what `needs` leaves of `free` bytes to image cache and KV pool; if a flag fixes one, the other gets the rest."""
-    left = int(free * config.gpu_memory_utilization) - needs.total
+    """What `needs` leaves of `free` bytes goes to image cache and KV pool; if a flag fixes one, the other gets the rest."""
+    left = int(free * config.gpu_memory_utilization) - sum(needs)
     block_bytes = spec.block_bytes(config.block_size)
     fixed = fixed_kv_bytes(config, block_bytes)
     share = left // IMAGE_CACHE_SHARE if needs.tower else 0
@@ -192,7 +188,7 @@ def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
 
 
 def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
-    """A worker's plan: `needs` of a GPU that had `free` bytes at the start, None on a CPU. ValueError if no block fits."""
+    """Of a worker: `needs` of a GPU that had `free` bytes, None on a CPU. ValueError if no block fits."""
     block_bytes = spec.block_bytes(config.block_size)
     fixed = fixed_kv_bytes(config, block_bytes)
     if needs is None:
@@ -204,7 +200,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
     if 0 < plan.kv_pool < block_bytes and (fixed or free == sys.maxsize):
         raise ValueError(f"a KV pool of {plan.kv_pool:,} bytes holds no block of {block_bytes:,}: raise --kv-cache-memory-bytes")
     asked = plan.image_cache + plan.kv_pool  # may be more than --gpu-memory-utilization, but not than there is
-    if plan.num_blocks < 1 or asked > free - needs.total:
+    if plan.num_blocks < 1 or asked > free - sum(needs):
         first = "lower --kv-cache-memory-bytes or --num-gpu-blocks-override" if fixed else "raise --gpu-memory-utilization"
         others = "--image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
         raise ValueError(f"there is no memory for the KV pool: {first}, or lower {others}")
@@ -229,7 +225,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend
 
 
 def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str) -> EngineConfig:
-    """Make steps smaller where the KV pool (of flags, or of ENOUGH_TOKENS) would not fit. Keep what differs from its default."""
+    """Make steps smaller where the KV pool would not fit. What differs from its default is kept."""
     free = [name for name in SMALLEST if getattr(config, name) == getattr(EngineConfig(), name)]
     snapshots = ENOUGH_SNAPSHOTS * model.text.cache_spec(config.tp, VALUE_BYTES).snapshot_blocks(config.block_size)
     enough = 0 if fixed_kv_bytes(config, 1) is not None else snapshots + ENOUGH_TOKENS // config.block_size

@@ -1,6 +1,6 @@
 """Prompt lookup, `--draft lookup`: what followed the last tokens where they stood before, in the request's prompt, output and prediction.
 
-The longest context that was seen, of a few lengths, is found by its hash. Reading a token takes as many operations as there are lengths.
+The longest known context, of a few lengths, is found by its hash. Reading a token takes as many operations as there are lengths.
 """
 
 from array import array
@@ -20,7 +20,7 @@ MIN_PATH = 0.05  # probability of all tokens of a guess
 
 MAX_AHEAD = 3  # tokens of a row that are on the way when a guess is made
 MAX_TEXT = 1 << 14  # tokens: of a prompt its last, of a prediction its first; of longer text the last are read again
-MAX_LAG = 16  # tokens that are read before a guess; more are left to spare time
+MAX_LAG = 16  # tokens that are read before a guess; more wait for spare time
 SLICE = 128  # tokens that are read before messages are looked for: 0.2 ms
 HEAD = 8  # tokens before an answer by which its beginning is found
 
@@ -41,7 +41,7 @@ class Contexts:
         """Read the next tokens."""
         followers = self._followers
         for token in tokens:
-            first = token, 1, 1  # shared by all contexts that are new
+            first = token, 1, 1  # shared by all new contexts
             for key in self._hashes:
                 if (known := followers.get(key)) is None:
                     followers[key] = first
@@ -72,7 +72,7 @@ class Contexts:
 
 
 def _roll(hashes: list[int], tokens: "array[int]") -> None:
-    """Update the hashes of contexts for the last token of `tokens`."""
+    """Update the hashes for the last token of `tokens`."""
     token = tokens[-1]
     for i, length in enumerate(CONTEXTS):
         hashes[i] = (hashes[i] * FACTOR + token - tokens[-1 - length] * _LEAVING[i]) % PRIME
@@ -108,7 +108,7 @@ class Source:
         return self._contexts.guess(most)
 
     def read(self, num_tokens: int) -> None:
-        """Read at most so many tokens of each part of the text."""
+        """Read so many tokens of each part."""
         if len(self._contexts) >= 3 * MAX_TEXT:
             self._contexts, self._unread, self._position = Contexts(), array("i"), 0
             self._num_read = max(self._request.num_prompt, self._request.num_known - MAX_TEXT)
@@ -147,7 +147,7 @@ class LookupDrafter:
         return late is not None
 
     def _offer(self, request: Request, most: int) -> Offer:
-        """Drafts after the tokens on the way, which have to be as guessed, too. The last token may not be a draft: one more is drawn."""
+        """Drafts after the tokens on the way, which have to be as guessed, too. The last token is never a draft: one is drawn."""
         offer, num_ahead = Offer(request), request.num_drawn
         if request not in self._sources:
             self._sources[request] = Source(request)
