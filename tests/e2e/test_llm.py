@@ -27,7 +27,18 @@ pytestmark = pytest.mark.e2e
 
 FLAGS: dict[str, Any] = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-HELLO = [{"role": "user", "content": "Hello"}]
+
+
+
+def user(*parts: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+HELLO = user("Hello")
+
+
+def ask(llm: LLM, chats: Any, params: SamplingParams = GREEDY, **options: Any) -> Any:
+    return llm.chat(chats, params, use_tqdm=False, **options)
 
 
 def children() -> list[int]:
@@ -58,7 +69,7 @@ def llm() -> Iterator[LLM]:
 def test_answers_are_those_over_http(llm: LLM, demo: Engine) -> None:
     asked = list(islice(questions(31_000_001), 24))
     chats = [item.messages() for item in asked]
-    outputs = llm.chat(chats, GREEDY, use_tqdm=False)
+    outputs = ask(llm, chats)
     for chat, output in zip(chats, outputs, strict=True):
         answer = demo.client.post("/v1/chat/completions", json={"messages": chat, "temperature": 0, "max_tokens": 24}).json()
         (ours,), (choice,) = output.outputs, answer["choices"]
@@ -88,7 +99,7 @@ def test_pictures_as_programs_hold_them(llm: LLM, demo: Engine, tmp_path: Path) 
         {"type": "image", "path": str(path)}, {"type": "image_url", "image_url": {"url": path}}, {"type": "image_url", "image_url": image},
     ]  # fmt: skip
     question = {"type": "text", "text": "What number is in picture 1?"}
-    outputs = llm.chat([[{"role": "user", "content": [form, question]}] for form in forms], GREEDY, use_tqdm=False)
+    outputs = ask(llm, [user(form, question) for form in forms])
     assert [output.outputs[0].text for output in outputs] == ["472"] * len(forms)
     seen = "<|vision_start|><|image_pad|><|vision_end|>What number is in picture 1?"
     prompt = f"<|im_start|>user\n{seen}<|im_end|>\n<|im_start|>assistant\n"
@@ -104,28 +115,28 @@ def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
         {"type": "video", "video": frames}, {"type": "video", "video": tmp_path / "a.gif"},
         {"type": "video_url", "video_url": {"url": (tmp_path / "a.gif").read_bytes()}},
     ]  # fmt: skip
-    chats = [[{"role": "user", "content": [form, "What is it?"]}] for form in forms]
-    lengths = [output.num_prompt_tokens for output in llm.chat(chats, GREEDY, use_tqdm=False)]
-    assert lengths[0] > llm.chat([{"role": "user", "content": "What is it?"}], GREEDY, use_tqdm=False)[0].num_prompt_tokens + 4
+    chats = [user(form, "What is it?") for form in forms]
+    lengths = [output.num_prompt_tokens for output in ask(llm, chats)]
+    assert lengths[0] > ask(llm, user("What is it?"))[0].num_prompt_tokens + 4
     assert lengths[1] == lengths[2] > 20
 
 
 @pytest.mark.gate
 def test_a_bad_request_among_good_ones(llm: LLM) -> None:
     """Red if it ends a long run although it need not, or passes for an answer."""
-    chats = [HELLO, [{"role": "user", "content": [b"no picture", "What is it?"]}], [{"role": "user", "content": [Path("/none.png")]}]]
-    good, bad, missing = llm.chat(chats, GREEDY, use_tqdm=False, errors="return")
+    chats = [HELLO, user(b"no picture", "What is it?"), user(Path("/none.png"))]
+    good, bad, missing = ask(llm, chats, errors="return")
     assert good.error is None and good.outputs[0].text and not bad.outputs
     assert isinstance(bad.error, ValueError) and "Image 1" in str(bad.error) and isinstance(missing.error, OSError)
     with pytest.raises(ValueError, match="Image 1"):
-        llm.chat(chats[:2], GREEDY, use_tqdm=False)
+        ask(llm, chats[:2])
     with pytest.raises(ValueError, match="temperature"):
-        llm.chat(HELLO, SamplingParams(temperature=-1), use_tqdm=False)
+        ask(llm, HELLO, SamplingParams(temperature=-1))
     with pytest.raises(ValueError, match="2 sampling_params for 1"):
         llm.chat(HELLO, [GREEDY, GREEDY])
     with pytest.raises(ValueError, match="use `chat`"):
         llm.generate({"prompt": "x", "multi_modal_data": {"video": picture(1, 64, 64)}}, use_tqdm=False)
-    assert llm.chat(HELLO, GREEDY, use_tqdm=False)[0].outputs[0].text == good.outputs[0].text
+    assert ask(llm, HELLO)[0].outputs[0].text == good.outputs[0].text
 
 
 class Answer(BaseModel):
@@ -135,17 +146,17 @@ class Answer(BaseModel):
 @pytest.mark.gate
 def test_schemas(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=Answer))
-    assert Answer.model_validate_json(llm.chat(HELLO, params, use_tqdm=False)[0].outputs[0].text)
+    assert Answer.model_validate_json(ask(llm, HELLO, params)[0].outputs[0].text)
     chosen = SamplingParams(structured_outputs={"choice": ["yes", "no"]})
-    assert llm.chat(HELLO, chosen, use_tqdm=False)[0].outputs[0].text in ("yes", "no")
+    assert ask(llm, HELLO, chosen)[0].outputs[0].text in ("yes", "no")
 
 
 def test_more_than_the_engine_holds() -> None:
     """Long lists and pictures beyond the arenas wait instead of being refused."""
     small = {**FLAGS, "api_arena_bytes": "1M", "max_queued_requests": 8, "max_num_seqs": 4}
     with LLM(model="demo", **small) as one:
-        big = [[{"role": "user", "content": [picture(seed, 300, 300), "What colour?"]}] for seed in range(30)]
-        outputs = one.chat(big, SamplingParams(max_tokens=2), use_tqdm=False)
+        big = [user(picture(seed, 300, 300), "What colour?") for seed in range(30)]
+        outputs = ask(one, big, SamplingParams(max_tokens=2))
     assert len(outputs) == 30 and all(output.outputs[0].num_tokens == 2 or output.outputs[0].finish_reason == "stop" for output in outputs)
 
 

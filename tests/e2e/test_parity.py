@@ -1,5 +1,6 @@
 """The whole engine and transformers give the same greedy text, with any step size, number of ranks, load or cache."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,48 +17,43 @@ pytestmark = pytest.mark.e2e
 MAX_TOKENS = 32
 SIZES = [(64, 64), (96, 160), (200, 120), (256, 256), (70, 330)]
 
-Conversation = tuple[list[dict[str, Any]], list[int]]
 CLIP = [picture(seed, 70, 110) for seed in range(20, 25)]  # an odd number of frames
 LONGER_CLIP = CLIP[2:4] + [picture(seed, 70, 110) for seed in range(40, 43)]
-
-
-def conversations() -> list[Conversation]:
-    """Messages with image parts `{"type": "image"}`, and the seeds of their pictures: text, one image, five, several turns, a video (CLIP)
-    and a picture."""
-    image, video = {"type": "image"}, {"type": "video"}
-    five = [part for i in range(5) for part in (image, text_part(f"picture {i}"))]
-    turns = [
-        {"role": "system", "content": "You look at pictures."},
-        {"role": "user", "content": [image, text_part("What is this?")]},
-        {"role": "assistant", "content": "Something."},
-        {"role": "user", "content": [text_part("And these?"), image, image]},
-    ]
-    return [
-        ([{"role": "user", "content": "Say something, please: \u00e4\u00f6\u00fc \U0001f600."}], []),
-        ([{"role": "user", "content": [image, text_part("What is this?")]}], [1]),
-        ([{"role": "user", "content": five}], [0, 1, 2, 3, 4]),
-        (turns, [3, 0, 4]),
-        ([{"role": "user", "content": [text_part("First"), video, text_part("then"), image, text_part("What changes?")]}], [2]),
-    ]
-
-
-def with_pictures(conversation: Conversation) -> list[dict[str, Any]]:
-    messages, seeds = conversation
-    order = iter(seeds)
-
-    def fill(part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] == "video":
-            return video_part(CLIP)
-        return image_part(picture(seed, *SIZES[seed])) if part["type"] == "image" and (seed := next(order)) >= 0 else part
-
-    return [
-        {**message, "content": [fill(part) for part in message["content"]]} if isinstance(message["content"], list) else message
-        for message in messages
-    ]
+SHOWN = [picture(seed, *size) for seed, size in enumerate(SIZES)]
+Turn = tuple[str, list[Any]]  # a role, and texts, pictures and clips
+CONVERSATIONS: list[list[Turn]] = [
+    [("user", ["Say something, please: \u00e4\u00f6\u00fc \U0001f600."])],
+    [("user", [SHOWN[1], "What is this?"])],
+    [("user", [part for i in range(5) for part in (SHOWN[i], f"picture {i}")])],
+    [
+        ("system", ["You look at pictures."]),
+        ("user", [SHOWN[3], "What is this?"]),
+        ("assistant", ["Something."]),
+        ("user", ["And these?", SHOWN[0], SHOWN[4]]),
+    ],
+    [("user", ["First", CLIP, "then", SHOWN[2], "What changes?"])],
+]
 
 
 def video_part(frames: list[Image.Image]) -> dict[str, Any]:
     return {"type": "video", "video": [data_uri(frame) for frame in frames]}
+
+
+def messages_of(turns: list[Turn], image: Callable[[Any], object], video: Callable[[Any], object]) -> list[dict[str, Any]]:
+    def form(part: Any) -> object:
+        return text_part(part) if isinstance(part, str) else video(part) if isinstance(part, list) else image(part)
+
+    return [{"role": role, "content": parts[0] if parts[1:] == [] else [form(part) for part in parts]} for role, parts in turns]
+
+
+def transformers_answers(folder: Path) -> list[str]:
+    reference, found = Reference(folder), []
+    for turns in CONVERSATIONS:
+        parts = [part for _, parts in turns for part in parts]
+        images, clips = ([part for part in parts if isinstance(part, kind)] for kind in (Image.Image, list))
+        messages = messages_of(turns, lambda _: {"type": "image"}, lambda _: {"type": "video"})
+        found.append(reference.text(messages, images, MAX_TOKENS, True, clips))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +61,8 @@ def expected(tiny: Path) -> list[str]:
     return transformers_answers(tiny)
 
 
-def transformers_answers(folder: Path) -> list[str]:
-    reference = Reference(folder)
-    return [
-        reference.text(messages, [picture(seed, *SIZES[seed]) for seed in seeds], MAX_TOKENS, True, [CLIP] * str(messages).count("'video'"))
-        for messages, seeds in conversations()
-    ]
-
-
 def answers(engine: Engine, at_once: bool) -> list[str]:
-    requests = [with_pictures(conversation) for conversation in conversations()]
+    requests = [messages_of(turns, image_part, video_part) for turns in CONVERSATIONS]
 
     def ask(messages: list[dict[str, Any]]) -> str:
         return engine.text(None, messages=messages, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -90,8 +78,7 @@ def assert_parity(engine: Engine, expected: list[str]) -> None:
     assert engine.client.post("/flush_cache").status_code == 200
     with Counted(engine) as counted:
         assert answers(engine, at_once=True) == expected, "fresh, batched"
-    num_pairs = (len(CLIP) + 1) // 2
-    assert counted.grown["images_encoded"] == len({seed for _, seeds in conversations() for seed in seeds}) + num_pairs
+    assert counted.grown["images_encoded"] == len(SHOWN) + (len(CLIP) + 1) // 2
     with Counted(engine) as counted:
         assert answers(engine, at_once=False) == expected, "cached, alone"
     assert counted.grown["images_encoded"] == 0
@@ -119,7 +106,7 @@ def test_a_mixture_of_experts_on_two_ranks(experts: tuple[Path, list[str]], flag
     folder, expected = experts
     with serve(folder, "--max-num-batched-tokens", "256", "--max-num-mixed-tokens", "256", "--tp", "2", *flags) as engine:
         assert answers(engine, at_once=True) == expected
-        usage = engine.chat(None, messages=with_pictures(conversations()[3])).json()["usage"]
+        usage = engine.chat(None, messages=messages_of(CONVERSATIONS[3], image_part, video_part)).json()["usage"]
         assert (usage["prompt_tokens_details"]["cached_tokens"] == 0) == (flags == ("--no-prefix-cache",))
 
 

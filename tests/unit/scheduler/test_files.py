@@ -5,7 +5,6 @@ import msgspec
 import pytest
 
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
-from tests.unit.scheduler.test_prefix_in_the_making import plan
 
 LENGTH = 8
 
@@ -104,81 +103,6 @@ def test_the_same_file_is_asked_for_once() -> None:
     sim.ask(1, prompt, [(1, 8, b"x"), (9, 8, b"x")], 2, files=[0])
     sim.run()
     assert len(sim.asked) == 2
-
-
-@pytest.mark.parametrize("is_bad", [False, True])
-def test_a_client_that_leaves_while_its_image_is_decoded(is_bad: bool) -> None:
-    """Red if the late answer is taken for another request's."""
-    sim = simulation()
-    show(sim, 0, b"a")
-    show(sim, 1, b"a")
-    sim.step()
-    sim.abort(0)
-    assert sim.released == {0}
-    if is_bad:
-        sim.bad_files = {sim.sequences[0].wire.images[0].hash}
-    sim.answer(sim.open[0])
-    assert not sim.step() and 1 not in sim.terminal
-    sim.bad_files = set()
-    finish(sim)
-    assert sim.terminal[1] == "length"
-
-
-def test_eviction_while_it_waits_for_another_image() -> None:
-    """Red if a request starts with an image that was cached only when it asked for its others."""
-    sim = simulation(image_tokens=2 * LENGTH)
-    show(sim, 0, b"a", files=False)
-    sim.run()
-    show(sim, 1, b"ab")
-    sim.step()
-    assert questions(sim) == [(1, 1)]
-    show(sim, 2, b"cd", files=False)
-    while sim.step():
-        pass
-    sim.answer(sim.open[0])
-    assert not sim.step()
-    assert questions(sim) == [(1, 1), (1, 0)]
-    finish(sim)
-    assert sim.terminal[1] == "length"
-
-
-@pytest.mark.parametrize("is_bad", [False, True])
-def test_eviction_of_what_a_running_request_has_not_reached(is_bad: bool) -> None:
-    """Red if the request is planned without pixels, stops others, or keeps resources when it fails."""
-    sim = simulation(max_num_batched_tokens=10, max_num_mixed_tokens=10)
-    show(sim, 0, b"ab", files=False, max_tokens=1)
-    sim.run()
-    show(sim, 1, b"ab")
-    plan(sim)
-    request = sim.core.state.running[0]
-    assert request.num_computed == request.images[1].start and not sim.asked
-    evict(sim, request.images[1].hash)
-    show(sim, 2, b"d", files=False)
-    while sim.step():
-        pass
-    assert questions(sim) == [(1, 1)]
-    assert sim.terminal == {0: "length", 2: "length"} and [request.rid for request in sim.core.state.running] == [1]
-    sim.bad_files = {request.images[1].hash} if is_bad else set()
-    finish(sim)
-    assert sim.terminal[1] == ("error" if is_bad else "length")
-
-
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_a_preempted_request_has_its_pixels_still(is_cached: bool) -> None:
-    sim = simulation(prefix_cache=False)
-    if is_cached:
-        show(sim, 9, b"a", files=False)
-        sim.run()
-    show(sim, 0, b"a", max_tokens=20)
-    sim.answers = True
-    while not (sim.core.state.running and sim.core.state.running[0].num_output > 4):
-        sim.step()
-    assert len(sim.asked) == (not is_cached)
-    request = sim.core.state.running[0]
-    sim.core.state.preempt(request)
-    evict(sim, request.images[0].hash)
-    sim.run()
-    assert questions(sim) == [(0, 0)] and len(sim.received[0]) == 20
 
 
 def test_a_file_that_cannot_be_decoded_ends_its_request() -> None:

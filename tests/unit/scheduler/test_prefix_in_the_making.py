@@ -125,31 +125,6 @@ def test_the_next_one_takes_over_from_a_leader_that_is_gone() -> None:
     assert sim.core.state.counters.computed_tokens - before == len(DOCUMENT) + 3 - committed * BLOCK + 2 * rest + 3 * 3
 
 
-def test_nobody_waits_for_a_younger_one() -> None:
-    """Red if a request may wait for one that came later, and then for the next: nothing would bound its wait.
-
-    The youngest comes when so little of 11 common blocks is missing that it starts; it goes on with what it shares with the follower alone.
-    """
-    sim = library(max_num_batched_tokens=128, max_num_mixed_tokens=40)
-    say(sim, 9, 4, max_tokens=40)
-    sim.step()
-    sim.step()
-    common, more = [20] * 44, [21] * 60
-    for rid, prompt in enumerate([[*common, 22, 22, 22, 22], [*common, *more, 23]]):
-        sim.ask(rid, prompt, [], 20, ignore_eos=True)
-    leader, follower = sim.core.state.waiting
-    while leader.num_committed < 10:
-        sim.step()
-    assert leader.num_committed == 10 and follower.awaits_prefix
-    sim.ask(2, [*common, *more, 24], [], 20, ignore_eos=True)
-    while not follower.num_computed:
-        assert running(sim.core) in ([9, 0], [9, 0, 2])
-        sim.step()
-        assert follower.leader in (None, leader)
-    assert running(sim.core) == [9, 0, 1, 2]
-    sim.run()
-
-
 def test_other_tenants_and_an_engine_without_prefix_cache_do_not_wait() -> None:
     """Red if a request waits for blocks that it can never share."""
     sim = library(max_num_batched_tokens=500)
