@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import engine.scheduler.main
 import engine.serve
-from engine.ipc import Runtime
-from engine.messages import MAX_GUESSES
+from engine.launch.child import Runtime
+from engine.launch.supervise import Supervisor
 from engine.scheduler.drafts.drafter import Drafter, Guess, Offer, Trust
 from engine.scheduler.drafts.lookup import LookupDrafter, Source
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
-from engine.supervise import Supervisor
+from engine.wire.messages import MAX_GUESSES
 
 BELIEVED = 0.9
 REAL, INSTEAD = "engine.scheduler.main", "bench.accepting"

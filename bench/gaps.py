@@ -17,10 +17,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.pictures import RESOLUTIONS, make_jpegs
 from bench.report import environment, table, write_json
-from engine.arena import Arena, create_memfd
-from engine.config import GIB, EngineConfig
-from engine.memory import sizes_for
-from engine.messages import (
+from engine.launch.config import GIB, EngineConfig
+from engine.launch.memory import sizes_for
+from engine.scheduler.blocks import BlockPool
+from engine.scheduler.core import SchedulerCore
+from engine.scheduler.images import ImageDirectory
+from engine.scheduler.main import make_limits
+from engine.scheduler.state import State
+from engine.wire.arena import Arena, create_memfd
+from engine.wire.messages import (
     PROCESSOR_ARENA,
     EngineRequest,
     ImageSource,
@@ -29,12 +34,7 @@ from engine.messages import (
     SamplingParams,
     WorkerReady,
 )
-from engine.scheduler.blocks import BlockPool
-from engine.scheduler.core import SchedulerCore
-from engine.scheduler.images import ImageDirectory
-from engine.scheduler.main import make_limits
-from engine.scheduler.state import State
-from engine.stats import Stages
+from engine.wire.stats import Stages
 from engine.worker.build import make_graphs
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader

@@ -11,11 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from engine.messages import (
+from engine.wire.messages import (
     EngineRequest,
     RequestOutput,
 )
-from engine.stats import Stages
+from engine.wire.stats import Stages
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.server.stack import MIB, FakeScheduler, Stack
 

@@ -1,6 +1,6 @@
 """Writes the generated pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
-flags.md is `engine/config.py` with advice on when to change a flag; moving.md has tables of `engine/launch/compat.py`;
+flags.md is `engine/launch/config.py` with advice on when to change a flag; moving.md has tables of `engine/launch/compat.py`;
 fields.md is `server/api/chat/schema.py` and `server/api/fields.py`.
 """
 
@@ -15,8 +15,8 @@ import msgspec
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder otherwise
 
-from engine.config import GIB, MIB, EngineConfig  # noqa: E402
 from engine.launch.compat import FLAGS, Flag  # noqa: E402
+from engine.launch.config import GIB, MIB, EngineConfig  # noqa: E402
 from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 from server.api.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
 
@@ -133,7 +133,7 @@ def flags_page() -> str:
         "",
         "These are the flags of `python -m engine.serve` and `mini-vlm serve`. The model may stand without its flag. Byte sizes take",
         "K, M and G. The prefix `no-` turns a switch off. A flag overrides the environment (`ENGINE_PORT` is `--port`), which overrides a",
-        "YAML file (`--config`). `python docs/generate.py` writes this page from `engine/config.py`.",
+        "YAML file (`--config`). `python docs/generate.py` writes this page from `engine/launch/config.py`.",
         "",
         "| flag | value | default | meaning | when to change it |",
         "|---|---|---|---|---|",

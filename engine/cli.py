@@ -4,7 +4,7 @@ import argparse
 import runpy
 import sys
 
-from engine.config import VERSION
+from engine.launch.config import VERSION
 
 BENCHMARKS = (
     "probe", "load", "multiturn", "accuracy", "kernels", "gaps", "replicas", "proxy", "tokens", "overload", "soak", "faults", "drafts",

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import BinaryIO
 
-from engine.config import child_environment, python_command
-from engine.ipc import die_with_parent, settle_heap
+from engine.launch.child import die_with_parent, settle_heap
+from engine.launch.config import child_environment, python_command
 
 LENGTH_BYTES = 4
 MAX_CLIENTS = 1024  # whose use of a helper is remembered

@@ -1,4 +1,4 @@
-"""An engine whose api is the caller's process and event loop, without an HTTP server: for `engine.llm` and `engine.replicas`.
+"""An engine whose api is the caller's process and event loop, without an HTTP server: for `engine.llm` and `engine.launch.replicas`.
 
 caller: Api ──▶ processor ──▶ scheduler ──▶ workers, its children
 """
@@ -11,12 +11,13 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from engine.arena import memory_limit
-from engine.config import EngineConfig
-from engine.ipc import AsyncInbox, Child
-from engine.messages import Events
+from engine.launch.child import Child
+from engine.launch.config import EngineConfig
+from engine.launch.supervise import ChildDied, Supervisor
 from engine.serve import make_runtime, size_arenas, start_engine
-from engine.supervise import ChildDied, Supervisor
+from engine.wire.arena import memory_limit
+from engine.wire.ipc import AsyncInbox
+from engine.wire.messages import Events
 from server.http.app import SHUTTING_DOWN, Api
 from server.warm import warm_up
 

@@ -19,13 +19,13 @@ from types import FrameType
 
 import msgspec
 
-from engine.arena import create_memfd, memory_limit
-from engine.config import GIB, EngineConfig, read_api_keys
-from engine.flags import parse_args
-from engine.fleet import Fleet
-from engine.ipc import Runtime, setup_logging
-from engine.memory import cuts, describe, fit
-from engine.supervise import ChildDied, Supervisor
+from engine.launch.child import Runtime, setup_logging
+from engine.launch.config import GIB, EngineConfig, read_api_keys
+from engine.launch.flags import parse_args
+from engine.launch.fleet import Fleet
+from engine.launch.memory import cuts, describe, fit
+from engine.launch.supervise import ChildDied, Supervisor
+from engine.wire.arena import create_memfd, memory_limit
 from models.config.hub import DEMO, SIZES, resolve
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig

@@ -5,8 +5,8 @@ import logging
 
 import msgspec
 
-from engine.arena import ArenaFull, ArenaTooSmall
-from engine.messages import ErrorInfo
+from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.messages import ErrorInfo
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A region of an arena that is filled piece by piece and may have to grow or move meanwhile."""
 
-from engine.arena import Arena, ArenaFull
+from engine.wire.arena import Arena, ArenaFull
 
 MIN_GROWTH = 1 << 20
 

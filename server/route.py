@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from engine.config import EngineConfig, read_api_keys
-from engine.flags import add_flags
-from engine.ipc import raise_file_limit
+from engine.launch.child import raise_file_limit
+from engine.launch.config import EngineConfig, read_api_keys
+from engine.launch.flags import add_flags
 from server.balance import BOUND, Backend, Balancer
 from server.errors import RequestError, error_body, overloaded
 from server.http.connection import FULL, ConnectionLimiter

@@ -7,7 +7,7 @@ import mmap
 import threading
 import time
 
-from engine.arena import RESIDENT_BYTES, ArenaView
+from engine.wire.arena import RESIDENT_BYTES, ArenaView
 
 STEP_BYTES = 1 << 18  # touched without a pause: well below a millisecond
 PAUSE_S = 0.001

@@ -26,23 +26,20 @@ MAX_P90_FUNCTION_LINES = 30
 MAX_PUBLIC_METHODS = 15
 # The last three are plain Python: api and processor read a folder, count tokens and look at JPEGs by the code of the workers.
 SERVER_MAY_IMPORT = {
-    "engine.config",
-    "engine.flags",
-    "engine.messages",
-    "engine.stats",
-    "engine.params",
+    "engine.wire",
+    "engine.launch.config",
+    "engine.launch.flags",
+    "engine.launch.child",
     "engine.grammar.client",
     "engine.grammar.schema",
-    "engine.ipc",
     "engine.helper",
-    "engine.arena",
     "engine.plain_jpeg",
     "models.config",
     "models.media.geometry",
     "models.media.video",
 }
 COMPOSITION_ROOTS = {"engine/serve.py", "engine/hosted.py", "engine/llm/session.py"}  # the last two have the api in the caller's process
-ENVIRONMENT_ALLOWED = {"engine/config.py"}
+ENVIRONMENT_ALLOWED = {"engine/launch/config.py"}
 BROAD_EXCEPT_ALLOWED = {
     "engine/hosted.py": "the process's boundary: what was started is stopped, and the cause is raised again",
     "server/http/app.py": "the process's boundary: told to the launcher and raised again",
@@ -100,6 +97,12 @@ def test_the_server_imports_only_what_it_may() -> None:
         foreign = {name for name in imports(path) if name.split(".")[0] in ("engine", "models")}
         bad = {name for name in foreign if not any(name == allowed or name.startswith(allowed + ".") for allowed in SERVER_MAY_IMPORT)}
         assert not bad, f"{relative(path)} imports {bad}"
+
+
+def test_messages_import_no_process() -> None:
+    """Red if what crosses a process boundary depends on how processes are started, or on one of them."""
+    for path in (ROOT / "engine" / "wire").rglob("*.py"):
+        assert not [name for name in imports(path) if name.startswith(("engine.", "server.")) and not name.startswith("engine.wire.")], path
 
 
 def test_only_the_launcher_sees_everything() -> None:

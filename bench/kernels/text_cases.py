@@ -8,7 +8,7 @@ import torch
 from bench.kernels.delta_cases import delta_cases
 from bench.kernels.expert_cases import BF16, EPS, expert_cases
 from bench.kernels.timing import Case, copies
-from engine.messages import MAX_DRAFTS
+from engine.wire.messages import MAX_DRAFTS
 from models.cache.layout import AttentionLayout
 from models.cache.spec import PagedGroup
 from models.config.types import ModelConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from engine.helper import WALL_S, Helper, HelperDied, Turns
-from engine.params import Grammar
+from engine.wire.params import Grammar
 
 QUICK_S = 1.0  # CPU time of a small grammar before it counts as a large one
 GRACE_S = 10.0  # for a process that ends its compilation in time

@@ -22,8 +22,8 @@ from engine.grammar.client import Compiled, Question
 from engine.grammar.schema import check
 from engine.grammar.vocabulary import read_vocabulary
 from engine.helper import ChildStopped, answer_in_child, answer_questions
-from engine.ipc import die_with_parent
-from engine.params import Grammar
+from engine.launch.child import die_with_parent
+from engine.wire.params import Grammar
 
 NICENESS = 19  # streams go first
 MEMORY_BYTES = 4 << 30  # beyond it a compilation fails

@@ -1,4 +1,4 @@
-"""Flags of vLLM and SGLang and what they are here: one table. `engine/flags.py` accepts them; docs/generate.py shows them."""
+"""Flags of vLLM and SGLang and what they are here: one table. `engine/launch/flags.py` accepts them; docs/generate.py shows them."""
 
 import json
 import re
@@ -53,7 +53,7 @@ V:--max-logprobs ok:0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20 | a tok
 V:--scheduling-policy S:--schedule-policy ok:fcfs,lpm,priority | in order of arrival and `priority`
 V:--mm-encoder-tp-mode ok:data | each GPU of --tp encodes its share
 S:--mm-enable-dp-encoder ok | each GPU of --tp encodes its share
-V:--distributed-executor-backend ok:mp,uni | see engine.replicas for Ray
+V:--distributed-executor-backend ok:mp,uni | see engine.launch.replicas for Ray
 V:--cpu-offload-gb ok:0 | weights stay on the GPU: use --quantization fp8 or --tp
 V:--api-server-count V:-asc ok:1 | one HTTP process per engine: see --dp
 V:--runner V:--task V:--convert ok:* | every model has /v1/embeddings, /rerank and /score

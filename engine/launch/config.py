@@ -23,7 +23,7 @@ CHILD_DEFAULTS = {
     "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers take the cores of other processes
     "PYNVIMGCODEC_VERBOSITY": "0",  # its errors about nvJPEG2000 and nvTIFF at start are irrelevant; a failed decode is reported by itself
 }
-PACKAGE_ROOT = str(Path(__file__).parents[1])
+PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 def num_cpus() -> int:

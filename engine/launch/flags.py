@@ -16,8 +16,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import configargparse
 import msgspec
 
-from engine.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problems, read_variables
 from engine.launch.compat import ADVICE, BY_NAME, FLAGS, SAME_VALUES, settle
+from engine.launch.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problems, read_variables
 
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
 LENGTHS = {"k": 1000, "m": 1000**2, "K": KIB, "M": MIB}

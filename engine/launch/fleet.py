@@ -23,9 +23,9 @@ from pathlib import Path
 
 import msgspec
 
-from engine import tethered
-from engine.config import EngineConfig, child_environment, read_api_keys, share_environment
-from engine.supervise import how_it_ended
+from engine.launch import tethered
+from engine.launch.config import EngineConfig, child_environment, read_api_keys, share_environment
+from engine.launch.supervise import how_it_ended
 from models.kernels.choose import Gpu
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.config import GIB, MIB, EngineConfig
-from engine.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_GUESSES
+from engine.launch.config import GIB, MIB, EngineConfig
+from engine.wire.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_GUESSES
 from models.cache.spec import SPARE_ROWS, CacheSpec
 from models.config.types import ModelConfig, TextConfig, VisionConfig
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_SIZES

@@ -1,6 +1,6 @@
 """A second composition root: engines as replicas of a Ray Serve deployment, behind Serve's HAProxy. Needs `pip install -e ".[ray]"`.
 
-    python -m engine.replicas --replicas 4 [--max-replicas 8] [--address HOST:PORT] [flags of engine.serve]
+    python -m engine.launch.replicas --replicas 4 [--max-replicas 8] [--address HOST:PORT] [flags of engine.serve]
 
     HAProxy ──hash of x-session-id──▶ replica: an actor with the api's ASGI app ──▶ processor ──▶ scheduler ──▶ workers, its children
 
@@ -17,10 +17,10 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from engine.config import EngineConfig, set_ray_defaults
-from engine.flags import parse_args
 from engine.hosted import HostedEngine
-from engine.ipc import raise_file_limit, setup_logging
+from engine.launch.child import raise_file_limit, setup_logging
+from engine.launch.config import EngineConfig, set_ray_defaults
+from engine.launch.flags import parse_args
 
 set_ray_defaults()  # which Ray reads when it is imported
 import ray  # noqa: E402
@@ -79,14 +79,14 @@ def application(config: EngineConfig, replicas: int, max_replicas: int) -> serve
 
 
 def build(args: dict[str, str]) -> serve.Application:
-    """For Serve's configuration files, as a RayService has: `import_path: engine.replicas:build`, flags without their dashes as `args`."""
+    """For Serve's configuration files (`import_path: engine.launch.replicas:build`): flags without their dashes as `args`."""
     own, config = parse([word for name, value in args.items() for word in (f"--{name}", str(value))])
     return application(config, own.replicas, own.max_replicas)
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConfig]:
     """Our own flags, and the engines' configuration."""
-    parser = argparse.ArgumentParser("engine.replicas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("engine.launch.replicas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, required=True, help="engines")
     parser.add_argument("--max-replicas", type=int, help="engines at most, when those are busy; default: no more")
     parser.add_argument("--address", help="of a Ray cluster that runs already; default: start one here")

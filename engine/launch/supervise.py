@@ -13,8 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from engine.config import child_environment, python_command
-from engine.ipc import DUMP_SIGNAL, FAILED, Inbox, Runtime, Status
+from engine.launch.child import DUMP_SIGNAL, FAILED, Runtime, Status
+from engine.launch.config import child_environment, python_command
+from engine.wire.ipc import Inbox
 from models.kernels.hopper.toolkit import cuda_home
 
 logger = logging.getLogger(__name__)

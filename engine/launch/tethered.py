@@ -1,4 +1,4 @@
-"""Runs a module that ends with its parent, on CPUs of its own: `python -m engine.tethered PARENT_PID CPU,CPU,... MODULE ARGUMENT...`.
+"""Runs a module that ends with its parent, on CPUs of its own: `engine.launch.tethered PARENT_PID CPU,CPU,... MODULE ARGUMENT...`.
 
 Not by a `preexec_fn`, which may wait for ever for a lock that another thread of the parent holds.
 """
@@ -8,12 +8,12 @@ import runpy
 import signal
 import sys
 
-from engine.config import python_command
-from engine.ipc import die_with_parent
+from engine.launch.child import die_with_parent
+from engine.launch.config import python_command
 
 
 def command(cpus: frozenset[int], module: str, *arguments: str) -> list[str]:
-    return python_command("engine.tethered", str(os.getpid()), ",".join(map(str, sorted(cpus))), module, *arguments)
+    return python_command("engine.launch.tethered", str(os.getpid()), ",".join(map(str, sorted(cpus))), module, *arguments)
 
 
 def main() -> None:

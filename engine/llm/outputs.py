@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.params import Logprob, RankedToken
+from engine.wire.params import Logprob, RankedToken
 
 
 @dataclass(frozen=True, slots=True)

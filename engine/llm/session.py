@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import pybase64
 
-from engine.flags import read_flags
 from engine.hosted import HostedEngine
+from engine.launch.flags import read_flags
+from engine.launch.supervise import ChildDied
 from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, WITH_PICTURES, Ask, words_of
 from engine.llm.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ToolCall
-from engine.messages import Event
-from engine.supervise import ChildDied
+from engine.wire.messages import Event
 from server.api.endpoint import Endpoint, GatheringEndpoint, Job
 from server.errors import RequestError
 from server.http.body import read_body

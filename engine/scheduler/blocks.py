@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from engine.messages import ImageSpan
+from engine.wire.messages import ImageSpan
 
 DIGEST_SIZE = 16
 CHECKED_AT_ONCE = 4096  # blocks: a millisecond

@@ -14,7 +14,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import (
+from engine.scheduler import policy
+from engine.scheduler.blocks import BlockHasher
+from engine.scheduler.drafts.drafter import Drafter
+from engine.scheduler.policy import PlannedStep
+from engine.scheduler.request import Request, Status, snapshot_points
+from engine.scheduler.state import State
+from engine.wire.messages import (
     DEPTH,
     TIMED_OUT,
     Chunk,
@@ -28,13 +34,7 @@ from engine.messages import (
     StepResult,
     TokenLogprobs,
 )
-from engine.scheduler import policy
-from engine.scheduler.blocks import BlockHasher
-from engine.scheduler.drafts.drafter import Drafter
-from engine.scheduler.policy import PlannedStep
-from engine.scheduler.request import Request, Status, snapshot_points
-from engine.scheduler.state import State
-from engine.stats import EngineStats
+from engine.wire.stats import EngineStats
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")

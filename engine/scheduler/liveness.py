@@ -1,6 +1,6 @@
 """Whether the engine lives, by heartbeats of workers and the progress of requests."""
 
-from engine.messages import Activity, Heartbeat
+from engine.wire.messages import Activity, Heartbeat
 
 LATE_S = 3.0  # three heartbeats are missing
 MAX_S: dict[str, dict[Activity, float]] = {  # that an activity may take without progress

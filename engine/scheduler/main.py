@@ -13,9 +13,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.config import EngineConfig
-from engine.ipc import Child, Inbox, Outbox, StopFlag, map_large_blocks
-from engine.messages import (
+from engine.launch.child import Child, StopFlag, map_large_blocks
+from engine.launch.config import EngineConfig
+from engine.scheduler.blocks import BlockPool
+from engine.scheduler.core import SchedulerCore
+from engine.scheduler.drafts import make_drafter
+from engine.scheduler.images import ImageDirectory
+from engine.scheduler.liveness import Workers
+from engine.scheduler.policy import PlannedStep
+from engine.scheduler.state import Limits, State
+from engine.wire.ipc import Inbox, Outbox
+from engine.wire.messages import (
     MAX_GUESSES,
     PROCESSOR_ARENA,
     Abort,
@@ -30,13 +38,6 @@ from engine.messages import (
     ToScheduler,
     WorkerReady,
 )
-from engine.scheduler.blocks import BlockPool
-from engine.scheduler.core import SchedulerCore
-from engine.scheduler.drafts import make_drafter
-from engine.scheduler.images import ImageDirectory
-from engine.scheduler.liveness import Workers
-from engine.scheduler.policy import PlannedStep
-from engine.scheduler.state import Limits, State
 from models.config.huggingface import read_config
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
 from engine.scheduler.budget import prefill_budget, resting
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
+from engine.wire.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
 from models.cache.spec import SPARE_ROWS
 
 STEP_PART_WORTH_WAITING = 1 / 16  # of a step's tokens: the wait may cost a step that does little

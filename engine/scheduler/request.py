@@ -7,8 +7,8 @@ from itertools import pairwise, zip_longest
 
 import numpy as np
 
-from engine.messages import EngineRequest, FinishReason, ImageSource, ImageSpan, PromptLogprobs, SamplingParams
 from engine.scheduler.blocks import BlockHasher
+from engine.wire.messages import EngineRequest, FinishReason, ImageSource, ImageSpan, PromptLogprobs, SamplingParams
 
 MIN_SNAPSHOT_TOKENS = 256  # between snapshots
 ANSWER_OPENING = 8  # tokens with which a template opens an answer, at most: a next turn need not repeat what opened the thoughts

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from engine.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory, ImageEntry
 from engine.scheduler.request import Request, Status
+from engine.wire.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
 from models.kernels.step_sizes import StepSizes
 
 

@@ -18,8 +18,8 @@ from typing import Literal
 
 import msgspec
 
-from engine.media import MediaRef, Region, VideoRef
-from engine.params import (
+from engine.wire.media import MediaRef, Region, VideoRef
+from engine.wire.params import (
     ChatPrompt,
     Grammar,
     Logprob,
@@ -31,7 +31,7 @@ from engine.params import (
     TokenLogprobs,
     TokenPrompt,
 )
-from engine.stats import EngineStats, Stages
+from engine.wire.stats import EngineStats, Stages
 from models.kernels.step_sizes import StepSizes
 
 API_ARENA = 0

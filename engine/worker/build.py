@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from engine.config import GIB, MIB, EngineConfig
-from engine.ipc import Child, StopFlag
-from engine.memory import Needs, early_image_bytes, max_drafts, max_draws, max_hidden, plan_memory, sizes_for, step_graph_bytes
-from engine.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, WorkerReady
+from engine.launch.child import Child, StopFlag
+from engine.launch.config import GIB, MIB, EngineConfig
+from engine.launch.memory import Needs, early_image_bytes, max_drafts, max_draws, max_hidden, plan_memory, sizes_for, step_graph_bytes
+from engine.wire.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, WorkerReady
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import DraftHead

@@ -3,8 +3,8 @@
 import threading
 import time
 
-from engine.ipc import Outbox
-from engine.messages import Activity, Heartbeat
+from engine.wire.ipc import Outbox
+from engine.wire.messages import Activity, Heartbeat
 
 INTERVAL_S = 1.0
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.messages import Encode, Prefetch
+from engine.wire.messages import Encode, Prefetch
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import Tower

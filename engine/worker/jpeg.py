@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.arena import ArenaView
-from engine.messages import ImageSource
 from engine.plain_jpeg import is_jpeg, parse_plain_jpeg
+from engine.wire.arena import ArenaView
+from engine.wire.messages import ImageSource
 from models.kernels.jpeg import JpegDecoder
 
 DECODER_BYTES_PER_PIXEL = 6  # the pixels, and what they are made from

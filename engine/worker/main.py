@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from engine.config import num_cpus
-from engine.ipc import Child, Inbox, Outbox, StopFlag, settle_heap
-from engine.messages import DEPTH, GrammarLoaded, LoadGrammar, Prefetch, StepResult, ToWorker, WorkerReady
+from engine.launch.child import Child, StopFlag, settle_heap
+from engine.launch.config import num_cpus
+from engine.wire.ipc import Inbox, Outbox
+from engine.wire.messages import DEPTH, GrammarLoaded, LoadGrammar, Prefetch, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.failure import explain
 from engine.worker.heartbeat import HeartbeatThread

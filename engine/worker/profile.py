@@ -1,4 +1,4 @@
-"""Memory that a device has and that a step takes of it, measured; `engine/memory.py` divides it."""
+"""Memory that a device has and that a step takes of it, measured; `engine/launch/memory.py` divides it."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
-from engine.memory import max_draws
-from engine.messages import SamplingParams
+from engine.launch.config import EngineConfig
+from engine.launch.memory import max_draws
+from engine.wire.messages import SamplingParams
 from engine.worker.sampling.draws import draws_of
 from models.cache.layout import AttentionLayout
 from models.cache.spec import CacheSpec

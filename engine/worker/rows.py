@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.messages import MAX_DRAFTS, Admit, Chunk
+from engine.wire.messages import MAX_DRAFTS, Admit, Chunk
 from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.draws import Draws, DrawTable, HostDraws, Int64s
 from engine.worker.sampling.pooling import PooledRow

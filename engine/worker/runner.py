@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.arena import ArenaView
-from engine.memory import step_bytes
-from engine.messages import Admit, GrammarLoaded, LoadGrammar, StepPlan, StepResult
+from engine.launch.memory import step_bytes
+from engine.wire.arena import ArenaView
+from engine.wire.messages import Admit, GrammarLoaded, LoadGrammar, StepPlan, StepResult
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.messages import DEPTH
+from engine.wire.messages import DEPTH
 from models.kernels.transfers import Transfers
 
 ALIGNMENT = 128  # pieces that kernels read at once must not straddle two cache lines

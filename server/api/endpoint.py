@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.arena import Arena
-from engine.config import EngineConfig
-from engine.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
-from engine.params import OutputOptions, SamplingParams
-from engine.stats import Stages
+from engine.launch.config import EngineConfig
+from engine.wire.arena import Arena
+from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
+from engine.wire.params import OutputOptions, SamplingParams
+from engine.wire.stats import Stages
 from server.api.chat.schema import GenerationRequest, StreamOptions
 from server.api.fields import UnknownFields
 from server.api.grammar import read_grammar

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.grammar.schema import check as check_schema
-from engine.params import Grammar
+from engine.wire.params import Grammar
 from server.api.chat.schema import ChatRequest, GenerationRequest, PlainFormat, StructuralTag
 from server.http.validate import bad_value
 

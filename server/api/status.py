@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
-from engine.config import VERSION
+from engine.launch.config import VERSION
 from server.api.endpoint import Service
 from server.api.openapi import DescribedRoute
 from server.errors import RequestError

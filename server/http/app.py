@@ -20,10 +20,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from engine.arena import Arena
-from engine.config import VERSION, read_api_keys
-from engine.ipc import AsyncInbox, Child, Outbox
-from engine.messages import API_ARENA, ErrorInfo, Events, ToProcessor
+from engine.launch.child import Child
+from engine.launch.config import VERSION, read_api_keys
+from engine.wire.arena import Arena
+from engine.wire.ipc import AsyncInbox, Outbox
+from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import endpoint as chat
 from server.api.endpoint import Endpoint, Service
 from server.api.messages import endpoint as messages

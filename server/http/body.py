@@ -12,10 +12,10 @@ import time
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from engine.arena import Arena, ArenaFull, ArenaTooSmall
-from engine.config import EngineConfig
-from engine.messages import API_ARENA
-from engine.messages import Region as WireRegion
+from engine.launch.config import EngineConfig
+from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall
+from engine.wire.messages import API_ARENA
+from engine.wire.messages import Region as WireRegion
 from server.errors import RequestError, overloaded
 from server.http.client import Client
 from server.http.direct import DirectReader

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import msgspec
 from starlette.requests import ClientDisconnect
 
-from engine.arena import Arena
-from engine.ipc import Outbox
-from engine.messages import Abort, ErrorInfo, Event, Events, Forget, Payload, Region, Submit, ToProcessor
-from engine.stats import EngineStats
+from engine.wire.arena import Arena
+from engine.wire.ipc import Outbox
+from engine.wire.messages import Abort, ErrorInfo, Event, Events, Forget, Payload, Region, Submit, ToProcessor
+from engine.wire.stats import EngineStats
 from server.errors import RequestError, overloaded
 
 HEARTBEAT_STALE_S = 7.0

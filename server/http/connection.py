@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from engine.config import EngineConfig
-from engine.messages import ErrorInfo
+from engine.launch.config import EngineConfig
+from engine.wire.messages import ErrorInfo
 from server.errors import error_body, error_type, overloaded
 from server.http.chunked import BadChunk, ChunkedDecoder, LineTooLong
 from server.http.guards import error_response, is_open

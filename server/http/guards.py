@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.messages import ErrorInfo
+from engine.wire.messages import ErrorInfo
 from server.api.messages.format import MESSAGES_PATH, message_error_body
 from server.errors import error_body, error_type
 

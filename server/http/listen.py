@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from engine.config import EngineConfig
+from engine.launch.config import EngineConfig
 from server.http.connection import ConnectionLimiter
 from server.http.direct import DirectProtocol
 from server.http.log import Sparing

@@ -10,7 +10,7 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.messages import ErrorInfo
+from engine.wire.messages import ErrorInfo
 from server.api.messages.format import MESSAGES_PATH
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.messages import ErrorInfo, Event
-from engine.stats import Stages
+from engine.wire.messages import ErrorInfo, Event
+from engine.wire.stats import Stages
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
 from server.http.guards import error_response

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import ErrorInfo, Event, Logprob, RankedToken
-from engine.stats import Stages
+from engine.wire.messages import ErrorInfo, Event, Logprob, RankedToken
+from engine.wire.stats import Stages
 
 encode = msgspec.json.Encoder().encode
 

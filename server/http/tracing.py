@@ -7,7 +7,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from starlette.types import ASGIApp
 
-from engine.config import VERSION
+from engine.launch.config import VERSION
 
 
 def traced(app: ASGIApp, endpoint: str) -> ASGIApp:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from engine.messages import CallDelta
+from engine.wire.messages import CallDelta
 from server.processor.detokenize import possible_start
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

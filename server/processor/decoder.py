@@ -12,10 +12,10 @@ import warnings
 
 import msgspec
 
-from engine.arena import ArenaView
 from engine.helper import answer_questions
-from engine.ipc import die_with_parent
-from engine.messages import ErrorInfo
+from engine.launch.child import die_with_parent
+from engine.wire.arena import ArenaView
+from engine.wire.messages import ErrorInfo
 from server.errors import RequestError
 from server.processor.pixels import decode_rgb, read_header
 

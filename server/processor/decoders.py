@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import msgspec
 
-from engine.arena import Arena
-from engine.config import EngineConfig
 from engine.helper import Helper, HelperDied
+from engine.launch.config import EngineConfig
+from engine.wire.arena import Arena
 from server.errors import RequestError, invalid_image, invalid_video, overloaded
 from server.processor.decoder import Decoded, Job
 from server.processor.inspect import Header

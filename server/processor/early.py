@@ -8,8 +8,8 @@ import threading
 
 import msgspec
 
-from engine.ipc import Outbox
-from engine.messages import MAX_EARLY_TOKENS, ImageSource, Prefetch
+from engine.wire.ipc import Outbox
+from engine.wire.messages import MAX_EARLY_TOKENS, ImageSource, Prefetch
 from models.media.geometry import VisionGeometry
 
 NUM_REMEMBERED = 4096  # images that were seen, and as a rule encoded

@@ -19,8 +19,8 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from engine.arena import ArenaTooSmall
-from engine.config import EngineConfig
+from engine.launch.config import EngineConfig
+from engine.wire.arena import ArenaTooSmall
 from server.errors import RequestError
 
 GRACE_S = 5.0  # before a download's pace counts

@@ -10,9 +10,9 @@ import contextlib
 import json
 from typing import Any
 
-from engine.ipc import Outbox
-from engine.messages import GrammarLoaded, LoadGrammar, Region
-from engine.params import Grammar, OutputOptions
+from engine.wire.ipc import Outbox
+from engine.wire.messages import GrammarLoaded, LoadGrammar, Region
+from engine.wire.params import Grammar, OutputOptions
 from server.errors import RequestError
 
 Json = dict[str, Any]

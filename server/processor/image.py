@@ -16,10 +16,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from engine.arena import ArenaFull, ArenaTooSmall, ArenaView
-from engine.config import EngineConfig
-from engine.messages import ImageSource, ImageSpan, MediaRef
-from engine.messages import Region as WireRegion
+from engine.launch.config import EngineConfig
+from engine.wire.arena import ArenaFull, ArenaTooSmall, ArenaView
+from engine.wire.messages import ImageSource, ImageSpan, MediaRef
+from engine.wire.messages import Region as WireRegion
 from models.media.geometry import Grid
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.messages import MediaRef, VideoRef
+from engine.launch.config import EngineConfig
 from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
+from engine.wire.messages import MediaRef, VideoRef
 from models.media.geometry import Grid, VisionGeometry
 from models.media.video import VideoGeometry
 from server.checkpoint import Checkpoint

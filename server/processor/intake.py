@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.arena import ArenaFull, ArenaTooSmall
-from engine.config import EngineConfig, num_cpus
 from engine.grammar.client import CompilerBusy, GrammarCompiler, GrammarError
-from engine.messages import (
+from engine.launch.config import EngineConfig, num_cpus
+from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.messages import (
     TIMED_OUT,
     Abort,
     ChatPrompt,

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import uvloop
 
-from engine.arena import Arena
-from engine.ipc import AsyncInbox, Child, Outbox
-from engine.messages import (
+from engine.launch.child import Child
+from engine.wire.arena import Arena
+from engine.wire.ipc import AsyncInbox, Outbox
+from engine.wire.messages import (
     API_ARENA,
     PROCESSOR_ARENA,
     Abort,

@@ -9,7 +9,7 @@ import asyncio
 
 import msgspec
 
-from engine.messages import (
+from engine.wire.messages import (
     Abort,
     CallDelta,
     EngineOutputs,

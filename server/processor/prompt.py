@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from engine.messages import ChatPrompt, TextPrompt, TokenPrompt
-from engine.params import MAX_BAD_WORD_TOKENS
+from engine.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
+from engine.wire.params import MAX_BAD_WORD_TOKENS
 from models.media.video import time_text
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError, no_vision

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from engine.messages import CallDelta
-from engine.params import OutputOptions
+from engine.wire.messages import CallDelta
+from engine.wire.params import OutputOptions
 from server.processor.calls import CallSplitter, Schemas
 from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from engine.ipc import Outbox
-from engine.messages import EngineRequest, ErrorInfo, Event, Events, Logprob, PromptLogprobs, RequestOutput, Submit, ToScheduler
+from engine.wire.ipc import Outbox
+from engine.wire.messages import EngineRequest, ErrorInfo, Event, Events, Logprob, PromptLogprobs, RequestOutput, Submit, ToScheduler
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.image import Image, ImageTools
 from server.processor.logprobs import Spelling, id_spelling, named, of_prompt, of_token, ranked

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
-from engine.arena import Arena, ArenaFull
-from engine.messages import PROCESSOR_ARENA
-from engine.messages import Region as WireRegion
+from engine.wire.arena import Arena, ArenaFull
+from engine.wire.messages import PROCESSOR_ARENA
+from engine.wire.messages import Region as WireRegion
 from server.region import Region
 
 TIMEOUT_S = 10.0  # requests that wait for each other's room must not do so for ever

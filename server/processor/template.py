@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.params import ChatPrompt
+from engine.wire.params import ChatPrompt
 from server.errors import PROMPT, RequestError
 
 # For templates that look for text in every role's parts but for images only in a user's.

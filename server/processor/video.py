@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import ImageSource, ImageSpan, MediaRef, VideoRef
-from engine.messages import Region as WireRegion
+from engine.wire.messages import ImageSource, ImageSpan, MediaRef, VideoRef
+from engine.wire.messages import Region as WireRegion
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry
 from server.errors import RequestError
 from server.processor.base64_text import decode_base64

@@ -11,9 +11,9 @@ import sys
 
 import msgspec
 
-from engine.arena import ArenaView
 from engine.helper import answer_questions
-from engine.ipc import die_with_parent
+from engine.launch.child import die_with_parent
+from engine.wire.arena import ArenaView
 from server.errors import RequestError, invalid_video
 from server.processor.inspect import PAIR
 from server.processor.pixels import pair_hash

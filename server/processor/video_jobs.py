@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.messages import ErrorInfo
+from engine.wire.messages import ErrorInfo
 
 
 class VideoLimits(msgspec.Struct, frozen=True, array_like=True):

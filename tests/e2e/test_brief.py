@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import zmq
 
-from engine.arena import ArenaView, create_memfd
-from engine.config import EngineConfig
-from engine.ipc import Runtime
-from engine.messages import EngineRequest, ImageSource, ImageSpan, Region, WorkerReady
-from engine.params import SamplingParams
-from engine.stats import Stages
+from engine.launch.child import Runtime
+from engine.launch.config import EngineConfig
+from engine.wire.arena import ArenaView, create_memfd
+from engine.wire.messages import EngineRequest, ImageSource, ImageSpan, Region, WorkerReady
+from engine.wire.params import SamplingParams
+from engine.wire.stats import Stages
 from models.demo import CHECKPOINT
 from models.kernels.step_sizes import StepSizes
 from tests.e2e.serving import ROOT, Counted, Engine, image_part, picture, text_part

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 from pydantic import BaseModel
 
+from engine.launch.supervise import ChildDied
 from engine.llm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from engine.supervise import ChildDied
 from models.demo.questions import questions
 from tests.e2e.drawing import drawn
 from tests.e2e.serving import ROOT, SMALL, Engine, is_alive, picture

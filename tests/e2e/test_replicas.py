@@ -1,4 +1,4 @@
-"""`python -m engine.replicas`: engines on Ray Serve behind its HAProxy, a cluster of this machine alone."""
+"""`python -m engine.launch.replicas`: engines on Ray Serve behind its HAProxy, a cluster of this machine alone."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ class Cluster:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.flags = ["--model", str(model), "--port", str(port), *SMALL]
         self.log_path = Path(tempfile.mkstemp(prefix="replicas-test-", suffix=".log")[1])
-        command = [sys.executable, "-m", "engine.replicas", "--replicas", str(replicas), *flags, *self.flags]
+        command = [sys.executable, "-m", "engine.launch.replicas", "--replicas", str(replicas), *flags, *self.flags]
         environment = dict(os.environ) | {"RAY_DEDUP_LOGS": "0"}
         with open(self.log_path, "w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -160,7 +160,7 @@ def test_a_rolling_update_drops_no_stream_and_no_request(cluster: Cluster) -> No
     """Neither of the old version nor in between."""
     answers = [cluster.answer(f"update {i}", 600) for i in range(6)]
     before = cluster.workers()
-    command = [sys.executable, "-m", "engine.replicas", "--replicas", "2", "--address", cluster.address, *cluster.flags]
+    command = [sys.executable, "-m", "engine.launch.replicas", "--replicas", "2", "--address", cluster.address, *cluster.flags]
     update = subprocess.Popen([*command, "--max-num-seqs", "64"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     statuses = []
     num_started = len(re.findall(STARTED, cluster.log()))

@@ -143,7 +143,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "logits_AV / repetition",
         ),
     },
-    ("engine/arena.py", ("tests/unit/engine/test_arena.py",)): {
+    ("engine/wire/arena.py", ("tests/unit/engine/test_arena.py",)): {
         "a freed region is not merged with the previous one": ("self._free_ends[i - 1] == offset", "self._free_ends[i - 1] == offset - 1"),
         "a region is one unit short": (
             "for start, end in ranges if end - start >= need), None)",

@@ -22,10 +22,10 @@ import yaml
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.config import RAY_DEFAULTS, VERSION
-from engine.flags import make_parser
-from engine.messages import ErrorInfo
-from engine.stats import EngineStats, Stages
+from engine.launch.config import RAY_DEFAULTS, VERSION
+from engine.launch.flags import make_parser
+from engine.wire.messages import ErrorInfo
+from engine.wire.stats import EngineStats, Stages
 from models.kernels.heads import Heads
 from models.kernels.hopper import compile
 from models.scaffold import SHAPES
@@ -131,7 +131,7 @@ def test_flags_of_the_files_exist() -> None:
 
 
 def test_the_ray_service_is_what_the_command_starts() -> None:
-    """KubeRay starts the replicas and the proxy of `python -m engine.replicas`."""
+    """KubeRay starts the replicas and the proxy of `python -m engine.launch.replicas`."""
     spec = load(DEPLOY / "kuberay/rayservice.yaml")["spec"]
     application = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
     module, _, builder = application["import_path"].partition(":")

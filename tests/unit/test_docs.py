@@ -15,9 +15,9 @@ from typing import Any, cast
 import msgspec
 
 from bench import tables
-from engine.config import EngineConfig
-from engine.flags import make_parser
-from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
+from engine.launch.config import EngineConfig
+from engine.launch.flags import make_parser
+from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server import route
 from server.api.chat import parts, schema
 from server.api.sglang.endpoint import Native
@@ -86,7 +86,7 @@ def test_generated_pages_are_current() -> None:
 
 def test_generated_pages_do_not_depend_on_the_machine() -> None:
     """Defaults computed from the number of CPUs are not shown."""
-    fields = [node for node in ast.walk(ast.parse((ROOT / "engine/config.py").read_text())) if isinstance(node, ast.AnnAssign)]
+    fields = [node for node in ast.walk(ast.parse((ROOT / "engine/launch/config.py").read_text())) if isinstance(node, ast.AnnAssign)]
     computed = {ast.unparse(node.target) for node in fields if node.value is not None and "num_cpus" in ast.unparse(node.value)}
     assert computed == set(generator().OF_THE_MACHINE)
 
@@ -114,7 +114,7 @@ def test_flags_of_pages_exist() -> None:
 def test_flags_of_the_proxy_and_of_replicas_are_told() -> None:
     page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
     flags = {flag for action in route.make_parser()._actions for flag in action.option_strings if flag not in ("-h", "--help")}
-    flags |= set(re.findall(r"add_argument\(\"(--[\w-]+)\"", (ROOT / "engine/replicas.py").read_text(encoding="utf-8")))
+    flags |= set(re.findall(r"add_argument\(\"(--[\w-]+)\"", (ROOT / "engine/launch/replicas.py").read_text(encoding="utf-8")))
     assert len(flags) >= 10
     assert not [flag for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", page)]
 

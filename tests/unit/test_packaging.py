@@ -13,7 +13,7 @@ import pytest
 from setuptools import find_namespace_packages
 
 from engine import cli
-from engine.config import VERSION
+from engine.launch.config import VERSION
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -111,7 +111,7 @@ def test_what_is_built_names_licence_version_and_command(distributions: tuple[li
 
 def test_the_version_stands_in_one_place() -> None:
     assert "version" in PROJECT["project"]["dynamic"] and "version" not in PROJECT["project"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "engine.config.VERSION"
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "engine.launch.config.VERSION"
     assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.messages import MAX_DRAFTS
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
+from engine.wire.messages import MAX_DRAFTS
 
 LEAST_PROBABILITY = 0.2  # that a draft holds, and all before it
 LEAST_GAIN = 0.4  # tokens that the drafts of a row bring: more than it loses while host and device wait for each other

@@ -1,9 +1,9 @@
 """Drafts by the model's own head: `--draft mtp`. The worker computes them after each step, and they come with its result."""
 
-from engine.messages import MAX_GUESSES
 from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Trust, give_drafts
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
+from engine.wire.messages import MAX_GUESSES
 
 
 class HeadDrafter:

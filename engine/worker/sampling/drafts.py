@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.messages import MAX_DRAFTS
+from engine.wire.messages import MAX_DRAFTS
 from engine.worker.staging import Staging
 
 NONE = -1  # where there is no draft

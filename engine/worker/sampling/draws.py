@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.config import MIB
-from engine.messages import SamplingParams
+from engine.launch.config import MIB
+from engine.wire.messages import SamplingParams
 from engine.worker.sampling.drafts import Drafts, HostDrafts
 from engine.worker.staging import Staging
 from models.kernels.paged import Int32s

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.messages import Chunk, PromptLogprobs
+from engine.wire.messages import Chunk, PromptLogprobs
 from engine.worker.sampling.draws import Int64s
 from engine.worker.staging import Staging
 from models.kernels.paged import Int32s

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from engine.messages import SamplingParams, TokenLogprobs
+from engine.wire.messages import SamplingParams, TokenLogprobs
 from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.draws import Draws, draws_of
 from engine.worker.sampling.grammar import Grammars, Mask

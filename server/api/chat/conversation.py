@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.messages import API_ARENA, MediaRef, Region, VideoRef
+from engine.wire.messages import API_ARENA, MediaRef, Region, VideoRef
 from server.api.chat.media import FramesPart, ImagePart, MediaIoKwargs, ProcessorKwargs, VideoIo, VideoOptions, VideoPart, nearest
 from server.api.chat.parts import Message, RefusalPart, TextPart
 from server.api.chat.tools import CustomCall, ToolCall

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from engine.messages import ChatPrompt, Event, TextPrompt, TokenPrompt
-from engine.params import OutputOptions, SamplingParams
+from engine.wire.messages import ChatPrompt, Event, TextPrompt, TokenPrompt
+from engine.wire.params import OutputOptions, SamplingParams
 from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.api.chat.conversation import read_conversation
 from server.api.chat.format import ChatFormat, CompletionFormat

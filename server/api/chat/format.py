@@ -6,7 +6,7 @@ The hot path is `token_chunk`.
 import secrets
 from abc import abstractmethod
 
-from engine.messages import CallDelta, ErrorInfo, Event, Logprob, RankedToken
+from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob, RankedToken
 from server.api.chat.tools import CustomText, custom_text
 from server.errors import error_body
 from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode

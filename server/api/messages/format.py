@@ -7,7 +7,7 @@ import secrets
 
 from pydantic_core import from_json
 
-from engine.messages import ErrorInfo
+from engine.wire.messages import ErrorInfo
 from server.http.sse import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 
 MESSAGES_PATH = "/v1/messages"

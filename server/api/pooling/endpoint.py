@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pybase64
 from starlette.responses import Response
 
-from engine.messages import ChatPrompt, Event, TokenPrompt
-from engine.params import OutputOptions, SamplingParams
+from engine.wire.messages import ChatPrompt, Event, TokenPrompt
+from engine.wire.params import OutputOptions, SamplingParams
 from server.api.chat.conversation import read_conversation
 from server.api.chat.parts import Message
 from server.api.chat.schema import ChatRequest

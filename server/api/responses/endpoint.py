@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from engine.messages import Event
+from engine.wire.messages import Event
 from server.api.chat.conversation import check_url
 from server.api.chat.endpoint import ChatEndpoint, counted_chat
 from server.api.chat.schema import ChatRequest

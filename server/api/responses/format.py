@@ -7,7 +7,7 @@ import secrets
 import time
 from typing import Any, NamedTuple
 
-from engine.messages import ErrorInfo
+from engine.wire.messages import ErrorInfo
 from server.api.chat.tools import CustomText, custom_text
 from server.api.responses.schema import joined
 from server.http.sse import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event

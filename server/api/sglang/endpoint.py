@@ -8,9 +8,9 @@ import re
 import time
 from typing import Any
 
-from engine.messages import MediaRef, Submit, TextPrompt, TokenPrompt
-from engine.params import OutputOptions, SamplingParams
-from engine.stats import Stages
+from engine.wire.messages import MediaRef, Submit, TextPrompt, TokenPrompt
+from engine.wire.params import OutputOptions, SamplingParams
+from engine.wire.stats import Stages
 from server.api.chat.conversation import locate
 from server.api.chat.schema import CompletionRequest
 from server.api.endpoint import Endpoint, GenerationEndpoint, Job, Service

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections import Counter
 
-from engine.messages import ErrorInfo, Event, Logprob
+from engine.wire.messages import ErrorInfo, Event, Logprob
 from server.errors import error_body
 from server.http.sse import Choice, Format, ReplyOptions, Usage, encode
 

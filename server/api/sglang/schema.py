@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from engine.params import MAX_TOP_LOGPROBS
+from engine.wire.params import MAX_TOP_LOGPROBS
 from server.api.chat.parts import FIRST
 from server.api.chat.schema import Ids
 from server.http.validate import OneOf, Open, Worded

@@ -2,7 +2,7 @@
 
 import os
 
-from engine.ipc import Child
+from engine.launch.child import Child
 
 REASON = "the weights do not fit"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine import fleet
-from engine.config import GIB, EngineConfig, find_problems, share_environment
-from engine.fleet import Fleet, divide
+from engine.launch import fleet
+from engine.launch.config import GIB, EngineConfig, find_problems, share_environment
+from engine.launch.fleet import Fleet, divide
 from models.kernels.choose import Gpu
 
 

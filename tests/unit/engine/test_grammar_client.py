@@ -15,7 +15,7 @@ from engine import helper
 from engine.grammar.client import SMALL_CHARACTERS, Compiled, CompilerBusy, GrammarCompiler, GrammarError, Question
 from engine.grammar.compile import MAX_TOKEN_S, follow
 from engine.helper import MAX_CLIENTS, ChildStopped, HelperDied, Turns, answer_in_child
-from engine.params import Grammar
+from engine.wire.params import Grammar
 from server.errors import RequestError
 from server.processor.intake import Intake
 from tests.eventually import HANG_GUARD_S

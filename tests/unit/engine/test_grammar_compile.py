@@ -9,7 +9,7 @@ import xgrammar
 
 from engine.grammar.compile import MAX_DIGITS, bounded, compiled
 from engine.grammar.vocabulary import read_vocabulary
-from engine.params import Grammar, OutputOptions
+from engine.wire.params import Grammar, OutputOptions
 from models.demo import CHECKPOINT
 from server.processor.grammar import answer_grammar
 

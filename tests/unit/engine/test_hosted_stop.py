@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine import hosted
-from engine.config import EngineConfig
-from engine.supervise import ChildDied
+from engine.launch.config import EngineConfig
+from engine.launch.supervise import ChildDied
 from tests.eventually import eventually_async
 
 

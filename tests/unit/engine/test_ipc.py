@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.helper import frame_of, read_frame
-from engine.ipc import AsyncInbox, Outbox
-from engine.messages import Abort
+from engine.wire.ipc import AsyncInbox, Outbox
+from engine.wire.messages import Abort
 from tests.eventually import HANG_GUARD_S
 
 Link = tuple[AsyncInbox[Abort], Outbox[Abort]]
@@ -90,8 +90,8 @@ def test_a_process_that_is_ready_has_a_settled_heap(tmp_path: Path) -> None:
     code = """
 import gc, sys
 modules = [[] for _ in range(60_000)]  # stands in for what imports leave
-from engine.config import EngineConfig
-from engine.ipc import Child, Runtime
+from engine.launch.config import EngineConfig
+from engine.launch.child import Child, Runtime
 runtime = Runtime(EngineConfig(), "torch", "cpu", sys.argv[1], (0, 0), 0, 0, "", ("demo",), 1)
 Child("scheduler", runtime).ready()
 print(gc.get_freeze_count(), len(gc.get_objects()))

@@ -10,7 +10,7 @@ from PIL import Image
 from engine.llm.inputs import CHAT, Ask, conversations_of
 from engine.llm.params import SamplingParams
 from engine.llm.session import Growing
-from engine.messages import Event
+from engine.wire.messages import Event
 
 QUESTION = "What is in it?"
 

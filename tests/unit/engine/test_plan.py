@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from engine import serve
-from engine.config import GIB, EngineConfig
-from engine.memory import ENOUGH_TOKENS, LOGITS_BYTES, SMALLEST, STEP_SIZES, Needs, cuts, fit, make_plan, plan_memory, weight_bytes
+from engine.launch.config import GIB, EngineConfig
+from engine.launch.memory import ENOUGH_TOKENS, LOGITS_BYTES, SMALLEST, STEP_SIZES, Needs, cuts, fit, make_plan, plan_memory, weight_bytes
 from engine.serve import planned_backend
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig

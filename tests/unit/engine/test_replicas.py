@@ -1,10 +1,10 @@
-"""The command line of `engine.replicas`."""
+"""The command line of `engine.launch.replicas`."""
 
 import pytest
 
 pytest.importorskip("ray", reason='pip install -e ".[ray]"')
 
-from engine.replicas import parse
+from engine.launch.replicas import parse
 
 
 def test_flags_are_its_own_and_the_engines() -> None:

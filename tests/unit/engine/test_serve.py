@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from engine import serve
-from engine.config import GIB, MIB, EngineConfig
-from engine.ipc import Runtime
+from engine.launch.child import Runtime
+from engine.launch.config import GIB, MIB, EngineConfig
 from engine.serve import bind, ready_text, size_arenas
 
 

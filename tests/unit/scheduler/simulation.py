@@ -8,7 +8,15 @@ from typing import Literal
 
 import numpy as np
 
-from engine.messages import (
+from engine.scheduler.blocks import BlockPool
+from engine.scheduler.core import SchedulerCore
+from engine.scheduler.drafts import make_drafter
+from engine.scheduler.images import ImageDirectory
+from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
+from engine.scheduler.request import Request, Status
+from engine.scheduler.state import Limits
+from engine.scheduler.state import State as SchedulerState
+from engine.wire.messages import (
     Chunk,
     EngineRequest,
     ErrorInfo,
@@ -21,15 +29,7 @@ from engine.messages import (
     StepResult,
     WantedPixels,
 )
-from engine.scheduler.blocks import BlockPool
-from engine.scheduler.core import SchedulerCore
-from engine.scheduler.drafts import make_drafter
-from engine.scheduler.images import ImageDirectory
-from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
-from engine.scheduler.request import Request, Status
-from engine.scheduler.state import Limits
-from engine.scheduler.state import State as SchedulerState
-from engine.stats import Stages
+from engine.wire.stats import Stages
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 
 EOS = 7

@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 
-from engine.messages import Admit
+from engine.wire.messages import Admit
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 BLOCK = 4

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
-from engine.messages import MAX_GUESSES, WorkerReady
+from engine.launch.config import EngineConfig
 from engine.scheduler.drafts import lookup
 from engine.scheduler.drafts.drafter import Offer
 from engine.scheduler.drafts.lookup import CONTEXTS, Contexts, LookupDrafter, Source
 from engine.scheduler.main import make_limits
 from engine.scheduler.request import Request
+from engine.wire.messages import MAX_GUESSES, WorkerReady
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 

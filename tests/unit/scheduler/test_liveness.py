@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.ipc import Inbox
-from engine.messages import Activity, Forget, Heartbeat, ToScheduler
 from engine.scheduler import core
 from engine.scheduler.blocks import CHECKED_AT_ONCE, BlockPool
 from engine.scheduler.liveness import LATE_S, MAX_S, Workers
 from engine.scheduler.main import HEARTBEAT_S, Scheduler
+from engine.wire.ipc import Inbox
+from engine.wire.messages import Activity, Forget, Heartbeat, ToScheduler
 from engine.worker import heartbeat
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core
 

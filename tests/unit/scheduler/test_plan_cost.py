@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import StepResult
-from engine.params import PromptLogprobs
 from engine.scheduler.blocks import FreeList
 from engine.scheduler.core import OUT_OF_MEMORY, SchedulerCore
 from engine.scheduler.policy import MOST_FOUND
 from engine.scheduler.request import Request
+from engine.wire.messages import StepResult
+from engine.wire.params import PromptLogprobs
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 NUM_ROWS = 32

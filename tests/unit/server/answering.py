@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engine.messages import CallDelta, Event
+from engine.wire.messages import CallDelta, Event
 from server.http.sse import Choice
 
 

@@ -20,11 +20,11 @@ import httptools
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.arena import create_memfd
-from engine.config import EngineConfig
-from engine.ipc import Child, Runtime
-from engine.messages import Abort, Event, Events, MediaRef, Payload, Submit, ToProcessor, VideoRef
-from engine.stats import EngineStats
+from engine.launch.child import Child, Runtime
+from engine.launch.config import EngineConfig
+from engine.wire.arena import create_memfd
+from engine.wire.messages import Abort, Event, Events, MediaRef, Payload, Submit, ToProcessor, VideoRef
+from engine.wire.stats import EngineStats
 from server.http.app import Api
 from server.http.connection import ConnectionLimiter
 from server.http.direct import DirectProtocol

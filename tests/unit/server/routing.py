@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from engine.config import EngineConfig
+from engine.launch.config import EngineConfig
 from server import route
 from server.http.connection import ConnectionLimiter
 from server.http.listen import make_server, url_of

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from engine.ipc import AsyncInbox, Child, Runtime
-from engine.messages import Events
+from engine.launch.child import Child, Runtime
+from engine.wire.ipc import AsyncInbox
+from engine.wire.messages import Events
 from server.http.app import Api
 from server.http.connection import ConnectionLimiter
 from server.http.listen import BACKLOG, make_server, url_of

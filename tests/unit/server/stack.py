@@ -13,10 +13,12 @@ from typing import Any
 import httpx
 import numpy as np
 
-from engine.arena import ArenaView, create_memfd
-from engine.config import EngineConfig
-from engine.ipc import FAILED, Inbox, Outbox, Runtime, Status
-from engine.messages import (
+from engine.launch.child import FAILED, Runtime, Status
+from engine.launch.config import EngineConfig
+from engine.serve import bind
+from engine.wire.arena import ArenaView, create_memfd
+from engine.wire.ipc import Inbox, Outbox
+from engine.wire.messages import (
     Abort,
     EngineOutputs,
     EngineRequest,
@@ -29,8 +31,7 @@ from engine.messages import (
     ToWorker,
     WantedPixels,
 )
-from engine.serve import bind
-from engine.stats import EngineStats, Stages
+from engine.wire.stats import EngineStats, Stages
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.servers import InProcess, Processes
 

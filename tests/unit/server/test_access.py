@@ -14,9 +14,9 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse, Response
 
-from engine.flags import parse_args
-from engine.messages import ErrorInfo, Event, Events, Submit
-from engine.stats import EngineStats
+from engine.launch.flags import parse_args
+from engine.wire.messages import ErrorInfo, Event, Events, Submit
+from engine.wire.stats import EngineStats
 from server.api.endpoint import LARGE_JSON_BYTES, Endpoint, Job
 from server.api.sglang.endpoint import Native
 from server.api.status import Status

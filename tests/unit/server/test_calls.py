@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import CallDelta
+from engine.wire.messages import CallDelta
 from server.processor import calls
 from server.processor.calls import CLOSE, CallSplitter, JsonBody, XmlBody
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from engine.config import EngineConfig
-from engine.messages import Event, Submit
+from engine.launch.config import EngineConfig
+from engine.wire.messages import Event, Submit
 from server.http import client as client_module
 from server.http.client import Client
 from server.http.connection import LINGER_S, MAX_HEAD_BYTES, MIN_WAIT_S

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from PIL import Image as PillowImage
 
-from engine import arena as module
-from engine.arena import Arena, ArenaFull, create_memfd
-from engine.messages import MediaRef
+from engine.wire import arena as module
+from engine.wire.arena import Arena, ArenaFull, create_memfd
+from engine.wire.messages import MediaRef
 from models.kernels.reference.ops import TorchOps
 from models.vision.preprocess import Preprocessor
 from server.checkpoint import Checkpoint

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from engine.arena import Arena, create_memfd
-from engine.messages import ChatPrompt, EngineOutputs, Event, Events, RequestOutput, Submit
-from engine.params import OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
-from engine.stats import Stages
+from engine.wire.arena import Arena, create_memfd
+from engine.wire.messages import ChatPrompt, EngineOutputs, Event, Events, RequestOutput, Submit
+from engine.wire.params import OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.wire.stats import Stages
 from server.api.chat import tools
 from server.api.chat.tools import CustomText
 from server.api.sglang import format as sglang

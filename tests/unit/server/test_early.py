@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.messages import ImageSource, Prefetch, Region
+from engine.wire.messages import ImageSource, Prefetch, Region
 from models.media.geometry import VisionGeometry
 from server.http.body import Body
 from server.http.scan import Scanner

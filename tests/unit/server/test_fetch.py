@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from engine.arena import ArenaFull, ArenaTooSmall
-from engine.config import EngineConfig
-from engine.messages import MediaRef
+from engine.launch.config import EngineConfig
+from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor import fetch

@@ -13,8 +13,8 @@ import xgrammar
 from engine.grammar.client import GrammarCompiler
 from engine.grammar.compile import compiled
 from engine.grammar.vocabulary import read_vocabulary
-from engine.ipc import Outbox
-from engine.messages import (
+from engine.wire.ipc import Outbox
+from engine.wire.messages import (
     PROCESSOR_ARENA,
     ChatPrompt,
     EngineRequest,
@@ -26,7 +26,7 @@ from engine.messages import (
     Submit,
     ToProcessor,
 )
-from engine.params import Grammar, OutputOptions, SamplingParams
+from engine.wire.params import Grammar, OutputOptions, SamplingParams
 from server.errors import RequestError
 from server.http.reply import CUT_OFF
 from server.processor import intake

@@ -16,10 +16,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from engine.arena import ArenaFull, ArenaTooSmall
-from engine.config import EngineConfig
-from engine.messages import MediaRef, Prefetch
+from engine.launch.config import EngineConfig
 from engine.plain_jpeg import MAX_SEGMENTS, parse_plain_jpeg
+from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.messages import MediaRef, Prefetch
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor import image as image_module

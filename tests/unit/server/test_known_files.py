@@ -9,7 +9,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from engine.messages import EngineRequest, ErrorInfo, RequestOutput
+from engine.wire.messages import EngineRequest, ErrorInfo, RequestOutput
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN, save
 from tests.unit.server.stack import MIB, Stack, StackOf, answer_ids, answer_text, hold_silently

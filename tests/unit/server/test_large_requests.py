@@ -15,7 +15,7 @@ import pytest
 from starlette.responses import Response
 from tokenizers import Tokenizer
 
-from engine.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
+from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
 from server.api.chat.schema import MAX_IDS, DetokenizeRequest
 from server.api.endpoint import Job
 from server.api.pooling import endpoint as pooling

@@ -30,7 +30,7 @@ PLACES = {
     "server/http/app.py: listen": "the api's port and that of metrics, by listen.py",
     "server/route.py: listen": "the proxy's, by listen.py",
     "server/route.py: create_server": "its socket",
-    "engine/fleet.py: create_server": "asks for free ports",
+    "engine/launch/fleet.py: create_server": "asks for free ports",
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.messages import ErrorInfo, Event
+from engine.wire.messages import ErrorInfo, Event
 from server.api.chat.schema import ChatRequest
 from server.api.messages.endpoint import LIMITED, chat_body
 from server.api.messages.format import MessageFormat, message_error_body

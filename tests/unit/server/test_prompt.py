@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.messages import ChatPrompt
+from engine.wire.messages import ChatPrompt
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.errors import RequestError
 from server.processor.prompt import PromptBuilder, Visual

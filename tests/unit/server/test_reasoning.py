@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import ChatPrompt
-from engine.params import OutputOptions
+from engine.wire.messages import ChatPrompt
+from engine.wire.params import OutputOptions
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.processor.detokenize import TokenTable
 from server.processor.prompt import PromptBuilder

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.messages import CallDelta, ErrorInfo, Event
+from engine.wire.messages import CallDelta, ErrorInfo, Event
 from server.api.chat.schema import ChatRequest
 from server.api.responses.endpoint import LIMITED, chat_body
 from server.api.responses.format import ResponseFormat

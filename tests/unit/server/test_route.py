@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from engine.config import EngineConfig
+from engine.launch.config import EngineConfig
 from server import balance, route
 from server.balance import Balancer
 from server.http.connection import ConnectionLimiter

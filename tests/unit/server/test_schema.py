@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.messages import API_ARENA, ErrorInfo, MediaRef, Region
-from engine.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
+from engine.wire.messages import API_ARENA, ErrorInfo, MediaRef, Region
+from engine.wire.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
 from server.api.chat.conversation import Conversation, read_conversation
 from server.api.chat.media import ProcessorKwargs
 from server.api.chat.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest

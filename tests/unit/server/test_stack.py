@@ -9,8 +9,8 @@ import openai
 from PIL import Image
 from tokenizers import Tokenizer
 
-from engine.messages import EngineRequest, ErrorInfo, RequestOutput
-from engine.stats import Stages
+from engine.wire.messages import EngineRequest, ErrorInfo, RequestOutput
+from engine.wire.stats import Stages
 from tests.eventually import eventually
 from tests.unit.server.pictures import PLAIN, jpeg, save
 from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text, hold

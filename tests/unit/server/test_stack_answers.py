@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from engine.messages import EngineRequest, ErrorInfo, RequestOutput
-from engine.stats import Stages
+from engine.wire.messages import EngineRequest, ErrorInfo, RequestOutput
+from engine.wire.stats import Stages
 from server.http.body import MAX_TEXT_BYTES
 from tests.unit.server.pictures import PLAIN, save
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids

@@ -8,8 +8,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import EngineRequest, RequestOutput
-from engine.stats import Stages
+from engine.wire.messages import EngineRequest, RequestOutput
+from engine.wire.stats import Stages
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf
 from tests.unit.server.test_stack import ids_of
 

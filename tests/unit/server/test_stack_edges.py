@@ -14,9 +14,9 @@ import httpx
 import pytest
 from PIL import Image
 
-from engine.ipc import COMPILING
-from engine.messages import EngineRequest, RequestOutput
-from engine.stats import Stages
+from engine.launch.child import COMPILING
+from engine.wire.messages import EngineRequest, RequestOutput
+from engine.wire.stats import Stages
 from server.http.scan import Scanner
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN, png_header, save

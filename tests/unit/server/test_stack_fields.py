@@ -7,9 +7,9 @@ import numpy as np
 import openai
 from tokenizers import Tokenizer
 
-from engine.messages import EngineRequest, RequestOutput
-from engine.params import PromptLogprobs, TokenLogprobs
-from engine.stats import Stages
+from engine.wire.messages import EngineRequest, RequestOutput
+from engine.wire.params import PromptLogprobs, TokenLogprobs
+from engine.wire.stats import Stages
 from server.processor.detokenize import TokenTable
 from tests.e2e.serving import data_uri, picture
 from tests.unit.server.stack import FakeScheduler, Script, Stack, answer_ids

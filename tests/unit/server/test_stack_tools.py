@@ -9,8 +9,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.messages import EngineRequest, RequestOutput
-from engine.stats import Stages
+from engine.wire.messages import EngineRequest, RequestOutput
+from engine.wire.stats import Stages
 from server.checkpoint import read_checkpoint
 from server.processor.prompt import PromptBuilder
 from tests.eventually import eventually

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from engine.messages import EngineRequest, MediaRef, VideoRef
+from engine.wire.messages import EngineRequest, MediaRef, VideoRef
 from server.api.chat.conversation import read_conversation
 from server.api.chat.schema import ChatRequest
 from server.errors import RequestError

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from engine.config import EngineConfig
-from engine.messages import MediaRef, TokenPrompt, VideoRef
+from engine.launch.config import EngineConfig
+from engine.wire.messages import MediaRef, TokenPrompt, VideoRef
 from models.media.video import DEFAULT_SOURCE_FPS
 from server.checkpoint import Checkpoint
 from server.errors import RequestError

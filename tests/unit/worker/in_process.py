@@ -8,8 +8,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-from engine.arena import Arena, create_memfd
-from engine.messages import (
+from engine.scheduler.blocks import BlockPool
+from engine.scheduler.core import SchedulerCore
+from engine.scheduler.drafts.drafter import Drafter
+from engine.scheduler.images import ImageDirectory
+from engine.scheduler.policy import PlannedStep
+from engine.scheduler.request import Request
+from engine.scheduler.state import Limits, State
+from engine.wire.arena import Arena, create_memfd
+from engine.wire.messages import (
     MAX_DRAFTS,
     MAX_GUESSES,
     CompiledGrammar,
@@ -22,14 +29,7 @@ from engine.messages import (
     StepResult,
     TokenLogprobs,
 )
-from engine.scheduler.blocks import BlockPool
-from engine.scheduler.core import SchedulerCore
-from engine.scheduler.drafts.drafter import Drafter
-from engine.scheduler.images import ImageDirectory
-from engine.scheduler.policy import PlannedStep
-from engine.scheduler.request import Request
-from engine.scheduler.state import Limits, State
-from engine.stats import Stages
+from engine.wire.stats import Stages
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache

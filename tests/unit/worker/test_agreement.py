@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.ipc import StopFlag
+from engine.launch.child import StopFlag
 from engine.worker.agreement import Agreement
 from tests.eventually import eventually
 

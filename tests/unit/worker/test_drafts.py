@@ -16,9 +16,9 @@ import xgrammar
 
 from engine.grammar.compile import compiled as compile_grammar
 from engine.grammar.vocabulary import read_vocabulary
-from engine.messages import MAX_DRAFTS
-from engine.params import Grammar
 from engine.scheduler.request import Request
+from engine.wire.messages import MAX_DRAFTS
+from engine.wire.params import Grammar
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.drafts import NONE, HostDrafts
 from engine.worker.staging import Staging

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from engine.grammar import client
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.grammar.compile import compiled as compile_grammar
-from engine.params import Grammar
+from engine.wire.params import Grammar
 from engine.worker.sampling import grammar
 from engine.worker.sampling.draws import DrawTable
 from engine.worker.sampling.grammar import Grammars

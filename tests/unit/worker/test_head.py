@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.messages import MAX_GUESSES, StepResult
 from engine.scheduler.drafts.mtp import HeadDrafter
 from engine.scheduler.policy import PlannedStep
+from engine.wire.messages import MAX_GUESSES, StepResult
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.qwen3_vl import Qwen3VL

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.memory import plan_memory
+from engine.launch.config import EngineConfig
+from engine.launch.memory import plan_memory
 from engine.scheduler import policy, request
 from models.cache.spec import SPARE_ROWS, CacheSpec, PagedGroup, StateGroup
 from models.cache.states import RowStates, Snapshots

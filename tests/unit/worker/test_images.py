@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.arena import ArenaView, create_memfd
-from engine.messages import Encode, ImageSource, Prefetch, Region
+from engine.wire.arena import ArenaView, create_memfd
+from engine.wire.messages import Encode, ImageSource, Prefetch, Region
 from engine.worker.images import MAX_GROUP_TOKENS, ImageCache
 from engine.worker.jpeg import ImageReader
 from models.kernels.reference.jpeg import PillowDecoder

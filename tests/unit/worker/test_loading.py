@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed
 
-from engine.config import EngineConfig
-from engine.ipc import Child
+from engine.launch.child import Child
+from engine.launch.config import EngineConfig
 from engine.worker.build import compiling, load_model
 from engine.worker.failure import explain
 from engine.worker.profile import StepMemory, idle_bytes_of_graphs

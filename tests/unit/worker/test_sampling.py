@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.messages import SamplingParams
+from engine.wire.messages import SamplingParams
 from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.draws import BYTES_PER_DRAW, Draws, DrawTable, draws_of
 from engine.worker.staging import ALIGNMENT, Staging

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from engine.worker.sampling import prompt as prompt_scores
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.decoders.qwen3_vl import Qwen3VL

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.messages import Encode, ImageSource, Prefetch, Region
+from engine.wire.messages import Encode, ImageSource, Prefetch, Region
 from engine.worker.images import ImageCache
 from models.checkpoint.load import load_weights
 from models.config.huggingface import read_config

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.params import SamplingParams
+from engine.wire.params import SamplingParams
 from engine.worker.sampling.draws import draws_of
 from models.kernels.reference.sampling import TorchSampling
 from models.kernels.sampling import IN_PROMPT, OFF, DrawParams

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.params import SamplingParams
+from engine.wire.params import SamplingParams
 from engine.worker.sampling.draws import draws_of
 from models.kernels.make import notify_compilation
 from models.kernels.ops import NewHeads

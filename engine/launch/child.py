@@ -1,0 +1,178 @@
+"""A child process's view of the engine: what the launcher hands to it, and how it reports back.
+
+The launcher holds the write end of a pipe (the lifeline): its end-of-file tells every child that the launcher died.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engine.launch.config import EngineConfig
+from engine.wire.arena import ArenaView
+from engine.wire.ipc import Outbox
+from engine.wire.messages import API_ARENA, PROCESSOR_ARENA
+from models.kernels.choose import BackendName, DeviceName
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+M_MMAP_THRESHOLD = -3
+SWITCH_INTERVAL_S = 0.0005  # a process's main thread gets the interpreter back from other threads sooner than by default
+COMPILING = "compiling-"
+FAILED = ".failed"
+DUMP_SIGNAL = signal.SIGUSR2  # a child writes the stacks of its threads to stderr, also if its interpreter is stuck
+
+
+class Runtime(msgspec.Struct, frozen=True):
+    """What the launcher hands to each child, in the JSON file of its first argument."""
+
+    config: EngineConfig
+    backend: BackendName
+    device: DeviceName
+    run_dir: str
+    arena_fds: tuple[int, int]
+    lifeline_fd: int
+    listener_fd: int  # the api's socket: bound, not listening
+    model_folder: str
+    model_names: tuple[str, ...]  # the first one is in answers
+    max_model_len: int
+    metrics_fd: int | None = None  # as the listener
+    gpu_decodes_jpegs: bool = False
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What a child tells the launcher."""
+
+    role: str
+    state: Literal["progress", "ready"]
+    text: str = ""
+
+
+class StopFlag:
+    """For signal handlers. At the lock of a threading.Event a second signal, in the middle of the first's handler, would wait for ever."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+
+class Child:
+    """A child process's view of the engine. One that does not own its process, whose api is a part of it, leaves the heap alone."""
+
+    def __init__(self, role: str, runtime: Runtime, owns_process: bool = True):
+        self.role = role
+        self._owns_process = owns_process
+        self.runtime = runtime
+        self.config = runtime.config
+        self.run_dir = runtime.run_dir
+        self._status: Outbox[Status] = Outbox(runtime.run_dir, "launcher")
+
+    @classmethod
+    def attach(cls, role: str) -> "Child":
+        """A child calls this first: sets up logging, signals and limits."""
+        runtime = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Runtime)
+        setup_logging(role, runtime.config.log_level)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel sends it with SIGCONT if the launcher dies while a process is stopped
+        die_with_parent(signal.SIGTERM)
+        raise_file_limit()
+        faulthandler.register(DUMP_SIGNAL, all_threads=True)
+        return cls(role, runtime)
+
+    def arena_view(self, arena: int, writable: bool = False) -> ArenaView:
+        """Of API_ARENA or PROCESSOR_ARENA."""
+        return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena), writable)
+
+    def arena_size(self, arena: int) -> int:
+        size = {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]
+        assert size is not None, "the launcher decides"
+        return size
+
+    def compiling_mark(self) -> Path:
+        """A file that exists while this process compiles kernels."""
+        return Path(self.run_dir) / f"{COMPILING}{self.role}"
+
+    def is_compiling(self) -> bool:
+        """Whether any process does."""
+        return any(Path(self.run_dir).glob(f"{COMPILING}*"))
+
+    def progress(self, text: str) -> None:
+        self._status.send(Status(self.role, "progress", text))
+
+    def ready(self, text: str = "") -> None:
+        if self._owns_process:
+            settle_heap()
+        self._status.send(Status(self.role, "ready", text))
+
+    def failed(self, text: str) -> None:
+        """Log why this process ends, and write it to a file for the launcher. Unlike a message, a file needs no time to be sent."""
+        logger.error("%s", text)
+        with contextlib.suppress(OSError):  # the disk is full: the log has the reason
+            Path(self.run_dir, self.role + FAILED).write_text(text)
+
+    def close(self) -> None:
+        """Close the connection to the launcher."""
+        self._status.close()
+
+    def on_orphaned(self, stop: Callable[[], None], grace: float = 5.0) -> None:
+        """When the launcher is gone: wakes stopped processes of the engine, removes the run directory, calls `stop` (from a thread), and
+        ends this process for good `grace` seconds later."""
+
+        def watch() -> None:
+            os.read(self.runtime.lifeline_fd, 1)
+            os.killpg(0, signal.SIGCONT)
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+            timer = threading.Timer(grace, os._exit, (1,))  # whatever `stop` does
+            timer.daemon = True
+            timer.start()
+            with contextlib.suppress(RuntimeError):  # its event loop has ended already
+                stop()
+
+        threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def settle_heap() -> None:
+    """The garbage collector need not look again at what is there when a process is ready: a full collection takes 30 to 120 ms."""
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # of nothing: what the last one found decides how often the next ones come
+
+
+def map_large_blocks() -> None:
+    """From now on malloc maps blocks of 256 KiB or more and returns them when they are freed; by default its threshold rises, and the heap
+    grows with holes. For a process with few large blocks: each costs page faults."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
+
+
+def die_with_parent(sig: signal.Signals) -> None:
+    """Has the kernel send `sig` when the parent dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig))
+
+
+def raise_file_limit() -> None:
+    """As many open files as this user may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def setup_logging(role: str, level: str) -> None:
+    """On stderr."""
+    logging.basicConfig(level=level.upper(), format=f"%(asctime)s {role:<10} %(levelname)-7s %(message)s", datefmt="%H:%M:%S", force=True)
