@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from typing import Any
 
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack
@@ -11,6 +12,39 @@ from tests.unit.server.test_stack import image, uri
 JPEG = PLAIN["4:2:0"]
 CHUNKED = b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Counted(bytes):
+    """Bytes that count how many of them are searched or copied, in all pieces cut from them."""
+
+    num_touched = 0
+
+    def find(self, text: Any, start: Any = 0, end: Any = None) -> int:
+        found = super().find(text, start, end)
+        Counted.num_touched += (min(len(self), end if end is not None else len(self)) if found < 0 else found) - start
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        return Counted.copied(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
+
+    def __radd__(self, other: bytes | bytearray) -> Any:
+        if isinstance(other, bytearray):  # appended in place
+            Counted.num_touched += len(self)
+            other.extend(bytes(self))
+            return other
+        return Counted.copied(bytes(other) + bytes(self))
+
+    def count(self, *arguments: Any) -> int:
+        Counted.num_touched += len(self)
+        return super().count(*arguments)
+
+    def replace(self, *arguments: Any) -> "Counted":
+        return Counted.copied(super().replace(*arguments))
+
+    @staticmethod
+    def copied(data: bytes) -> "Counted":
+        Counted.num_touched += len(data)
+        return Counted(data)
 
 
 def large_image(num_bytes: int) -> bytes:

@@ -206,13 +206,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "asked", "told", "good", "bad"), CASES, ids=[case[0] for case in CASES])
-def test_what_an_answer_may_be(
-    accepts: Any, name: str, asked: OutputOptions, told: Grammar | None, good: list[str], bad: list[str]
-) -> None:
-    grammar = answer_grammar(told, TOOLS, asked, "a template")
-    assert [text for text in good if not accepts(grammar, text)] == []
-    assert [text for text in bad if accepts(grammar, text)] == []
+def test_what_an_answer_may_be(accepts: Any) -> None:
+    for name, asked, told, good, bad in CASES:
+        grammar = answer_grammar(told, TOOLS, asked, "a template")
+        assert [text for text in (*good, *bad) if accepts(grammar, text)] == good, name
 
 
 def test_the_other_notation(accepts: Any) -> None:

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -18,6 +17,7 @@ from server.http.scan import Scanner
 from server.processor.pixels import read_header
 from tests.unit.server.in_process import HttpServer, echo, run_virtually, settle
 from tests.unit.server.pictures import PLAIN
+from tests.unit.server.raw_http import Counted
 
 NONCE = "0123456789abcdef"
 PIECES = st.sampled_from(
@@ -96,35 +96,6 @@ def test_a_reference_needs_the_nonce() -> None:
     assert scanner.index_of("0:0") is None
     assert scanner.index_of("data:a/b;base64,QUJD") is None
     assert scanner.index_of(f"{NONCE}:0") == 0
-
-
-class Counted(bytes):
-    """Bytes that count how many of them are searched or copied, in all pieces cut from them."""
-
-    num_touched = 0
-
-    def find(self, text: Any, start: Any = 0, end: Any = None) -> int:
-        found = super().find(text, start, end)
-        Counted.num_touched += (min(len(self), end if end is not None else len(self)) if found < 0 else found) - start
-        return found
-
-    def __getitem__(self, key: Any) -> Any:
-        return Counted.copied(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
-
-    def __radd__(self, other: bytes) -> "Counted":
-        return Counted.copied(bytes(other) + bytes(self))
-
-    def count(self, *arguments: Any) -> int:
-        Counted.num_touched += len(self)
-        return super().count(*arguments)
-
-    def replace(self, *arguments: Any) -> "Counted":
-        return Counted.copied(super().replace(*arguments))
-
-    @staticmethod
-    def copied(data: bytes) -> "Counted":
-        Counted.num_touched += len(data)
-        return Counted(data)
 
 
 class CountedPattern:

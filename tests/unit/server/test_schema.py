@@ -227,9 +227,6 @@ def test_references_are_honoured_in_urls_only() -> None:
     assert conversation.media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
 
 
-# Every field of the request bodies of the three dialects, as they publish them.
-
-
 def test_limited_fields() -> None:
     names = "audio functions input_ids lora_path modalities prompt_embeds stop_regex use_beam_search"
     assert LIMITED.keys() >= {*names.split()} and not LIMITED.keys() & HARMLESS
