@@ -179,7 +179,7 @@ OVERLOADED = ErrorInfo(503, "full", "server_error", code="overloaded", retry_aft
 
 @virtual
 async def test_the_field_and_the_flag_become_the_deadline(model_folder: Path) -> None:
-    """It counts from the body's end."""
+    """The deadline counts from the end of the body."""
     for limit, field, expected in ((None, None, None), (None, 5.5, 5.5), (20, None, 20), (20, 100, 20), (20, 3, 3)):
         with serving(model_folder, request_timeout=limit) as api:
             body = {"messages": [{"role": "user", "content": "x"}], **({} if field is None else {"timeout": field})}

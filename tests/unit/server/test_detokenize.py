@@ -150,7 +150,7 @@ def test_arguments_of_another_form_are_not_kept() -> None:
 
 
 def test_half_a_surrogate_pair_in_a_custom_call() -> None:
-    """It could not be sent, and the stream broke off."""
+    """Half a surrogate pair could not be sent, and the stream broke off."""
     text = CustomText()
     assert "".join(text.push(piece) for piece in ('{"input": "a\\ud8', '00\\u0041b"}')) == "a?Ab"
 
@@ -175,7 +175,7 @@ def test_white_space_at_the_end_of_a_prompt(tokenizer: Tokenizer, table: TokenTa
 
 
 def test_log_probabilities_of_a_prompt_are_read_as_they_are_needed() -> None:
-    """Those of a whole prompt became Python numbers at once."""
+    """The values of a whole prompt became Python numbers at once."""
     draw = random.Random(0)
     values = np.array([draw.random() for _ in range(50)], np.float32)
     top_ids, top = np.arange(150, dtype=np.int32), np.repeat(values, 3)
@@ -231,7 +231,7 @@ def drawn(rid: int, reason: Any = "stop") -> RequestOutput:
 
 @pytest.mark.parametrize("is_abandoned", [False, True])
 async def test_a_long_prompts_scores_let_others_pass(room: Room, tokenizer: Tokenizer, is_abandoned: bool) -> None:
-    """Red if they go out at once, after the end, to a client that left, or if their memory is given back too early."""
+    """Red if the scores go out at once, after the end, or to a client that left, or if their memory is freed too early."""
     requests = {1: request(room, tokenizer, 1, 0), 2: request(room, tokenizer, 2, None)}
     sent = Sent()
     async with asyncio.TaskGroup() as tasks:

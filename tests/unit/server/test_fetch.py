@@ -134,7 +134,7 @@ async def test_what_was_checked_is_what_is_connected_to(monkeypatch: pytest.Monk
 
 
 async def test_a_name_that_moves_inside(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a name server that returns an outer address and then an inner one, or by redirect. 127.0.0.2 counts as outer."""
+    """A name server returns an outer address, then an inner one, or the outer host redirects; 127.0.0.2 counts as outer."""
 
     async def answer(request: web.Request) -> web.Response:
         if request.path == "/inside":
@@ -196,7 +196,7 @@ async def test_a_name_that_does_not_resolve_is_given_up(monkeypatch: pytest.Monk
 
 
 async def test_odd_urls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if one is connected to, is a bug of ours (500), or if a host of many characters is parsed, which takes seconds."""
+    """Fails if such a URL is connected to or ends in a 500, or if a host of many characters, which takes seconds, is parsed."""
     for url in ("http://", "http:///x", "http://user:pw@x.org/", "http://x:99999/", "http://[::1", "ftp://x.org/", "http://x y/"):
         assert await status_of(url) in (400, 422), url
     for root in (None, "."):

@@ -100,7 +100,7 @@ def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: 
 
 @virtual
 async def test_which_grammars_are_read_early() -> None:
-    """The first one and large ones, whose step would have to read them; a request waits a bounded time."""
+    """The first grammar and large ones are read early, because their step would have to read them; the wait is bounded."""
     sent: list[LoadGrammar] = []
 
     class Worker(Outbox[LoadGrammar]):

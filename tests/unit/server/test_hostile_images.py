@@ -98,7 +98,7 @@ async def test_how_a_helper_ended_is_known() -> None:
 
 
 async def test_a_jpeg_of_very_many_scans_is_a_422(loading: Loading) -> None:
-    """Each scan is a pass over all pixels. What looks like one is none."""
+    """Each scan is a pass over all pixels. Bytes that only look like a scan do not count."""
     for data in (progressive_jpeg(129), progressive_jpeg(3, num_comments=5000)):
         error = await loading.refusal(loading.body(base64.b64encode(data)))
         assert (error.info.status, "more scans or segments" in error.info.message) == (422, True)
@@ -183,7 +183,7 @@ IN_GATE = ("a TIFF of very many tags", "a PNG of 2**15 squared")
 async def test_what_is_dear_to_read_costs_no_other(
     checkpoint: Checkpoint, name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if it is opened in the processor, if a good picture waits for it (its decoder is stopped), or if it fills the log."""
+    """Fails if such a file is opened in the processor, delays a good picture, or fills the log."""
     make, expected = HOSTILE[name]
     data, statuses = make(), []
     loading = Loading(checkpoint, processing_pool_size=2, decode_timeout=HANG_GUARD_S)

@@ -89,7 +89,7 @@ async def test_claims_are_refused_with_the_reason(loading: Loading) -> None:
 
 
 async def test_pixels_take_the_place_of_the_file(loading: Loading) -> None:
-    """Red if a request holds both, or loses its file although there was no room for the pixels."""
+    """Red if a request holds both, or loses its file although there was no space for the pixels."""
     data = DECODED["png"]
     await loading.load_bytes(data)
     await loading.release()

@@ -82,7 +82,7 @@ def peak_memory(pid: int) -> int:
 
 
 def test_a_prompt_that_never_fits_is_not_tokenized(checkpoint: Checkpoint) -> None:
-    """Each took half a gigabyte and a second."""
+    """Such a prompt took half a gigabyte and a second."""
     builder, num_characters, limit = PromptBuilder(checkpoint), 0, 4096
     encode = builder.tokenizer.encode_batch_fast
 
@@ -103,7 +103,7 @@ def test_a_prompt_that_never_fits_is_not_tokenized(checkpoint: Checkpoint) -> No
 
 @pytest.mark.nightly
 def test_prompts_that_never_fit_take_little_memory(model_folder: Path) -> None:
-    """A gigabyte after a hundred, if they wait for the garbage collector."""
+    """A hundred such prompts took a gigabyte when they waited for the garbage collector."""
     stack = Stack(model_folder, api_arena_bytes=128 * MIB)
     try:
         stack.chat("hello")

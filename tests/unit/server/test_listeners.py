@@ -71,7 +71,7 @@ def own_kib(pid: int) -> int:
 
 @pytest.mark.nightly
 def test_a_connection_takes_a_bounded_part_of_the_memory(model_folder: Path) -> None:
-    """As `docs/operations.md` says; each has a running request and sends another head."""
+    """`docs/operations.md` states the bound. Each connection has a running request and sends another head."""
     promised = re.search(r"(\d+) KiB for each connection", (ROOT / "docs/operations.md").read_text())
     assert promised is not None
     running = Stack(model_folder)

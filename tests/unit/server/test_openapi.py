@@ -49,7 +49,7 @@ def test_every_route_is_described(document: Any) -> None:
 
 
 def test_the_document_is_one_that_generators_read(document: Any) -> None:
-    """They stumble over a schema that is no object, a list in an enum, a default, a reference to nothing."""
+    """Generators fail on a schema that is no object, a list in an enum, a default, a reference to nothing."""
     assert document["openapi"].startswith("3.1")
     for name, schema in document["components"]["schemas"].items():
         assert name.isidentifier()

@@ -143,7 +143,7 @@ def test_every_byte_is_touched_a_few_times(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_bare_base64_of_the_key_data_is_swapped() -> None:
-    """As in Anthropic's dialect; a text or a short value is not."""
+    """Only long base64 under the key `data` is swapped, as in Anthropic's dialect."""
     payload = "iVBORw0KGgo\\/" * 40
     for space in ("", " ", "\n  "):
         rest = f'"text":"\\"data\\":","rest":{{"data":"{"A" * 199}"}}'

@@ -262,7 +262,7 @@ def test_an_error_says_its_kind() -> None:
 
 
 def test_one_table_of_efforts(caplog: pytest.LogCaptureFixture) -> None:
-    """Red if the three dialects differ, or if an effort outweighs what says more."""
+    """Red if the three dialects differ, or if an effort outweighs a more specific field."""
     for effort, thinks in EFFORTS.items():
         assert parse(reasoning_effort=effort, verbosity="low").template_kwargs == {"enable_thinking": thinks}
     assert parse(reasoning_effort="high", enable_thinking=False).template_kwargs == {"enable_thinking": False}

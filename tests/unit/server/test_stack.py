@@ -41,7 +41,7 @@ def chunks_of(text: str) -> list[Any]:
 
 
 def test_openai_python_reads_a_stream(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Role first, one chunk a token, finish, usage."""
+    """The order is: role, one chunk per token, finish, usage."""
     ids = ids_of(tokenizer, "Grüße, 世界! 🙂")
     stack.script = answer_ids([*ids, tokenizer.token_to_id("<|im_end|>")])
     question: Any = user("x")

@@ -42,7 +42,7 @@ def interleaved(stack: Stack, tokenizer: Tokenizer) -> None:
 
 @pytest.mark.usefixtures("interleaved")
 def test_answers_in_documents(stack: Stack) -> None:
-    """One request for all; a stop string ends its own answer only."""
+    """The engine gets one request; a stop string ends only its own answer."""
     before = len(stack.scheduler.requests)
     for stop, expected in ((None, WORDS), (" and", ("one", "two", "three or more"))):
         answer = stack.chat([image(uri(PLAIN["4:2:0"]))], n=3, stop=stop).json()

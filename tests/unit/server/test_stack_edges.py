@@ -103,7 +103,7 @@ def test_the_prompt_must_fit_the_context(stack: Stack) -> None:
 
 
 def test_bodies_that_never_fit(stack: Stack) -> None:
-    """Larger than the arena, or more text than there may be, also as data URIs outside of image parts."""
+    """Text has a limit of its own, also as data URIs outside of image parts."""
     for length in (17 * MIB, 1 << 40):
         with sent(stack, b"", length=length) as client:
             assert b" 413 " in client.recv(1000).split(b"\r\n")[0]
@@ -188,7 +188,7 @@ def test_health_before_the_engine_lives(model_folder: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("ending", ["signal", pytest.param("orphan", marks=pytest.mark.gate)])
 def test_every_waiting_client_gets_an_error_at_the_end(model_folder: Path, ending: str) -> None:
-    """Also one that is still sending; processes and the run directory go."""
+    """A client that is still sending gets one too; the processes and the run directory go."""
     stack = Stack(model_folder)
     answers: dict[str, httpx.Response] = {}
 

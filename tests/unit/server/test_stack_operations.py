@@ -25,7 +25,7 @@ from tests.unit.server.test_stack import chunks_of, ids_of, image, metrics_of, u
 
 
 def test_every_answer_has_an_id(stack: Stack) -> None:
-    """The client's own, unless it could forge a line of the log."""
+    """A client's own id is returned unless it could forge a line of the log."""
     for path in ("/v1/models", "/health", "/nowhere", "/v1/chat/completions"):
         ids = [stack.http.get(path, headers={"x-request-id": given}).headers["x-request-id"] for given in ("abc-123", "", "x" * 200, "a b")]
         assert ids[0] == "abc-123" and not {"", "x" * 200, "a b"} & {*ids} and len({*ids}) == 4, path
@@ -36,7 +36,7 @@ def test_every_answer_has_an_id(stack: Stack) -> None:
 
 
 def test_one_line_per_request(stack_of: StackOf, model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And none for health checks, or with --no-access-log."""
+    """Health checks, and everything with --no-access-log, get no line."""
     caplog.set_level("INFO")
     for access_log in (True, False):
         caplog.clear()
@@ -90,7 +90,7 @@ def test_https_with_a_large_body(stack_of: StackOf, model_folder: Path, certific
 
 
 def test_behind_a_proxy(stack_of: StackOf, model_folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """And with a chat template of the operator's."""
+    """The operator's chat template replaces that of the checkpoint."""
     file = tmp_path / "template.jinja"
     file.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
     stack = stack_of(model_folder, root_path="/llm", api_key="key", chat_template=str(file))
@@ -136,7 +136,7 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_what_is_only_counted_has_the_limits_of_what_is_answered(stack_of: StackOf, model_folder: Path) -> None:
-    """Also when its client has left."""
+    """Loading must end when the client has left."""
     counting = stack_of(model_folder, allow_private_media=True, download_connect_timeout=900, download_timeout=900)
     for path in ("/tokenize", "/v1/messages/count_tokens"):
         with socket.create_server(("127.0.0.1", 0)) as site:

@@ -60,7 +60,7 @@ def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tok
 
 
 def test_one_chunk_per_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) -> None:
-    """As OpenAI's: index in each, id, type and name in a call's first only."""
+    """Each delta has an index; id, type and name come with a call's first delta only."""
     say(stack, tokenizer, f"Well. {CALL}{CALL}")
     chunks: list[Any] = chunks_of(stack.chat("x", stream=True, tools=TOOLS).text)
     for index in range(2):
@@ -145,7 +145,7 @@ OLD_TAG = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": U
 
 
 def test_a_schema_that_would_not_hold_is_a_400(stack: Stack) -> None:
-    """Unless nothing holds an answer to it."""
+    """A schema that no grammar enforces may say anything."""
     tag = json.dumps({"type": "structural_tag", "format": TAGS})
     in_tag = "structured_outputs.structural_tag.format.tags[0].content.elements[1].json_schema"
     strict = {"type": "function", "function": function(is_strict=True)}

@@ -198,7 +198,7 @@ async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Check
 
 
 async def test_listed_frames_are_counted_before_they_become_images(checkpoint: Checkpoint) -> None:
-    """Each of thousands became an object on the event loop."""
+    """Each of thousands of listed frames became an object on the event loop."""
     made = Loading(checkpoint, max_video_frames=3)
     intake: Any = SimpleNamespace(config=SimpleNamespace(max_video_frames=3), tools=made.tools)
     created: list[MediaRef] = []
