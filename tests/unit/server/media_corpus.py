@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import random
 import struct
 import zlib
 from collections.abc import Iterator
@@ -42,6 +43,10 @@ def common_files() -> Iterator[tuple[str, Case]]:
         for seed in range(3):
             place = len(data) * (2 + 2 * seed) // 9
             yield f"{kind} with damage {seed}", (patched(data, place, bytes([255, 0, 255, 1 + seed] * 3)), ANY)
+        for seed in range(10):
+            draw = random.Random(seed)
+            damaged = patched(patched(data, draw.randrange(300), draw.randbytes(1)), draw.randrange(300), draw.randbytes(1))
+            yield f"{kind} with a damaged header {seed}", (damaged, ANY)
 
 
 def odd_files() -> Iterator[tuple[str, Case]]:

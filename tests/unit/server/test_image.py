@@ -71,7 +71,7 @@ async def test_every_file_has_its_status(loading: Loading) -> None:
         except RequestError as error:
             status = error.info.status
             assert "/" not in error.info.message.replace("http(s)", ""), name
-        except ArenaTooSmall:
+        except (ArenaFull, ArenaTooSmall):
             status = 413
         if status not in statuses:
             wrong[name] = status
