@@ -259,3 +259,43 @@ class PagedRunner:
 
     def _tensor(self, values: Sequence[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype).to(self.model.device)
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def every_logit(model: Qwen3VL, prompt: Prompt, chunk: int = 1 << 30, backend: Backend = TORCH) -> torch.Tensor:
+    """Logits of all tokens of a prompt in chunks."""
+    runner = PagedRunner(model, backend=backend)
+    session, parts = runner.start(prompt), []
+    while (left := len(prompt.ids) - session.computed) > 0:
+        parts.append(runner.step([(session, min(chunk, left))], num_prefill_rows=1, want="all"))
+    return torch.cat(parts)
+
+
+def check_rows_of_one_step(model: Qwen3VL) -> None:
+    """A step with a first chunk, a later chunk inside an image and two decode rows gives each row what it gets alone."""
+    prompts = [Prompt.build(model.config, parts) for parts in (ONE_IMAGE, FIVE_IMAGES, TEXT, SEVERAL_TURNS)]
+    done = (0, 100, len(prompts[2].ids) - 1, len(prompts[3].ids) - 1)  # tokens computed before the step
+    counts = (60, 77, 1, 1)
+    runner = PagedRunner(model)
+    sessions = [runner.start(prompt) for prompt in prompts]
+    for session, before in zip(sessions, done, strict=True):
+        if before:
+            runner.step([(session, before)], num_prefill_rows=1)
+    together = runner.step(list(zip(sessions, counts, strict=True)), num_prefill_rows=2)
+    for row, (prompt, before, count) in enumerate(zip(prompts, done, counts, strict=True)):
+        alone = PagedRunner(model)
+        expected = alone.step([(alone.start(prompt), before + count)], num_prefill_rows=1)
+        assert relative(together[row], expected[0]) < 1e-4
+
+
+def check_a_step_without_wanted_tokens(model: Qwen3VL) -> None:
+    """A chunk in the middle of a prompt asks for no logits; the chunk after it finds its keys and states."""
+    prompt = Prompt.build(model.config, ONE_IMAGE)
+    runner = PagedRunner(model)
+    session = runner.start(prompt)
+    assert runner.step([(session, 50)], num_prefill_rows=1, want="none").shape == (0, model.config.text.vocab_size)
+    logits = runner.prefill(session, chunk=1 << 30)
+    assert relative(logits, PagedRunner(model).prefill(runner.start(prompt), chunk=1 << 30)) < 1e-4

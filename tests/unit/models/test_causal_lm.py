@@ -11,7 +11,7 @@ from engine.launch.config import EngineConfig
 from engine.launch.memory import make_plan
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
-from tests.unit.models.harness import PagedRunner, Prompt, load
+from tests.unit.models.harness import PagedRunner, Prompt, every_logit, load, relative
 from tests.unit.models.text_checkpoints import KINDS, LLAMA3, write
 
 IDS = [*range(5, 2500, 13)] * 2
@@ -20,19 +20,14 @@ IDS = [*range(5, 2500, 13)] * 2
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_logits_and_greedy_tokens_equal_the_reference(tmp_path: Path, kind: str) -> None:
-    """Red if heads are normalised that have no norm, if rotary pairs follow another axis, or if a frequency is scaled otherwise."""
     theirs: Any = write(tmp_path, kind)
     ours, prompt = load(tmp_path), Prompt(IDS, [], [])
     expected = theirs(torch.tensor([IDS])).logits[0]
     tokens = theirs.generate(torch.tensor([IDS]), do_sample=False, max_new_tokens=24, min_new_tokens=24, eos_token_id=None)[0, len(IDS) :]
     for chunk in (1 << 30, 64):
-        runner = PagedRunner(ours)
-        session = runner.start(prompt)
-        parts = []
-        while session.computed < len(IDS):
-            parts.append(runner.step([(session, min(chunk, len(IDS) - session.computed))], num_prefill_rows=1, want="all"))
-        assert float((torch.cat(parts) - expected).norm() / expected.norm()) < 1e-5
-        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-4)
+        found = every_logit(ours, prompt, chunk)
+        assert relative(found, expected) < 1e-5
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert PagedRunner(ours).greedy(prompt, steps=24, chunk=chunk) == tokens.tolist()
 
 
@@ -45,7 +40,6 @@ def config_of(folder: Path, **changes: object) -> ModelConfig:
 
 
 def test_what_published_files_leave_out(tmp_path: Path) -> None:
-    """Red if Llama's old layout is not read: no size of a head, no number of KV heads, the rotary base beside the scaling."""
     write(tmp_path, "llama3, tied")
     scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
     left_out = dict.fromkeys(("head_dim", "num_key_value_heads", "rope_parameters"))
@@ -68,7 +62,6 @@ def test_what_is_refused(tmp_path: Path, setting: str, value: object) -> None:
 
 
 def test_a_plan_has_neither_a_tower_nor_an_image_cache(tmp_path: Path) -> None:
-    """Red if memory is kept for images that cannot come."""
     write(tmp_path, "llama")
     plan = make_plan(EngineConfig(), read_config(tmp_path), 24 << 30, "portable")
     assert (plan.needs.tower, plan.image_cache) == (0, 0)

@@ -72,7 +72,6 @@ def test_text_config_alone_may_tie_the_embeddings(tmp_path: Path) -> None:
 
 
 def test_an_index_of_other_files_is_not_followed(tmp_path: Path) -> None:
-    """Red if the alphabet decides which of several indexes is read."""
     write_model_folder(tmp_path, SHAPES["tiny"], weights="random", seed=1)
     names = load_file(tmp_path / "model.safetensors").keys()
     for stem, file in (("consolidated", "consolidated-1.safetensors"), ("model", "model.safetensors")):

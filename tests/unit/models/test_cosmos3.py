@@ -61,7 +61,6 @@ def write_cosmos3(folder: Path, is_new: bool) -> None:
 
 @pytest.mark.parametrize("is_new", [False, True])
 def test_the_reasoner_is_the_model_that_was_stored(tmp_path: Path, is_new: bool) -> None:
-    """Red if a tensor goes to another place, or one of the generator's is taken for the decoder's."""
     write_cosmos3(tmp_path / "cosmos", is_new)
     write_model_folder(tmp_path / "plain", SHAPES["tiny"], weights="random", seed=3)
     ours, expected = load(tmp_path / "cosmos"), load(tmp_path / "plain")

@@ -15,7 +15,18 @@ from models.kernels.reference.delta import chunked, recurrent
 from models.scaffold import SHAPES, write_model_folder
 from models.weights.float8 import BlockScaled
 from tests.unit.models import reference
-from tests.unit.models.harness import FIVE_IMAGES, ONE_IMAGE, SEVERAL_TURNS, TEXT, VIDEOS, PagedRunner, Prompt, load
+from tests.unit.models.harness import (
+    ONE_IMAGE,
+    SEVERAL_TURNS,
+    VIDEOS,
+    PagedRunner,
+    Prompt,
+    check_a_step_without_wanted_tokens,
+    check_rows_of_one_step,
+    every_logit,
+    load,
+    relative,
+)  # fmt: skip
 from tests.unit.models.qwen3_5_checkpoints import write
 from tests.unit.models.test_moe import difference, multiplied_out, rounded, rounding_experts
 
@@ -34,25 +45,14 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Qwen3VL, A
     return made
 
 
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())
-
-
 @pytest.mark.parametrize("name", PROMPTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_the_reference_whole_and_in_chunks(both: dict[str, tuple[Qwen3VL, Any]], kind: str, name: str) -> None:
-    """Red if any number differs: norms, gates, rotated halves, the convolution or the state across a cut, the shared expert."""
     ours, theirs = both[kind]
     prompt = Prompt.build(ours.config, PROMPTS[name])
     expected = reference.logits(theirs, ours.config, prompt)
     for chunk in (1 << 30, 64, 7):
-        runner = PagedRunner(ours)
-        session = runner.start(prompt)
-        parts = []
-        while session.computed < len(prompt.ids):
-            count = min(chunk, len(prompt.ids) - session.computed)
-            parts.append(runner.step([(session, count)], num_prefill_rows=1, want="all"))
-        assert relative(torch.cat(parts), expected) < 1e-4, f"chunks of {chunk}"
+        assert relative(every_logit(ours, prompt, chunk), expected) < 1e-4, f"chunks of {chunk}"
 
 
 @pytest.mark.parametrize(
@@ -69,38 +69,16 @@ def test_greedy_tokens_equal_the_reference(both: dict[str, tuple[Qwen3VL, Any]],
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_one_step_do_not_see_each_other(both: dict[str, tuple[Qwen3VL, Any]], kind: str) -> None:
-    """Red if a first chunk, a later chunk inside an image or a decode row goes on from another row's state."""
-    ours, _ = both[kind]
-    prompts = [Prompt.build(ours.config, parts) for parts in (ONE_IMAGE, FIVE_IMAGES, TEXT, SEVERAL_TURNS)]
-    done = (0, 100, len(prompts[2].ids) - 1, len(prompts[3].ids) - 1)  # tokens computed before the step
-    counts = (60, 77, 1, 1)
-    runner = PagedRunner(ours)
-    sessions = [runner.start(prompt) for prompt in prompts]
-    for session, before in zip(sessions, done, strict=True):
-        if before:
-            runner.step([(session, before)], num_prefill_rows=1)
-    together = runner.step(list(zip(sessions, counts, strict=True)), num_prefill_rows=2)
-    for row, (prompt, before, count) in enumerate(zip(prompts, done, counts, strict=True)):
-        alone = PagedRunner(ours)
-        expected = alone.step([(alone.start(prompt), before + count)], num_prefill_rows=1)
-        assert relative(together[row], expected[0]) < 1e-4
+    check_rows_of_one_step(both[kind][0])
 
 
 def test_a_step_without_wanted_tokens_keeps_the_last_layers_state(both: dict[str, tuple[Qwen3VL, Any]]) -> None:
-    """Red if a last layer whose output nobody wants does not move its state on."""
-    ours, _ = both["dense"]
-    prompt = Prompt.build(ours.config, ONE_IMAGE)
-    runner = PagedRunner(ours)
-    session = runner.start(prompt)
-    runner.step([(session, 50)], num_prefill_rows=1, want="none")
-    logits = runner.prefill(session, chunk=1 << 30)
-    assert relative(logits, PagedRunner(ours).prefill(runner.start(prompt), chunk=1 << 30)) < 1e-4
+    check_a_step_without_wanted_tokens(both["dense"][0])
 
 
 @pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 129, 300])
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_chunked_equals_recurrent(length: int, is_equal: bool) -> None:
-    """Red if the system of a chunk is solved by powers, which for equal keys lose every digit, or if a cut is at the wrong place."""
     generator = torch.Generator().manual_seed(length)
     q, k, v = (torch.randn(3, length, 16, generator=generator, dtype=torch.float64) for _ in range(3))
     if is_equal:
@@ -114,7 +92,6 @@ def test_chunked_equals_recurrent(length: int, is_equal: bool) -> None:
 
 
 def test_what_the_configuration_says(both: dict[str, tuple[Qwen3VL, Any]], tmp_path: Path) -> None:
-    """Red if pools are made for layers without keys, states for layers with them, or if one of two end tokens is lost."""
     dense, sparse = both["dense"][0].config, both["sparse"][0].config
     assert dense.eos_token_ids == (4002, 4001) and dense.num_visual_levels == 1
     assert dense.text.rotary_dim == 12 and [dense.text.ordinal(i) for i in range(6)] == [0, 0, 1, 2, 1, 3]
@@ -132,7 +109,6 @@ def test_what_the_configuration_says(both: dict[str, tuple[Qwen3VL, Any]], tmp_p
 
 @pytest.mark.parametrize("name", ["3.5-tiny", "3.5-tiny-moe"])
 def test_float8_logits_equal_those_of_rounded_products(name: str, tmp_path: Path) -> None:
-    """Red if a head's query or gate has another block's scale, if the gates or the convolution are rounded, or the shared expert is not."""
     write_model_folder(tmp_path / "whole", SHAPES[name], weights="random", seed=1)
     write_model_folder(tmp_path / "fp8", SHAPES[name], weights="random", seed=1, is_fp8=True)
     ours, tensors = load(tmp_path / "fp8"), load_file(tmp_path / "fp8" / "model.safetensors")
@@ -147,14 +123,12 @@ def test_float8_logits_equal_those_of_rounded_products(name: str, tmp_path: Path
         elif path.endswith(".experts"):
             module.register_forward_hook(lambda module, args, _: rounding_experts(module, args))
     expected = reference.logits(theirs, ours.config, prompt)
-    runner = PagedRunner(ours)
-    found = runner.step([(runner.start(prompt), len(prompt.ids))], num_prefill_rows=1, want="all")
+    found = every_logit(ours, prompt)
     assert difference(found, expected, 0.1) < 1e-4  # see `test_moe`
     assert difference(found, unrounded, 0.1) > 2e-2
 
 
 def test_rounding_at_the_start_is_what_such_a_checkpoint_holds(tmp_path: Path) -> None:
-    """Red if `--quantization fp8` leaves out a matrix that FP8 checkpoints round, or rounds one that they do not."""
     for is_fp8 in (False, True):
         write_model_folder(tmp_path / str(is_fp8), SHAPES["3.5-tiny-moe"], weights="random", seed=1, is_fp8=is_fp8)
     models = [load(tmp_path / str(is_fp8)) for is_fp8 in (False, True)]

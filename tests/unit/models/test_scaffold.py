@@ -82,7 +82,6 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_thinking_template(hybrid: Path) -> None:
-    """Red if a next turn repeats thoughts, if a turn that goes on behind a tool lacks them, or if calls are written as another model's."""
     tokenizer = AutoTokenizer.from_pretrained(hybrid)
     arguments = {"city": "Bern", "days": 2}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
@@ -205,7 +204,7 @@ def test_registry(tmp_path: Path, published: Path) -> None:
     resolved = resolve("Qwen3-VL-4B", "dummy", tmp_path)
     assert resolved.name == "Qwen3-VL-4B" and read_config(resolved.folder).text.hidden_size == 2560
     assert resolve(str(published), "auto", tmp_path).folder == published
-    for alias, is_fp8 in (("Qwen3-VL-8B-FP8", True), ("Qwen3-VL-8B-Thinking-FP8", True), ("Qwen3-VL-8B", False)):
-        assert read_config(resolve(alias, "dummy", tmp_path).folder).text.is_fp8 == is_fp8
+    for alias, is_fp8 in (("8B-FP8", True), ("235B-A22B-Thinking-FP8", True), ("30B-A3B", False)):
+        assert read_config(resolve(f"Qwen3-VL-{alias}", "dummy", tmp_path).folder).text.is_fp8 == is_fp8
     with pytest.raises(ValueError, match="nonsense"):
         resolve("nonsense", "auto", tmp_path)

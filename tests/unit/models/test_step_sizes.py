@@ -15,13 +15,11 @@ HOPPER = HOPPER_STEP_SIZES
 
 @pytest.mark.parametrize(("limit", "last"), [(1, 1), (5, 8), (8, 8), (9, 72), (200, 200)])
 def test_there_is_a_size_for_every_number_of_rows(limit: int, last: int) -> None:
-    """Red if some number of running requests finds no graph, or if far larger ones are captured than are ever used."""
     sizes = HOPPER.up_to((1, 2, 4, 8), limit)
     assert sizes[-1] == last and sizes[-1] - limit < HOPPER.large_step and sizes == sorted(set(sizes))
 
 
 def test_a_chunk_and_its_decodes_fill_a_graph_that_pays() -> None:
-    """Red if the default chunk with so many decode rows is padded, or if a graph has an odd number of rows."""
     for num_decodes in range(1, 400, 7):
         rows = HOPPER.padded_decodes(num_decodes)
         assert num_decodes <= rows < num_decodes + HOPPER.large_step
@@ -33,8 +31,6 @@ def test_a_chunk_and_its_decodes_fill_a_graph_that_pays() -> None:
 
 @pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, PORTABLE_STEP_SIZES])
 def test_a_long_prompt_alone_is_padded_little(sizes: StepSizes) -> None:
-    """Red if a prompt of a small model waits for the host, if it is padded by more than a few percent, or if a large model has needless
-    graphs."""
     small = sizes.for_layers(50_000_000, max_tokens=8192)
     alone = small.chunks(0)
     assert alone == sorted(set(alone)) and 3072 <= alone[-1] < 3168
@@ -48,7 +44,6 @@ def test_a_long_prompt_alone_is_padded_little(sizes: StepSizes) -> None:
 
 @pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, PORTABLE_STEP_SIZES])
 def test_a_long_chunk_beside_few_decodes_has_a_graph(sizes: StepSizes) -> None:
-    """Red if what the scheduler cuts for one stream, when much waits, is launched kernel by kernel, or if many streams have such graphs."""
     small = sizes.for_layers(50_000_000, max_tokens=8192)
     few, more = small.mixed_decodes[1:3]
     assert few == small.few_decodes and small.chunks(few)[-1] == sizes.mixed[-1] - few == sizes.max_mixed_prefill + sizes.mixed[-1] - 1016
@@ -63,7 +58,6 @@ def test_sizes_around_a_number_of_tokens() -> None:
 
 @pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, CPU_STEP_SIZES])
 def test_sizes_ascend_and_cross_a_process_boundary(sizes: StepSizes) -> None:
-    """Red if a list is out of order, which every search relies on, or if what a worker reports is not what it has."""
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sizes), type=StepSizes) == sizes
     for ascending in (sizes.mixed, sizes.decodes, sizes.mixed_decodes, sizes.small_chunks):
         assert list(ascending) == sorted(set(ascending))
@@ -72,5 +66,4 @@ def test_sizes_ascend_and_cross_a_process_boundary(sizes: StepSizes) -> None:
 
 
 def test_without_graphs_nothing_is_padded() -> None:
-    """Red if a device without graphs computes smaller chunks because of rows that are not there."""
     assert [CPU_STEP_SIZES.padded_decodes(count) for count in (1, 7, 100)] == [1, 7, 100] and CPU_STEP_SIZES.chunks(8) == []

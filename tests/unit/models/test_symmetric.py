@@ -10,7 +10,6 @@ from models.parallel.symmetric import peers_are_mapped
 
 
 def test_every_pair_needs_access_and_atomics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if one pair without either is enough for memory in which ranks would wait for each other for ever."""
     mapped = atomics = set(itertools.permutations(range(3), 2))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) in mapped)
     monkeypatch.setattr(symmetric, "_has_native_atomics", lambda i, j: (i, j) in atomics)

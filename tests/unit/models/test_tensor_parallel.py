@@ -93,7 +93,6 @@ def worker(rank: int, size: int, folder: Path, out: Path, whole_experts: bool = 
 
 
 def test_float8_logits_equal_those_of_one_rank(tmp_path: Path) -> None:
-    """Red if a rank takes another one's scales. What lies between two values of float8 may go either way, so the tolerance is wider."""
     folder = tmp_path / "fp8"
     write_model_folder(folder, SHAPES["tiny"], weights="random", seed=1, is_fp8=True)
     start_ranks(worker, 2, folder, tmp_path)
@@ -116,7 +115,6 @@ def test_logits_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_pa
     ("size", "is_sparse", "whole"), [pytest.param(2, False, False, marks=pytest.mark.nightly), (4, True, False), (2, True, True)]
 )
 def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, size: int, is_sparse: bool, whole: bool) -> None:
-    """Red if a rank takes other heads' states, gates or channels of the convolution, or if a shared expert is added more than once."""
     folder = tmp_path / "hybrid"
     heads = {"num_attention_heads": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8} if size == 4 else {}
     qwen3_5_checkpoints.write(folder, is_sparse, **heads)
@@ -133,7 +131,6 @@ def test_what_does_not_divide_is_a_value_error(tiny: Qwen3VL) -> None:
 
 
 def test_every_collective_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a request is the first to use a collective, with one token or with many."""
     used: set[tuple[str, int]] = set()
 
     class Recorder:

@@ -11,7 +11,6 @@ ROWS = 192
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=6))
 def test_tiles_cover_every_patch_once(sizes: list[int]) -> None:
-    """Red if a patch is left out or named twice, or a tile reaches into the next segment or names another one's keys."""
     tiles = varlen_tiles(np.asarray(sizes), ROWS).tolist()
     assert [first + row for first, count, _, _ in tiles for row in range(count)] == list(range(sum(sizes)))
     starts = np.cumsum([0, *sizes[:-1]]).tolist()

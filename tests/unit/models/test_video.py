@@ -33,7 +33,6 @@ def reference_size(num_frames: int, height: int, width: int, geometry: VideoGeom
 
 
 def test_frames_are_sampled_as_the_reference_does() -> None:
-    """Red if an index differs: by another rounding, other bounds, or another rate where none is known."""
     for case in itertools.product([1, 2, 3, 4, 5, 7, 8, 30, 301, 900, 1799, 18_000, 108_000], RATES):
         total, source_fps = case
         for fps in (1, 2, 3.7, 4, 8, 30, 1000):
@@ -47,7 +46,6 @@ def test_frames_are_sampled_as_the_reference_does() -> None:
 
 
 def test_frames_are_resized_as_the_reference_does() -> None:
-    """Red if a size differs, capped or not, or if a shape is rejected that the reference accepts."""
     capped = VideoGeometry(16, 2, 2, 4096, 25_165_824, max_frame_tokens=768)
     small = VideoGeometry(16, 2, 2, 300_000, 400_000)
     sizes = [(1, 1), (31, 500), (374, 374), (720, 1280), (1080, 1920), (2160, 3840), (4000, 90), (33, 6000), (7, 1399)]
@@ -83,7 +81,6 @@ def test_what_the_reference_refuses(num_frames: int, size: tuple[int, int]) -> N
 def test_tokens_of_common_clips(
     seconds: int, fps: int, size: tuple[int, int], num_frames: int, pixels: tuple[int, int], num_tokens: int
 ) -> None:
-    """Red if a clip takes other tokens than published: pairs, and before each of them its time and two ends."""
     geometry = VideoGeometry(16, 2, 2, 4096, 25_165_824, fps=fps)
     indices = geometry.sample(30 * seconds, 30.0)
     pairs, rows, columns = geometry.grid(len(indices), *size)
@@ -103,7 +100,6 @@ def test_times_are_written_as_the_reference_does() -> None:
 
 
 def test_what_a_checkpoint_says_counts(tmp_path: Path) -> None:
-    """Red if sizes are taken from anywhere but its files, or from the older file where a newer one has them."""
     write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
     assert read_config(tmp_path).video == PUBLISHED
     (tmp_path / "processor_config.json").write_text('{"video_processor": {"size": {"longest_edge": 234881024}, "max_frames": 2048}}')

@@ -75,7 +75,6 @@ def test_what_cannot_be_had_is_refused_in_one_line(
 
 @pytest.mark.parametrize(("gpus", "lacking"), [([T4], set()), ([H200], {"cuda torch"})])
 def test_the_demo_is_served_on_the_cpu_where_no_gpu_can(gpus: list[Gpu], lacking: set[str], installed: set[str]) -> None:
-    """Red if the README's first command dies on a machine with a GPU that cannot be used."""
     installed -= lacking
     choice = choose("auto", "auto", 1, True, gpus)
     assert (choice.backend, choice.device) == ("torch", "cpu") and choice.note
@@ -116,7 +115,6 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_which_heads_each_backend_computes(name: str) -> None:
-    """Red if `hopper` takes heads that its kernels refuse (groups of 3, 5, 6), or if Triton is asked for sizes that are no power of two."""
     num_queries, num_kv, dim, rotary_dim, tp, by_hopper, by_portable = HEADS[name]
     heads = Heads(num_queries // tp, max(1, num_kv // tp), dim, rotary_dim)
     assert (hopper_takes(heads), not portable_lack(heads)) == (by_hopper, by_portable)

@@ -35,7 +35,6 @@ def replay(graphs: TowerGraphs, frames: int, patches: int) -> list[int] | None:
 
 
 def test_what_was_seen_often_has_a_graph_of_its_own(graphs: TowerGraphs) -> None:
-    """Red if an encode is captured too early or never, or if an image and a pair of frames of one grid share a graph."""
     for count in range(1, SIGHTINGS_WHEN_BUSY + 1):
         assert replay(graphs, 1, 4) is None
         assert count >= SIGHTINGS or not graphs.capture_one()
@@ -47,7 +46,6 @@ def test_what_was_seen_often_has_a_graph_of_its_own(graphs: TowerGraphs) -> None
 
 
 def test_graphs_are_bounded(graphs: TowerGraphs) -> None:
-    """Red if a large encode is captured, or if graphs take memory without end."""
     for size in (MAX_PATCHES_OF_ONE + 1, *range(MAX_PATCHES_OF_ONE - 4, MAX_PATCHES_OF_ONE + 1)):
         for _ in range(SIGHTINGS):
             assert replay(graphs, 1, size) is None
@@ -56,7 +54,6 @@ def test_graphs_are_bounded(graphs: TowerGraphs) -> None:
 
 
 def test_a_capture_without_memory_is_given_up(graphs: TowerGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a failed capture, which only saves time, ends the worker or is repeated without end."""
 
     def fail(key: Key) -> TowerGraph:
         raise RuntimeError("out of memory")

@@ -41,7 +41,6 @@ def test_the_slowest_rank_is_done_soonest(patches: list[int], size: int, togethe
 
 
 def test_without_costs_every_image_is_whole() -> None:
-    """Red if ranks whose heads do not divide exchange them, or if loads are uneven."""
     assert share_out([5, 9, 3, 4], 2, None) == Shares((), ((1, 2), (0, 3)))
 
 
@@ -113,7 +112,6 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_embeddings_equal_those_of_one_rank(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path, size: int) -> None:
-    """Red if a patch, a head, a level or a part gets lost on its way between ranks, or a picture that cannot be read stops them."""
     start_ranks(worker, size, tiny_folder, tmp_path)
     with torch.inference_mode():
         expected = [

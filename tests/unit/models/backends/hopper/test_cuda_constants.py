@@ -44,7 +44,6 @@ def test_tokens_that_the_float8_kernel_takes() -> None:
 )
 @pytest.mark.parametrize("multiprocessors", [114, 132])
 def test_memory_that_the_float8_kernel_takes(rows: int, width: int, factors: int, norm: int, multiprocessors: int) -> None:
-    """Red if the stages leave a multiprocessor too little for a model's token, norm, scales, and sums of each warp."""
     warps, stages, tile, chunk = (constant(name, "float8_token.cuh") for name in ("kWarps", "kStages", "kRows", "kChunk"))
     tiles = -(-rows * factors // tile // multiprocessors)
     blocks = (tiles * tile // factors + 126) // 128 + 1

@@ -58,7 +58,6 @@ def test_chunks_of_a_padded_step() -> None:
 
 
 def test_a_chunk_across_the_last_tiles() -> None:
-    """Red if a token has no key in the first tile of a part: its result would be NaN."""
     for length in (*range(64, 72), 79, 80, 81, 95, 96, 97):
         check(Step.build([length], heads=(1, 1), tokens=[17]))
 

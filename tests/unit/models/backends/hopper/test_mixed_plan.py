@@ -60,7 +60,6 @@ def test_both_take_about_as_long() -> None:
 
 
 def test_short_prompts_are_not_cut() -> None:
-    """Red if items are cut although to start and merge their parts takes longer than their keys: 5 us of 35 on an H200."""
     chunks = [(192, 0), (192, 600), (184, 500), (184, 952), (280, 600)]
     for chunk, decodes in product(chunks, [[1200] * 20, [1200] * 30, [400] * 64]):
         layout = layout_of([chunk], decodes)

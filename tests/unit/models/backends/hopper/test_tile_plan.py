@@ -75,7 +75,6 @@ def test_every_token_has_its_keys_once(rows: list[tuple[int, int]], heads: int, 
 
 @given(rows=ROWS, size=st.sampled_from([8, 32]), num_blocks=st.integers(1, 132))
 def test_a_block_has_no_item_behind_one_that_is_none(rows: list[tuple[int, int]], size: int, num_blocks: int) -> None:
-    """Red if a block would stop early."""
     items = plan_items(tiles_of(rows, size), 8, 128, num_blocks)
     for block in range(num_blocks):
         ends = items[1 + block :: num_blocks, 6]
@@ -107,7 +106,6 @@ def test_few_blocks_wait_in_the_tower(lengths: list[int], waste: float) -> None:
 
 
 def test_a_cut_must_pay() -> None:
-    """Red if short tiles are cut: to start an item and to merge parts cost more than the keys."""
     assert cut_round(np.full(100, 5), 132)[:, 5].tolist() == [1] * 100
     assert cut_round(np.full(44, 200), 132)[:, 5].tolist() == [3] * 132
     assert cut_round(np.full(0, 1), 132).shape == (0, 6)
@@ -120,7 +118,6 @@ def test_rounds_go_back_and_forth() -> None:
 
 
 def test_items_are_those_of_prefill_rows() -> None:
-    """Red if decode rows, which come behind, are computed twice."""
     step = Step.build([40, 30, 9], heads=(2, 1), tokens=[5, 30, 1])
     rows = replace(step.layout, num_prefill_rows=2).prefill_rows()
     assert rows.qo_indptr_cpu.tolist() == [0, 5, 35] and rows.kv_lens_cpu.tolist() == [40, 30] and len(rows.pages) == 5

@@ -22,7 +22,6 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_folder_as_the_installer_makes_it(wheels: Path, tmp_path: Path) -> None:
-    """Red if a linker or a compiler would not find what it asks for, or if the place changes, which would compile everything anew."""
     home = toolkit.cuda_home(tmp_path / "cache")
     assert home is not None and home == toolkit.cuda_home(tmp_path / "cache")
     assert (home / "bin/nvcc").read_text() == "bin/nvcc" and (home / "include/cuda.h").is_file() and (home / "nvvm/bin/cicc").is_file()

@@ -60,7 +60,6 @@ def inputs(counts: tuple[int, ...], num_prefill: int, dtype: torch.dtype, drafts
 @interpreted
 @pytest.mark.parametrize("name", [pytest.param(name, marks=in_gate if name == "small" else ()) for name in MIXES])
 def test_any_mix(name: str) -> None:
-    """Red if a row reads another one's tokens or state, a chunk's edge is missed, or a head has the keys of another group."""
     from models.kernels.triton.delta import delta_rule
 
     heads, state, rows = inputs(*MIXES[name], torch.float32, drafts=7)
@@ -73,8 +72,6 @@ def test_any_mix(name: str) -> None:
 @interpreted
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_chunks_of_a_prompt_follow_each_other(backend: str) -> None:
-    """Red if chunks of a prompt in one step give other bits than the same chunks in steps of their own. Three chunks of one prompt, one of
-    another, and a decode row."""
     from models.kernels.triton.delta import delta_rule
 
     compute, counts = delta_rule_ if backend == "torch" else delta_rule, (16, 70, 64, 30, 1)
@@ -95,8 +92,6 @@ def test_chunks_of_a_prompt_follow_each_other(backend: str) -> None:
 @interpreted
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_refused_draft_leaves_no_trace(backend: str) -> None:
-    """Red if a row that continues after accepted drafts differs in its outputs, its state or the inputs of its convolution from a row that
-    was computed token by token without drafts; also if drafts follow drafts. Our kernel must agree bit by bit."""
     from models.kernels.triton.delta import delta_rule
 
     compute, tolerance = (delta_rule_, 1e-5) if backend == "torch" else (delta_rule, 0.0)
@@ -124,7 +119,6 @@ def test_a_refused_draft_leaves_no_trace(backend: str) -> None:
 
 @interpreted
 def test_equal_keys_lose_no_digits() -> None:
-    """Red if the system is solved by powers: without decay, and with the same token again and again, these grow beyond float32."""
     from models.kernels.triton.delta import delta_rule
 
     heads, state, rows = inputs((64,), 1, torch.float32)
@@ -137,7 +131,6 @@ def test_equal_keys_lose_no_digits() -> None:
 
 @interpreted
 def test_half_precision() -> None:
-    """Red if sums or states are rounded, not only the operands of products. In float16: the interpreter multiplies no bfloat16."""
     from models.kernels.triton.delta import delta_rule
 
     heads, state, rows = inputs((66, 1), 1, torch.float16)
@@ -150,7 +143,6 @@ def test_half_precision() -> None:
 
 @interpreted(gate=True)
 def test_gate() -> None:
-    """Red if a gate is applied to another head."""
     from models.kernels.triton.ops import TritonOps
 
     ops, gates = TritonOps(1), torch.randn(3, 20)

@@ -63,7 +63,6 @@ def test_every_rank_gets_what_the_others_have(size: int, tmp_path: Path) -> None
 
 @interpreted(gate=True)
 def test_numbers_of_exchanges_may_wrap(tmp_path: Path) -> None:
-    """Red if an engine that has run for days waits for ever."""
     from models.kernels.triton.exchange import TritonExchange, inbox_bytes
 
     inboxes = [torch.zeros(inbox_bytes(2) // 8, dtype=torch.int64) for _ in range(2)]

@@ -48,7 +48,6 @@ def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: in
 @interpreted
 @pytest.mark.parametrize(("count", "is_normed"), [pytest.param(3, True, marks=in_gate), (37, False)])
 def test_heads_of_which_a_quarter_is_rotated(count: int, is_normed: bool) -> None:
-    """Red if what is not rotated is lost, or normalised without the rest; if weights are not float32; if a row is as wide as its heads."""
     generator, num_heads, kv_heads, head_dim = torch.Generator().manual_seed(0), 6, 2, 64
     inputs = torch.randn(count, (2 * num_heads + 2 * kv_heads) * head_dim, generator=generator)
     qkv = inputs[:, : (num_heads + 2 * kv_heads) * head_dim]
@@ -67,7 +66,6 @@ def test_heads_of_which_a_quarter_is_rotated(count: int, is_normed: bool) -> Non
 
 @interpreted(gate=True)
 def test_rotary_rows() -> None:
-    """Red if a pair follows another axis. Positions as far as a context goes, cut from a longer array."""
     from models.kernels.triton import text
 
     inv_freq = inverse_frequencies(5e6, 64)
@@ -155,7 +153,6 @@ def test_gemv(width: int, rows: int) -> None:
 @interpreted
 @pytest.mark.parametrize(("num_tokens", "width"), [(3, 512), (1, 1152), pytest.param(5, 256, marks=in_gate)])
 def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
-    """Red if a norm, SwiGLU or attention is rounded otherwise than by `GroupScaled.quantized`, or scales are at another token's place."""
     from models.kernels.triton import text
 
     torch.manual_seed(0)
@@ -182,7 +179,6 @@ def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
     [(1, 512, 128), (17, 640, 256), (70, 1536, 128), pytest.param(2, 256, 128, marks=in_gate), (140, 256, 128)],
 )
 def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None:
-    """Red if a block's or a group's scale is taken for its neighbour's, or a part of the inputs is left out or counted twice."""
     from models.kernels.triton import fp8
 
     torch.manual_seed(0)
@@ -196,7 +192,6 @@ def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None
 
 
 def test_tiles_fit_registers() -> None:
-    """Red if a program fetches so much at once that it spills, or normalises a part of its vector, tuned sizes included."""
     from models.kernels.triton.tuned import GEMV_VALUES, gemv_tiles
 
     widths = [2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 17_408, 25_600]

@@ -96,7 +96,6 @@ def test_parts_equal_the_reference(num_tokens: int, skew: Skew, is_padded: bool,
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize(("num_tokens", "has_shared"), [(2, True), (40, False)])
 def test_ranks_share_the_experts(num_tokens: int, has_shared: bool) -> None:
-    """Red if an expert is counted from another one's matrix, or what belongs to another rank is not zero."""
     torch.manual_seed(0)
     x, whole = torch.randn(num_tokens, 64), make_experts(64, 32, has_shared=has_shared)
     shares = []
@@ -145,7 +144,6 @@ def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize(("num_tokens", "has_shared"), [(1, False), pytest.param(5, True, marks=in_gate), (40, True)])
 def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if an expert's block gets another one's scale, or a token's group another token's."""
     from models.kernels.triton import moe
 
     monkeypatch.setattr(moe, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
@@ -175,7 +173,6 @@ def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> Non
 @interpreted
 @pytest.mark.parametrize("num_parts", [0, 1, pytest.param(8, marks=in_gate)])
 def test_a_single_token_takes_all_addends(num_parts: int) -> None:
-    """Red if one of the parts that experts leave is lost, or added twice, where one token is normalised and multiplied in one kernel."""
     from models.kernels.triton.ops import TritonOps
 
     torch.manual_seed(0)

@@ -38,7 +38,6 @@ def small_tiles() -> object:
 @interpreted
 @pytest.mark.parametrize(("tokens", "heads"), list(zip(MIXES, HEADS, strict=True)))
 def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
-    """Red if a causal edge, a part, a rest of a page or a neighbour's tokens is taken for another."""
     from models.kernels.triton.paged_attention import eager_attention
 
     step = step_of(tokens, MIXES[tokens], heads)
@@ -53,7 +52,6 @@ def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
     ("tokens", "heads", "context"), [((), (4, 4), 0), ((), (16, 1), 250), ((66, 9), (12, 2), 0), ((66, 9), (8, 2), 250)]
 )
 def test_rows_of_several_tokens(tokens: tuple[int, ...], heads: tuple[int, int], context: int) -> None:
-    """Red if a draft sees a later one or misses an earlier one, also where its row has two groups of tokens or several parts."""
     from models.kernels.triton.paged_attention import eager_attention
 
     lengths = [*tokens, *(context + count for count in SHORT[tokens])]

@@ -250,7 +250,6 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
 
 
 def test_every_kernel_is_here(launches: list[Launch]) -> None:
-    """Red if a kernel is written and no `launch_...` above launches it: nobody would know whether it compiles."""
     from models.kernels.triton import launch
 
     launch_all(90)
@@ -259,8 +258,6 @@ def test_every_kernel_is_here(launches: list[Launch]) -> None:
 
 
 def test_no_kernel_is_compiled_for_a_number_of_tokens(launches: list[Launch]) -> None:
-    """Red if an integer that changes from step to step is specialised: Triton makes another kernel for a 1, and for multiples of 16, so
-    that some step would wait for a compiler."""
     launch_all(90)
     specialised = set()
     for launch in launches:
@@ -271,8 +268,6 @@ def test_no_kernel_is_compiled_for_a_number_of_tokens(launches: list[Launch]) ->
 
 
 def test_a_compilation_is_announced(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if nobody hears of a kernel that is made in the middle of a step, or if Triton cannot describe one of ours, which it does for
-    whoever wants to hear."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
