@@ -93,12 +93,8 @@ HEADS = {
     "demo": (4, 2, 128, 128, 1, True, True),
     "Qwen3-VL-2B": (16, 8, 128, 128, 1, True, True),
     "Qwen3-VL-4B and 8B": (32, 8, 128, 128, 1, True, True),
-    "Qwen3-VL-8B on 8": (32, 8, 128, 128, 8, True, True),
     "Qwen3-VL-8B on 16": (32, 8, 128, 128, 16, True, True),
-    "Qwen3-VL-32B": (64, 8, 128, 128, 1, True, True),
-    "Qwen3-VL-30B-A3B": (32, 4, 128, 128, 1, True, True),
     "Qwen3-VL-235B-A22B": (64, 4, 128, 128, 1, True, True),
-    "Qwen3-VL-235B-A22B on 8": (64, 4, 128, 128, 8, True, True),
     "Qwen3-14B": (40, 8, 128, 128, 1, False, True),
     "Llama-3.2-1B": (32, 8, 64, 64, 1, True, True),
     "Llama-3.2-3B": (24, 8, 128, 128, 1, False, True),
@@ -113,11 +109,10 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_which_heads_each_backend_computes(name: str) -> None:
-    num_queries, num_kv, dim, rotary_dim, tp, by_hopper, by_portable = HEADS[name]
-    heads = Heads(num_queries // tp, max(1, num_kv // tp), dim, rotary_dim)
-    assert (hopper_takes(heads), not portable_lack(heads)) == (by_hopper, by_portable)
+def test_which_heads_each_backend_computes() -> None:
+    for name, (num_queries, num_kv, dim, rotary_dim, tp, by_hopper, by_portable) in HEADS.items():
+        heads = Heads(num_queries // tp, max(1, num_kv // tp), dim, rotary_dim)
+        assert (hopper_takes(heads), not portable_lack(heads)) == (by_hopper, by_portable), name
 
 
 def test_heads_that_no_kernel_computes_are_refused_before_weights_are_read() -> None:

@@ -4,8 +4,6 @@ Red when a page or a part is skipped, taken twice or named wrongly, when a token
 when units pile up on the longest row.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -55,33 +53,6 @@ def test_chunks_of_a_padded_step() -> None:
         step = Step.build([count and context + count for count in tokens], heads, page=1, tokens=tokens)
         groups = sum(-(-count // group_tokens(*heads)) for count in tokens)
         assert (check(step, spare_groups=5) > groups) == (context == 600)
-
-
-def test_a_chunk_across_the_last_tiles() -> None:
-    for length in (*range(64, 72), 79, 80, 81, 95, 96, 97):
-        check(Step.build([length], heads=(1, 1), tokens=[17]))
-
-
-def test_decode_rows_after_prefill_rows() -> None:
-    """Of a mixed step, only the decode rows are planned."""
-    step = Step.build([100, 40, 200], heads=(2, 1), tokens=[7, 1, 1])
-    backend = PagedAttention([step.pool], [Split(SplitKernel([step.pool], 2), 2)], max_pages=3 + 13)
-    backend.plan(replace(step.layout, num_prefill_rows=1).decode_rows())
-    torch.testing.assert_close(backend.run(0, step.q[7:]).double(), step.expected()[7:], rtol=1e-5, atol=1e-5)
-
-
-def test_backends_of_several_sizes_share_their_scratch() -> None:
-    """As captured graphs do: plan, run, then another size."""
-    lengths = [700, 30, 1000, 5]
-    pool = Step.build(lengths, heads=(2, 1)).pool
-    kernel = SplitKernel([pool], 2)
-    backends = {size: PagedAttention([pool], [Split(kernel, size)], max_pages=200) for size in (4, 1, 2)}
-    for size in (4, 1, 2, 1, 4):
-        step = Step.build(lengths[:size], heads=(2, 1), seed=size)
-        for ours, theirs in zip(pool, step.pool, strict=True):
-            ours[: len(theirs)] = theirs
-        backends[size].plan(step.layout)
-        torch.testing.assert_close(backends[size].run(0, step.q).double(), step.expected(), rtol=1e-5, atol=1e-5)
 
 
 @given(seed=st.integers(0, 10**6))

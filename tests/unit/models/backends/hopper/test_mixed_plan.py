@@ -10,18 +10,9 @@ from models.kernels.hopper.mixed_plan import ENOUGH, KEYS_PER_TILE, prefill_bloc
 from models.kernels.hopper.tile_plan import TILES_TO_START, plan_items
 from models.kernels.paged import Int32s
 from models.kernels.units import token_groups
-from tests.unit.models.backends.hopper.attention_step import NOTHING, indptr
+from tests.unit.models.backends.hopper.attention_step import layout_of
 
-PAGE = 16
 KV_HEADS, TILE_TOKENS, TILE_KEYS, BLOCKS = 8, 32, 128, 132  # 8B on an H200
-
-
-def layout_of(prompts: list[tuple[int, int]], decodes: list[int]) -> AttentionLayout:
-    """Prompts as (new tokens, those cached before), then decode rows of these lengths."""
-    lengths = [new + before for new, before in prompts] + decodes
-    pages = indptr([-(-length // PAGE) for length in lengths])
-    tokens = indptr([new for new, _ in prompts] + [1] * len(decodes))
-    return AttentionLayout(tokens, indptr(lengths).diff(), pages, indptr([1] * int(pages[-1])), NOTHING, len(prompts))
 
 
 def tiles_of(layout: AttentionLayout) -> Int32s:

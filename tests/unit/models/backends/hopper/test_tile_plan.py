@@ -4,30 +4,19 @@ Red when a tile leaves out a token or a key, takes one twice or one too many, na
 """
 
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.cache.layout import AttentionLayout
 from models.kernels.hopper.tile_plan import TILES_TO_START, cut_round, deal, max_items, num_blocks_of, plan_items
 from models.kernels.units import max_token_groups, token_groups
 from models.kernels.varlen import varlen_tiles
-from tests.unit.models.backends.hopper.attention_step import NOTHING, Step, indptr
+from tests.unit.models.backends.hopper.attention_step import layout_of
 
-PAGE = 16
 ROWS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 3000)), min_size=1, max_size=9)  # new tokens, those cached before
-
-
-def layout_of(rows: list[tuple[int, int]]) -> AttentionLayout:
-    lengths = [new + before for new, before in rows]
-    pages = indptr([-(-length // PAGE) for length in lengths])
-    ids = torch.arange(int(pages[-1])).int()
-    return AttentionLayout(indptr([new for new, _ in rows]), torch.tensor(lengths).int(), pages, ids, NOTHING, len(rows))
 
 
 def tiles_of(rows: list[tuple[int, int]], size: int) -> npt.NDArray[np.int32]:
@@ -115,10 +104,3 @@ def test_rounds_go_back_and_forth() -> None:
     assert deal(11, 4).tolist() == [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10]
     assert deal(8, 4).tolist() == [3, 2, 1, 0, 4, 5, 6, 7]
     assert deal(3, 4).tolist() == [0, 1, 2] and deal(0, 4).tolist() == []
-
-
-def test_items_are_those_of_prefill_rows() -> None:
-    step = Step.build([40, 30, 9], heads=(2, 1), tokens=[5, 30, 1])
-    rows = replace(step.layout, num_prefill_rows=2).prefill_rows()
-    assert rows.qo_indptr_cpu.tolist() == [0, 5, 35] and rows.kv_lens_cpu.tolist() == [40, 30] and len(rows.pages) == 5
-    assert np.unique(plan_items(token_groups(rows, 8), 1, 128, 4)[1:, 2]).tolist() == [0, 3]

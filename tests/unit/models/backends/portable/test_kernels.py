@@ -16,50 +16,26 @@ from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 @interpreted
 @pytest.mark.parametrize(
-    ("num_heads", "kv_heads", "head_dim", "count", "is_normed"),
+    ("num_heads", "kv_heads", "head_dim", "count", "is_normed", "rotated"),
     [
-        pytest.param(6, 2, 16, 3, True, marks=in_gate), (8, 2, 128, 37, True), (4, 4, 32, 3, False), (3, 1, 16, 37, False),
-        (16, 8, 16, 37, True), (8, 2, 128, 3, False),
+        pytest.param(6, 2, 16, 3, True, 16, marks=in_gate), (8, 2, 128, 37, True, 128), (4, 4, 32, 3, False, 32), (3, 1, 16, 37, False, 16),
+        (16, 8, 16, 37, True, 16), (8, 2, 128, 3, False, 128), pytest.param(6, 2, 64, 3, True, 16, marks=in_gate),
+        (6, 2, 64, 37, False, 16),
     ],
 )  # fmt: skip
-def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: int, is_normed: bool) -> None:
-    """Few tokens, and so many that a program has several, the last one fewer."""
-    generator, blocks, page = torch.Generator().manual_seed(0), 10, 4
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    qkv, angles = normal(count, (num_heads + 2 * kv_heads) * head_dim), normal(count, head_dim // 2)
-    qkv[1, -3:] = torch.tensor([math.nan, math.inf, -math.inf])  # of the last value head: stored as 0
-    tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    slots = torch.randperm(blocks * page, generator=generator)[:count]
-    weights = (normal(head_dim), normal(head_dim)) if is_normed else (None, None)
-    args = (*weights, 1e-3, tables)
-    pools = [(torch.zeros(blocks, page, kv_heads, head_dim), torch.zeros(blocks, page, kv_heads, head_dim)) for _ in range(2)]
-    expected = TorchOps().norm_rope_store_(NewHeads(qkv.clone(), *args, slots), pools[0])
+def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: int, is_normed: bool, rotated: int) -> None:
+    """Few tokens, and so many that a program has several, the last one fewer; heads of which a quarter is rotated, in wider rows."""
     from models.kernels.triton import text
 
-    ours = text.norm_rope_store(NewHeads(qkv, *args, slots), pools[1])
-    assert pools[1][1].isfinite().all()
-    for got, wanted in ((ours, expected), (pools[1][0], pools[0][0]), (pools[1][1], pools[0][1])):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-@interpreted
-@pytest.mark.parametrize(("count", "is_normed"), [pytest.param(3, True, marks=in_gate), (37, False)])
-def test_heads_of_which_a_quarter_is_rotated(count: int, is_normed: bool) -> None:
-    generator, num_heads, kv_heads, head_dim = torch.Generator().manual_seed(0), 6, 2, 64
-    inputs = torch.randn(count, (2 * num_heads + 2 * kv_heads) * head_dim, generator=generator)
-    qkv = inputs[:, : (num_heads + 2 * kv_heads) * head_dim]
-    qkv[1, -3:] = torch.tensor([math.nan, math.inf, -math.inf])
-    tables = random_tables(count, head_dim // 4, generator)
+    generator, width = torch.Generator().manual_seed(0), (num_heads + 2 * kv_heads) * head_dim
+    qkv = torch.randn((count, width + (rotated < head_dim) * num_heads * head_dim), generator=generator)[:, :width]
+    qkv[1, -3:] = torch.tensor([math.nan, math.inf, -math.inf])  # of the last value head: stored as 0
     weights = torch.randn(2, head_dim, generator=generator) if is_normed else (None, None)
-    args = *weights, 1e-3, tables, torch.randperm(40, generator=generator)[:count]
+    args = *weights, 1e-3, random_tables(count, rotated, generator), torch.randperm(40, generator=generator)[:count]
     pools = [(torch.zeros(10, 4, kv_heads, head_dim), torch.zeros(10, 4, kv_heads, head_dim)) for _ in range(2)]
     expected = TorchOps().norm_rope_store_(NewHeads(qkv.clone(), *args), pools[0])
-    from models.kernels.triton import text
-
     ours = text.norm_rope_store(NewHeads(qkv, *args), pools[1])
+    assert pools[1][1].isfinite().all()
     for got, wanted in ((ours, expected), (pools[1][0], pools[0][0]), (pools[1][1], pools[0][1])):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 

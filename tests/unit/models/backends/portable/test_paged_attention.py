@@ -36,29 +36,24 @@ def small_tiles() -> object:
 
 
 @interpreted
-@pytest.mark.parametrize(("tokens", "heads"), list(zip(MIXES, HEADS, strict=True)))
-def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "heads", "context"),
+    [
+        *((*case, None) for case in zip(MIXES, HEADS, strict=True)),
+        *(((), (4, 4), 0), ((), (16, 1), 250), ((66, 9), (12, 2), 0), ((66, 9), (8, 2), 250)),
+    ],
+)
+def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int], context: int | None) -> None:
+    """With a context: rows that verify drafts, also of two groups of tokens or several parts."""
     from models.kernels.triton.paged_attention import eager_attention
 
-    step = step_of(tokens, MIXES[tokens], heads)
+    short = None if context is None else SHORT[tokens]
+    lengths = MIXES[tokens] if short is None or context is None else [*tokens, *(context + count for count in short)]
+    step = step_of(tokens, lengths, heads, short=short)
     attention = eager_attention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
     attention.plan(step.layout)
     for _ in range(2):  # a run must leave its memory as it found it
         torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("tokens", "heads", "context"), [((), (4, 4), 0), ((), (16, 1), 250), ((66, 9), (12, 2), 0), ((66, 9), (8, 2), 250)]
-)
-def test_rows_of_several_tokens(tokens: tuple[int, ...], heads: tuple[int, int], context: int) -> None:
-    from models.kernels.triton.paged_attention import eager_attention
-
-    lengths = [*tokens, *(context + count for count in SHORT[tokens])]
-    step = step_of(tokens, lengths, heads, short=SHORT[tokens])
-    attention = eager_attention([step.pool], heads[0], small_tiles())  # type: ignore[arg-type]
-    attention.plan(step.layout)
-    torch.testing.assert_close(attention.run(0, step.q).double(), step.expected(), rtol=1e-4, atol=1e-4)
 
 
 @interpreted
