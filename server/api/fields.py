@@ -1,7 +1,7 @@
-"""Fields of the OpenAI, vLLM and SGLang dialects that the schemas do not read, and what may be in them.
+"""Fields of the OpenAI, vLLM and SGLang dialects that the schemas do not read, and their accepted values.
 
-A field is *read* (in a schema), *limited* (not implemented, and it would change the answer: only the values here pass, and null),
-*harmless* (it changes no answer of this server, whatever is in it) or *unknown* (the same, and named once in the log).
+A field is *limited* (not implemented, and it would change the answer: only null and the values here are accepted), *harmless* (it never
+changes an answer of this server) or *unknown* (ignored, and logged once).
 """
 
 import json
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
-from server.http.validate import bad_value
+from server.http.validate import UNSUPPORTED, bad_value
 
 logger = logging.getLogger(__name__)
 
@@ -18,12 +18,11 @@ Limits = dict[str, tuple[object, ...]]
 
 
 def limits_of(*rows: tuple[tuple[object, ...], str]) -> Limits:
-    """Rows are the values that may be there, and the fields."""
+    """Limits by field; each row has the accepted values and the names of the fields."""
     return {name: allowed for allowed, names in rows for name in names.split()}
 
 
-# The values that mean "off", or what this server does anyway. `structural_tag` is read in `response_format` and `structured_outputs`;
-# `min_pixels`, `max_pixels` and `thinking` are of no dialect, but clients flatten what belongs elsewhere.
+# Values that mean "off", or the server's own behaviour. Clients flatten fields of other objects into the body, so they are listed, too.
 LIMITED = limits_of(
     ((), "audio chat_template custom_logit_processor guided_whitespace_pattern input_ids logprob_token_ids lora_path max_dynamic_patch"),
     ((), "max_pixels max_tokens_per_doc min_dynamic_patch min_pixels moderation ngram_corpus_id prompt_embeds repetition_detection suffix"),
@@ -47,15 +46,12 @@ INSTEAD = {
     "conversation": WHOLE,
     "previous_response_id": WHOLE,
 }
-HARMLESS = frozenset(
-    limits_of(
-        ((), "add_special_tokens bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank disagg_prefill_dp_rank"),
-        ((), "extra_key guided_decoding_backend metadata prompt_cache_key prompt_cache_options prompt_cache_retention"),
-        ((), "request_id return_mm_kwargs rid routed_dp_rank routed_experts_prompt_start routed_experts_start_len safety_identifier"),
-        ((), "service_tier session_id spaces_between_special_tokens store stream_interval"),
-    )
-)
-# Of an image part, beside its URL.
+HARMLESS = frozenset(limits_of(((),
+    """add_special_tokens bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key
+    guided_decoding_backend metadata prompt_cache_key prompt_cache_options prompt_cache_retention request_id return_mm_kwargs rid
+    routed_dp_rank routed_experts_prompt_start routed_experts_start_len safety_identifier service_tier session_id
+    spaces_between_special_tokens store stream_interval"""
+)))  # fmt: skip
 LIMITED_IN_IMAGES = limits_of(((), "max_dynamic_patch min_dynamic_patch resized_height resized_width"), (("image",), "modalities"))
 
 
@@ -66,20 +62,19 @@ def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> N
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             continue
         if not allowed:
-            instead = INSTEAD.get(name, "leave it out")
-            raise bad_value(f"{prefix}{name}", f"is not supported by this server: {instead}.", "unsupported_parameter")
-        values = " or ".join(json.dumps(one) for one in allowed)
-        raise bad_value(f"{prefix}{name}", f"may only be {values} on this server; or leave it out.", "unsupported_value")
+            raise bad_value(prefix + name, f"is not supported by this server: {INSTEAD.get(name, 'leave it out')}.", UNSUPPORTED)
+        values = " or ".join(map(json.dumps, allowed))
+        raise bad_value(prefix + name, f"may only be {values} on this server; or leave it out.", "unsupported_value")
 
 
 def rest_of(fields: dict[str, Any] | None, limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
-    """What another dialect's request has beside that dialect's fields. RequestError 400 as `check_limited`."""
+    """Return the fields that are not of the request's own dialect. RequestError 400 as `check_limited`."""
     check_limited(fields or {}, limits)
     return {name: value for name, value in (fields or {}).items() if name not in limits and name not in harmless}
 
 
 class UnknownFields:
-    """Names each unknown field once in the log, and at most MAX_LOGGED_FIELDS of them: clients choose the names."""
+    """Logs each unknown field once, and at most MAX_LOGGED_FIELDS of them: clients choose the names."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -91,7 +86,7 @@ class UnknownFields:
             self.once(f"requests carry the unknown field {name[:100]!r}, which is ignored")
 
     def once(self, words: str) -> None:
-        """What else is worth a line, within the same limit."""
+        """Log a line once, within the same limit."""
         if words not in self._seen and len(self._seen) < MAX_LOGGED_FIELDS:
             self._seen.add(words)
             logger.info("%s", words)
