@@ -32,7 +32,7 @@ SERVER_MAY_IMPORT = {
     "engine.launch.child",
     "engine.grammar.client",
     "engine.grammar.schema",
-    "engine.helper",
+    "engine.guests",
     "engine.plain_jpeg",
     "models.config",
     "models.media.geometry",

@@ -1,4 +1,4 @@
-"""Asks compiler processes for grammars. Small ones have a process of their own; the other starts with the first large or slow grammar."""
+"""The compilation of grammars in guest processes, and a cache of its results."""
 
 import asyncio
 import contextlib
@@ -7,28 +7,23 @@ from pathlib import Path
 
 import msgspec
 
-from engine.helper import WALL_S, Helper, HelperDied, Turns
+from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.wire.params import Grammar
 
 QUICK_S = 1.0  # CPU time of a small grammar before it counts as a large one
-GRACE_S = 10.0  # for a process that ends its compilation in time
+WALL_S = 70.0  # of a compilation: only a busy machine takes so long for the CPU time that it has
+NUM_GUESTS = 2  # one of them never compiles large grammars
+MEMORY_BYTES = 4 << 30  # of a guest; more fails the compilation
 SMALL_CHARACTERS = 1 << 12
 CACHE_BYTES = 64 << 20
-ENTRY_BYTES = 1 << 12  # beside its data
-
-
-class Question(msgspec.Struct, frozen=True, array_like=True):
-    grammar: Grammar
-    cpu_seconds: float
+ENTRY_BYTES = 1 << 12  # in addition to its data
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """A grammar as xgrammar serialises it, or why there is none."""
+    """A grammar as xgrammar serialises it, or the reason why there is none."""
 
     data: bytes = b""
     error: str | None = None
-    is_late: bool = False  # it exceeds the limit of CPU time
-    is_stopped: bool = False  # the compilation was killed, or exceeded its wall-clock limit: no verdict on the grammar
 
 
 class GrammarError(ValueError):
@@ -39,71 +34,60 @@ class CompilerBusy(RuntimeError):
     """A compilation was killed or exceeded its wall-clock limit. Another attempt may succeed."""
 
 
-class Lane:
-    """A process for one compilation at a time, which clients take in turns. `seconds` limits its CPU time."""
-
-    def __init__(self, model_folder: Path, seconds: float):
-        self.helper = Helper("engine.grammar.compile", str(model_folder))
-        self.turns = Turns()
-        self._seconds = seconds
-
-    async def start(self) -> None:
-        """Before the first question."""
-        async with self.turns.take(b"", 0):
-            await self.helper.start()
-
-    async def ask(self, grammar: Grammar) -> Compiled:
-        """In a turn."""
-        question = msgspec.msgpack.encode(Question(grammar, self._seconds))
-        try:
-            return msgspec.msgpack.decode(await self.helper.ask(question, WALL_S + GRACE_S), type=Compiled)
-        except (TimeoutError, HelperDied):
-            return Compiled(is_stopped=True)
-
-
 class GrammarCompiler:
     """Caches results, also refusals, but nothing that depends on the machine's load. `seconds` limits the CPU time of a grammar."""
 
     def __init__(self, model_folder: Path, seconds: float):
-        self._small, self._large = Lane(model_folder, min(QUICK_S, seconds)), Lane(model_folder, seconds)
+        self.pool = GuestPool(NUM_GUESTS, "engine.grammar.compile", str(model_folder), memory=MEMORY_BYTES, forks=True)
+        self._seconds = seconds
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._cached_bytes = 0
-        self._tasks: set[asyncio.Task[Compiled]] = set()
+        self._tasks: dict[Grammar, asyncio.Task[Compiled]] = {}
 
     async def start(self) -> None:
-        """Takes seconds, which the first grammar would wait."""
-        with contextlib.suppress(RuntimeError):  # it is closed meanwhile, or the first grammar tells its client
-            await self._small.start()
+        """Start a guest, which takes seconds, before the first grammar."""
+        with contextlib.suppress(RuntimeError):  # the pool is closed meanwhile, or the first grammar reports the error to its client
+            await self.compile(Grammar("regex", "a"))
 
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
-        """The compiled grammar for rank 0. Raises GrammarError, CompilerBusy, or RuntimeError if no process starts."""
-        task = asyncio.create_task(self._compile(grammar, client))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        compiled = await asyncio.shield(task)  # the answer has to be read, also if nobody waits
-        if compiled.is_stopped:
-            raise CompilerBusy("the compilation of the grammar was interrupted because the server is busy")
+        """Return the compiled grammar for rank 0. Raises GrammarError, CompilerBusy, or RuntimeError if no process starts."""
+        if grammar in self._cache:
+            self._cache.move_to_end(grammar)
+            compiled = self._cache[grammar]
+        else:
+            if grammar not in self._tasks:
+                task = self._tasks[grammar] = asyncio.create_task(self._compile(grammar, client))
+                task.add_done_callback(lambda _: self._tasks.pop(grammar))
+            try:
+                compiled = await asyncio.shield(self._tasks[grammar])  # the result is cached, also if this client leaves
+            except (TimeoutError, GuestKilled):
+                raise CompilerBusy("the compilation of the grammar was interrupted because the server is busy") from None
         if compiled.error is not None:
             raise GrammarError(compiled.error)
         return compiled.data
 
     async def close(self) -> None:
-        """Ends the processes."""
-        await self._small.helper.close()
-        await self._large.helper.close()
+        """End the guests."""
+        await self.pool.close()
 
     async def _compile(self, grammar: Grammar, client: bytes) -> Compiled:
-        for lane in (self._small, self._large):
-            if grammar not in self._cache and (lane is self._large or len(grammar.text) <= SMALL_CHARACTERS):
-                async with lane.turns.take(client, len(grammar.text)):
-                    if grammar not in self._cache:  # by somebody who asked for the same
-                        compiled = await lane.ask(grammar)
-                        if not compiled.is_stopped and (lane is self._large or not compiled.is_late):
-                            self._remember(grammar, compiled)
-        if grammar not in self._cache:
-            return Compiled(is_stopped=True)
-        self._cache.move_to_end(grammar)
-        return self._cache[grammar]
+        job, size = msgspec.msgpack.encode(grammar), len(grammar.text)
+        is_large = size > SMALL_CHARACTERS
+        while True:
+            seconds = self._seconds if is_large else min(QUICK_S, self._seconds)
+            try:
+                data = await self.pool.ask(job, WALL_S, seconds, client=client, size=size, is_large=is_large)
+                compiled = msgspec.msgpack.decode(data, type=Compiled)
+            except GuestKilled:
+                raise
+            except GuestDied as death:
+                if death.is_late and not is_large:
+                    is_large = True
+                    continue
+                limit = f"the grammar exceeds the compiler's limit of {seconds:g} s CPU time (--grammar-timeout)"
+                compiled = Compiled(error=limit if death.is_late else "the grammar is too deep or too large to compile")
+            self._remember(grammar, compiled)
+            return compiled
 
     def _remember(self, grammar: Grammar, compiled: Compiled) -> None:
         self._cache[grammar] = compiled

@@ -1,15 +1,8 @@
-"""A compiler process: `python -m engine.grammar.compile MODEL_FOLDER`. It answers each Question with a Compiled.
-
-Each grammar is compiled in a child with limits of CPU time, wall-clock time and memory.
-"""
+"""Guest that compiles grammars: it answers a Grammar with a Compiled."""
 
 import json
-import os
 import random
 import re
-import resource
-import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +11,11 @@ import msgspec
 import numpy as np
 import xgrammar
 
-from engine.grammar.client import Compiled, Question
+from engine.grammar.client import Compiled
 from engine.grammar.schema import check
 from engine.grammar.vocabulary import read_vocabulary
-from engine.helper import ChildStopped, answer_in_child, answer_questions
-from engine.launch.child import die_with_parent
 from engine.wire.params import Grammar
 
-NICENESS = 19  # streams go first
-MEMORY_BYTES = 4 << 30  # beyond it a compilation fails
 NUM_THREADS = 4
 PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 MAX_REASON = 200  # characters: some repeat the grammar
@@ -49,31 +38,10 @@ MAX_TOKEN_S = 0.05  # CPU time of one token; usual ones take a hundredth
 NUM_MEASUREMENTS = 3
 
 
-def main() -> None:
-    """Entry point."""
-    die_with_parent(signal.SIGKILL)
-    os.nice(NICENESS)
-    compiler = xgrammar.GrammarCompiler(read_vocabulary(Path(sys.argv[1])), max_threads=NUM_THREADS, cache_enabled=False)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    answer_questions(lambda question: answer(compiler, msgspec.msgpack.decode(question, type=Question)))
-
-
-def answer(compiler: xgrammar.GrammarCompiler, question: Question) -> bytes:
-    """Return an encoded Compiled. No threads run here: it may fork."""
-
-    def work() -> bytes:
-        return msgspec.msgpack.encode(compiled(compiler, question.grammar))
-
-    try:
-        return answer_in_child(work, question.cpu_seconds)
-    except TimeoutError:
-        limit = f"{question.cpu_seconds:g} s CPU time (--grammar-timeout)"
-        problem = Compiled(error=f"the grammar exceeds the compiler's limit of {limit}", is_late=True)
-    except ChildStopped:
-        problem = Compiled(is_stopped=True)
-    except EOFError:
-        problem = Compiled(error="the grammar is too deep or too large to compile")
-    return msgspec.msgpack.encode(problem)
+def prepare(model_folder: str) -> Callable[[bytes], bytes]:
+    """No threads run after this: the guest forks."""
+    compiler = xgrammar.GrammarCompiler(read_vocabulary(Path(model_folder)), max_threads=NUM_THREADS, cache_enabled=False)
+    return lambda job: msgspec.msgpack.encode(compiled(compiler, msgspec.msgpack.decode(job, type=Grammar)))
 
 
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
@@ -195,7 +163,3 @@ def slowest_token(grammar: xgrammar.CompiledGrammar) -> float:
         if matcher.is_terminated():
             break
     return 0.0
-
-
-if __name__ == "__main__":
-    main()

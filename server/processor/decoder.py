@@ -1,26 +1,17 @@
-"""A process that looks at images and decodes them: `python -m server.processor.decoder ARENA_FD SIZE`.
-
-It reads encoded images out of the processor's arena and writes their pixels there.
-"""
+"""Guest that decodes images: it reads encoded images in the processor's arena and writes their pixels there."""
 
 import logging
-import os
-import resource
-import signal
-import sys
 import warnings
+from collections.abc import Callable
 
 import msgspec
 
-from engine.helper import answer_questions
-from engine.launch.child import die_with_parent
 from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo
 from server.errors import RequestError
 from server.processor.pixels import decode_rgb, read_header
 
-NICENESS = 19  # streams go first
-MEMORY_BYTES = 4 << 30  # beyond it a decoding fails
+MEMORY_BYTES = 4 << 30  # of a guest; more fails the image
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -28,7 +19,6 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     is read."""
 
     encoded: tuple[int, int]  # offset, length
-    cpu_seconds: int
     room: tuple[int, int] | None = None
     size: tuple[int, int] = (0, 0)
     is_upright: bool = False
@@ -43,20 +33,14 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True):
     error: ErrorInfo | None = None
 
 
-def main() -> None:
-    die_with_parent(signal.SIGKILL)
-    os.nice(NICENESS)
-    warnings.simplefilter("ignore")  # what is wrong with an image is its client's business
+def prepare(arena_fd: str, arena_size: str) -> Callable[[bytes], bytes]:
+    warnings.simplefilter("ignore")  # faults of an image are its client's business
     logging.disable()
-    arena = ArenaView(int(sys.argv[1]), int(sys.argv[2]), writable=True)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answer_questions(lambda question: msgspec.msgpack.encode(answer(arena, msgspec.msgpack.decode(question, type=Job))))
+    arena = ArenaView(int(arena_fd), int(arena_size), writable=True)
+    return lambda job: msgspec.msgpack.encode(answer(arena, msgspec.msgpack.decode(job, type=Job)))
 
 
 def answer(arena: ArenaView, job: Job) -> Decoded:
-    """The kernel ends this process when the job takes longer than it may: no codec can be asked to stop."""
-    signal.setitimer(signal.ITIMER_PROF, job.cpu_seconds)
     data = arena.view(*job.encoded)
     try:
         if job.room is None:
@@ -64,9 +48,3 @@ def answer(arena: ArenaView, job: Job) -> Decoded:
         return Decoded(*decode_rgb(data, arena.view(*job.room), job.size, job.is_upright))
     except RequestError as error:
         return Decoded(error=error.info)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-if __name__ == "__main__":
-    main()

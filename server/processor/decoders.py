@@ -1,4 +1,4 @@
-"""Pillow and PyAV run in processes that can be ended. What the decoding of an image takes is known from the header, and budgeted before."""
+"""Pillow and PyAV run in guest processes. The memory that an image needs is known from its header, and reserved before it is decoded."""
 
 import asyncio
 import contextlib
@@ -7,19 +7,20 @@ from importlib.util import find_spec
 
 import msgspec
 
-from engine.helper import Helper, HelperDied
+from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
 from server.errors import RequestError, invalid_image, invalid_video, overloaded
-from server.processor.decoder import Decoded, Job
+from server.processor.decoder import MEMORY_BYTES, Decoded, Job
 from server.processor.inspect import Header
 from server.processor.video_jobs import Clip, VideoAnswer, VideoJob, VideoLimits
 from server.region import Region
 
 LARGE_PIXELS = 1 << 23  # from here on images share a budget, and leave a process to smaller ones
 BYTES_PER_PIXEL = 8  # the image as it was, and as RGB, each of Pillow's 4 bytes a pixel
-NUM_ATTEMPTS = 2  # of a job whose process was killed
 HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times what usual files take
+
+KILLED = "the decoder was killed twice, probably because the machine is out of memory"
 
 Size = tuple[int, int]  # height, width
 
@@ -48,33 +49,8 @@ class Budget:
             self._came_back.set()
 
 
-class HelperPool:
-    """Equal helpers, for as many questions at once; others wait. Make it inside a running event loop."""
-
-    def __init__(self, size: int, arena: Arena, module: str, *arguments: str):
-        self._all = [Helper(module, str(arena.fd), str(arena.size), *arguments, fds=(arena.fd,)) for _ in range(size)]
-        self._idle = list(self._all)
-        self._free = asyncio.Semaphore(size)
-
-    async def ask(self, question: bytes, timeout: float) -> bytes:
-        """Return the answer of an idle helper; a killed one is asked again once. Errors as `Helper.ask`, and RequestError 503 if the second
-        one was killed, too."""
-        async with self._free:
-            helper = self._idle.pop()
-            try:
-                for _ in range(NUM_ATTEMPTS):
-                    try:
-                        return await helper.ask(question, timeout)
-                    except HelperDied as death:
-                        if not death.is_killed:
-                            raise
-                raise overloaded(f"its decoder was killed {NUM_ATTEMPTS} times, probably because the machine is out of memory")
-            finally:
-                self._idle.append(helper)
-
-    async def close(self) -> None:
-        for helper in self._all:
-            await helper.close()
+def _pool(size: int, arena: Arena, module: str, *arguments: str, memory: int) -> GuestPool:
+    return GuestPool(size, module, str(arena.fd), str(arena.size), *arguments, memory=memory, fds=(arena.fd,))
 
 
 class Decoders:
@@ -83,9 +59,8 @@ class Decoders:
     def __init__(self, config: EngineConfig, arena: Arena):
         self.budget = Budget(config.max_decode_bytes)
         self._timeout = config.decode_timeout
-        num_processes = max(2, config.processing_pool_size)
-        self._pool = HelperPool(num_processes, arena, "server.processor.decoder")
-        self._large = asyncio.Semaphore(num_processes - 1)
+        size = max(2, config.processing_pool_size)
+        self._pool = _pool(size, arena, "server.processor.decoder", memory=MEMORY_BYTES)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -97,27 +72,30 @@ class Decoders:
 
     async def read_header(self, encoded: Region) -> Header:
         """Of a file that is no plain JPEG. RequestError 422."""
-        found = await self._ask(Job((encoded.offset, encoded.used), HEADER_CPU_S))
+        found = await self._ask(Job((encoded.offset, encoded.used)), HEADER_CPU_S)
         return Header(False, found.height, found.width, found.orientation)
 
     async def decode(self, header: Header, encoded: Region, place: tuple[int, int], size: Size, is_upright: bool = False) -> Size:
         """RGB at `place` (offset, length), as `decode_rgb` makes it."""
         cpu_seconds = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S
-        job = Job((encoded.offset, encoded.used), cpu_seconds, place, size, is_upright)
+        job = Job((encoded.offset, encoded.used), place, size, is_upright)
         if header.num_pixels <= LARGE_PIXELS:
-            decoded = await self._ask(job)
+            decoded = await self._ask(job, cpu_seconds)
         else:
-            async with self.budget.lend(BYTES_PER_PIXEL * header.num_pixels), self._large:
-                decoded = await self._ask(job)
+            async with self.budget.lend(BYTES_PER_PIXEL * header.num_pixels):
+                decoded = await self._ask(job, cpu_seconds, is_large=True)
         return decoded.height, decoded.width
 
-    async def _ask(self, job: Job) -> Decoded:
+    async def _ask(self, job: Job, cpu_seconds: int, is_large: bool = False) -> Decoded:
         try:
-            decoded = msgspec.msgpack.decode(await self._pool.ask(msgspec.msgpack.encode(job), self._timeout), type=Decoded)
+            data = await self._pool.ask(msgspec.msgpack.encode(job), self._timeout, cpu_seconds, is_large=is_large)
         except TimeoutError:
             raise invalid_image(f"it takes longer than {self._timeout} s to decode") from None
-        except HelperDied:
+        except GuestKilled:
+            raise overloaded(KILLED) from None
+        except GuestDied:
             raise invalid_image("it cannot be decoded with the time and memory that an image of its size needs") from None
+        decoded = msgspec.msgpack.decode(data, type=Decoded)
         if decoded.error is not None:
             raise RequestError(decoded.error.status, decoded.error.message, code=decoded.error.code)
         return decoded
@@ -131,7 +109,7 @@ class VideoDecoders:
         threads = max(1, config.processing_pool_size // size)
         limits = VideoLimits(config.max_video_frame_pixels, config.max_video_file_frames, config.max_video_memory, threads)
         self._timeout = config.video_timeout
-        self._pool = HelperPool(size, arena, "server.processor.video_decoder", msgspec.json.encode(limits).decode())
+        self._pool = _pool(size, arena, "server.processor.video_decoder", msgspec.json.encode(limits).decode(), memory=limits.memory)
         self._is_installed = find_spec("av") is not None
 
     async def close(self) -> None:
@@ -154,11 +132,14 @@ class VideoDecoders:
                 400, "this server was installed without a decoder of videos (PyAV); frames may be sent", code="no_video_decoder"
             )
         try:
-            answer = msgspec.msgpack.decode(await self._pool.ask(msgspec.msgpack.encode(job), self._timeout), type=VideoAnswer)
+            data = await self._pool.ask(msgspec.msgpack.encode(job), self._timeout)
         except TimeoutError:
             raise invalid_video(f"it takes longer than {self._timeout} s to decode") from None
-        except HelperDied:
-            raise invalid_video("it breaks its decoder") from None
+        except GuestKilled:
+            raise overloaded(KILLED) from None
+        except GuestDied:
+            raise invalid_video("the decoder crashed on this file") from None
+        answer = msgspec.msgpack.decode(data, type=VideoAnswer)
         if answer.error is not None:
             raise RequestError(answer.error.status, answer.error.message, code=answer.error.code)
         return answer

@@ -1,18 +1,10 @@
-"""A process that reads video files: `python -m server.processor.video_decoder ARENA_FD SIZE LIMITS`.
-
-It reads them out of the processor's arena and writes frames there. Limits are the JSON of VideoLimits.
-"""
+"""Guest that reads video files in the processor's arena and writes frames there."""
 
 import logging
-import os
-import resource
-import signal
-import sys
+from collections.abc import Callable
 
 import msgspec
 
-from engine.helper import answer_questions
-from engine.launch.child import die_with_parent
 from engine.wire.arena import ArenaView
 from server.errors import RequestError, invalid_video
 from server.processor.inspect import PAIR
@@ -20,18 +12,13 @@ from server.processor.pixels import pair_hash
 from server.processor.video_file import Rgb, look, read_pairs
 from server.processor.video_jobs import VideoAnswer, VideoJob, VideoLimits
 
-NICENESS = 19  # streams go first
 
-
-def main() -> None:
-    die_with_parent(signal.SIGKILL)
-    os.nice(NICENESS)
+def prepare(arena_fd: str, arena_size: str, limits: str) -> Callable[[bytes], bytes]:
+    """`limits` are the JSON of VideoLimits."""
     logging.disable()
-    arena = ArenaView(int(sys.argv[1]), int(sys.argv[2]), writable=True)
-    limits = msgspec.json.decode(sys.argv[3], type=VideoLimits)
-    resource.setrlimit(resource.RLIMIT_DATA, (limits.memory, limits.memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answer_questions(lambda question: msgspec.msgpack.encode(answer(arena, limits, msgspec.msgpack.decode(question, type=VideoJob))))
+    arena = ArenaView(int(arena_fd), int(arena_size), writable=True)
+    read = msgspec.json.decode(limits, type=VideoLimits)
+    return lambda job: msgspec.msgpack.encode(answer(arena, read, msgspec.msgpack.decode(job, type=VideoJob)))
 
 
 def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> VideoAnswer:
@@ -57,7 +44,3 @@ def _read(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> list[bytes]:
 
     read_pairs(arena.view(*job.encoded), limits, job.wanted, job.size, write)
     return hashes
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.helper import Helper
+from engine.guests import GuestPool
 from engine.launch import tethered
 from engine.launch.child import Runtime
 from engine.launch.config import PACKAGE_ROOT, EngineConfig, child_environment, python_command, share_environment
@@ -140,7 +140,7 @@ def decoys(tmp_path: Path) -> Path:
 
 
 def test_children_ignore_files_of_the_working_directory(decoys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Supervised, helper and tethered processes."""
+    """Supervised, guest and tethered processes."""
     monkeypatch.chdir(decoys)
     monkeypatch.setenv("PYTHONPATH", os.pathsep)  # two empty entries: the working directory
     assert end_of_failing_child() == f"worker-0: {REASON}"
@@ -149,9 +149,9 @@ def test_children_ignore_files_of_the_working_directory(decoys: Path, monkeypatc
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     async def start() -> None:
-        helper = Helper("tests.unit.engine.echoing_helper")
-        assert await helper.ask(b"a question", 60) == b"a question"
-        await helper.close()
+        pool = GuestPool(1, "tests.unit.engine.echoing_guest", memory=1 << 32)
+        assert await pool.ask(b"a job", 60) == b"a job"
+        await pool.close()
 
     asyncio.run(start())
 

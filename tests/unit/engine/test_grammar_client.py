@@ -1,9 +1,7 @@
-"""Verdicts on grammars depend on the grammar alone; clients that share a helper process take turns."""
+"""Verdicts on grammars depend on the grammar alone; the jobs of guests are ordered by client, and end by themselves or with their guest."""
 
 import asyncio
-import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,77 +9,74 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from engine import helper
-from engine.grammar.client import SMALL_CHARACTERS, Compiled, CompilerBusy, GrammarCompiler, GrammarError, Question
+from engine import guests
+from engine.grammar.client import SMALL_CHARACTERS, Compiled, CompilerBusy, GrammarCompiler, GrammarError
 from engine.grammar.compile import MAX_TOKEN_S, follow
-from engine.helper import MAX_CLIENTS, ChildStopped, HelperDied, Turns, answer_in_child
+from engine.guests import MAX_CLIENTS, GuestDied, GuestKilled, GuestPool
 from engine.wire.params import Grammar
 from server.errors import RequestError
 from server.processor.intake import Intake
 from tests.eventually import HANG_GUARD_S
 
 GRAMMAR = Grammar("regex", "a+")
-STOPPED = Compiled(is_stopped=True)
+LATE = GuestDied(-signal.SIGPROF)
+DONE = Compiled(b"data")
 
 
-class ScriptedHelper:
-    """Answers questions as scripted; an exception is raised."""
+class ScriptedPool:
+    """Answers jobs as scripted; an exception is raised. None waits for `may_answer`."""
 
-    def __init__(self, *answers: Compiled | Exception):
+    def __init__(self, *answers: Compiled | Exception | None):
         self.answers = list(answers)
+        self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
 
-    async def ask(self, question: bytes, timeout: float) -> bytes:
+    async def ask(self, *_: object, **__: object) -> bytes:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return msgspec.msgpack.encode(answer)
+        if answer is None:
+            self.is_asked.set()
+            await self.may_answer.wait()
+        return msgspec.msgpack.encode(answer or DONE)
 
 
-def compiler_of(small: ScriptedHelper, large: ScriptedHelper) -> GrammarCompiler:
+def compiler_of(*answers: Compiled | Exception | None) -> GrammarCompiler:
     compiler = GrammarCompiler(Path(), 5)
-    compiler._small.helper, compiler._large.helper = cast(Any, small), cast(Any, large)
+    compiler.pool = cast(Any, ScriptedPool(*answers))
     return compiler
 
 
-@pytest.mark.parametrize("failure", [TimeoutError(), HelperDied(-9), STOPPED], ids=["wall-clock", "helper killed", "child stopped"])
-async def test_interrupted_compilation_is_repeated(failure: Compiled | Exception) -> None:
+@pytest.mark.parametrize("failure", [TimeoutError(), GuestKilled(-9)], ids=["wall-clock", "killed"])
+async def test_interrupted_compilation_is_repeated(failure: Exception) -> None:
     """Red if a schema stays refused because its compiler was interrupted once."""
-    compiler = compiler_of(ScriptedHelper(failure, Compiled(b"data")), ScriptedHelper(failure))
+    compiler = compiler_of(failure, DONE)
     with pytest.raises(CompilerBusy):
         await compiler.compile(GRAMMAR)
     assert await compiler.compile(GRAMMAR) == b"data"
 
 
 async def test_the_answer_for_a_client_that_has_left_is_remembered() -> None:
-    """Red if a cancelled request cancels its compilation: the process's answer would be lost, or read as that of the next question."""
-    is_asked, may_answer = asyncio.Event(), asyncio.Event()
-
-    class Waiting(ScriptedHelper):
-        async def ask(self, question: bytes, timeout: float) -> bytes:
-            answer = await super().ask(question, timeout)
-            is_asked.set()
-            await may_answer.wait()
-            return answer
-
-    compiler = compiler_of(Waiting(Compiled(b"data")), ScriptedHelper())
-    leaver = asyncio.create_task(compiler.compile(GRAMMAR))
-    await asyncio.wait_for(is_asked.wait(), HANG_GUARD_S)
+    """Red if a cancelled request cancels its compilation, or if the same grammar is compiled twice at a time."""
+    compiler = compiler_of(None)
+    leaver, other = (asyncio.create_task(compiler.compile(GRAMMAR)) for _ in range(2))
+    pool = cast(Any, compiler.pool)
+    await asyncio.wait_for(pool.is_asked.wait(), HANG_GUARD_S)
     leaver.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaver
-    may_answer.set()
-    assert await compiler.compile(GRAMMAR) == b"data"  # a second question would find no answer
+    pool.may_answer.set()
+    assert await other == await compiler.compile(GRAMMAR) == b"data"
 
 
 async def test_refusal_for_cpu_time_is_remembered() -> None:
-    compiler = compiler_of(ScriptedHelper(Compiled(error="late", is_late=True)), ScriptedHelper(Compiled(error="limit", is_late=True)))
-    for _ in range(2):  # a second question would find no answer
-        with pytest.raises(GrammarError, match="limit"):
+    compiler = compiler_of(LATE, LATE)
+    for _ in range(2):  # a third job would find no answer
+        with pytest.raises(GrammarError, match="limit of 5 s CPU time"):
             await compiler.compile(GRAMMAR)
 
 
 async def test_interrupted_compilation_answers_503() -> None:
-    grammars = compiler_of(ScriptedHelper(STOPPED), ScriptedHelper(STOPPED))
+    grammars = compiler_of(TimeoutError())
     submit = SimpleNamespace(
         grammar=GRAMMAR, grammar_field="regex", client=b"", prompt="", tools=(), output=SimpleNamespace(calls="none"), params=None
     )
@@ -92,28 +87,26 @@ async def test_interrupted_compilation_answers_503() -> None:
     assert error.value.info.status == 503 and error.value.info.retry_after and error.value.info.message.startswith("regex: ")
 
 
-def burn() -> bytes:
-    while True:
-        pass
-
-
-def end_by(number: signal.Signals) -> Callable[[], bytes]:
-    def work() -> bytes:
-        os.kill(os.getpid(), number)
-        return b"not reached"
-
-    return work
-
-
-def test_child_that_exceeds_cpu_time_is_told_from_one_that_was_stopped() -> None:
-    with pytest.raises(TimeoutError):
-        answer_in_child(burn, cpu_seconds=0.1, wall_seconds=60)
-    for number, wall_seconds in ((signal.SIGSTOP, 0.1), (signal.SIGKILL, 60), (signal.SIGTERM, 60)):
-        with pytest.raises(ChildStopped):
-            answer_in_child(end_by(number), cpu_seconds=60, wall_seconds=wall_seconds)
-    with pytest.raises(EOFError):
-        answer_in_child(end_by(signal.SIGSEGV), cpu_seconds=60, wall_seconds=60)
-    assert answer_in_child(lambda: b"answer", cpu_seconds=60, wall_seconds=60) == b"answer"
+@pytest.mark.parametrize("forks", [False, True])
+async def test_how_a_job_ended_is_known(forks: bool) -> None:
+    """Red if the end of a job is taken for another one, or ends the guest of a job that has a child of its own."""
+    pool = GuestPool(1, "tests.unit.engine.echoing_guest", memory=1 << 32, forks=forks)
+    try:
+        assert await pool.ask(b"x", HANG_GUARD_S) == b"x"
+        first = pool.guests[0].process
+        for job, is_late in ((b"burn", True), (b"%d" % signal.SIGSEGV, False)):
+            with pytest.raises(GuestDied) as death:
+                await pool.ask(job, HANG_GUARD_S, 0.1)
+            assert death.value.is_late == is_late and not isinstance(death.value, GuestKilled)
+        assert (pool.guests[0].process is first) == forks
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            with pytest.raises(GuestKilled):
+                await pool.ask(b"%d" % number, HANG_GUARD_S)
+        with pytest.raises(TimeoutError):
+            await pool.ask(b"%d" % signal.SIGSTOP, 0.1)
+        assert await pool.ask(b"x", HANG_GUARD_S) == b"x"
+    finally:
+        await pool.close()
 
 
 @pytest.mark.parametrize(("slow", "is_refused"), [([1.0, 0.0], False), ([1.0, 1.0, 1.0], True)])
@@ -129,78 +122,107 @@ def test_one_slow_measurement_refuses_no_grammar(monkeypatch: pytest.MonkeyPatch
     assert not list(measured)
 
 
-async def test_the_client_that_has_used_least_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one client, small questions come before large ones."""
+class FakeGuest:
+    """Works for one second of the `clock`, or until `may_end` is set."""
+
+    def __init__(self, clock: Any):
+        self.clock, self.order, self.may_end = clock, [], None  # type: ignore[var-annotated]
+
+    async def ask(self, job: bytes, *_: object) -> bytes:
+        self.order.append(job)
+        await (self.may_end.wait() if self.may_end else asyncio.sleep(0))
+        self.clock.now += 1
+        return job
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(helper, "time", clock)
-    turns, order = Turns(), []
+    monkeypatch.setattr(guests, "time", clock)
+    return clock
 
-    async def ask(client: bytes, size: int) -> None:
-        async with turns.take(client, size):
-            order.append((client, size))
-            await asyncio.sleep(0)  # the others begin to wait
-            clock.now += 1
 
-    leaver = asyncio.create_task(ask(b"d", 1))
-    tasks = [asyncio.create_task(ask(b"a", size)) for size in (5, 7, 6)]
-    tasks += [asyncio.create_task(ask(client, size)) for client, size in ((b"b", 100), (b"b", 90), (b"c", 95))]
-    late = asyncio.create_task(ask(b"e", 1))
+def pool_of(*fakes: FakeGuest) -> GuestPool:
+    pool = GuestPool(len(fakes), "", memory=0)
+    pool.guests, pool.idle = cast(Any, [*fakes]), cast(Any, [*fakes])
+    return pool
+
+
+async def test_the_client_that_has_used_least_is_next(clock: Any) -> None:
+    """Of one client, small jobs come before large ones. A client that leaves passes its turn on."""
+    guest = FakeGuest(clock)
+    pool = pool_of(guest)
+
+    def ask(client: bytes, size: int) -> asyncio.Task[bytes]:
+        return asyncio.create_task(pool.ask(client + b"%d" % size, 60, client=client, size=size))
+
+    sizes = ((b"d", 1), (b"a", 5), (b"a", 7), (b"a", 6), (b"b", 100), (b"b", 90), (b"c", 95))
+    tasks, leaver = [ask(client, size) for client, size in sizes], ask(b"e", 1)
     await asyncio.sleep(0)
-    late.cancel()
-    await asyncio.gather(leaver, *tasks)
-    assert order == [(b"d", 1), (b"a", 5), (b"b", 90), (b"c", 95), (b"a", 6), (b"b", 100), (b"a", 7)]
+    leaver.cancel()
+    await asyncio.gather(*tasks)
+    assert guest.order == [b"d1", b"a5", b"b90", b"c95", b"a6", b"b100", b"a7"]
+    assert leaver.cancelled() and pool.idle == [guest]
 
 
-async def test_a_client_that_leaves_passes_its_turn_on() -> None:
-    """The client is cancelled between getting its turn and using it."""
-    turns, holds = Turns(), asyncio.Event()
-
-    async def ask() -> None:
-        async with turns.take(b"", 1):
-            await holds.wait()
-
-    first, leaver, last = (asyncio.create_task(ask()) for _ in range(3))
-    await asyncio.sleep(0)
-    holds.set()
-    while not first.done():
+async def test_a_client_that_leaves_ends_no_job(clock: Any) -> None:
+    """Red if a call returns, or its guest gets another job, while the job may still write to memory that the caller frees."""
+    guest = FakeGuest(clock)
+    guest.may_end = asyncio.Event()
+    pool = pool_of(guest)
+    leaver, last = (asyncio.create_task(pool.ask(job, 60)) for job in (b"first", b"last"))
+    while not guest.order:
         await asyncio.sleep(0)
-    leaver.cancel()  # it has its turn, and has not begun
-    await asyncio.wait_for(last, HANG_GUARD_S)
+    for _ in range(3):
+        leaver.cancel()
+        await asyncio.sleep(0)
+    assert not leaver.done() and guest.order == [b"first"]
+    guest.may_end.set()
+    assert await asyncio.wait_for(last, HANG_GUARD_S) == b"last"
     assert leaver.cancelled()
 
 
-async def test_small_grammars_do_not_wait_for_large_ones() -> None:
-    release = asyncio.Event()
-
-    class Small:
-        async def ask(self, question: bytes, timeout: float) -> bytes:
-            text = msgspec.msgpack.decode(question, type=Question).grammar.text
-            return msgspec.msgpack.encode(Compiled(error="late", is_late=True) if text == "slow" else Compiled(b"done"))
-
-    class Large:
-        async def ask(self, question: bytes, timeout: float) -> bytes:
-            await release.wait()
-            return msgspec.msgpack.encode(Compiled(b"done"))
-
-    compiler = GrammarCompiler(Path(), 5)
-    compiler._small.helper, compiler._large.helper = cast(Any, Small()), cast(Any, Large())
-    waiting = [asyncio.create_task(compiler.compile(Grammar("regex", text))) for text in ("slow", "a" * (SMALL_CHARACTERS + 1))]
-    assert await asyncio.wait_for(compiler.compile(Grammar("regex", "a")), 60) == b"done"
-    assert not any(task.done() for task in waiting)
-    release.set()
-    assert await asyncio.gather(*waiting) == [b"done", b"done"]
+async def test_large_jobs_leave_a_guest_to_small_ones(clock: Any) -> None:
+    large, small = FakeGuest(clock), FakeGuest(clock)
+    large.may_end = asyncio.Event()
+    pool = pool_of(small, large)  # the last one is taken first
+    waiting = [asyncio.create_task(pool.ask(b"large", 60, is_large=True)) for _ in range(2)]
+    while not large.order:
+        await asyncio.sleep(0)
+    assert await asyncio.wait_for(pool.ask(b"small", 60), HANG_GUARD_S) == b"small"
+    large.may_end.set()
+    assert await asyncio.gather(*waiting) == [b"large"] * 2
 
 
-async def test_what_is_remembered_of_clients_is_bounded() -> None:
+async def test_what_is_remembered_of_clients_is_bounded(clock: Any) -> None:
     """Clients choose how many they are."""
-    turns = Turns()
-    async with turns.take(b"heavy", 1):
-        pass
-    turns._used[b"heavy"] = 10**6
+    pool = pool_of(FakeGuest(clock))
+    pool._assign, assign = (lambda: None), pool._assign  # type: ignore[method-assign]
+    pool._used[b"heavy"] = 10**6
     for number in range(3 * MAX_CLIENTS):
-        turns._is_taken = False
-        turns._pass_on = lambda: None  # others always wait
-        async with turns.take(b"%d" % number, 1):
-            pass
-    assert len(turns._used) <= MAX_CLIENTS
-    assert turns._used[b"heavy"] == 10**6
+        task = asyncio.create_task(pool.ask(b"", 60, client=b"%d" % number))
+        await asyncio.sleep(0)
+        pool._waiting.append((b"z", 1 << 60, True, asyncio.get_running_loop().create_future()))  # others always wait
+        assign()
+        await task
+        pool._waiting.clear()
+    assert len(pool._used) <= MAX_CLIENTS
+    assert pool._used[b"heavy"] == 10**6
+
+
+async def test_small_grammars_are_not_large_jobs() -> None:
+    """A small one that exceeds its CPU time becomes a large one."""
+    asked: list[tuple[int, bool]] = []
+
+    class Pool:
+        async def ask(self, job: bytes, *_: object, size: int, is_large: bool, **__: object) -> bytes:
+            asked.append((size, is_large))
+            if not is_large:
+                raise LATE
+            return msgspec.msgpack.encode(DONE)
+
+    compiler = compiler_of()
+    compiler.pool = cast(Any, Pool())
+    for size in (1, SMALL_CHARACTERS + 1):
+        assert await compiler.compile(Grammar("regex", "a" * size)) == b"data"
+    assert asked == [(1, False), (1, True), (SMALL_CHARACTERS + 1, True)]

@@ -1,7 +1,6 @@
 """Messages between processes, and the heap of a process that is ready."""
 
 import asyncio
-import io
 import subprocess
 import sys
 import threading
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.helper import frame_of, read_frame
+from engine.guests import HEADER
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import Abort
 from tests.eventually import HANG_GUARD_S
@@ -101,9 +100,9 @@ print(gc.get_freeze_count(), len(gc.get_objects()))
     assert num_settled > 50_000 > 100 * num_left
 
 
-def test_a_helper_has_a_settled_heap() -> None:
-    code = "import gc; from engine.helper import answer_questions; modules = [[] for _ in range(60_000)];"
-    code += "answer_questions(lambda _: b'%d' % gc.get_freeze_count())"
-    run = subprocess.run([sys.executable, "-c", code], input=frame_of(b"?"), capture_output=True, check=True, timeout=HANG_GUARD_S)
-    frames = io.BytesIO(run.stdout)
-    assert read_frame(frames) == b"" and int(read_frame(frames) or 0) > 50_000
+def test_a_guest_has_a_settled_heap() -> None:
+    code = "import gc, sys; from engine.guests import serve; modules = [[] for _ in range(60_000)];"
+    code += "serve(lambda _: b'%d' % gc.get_freeze_count(), False, sys.stdin.buffer, sys.stdout.buffer)"
+    job = HEADER.pack(1, 0) + b"?"
+    run = subprocess.run([sys.executable, "-c", code], input=job, capture_output=True, check=True, timeout=HANG_GUARD_S)
+    assert run.stdout[: HEADER.size] == HEADER.pack(0, 0) and int(run.stdout[2 * HEADER.size :]) > 50_000

@@ -103,13 +103,13 @@ def test_ten_clients_at_once(stack_of: StackOf, model_folder: Path) -> None:
     small = stack_of(model_folder, max_video_bytes=1 << 20, video_timeout=120)
     assert small.chat([video(CLIP)]).status_code == 200
     pool = small.local.processor._tools.video_decoders._pool
-    started = [helper._process.pid for helper in pool._all if helper._process is not None]
+    started = [guest.process.pid for guest in pool.guests if guest.process is not None]
     for pid in started:
         os.kill(pid, signal.SIGSTOP)
     files = [encode(frames_of(40, 320, 480, first=i)) if i % 2 else long_gif(40 + i, 1000, 1000)[:-1] for i in range(10)]
     with ThreadPoolExecutor(10) as clients:
         answers = [clients.submit(small.chat, [video(data)]) for data in files]
-        eventually(lambda: not pool._idle, "all decoders are busy")
+        eventually(lambda: not pool.idle, "all decoders are busy")
         assert small.chat("text").status_code == 200
         for pid in started:
             os.kill(pid, signal.SIGCONT)

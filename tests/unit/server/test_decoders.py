@@ -82,9 +82,9 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
         return made.body(base64.b64encode(save(pixels(next(heights), 900), "PNG")))
 
     def send(number: signal.Signals) -> None:
-        for helper in pool._all:
-            if helper._process is not None:
-                os.kill(helper._process.pid, number)
+        for guest in pool.guests:
+            if guest.process is not None:
+                os.kill(guest.process.pid, number)
 
     async def check_and_stop() -> None:
         """Check that the next image is decoded, and stop the decoders."""
@@ -95,7 +95,7 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
 
     async def ask(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         task = asyncio.create_task(work)
-        await eventually_async(lambda: len(pool._idle) < len(pool._all), "a question to the stopped decoder")
+        await eventually_async(lambda: len(pool.idle) < len(pool.guests), "a job of the stopped decoder")
         return task
 
     await check_and_stop()
@@ -110,11 +110,12 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
     assert (error.info.status, "cannot be decoded" in error.info.message) == (422, True)
     await check_and_stop()
     send(signal.SIGKILL)
-    ended = [helper._process for helper in pool._all if helper._process is not None]
+    ended = [guest.process for guest in pool.guests if guest.process is not None]
     await eventually_async(lambda: all(process.returncode is not None for process in ended), "the end of the decoders")
     await check_and_stop()
     left = await ask(made.load(new_image()))
     left.cancel()
+    send(signal.SIGCONT)
     with pytest.raises(asyncio.CancelledError):
         await left
     await check_and_stop()

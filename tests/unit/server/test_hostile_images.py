@@ -17,13 +17,13 @@ import msgspec
 import pytest
 from PIL import Image
 
-from engine.helper import Helper, HelperDied
+from engine.guests import GuestPool, death
 from engine.plain_jpeg import has_end, has_too_many_scans, parse_plain_jpeg
 from engine.wire.arena import ArenaView, create_memfd
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.decoder import Decoded, Job, answer
-from server.processor.decoders import Decoders, HelperPool, VideoDecoders
+from server.processor.decoders import Decoders, VideoDecoders
 from server.processor.video_jobs import Clip, VideoAnswer
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.loading import Loading
@@ -33,17 +33,17 @@ ENCODED: Any = SimpleNamespace(offset=0, used=1)
 CLIP = Clip(1, 1.0, 2, 2)
 
 
-class ScriptedHelper:
-    """A helper whose process ends with these codes, one per question, and then answers. 0: a timeout."""
+class ScriptedGuest:
+    """Ends with these codes, one per job, and then answers. 0: it does not answer in time."""
 
     def __init__(self, answer: object, *codes: int):
         self.codes = list(codes)
         self._answer = msgspec.msgpack.encode(answer)
 
-    async def ask(self, question: bytes, timeout: float) -> bytes:
+    async def ask(self, *_: object) -> bytes:
         if self.codes:
             code = self.codes.pop(0)
-            raise HelperDied(code) if code else TimeoutError
+            raise death(code) if code else TimeoutError
         return self._answer
 
 
@@ -55,25 +55,14 @@ async def test_a_decoder_that_crashes_or_hangs_is_the_files_fault() -> None:
             assert caught.value.info.status == 422
 
 
-def pool_of(helper: ScriptedHelper) -> HelperPool:
-    pool = HelperPool.__new__(HelperPool)
-    pool._all = pool._idle = [helper]
-    pool._free = asyncio.Semaphore(1)
-    return pool
-
-
-def decoders_with(kind: type[Any], helper: ScriptedHelper) -> Any:
-    made = kind.__new__(kind)
-    made._pool, made._timeout, made._is_installed = pool_of(helper), 60, True
-    return made
-
-
 async def ask(kind: type[Any], *codes: int) -> tuple[object, list[int]]:
     """What a decoder of this kind returns for a file whose processes end so, and the codes that are left."""
     is_video = kind is VideoDecoders
-    helper = ScriptedHelper(VideoAnswer(CLIP) if is_video else Decoded(2, 2), *codes)
-    made = decoders_with(kind, helper)
-    return await (made.look(ENCODED) if is_video else made.read_header(ENCODED)), helper.codes
+    guest = ScriptedGuest(VideoAnswer(CLIP) if is_video else Decoded(2, 2), *codes)
+    pool, made = GuestPool(1, "", memory=0), kind.__new__(kind)
+    pool.guests, pool.idle = [guest], [guest]
+    made._pool, made._timeout, made._is_installed = pool, 60, True
+    return await (made.look(ENCODED) if is_video else made.read_header(ENCODED)), guest.codes
 
 
 async def test_a_killed_decoder_is_asked_again_once() -> None:
@@ -81,20 +70,10 @@ async def test_a_killed_decoder_is_asked_again_once() -> None:
     for kind in (VideoDecoders, Decoders):
         answer, left = await ask(kind, -signal.SIGKILL)
         assert answer is not None and not left
-        with pytest.raises(RequestError, match="killed 2 times") as caught:
+        with pytest.raises(RequestError, match="killed twice") as caught:
             await ask(kind, -signal.SIGKILL, -signal.SIGKILL)
         assert (caught.value.info.status, caught.value.info.code) == (503, "overloaded")
         assert caught.value.info.retry_after
-
-
-async def test_how_a_helper_ended_is_known() -> None:
-    """The process is killed after its end is noticed, which must not look as if that had ended it."""
-    for number in (signal.SIGKILL, signal.SIGSEGV):
-        helper, end = Helper("engine.helper"), f"sys.stdin.buffer.read(4); os.kill(os.getpid(), {number})"
-        helper._command = (sys.executable, "-c", f"import os, sys; sys.stdout.buffer.write(bytes(4)); sys.stdout.flush(); {end}")
-        with pytest.raises(HelperDied) as caught:
-            await helper.ask(b"question", 60)
-        assert caught.value.is_killed == (number == signal.SIGKILL)
 
 
 async def test_a_jpeg_of_very_many_scans_is_a_422(loading: Loading) -> None:
@@ -139,7 +118,7 @@ def test_a_job_has_its_own_time() -> None:
     arena = ArenaView(create_memfd("test", len(data)), len(data), writable=True)
     arena.view(0, len(data))[:] = data
     limits = resource.getrlimit(resource.RLIMIT_CPU)
-    assert answer(arena, Job((0, len(data)), cpu_seconds=60)).error is None
+    assert answer(arena, Job((0, len(data)))).error is None
     assert resource.getrlimit(resource.RLIMIT_CPU) == limits
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
@@ -189,7 +168,7 @@ async def test_what_is_dear_to_read_costs_no_other(
     loading = Loading(checkpoint, processing_pool_size=2, decode_timeout=HANG_GUARD_S)
     pool = loading.tools.decoders._pool
     monkeypatch.setattr(Image, "open", None)  # decoders are other processes
-    processes = [(await helper.start()).pid for helper in pool._all]
+    processes = [(await guest.start()).pid for guest in pool.guests]
     text = base64.b64encode(data)
 
     async def load() -> None:
@@ -202,8 +181,8 @@ async def test_what_is_dear_to_read_costs_no_other(
     for pid in processes:
         os.kill(pid, signal.SIGSTOP)
     task = asyncio.create_task(load())
-    await eventually_async(lambda: len(pool._idle) == 1, "the file in a decoder")
-    (other,) = (process.pid for helper in pool._idle if (process := helper._process) is not None)
+    await eventually_async(lambda: len(pool.idle) == 1, "the file in a decoder")
+    (other,) = (guest.process.pid for guest in pool.idle if guest.process is not None)
     os.kill(other, signal.SIGCONT)
     await loading.load_bytes(DECODED["webp"])
     assert not task.done()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.grammar import client
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.grammar.compile import compiled as compile_grammar
 from engine.wire.params import Grammar
@@ -189,7 +188,7 @@ async def test_compiler_process_is_started_again() -> None:
         await asyncio.sleep(0)
         leaver.cancel()
         assert await compiler.compile(Grammar("regex", REGEX + "?")) != expected == await compiler.compile(GRAMMARS["regex"])
-        process = compiler._small.helper._process
+        process = compiler.pool.idle[-1].process
         assert process is not None
         process.kill()
         assert len(await compiler.compile(Grammar("regex", "c"))) > 100
@@ -205,13 +204,13 @@ async def test_grammar_that_exceeds_a_limit_is_refused_and_remembered(monkeypatc
     try:
         verdict = "the grammar exceeds the compiler's limit of 0.1 s CPU time (--grammar-timeout)"
         assert await expect_refusal(compiler, Grammar("regex", slow)) == verdict
-        lanes = [compiler._small.helper._process, compiler._large.helper._process]
+        processes = [guest.process for guest in compiler.pool.guests]
         with monkeypatch.context() as patch:
-            patch.setattr(client.Lane, "ask", None)
+            patch.setattr(compiler.pool, "ask", None)
             assert await expect_refusal(compiler, Grammar("regex", slow)) == verdict
         assert await expect_refusal(compiler, Grammar("regex", slow + "y")) == verdict
         deep = Grammar("json_schema", '{"items":' * 100_000 + "{}" + "}" * 100_000)
         assert 0 < len(await expect_refusal(compiler, deep)) <= 200
-        assert lanes == [compiler._small.helper._process, compiler._large.helper._process] and None not in lanes
+        assert processes == [guest.process for guest in compiler.pool.guests] and any(processes)
     finally:
         await compiler.close()

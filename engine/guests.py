@@ -1,0 +1,216 @@
+"""Guest processes, which may be killed at any time: decoders of images and videos, the compiler of grammars.
+
+The module's `prepare(*arguments)` returns the function that answers. Pipes carry frames of a header and bytes; the number is the limit of
+a job's CPU time in milliseconds, or the exit code of a child without an answer. A guest's first frame says that it is ready.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
+from collections.abc import Callable
+from typing import BinaryIO
+
+from engine.launch.child import die_with_parent, settle_heap
+from engine.launch.config import child_environment, python_command
+
+HEADER = struct.Struct("<Ii")  # bytes that follow, number
+NICENESS = 19  # streams go first
+MAX_CLIENTS = 1024
+START_S, END_S = 120.0, 5.0
+
+
+class GuestDied(RuntimeError):
+    """A guest, or its child, ended without an answer. `is_late`: the job exceeded its CPU time."""
+
+    def __init__(self, code: int | None):
+        super().__init__(f"it ended with {code}")
+        self.is_late = code == -signal.SIGPROF
+
+
+class GuestKilled(GuestDied):
+    """Killed from outside, often for lack of memory: no verdict on the job."""
+
+
+class Guest:
+    """A process, started by its first job and again after its end."""
+
+    def __init__(self, arguments: tuple[str, ...], fds: tuple[int, ...]):
+        self._arguments, self._fds = arguments, fds
+        self.process: Process | None = None
+
+    async def ask(self, job: bytes, timeout: float, cpu_seconds: float) -> bytes:
+        """Raises GuestDied, TimeoutError (the process is then gone), or RuntimeError if it does not start."""
+        if self.process is not None and self.process.returncode is not None:
+            await self.close()
+        process = self.process or await self.start()
+        assert process.stdin is not None
+        try:
+            async with asyncio.timeout(timeout):
+                process.stdin.write(HEADER.pack(len(job), int(1e3 * cpu_seconds)) + job)
+                await process.stdin.drain()
+                answer, code = await _receive(process)
+        except (asyncio.IncompleteReadError, ConnectionError) as problem:
+            with contextlib.suppress(TimeoutError):  # else `close` reaps it, and its exit code is lost
+                await asyncio.wait_for(process.wait(), END_S)
+            await self.close()
+            raise death(process.returncode) from problem
+        except (TimeoutError, asyncio.CancelledError):
+            await self.close()
+            raise
+        if code:
+            raise death(code)
+        return answer
+
+    async def start(self) -> Process:
+        command = python_command("engine.guests", *self._arguments)
+        self.process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, env=child_environment(), start_new_session=True, pass_fds=self._fds
+        )
+        try:
+            async with asyncio.timeout(START_S):
+                await _receive(self.process)
+            return self.process
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError) as problem:
+            await self.close()
+            if isinstance(problem, asyncio.CancelledError):
+                raise
+            raise RuntimeError(f"{self._arguments[0]} does not start") from problem
+
+    async def close(self) -> None:
+        """Kill the process, if there is one."""
+        process, self.process = self.process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                process.kill()
+            await process.wait()
+
+
+class GuestPool:
+    """Guests for the jobs of many clients. The client that has used least time since the queue was empty is next, with its smallest job.
+    Large jobs leave one guest to the others. A guest has `memory` bytes; if it `forks`, a child answers each job and may end alone."""
+
+    def __init__(self, size: int, module: str, *arguments: str, memory: int, forks: bool = False, fds: tuple[int, ...] = ()):
+        self.guests = [Guest((module, str(memory), str(int(forks)), *arguments), fds) for _ in range(size)]
+        self.idle = list(self.guests)
+        self._num_large = 0
+        self._used: Counter[bytes] = Counter()  # milliseconds by client
+        self._waiting: list[tuple[bytes, int, bool, asyncio.Future[Guest]]] = []
+
+    async def close(self) -> None:
+        guests, self.guests = self.guests, []
+        for guest in guests:
+            await guest.close()
+
+    async def ask(
+        self, job: bytes, timeout: float, cpu_seconds: float = 0.0, client: bytes = b"", size: int = 0, is_large: bool = False
+    ) -> bytes:
+        """Return the answer; a job whose guest was killed is repeated once. Errors as `Guest.ask`. A cancelled call returns only after its
+        job has ended, which may write to an arena until then."""
+        came = asyncio.get_running_loop().create_future()
+        self._waiting.append((client, size, is_large, came))
+        self._assign()
+        try:
+            guest = await came
+        except asyncio.CancelledError:
+            if not came.cancelled():
+                self._release(came.result(), is_large)
+            raise
+
+        async def answer() -> bytes:
+            started = time.monotonic()
+            try:
+                try:
+                    return await guest.ask(job, timeout, cpu_seconds)
+                except GuestKilled:
+                    if guest not in self.guests:  # by `close`
+                        raise
+                return await guest.ask(job, timeout, cpu_seconds)
+            finally:
+                self._used[client] += int(1e3 * (time.monotonic() - started))
+                if len(self._used) > MAX_CLIENTS:  # forget those that used least
+                    self._used = Counter(dict(self._used.most_common(MAX_CLIENTS // 2)))
+                self._release(guest, is_large)
+
+        task = asyncio.create_task(answer())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            while not task.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([task])
+            raise
+
+    def _release(self, guest: Guest, is_large: bool) -> None:
+        self._num_large -= is_large
+        self.idle.append(guest)
+        self._assign()
+
+    def _assign(self) -> None:
+        self._waiting = [one for one in self._waiting if not one[3].cancelled()]
+        num_large = max(1, len(self.guests) - 1)
+        while self.idle and (allowed := [one for one in self._waiting if not one[2] or self._num_large < num_large]):
+            following = min(allowed, key=lambda one: (self._used[one[0]], one[1]))
+            self._waiting.remove(following)
+            self._num_large += following[2]
+            following[3].set_result(self.idle.pop())
+        if not self._waiting:
+            self._used.clear()
+
+
+def death(code: int | None) -> GuestDied:
+    return (GuestKilled if code in (-signal.SIGKILL, -signal.SIGTERM) else GuestDied)(code)
+
+
+async def _receive(process: Process) -> tuple[bytes, int]:
+    assert process.stdout is not None
+    length, code = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
+    return await process.stdout.readexactly(length), code
+
+
+def serve(answer: Callable[[bytes], bytes], forks: bool, source: BinaryIO, sink: BinaryIO) -> None:
+    """Answer until `source` ends. If the guest forks, no thread may run when a job begins."""
+
+    def send(data: bytes, code: int = 0) -> None:
+        sink.write(HEADER.pack(len(data), code) + data)
+        sink.flush()
+
+    guest = os.getpid()
+    settle_heap()
+    send(b"")
+    while len(head := source.read(HEADER.size)) == HEADER.size:
+        length, milliseconds = HEADER.unpack(head)
+        job = source.read(length)
+        if forks and (child := os.fork()):
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code == -signal.SIGKILL:  # perhaps in the middle of its answer
+                os.kill(os.getpid(), signal.SIGKILL)
+            if code:
+                send(b"", code)
+            continue
+        die_with_parent(signal.SIGKILL)
+        if forks and os.getppid() != guest:  # it has died before that
+            os._exit(1)
+        signal.setitimer(signal.ITIMER_PROF, milliseconds / 1e3)  # its signal ends the process
+        data = answer(job)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(data)
+        if forks:
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    module, memory, forks, *arguments = sys.argv[1:]
+    die_with_parent(signal.SIGKILL)
+    os.nice(NICENESS)
+    prepared = importlib.import_module(module).prepare(*arguments)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    serve(prepared, forks == "1", sys.stdin.buffer, sys.stdout.buffer)
