@@ -17,7 +17,7 @@ pytest.importorskip("triton")  # beside the kernel that is replaced
 from models.kernels.hopper import flash_decoding
 from models.kernels.hopper.flash_decoding import Split, SplitKernel
 from models.kernels.paged import PagedAttention
-from models.kernels.units import MIN_TILES, ROWS, TILE, group_tokens, max_token_groups, plan_units, token_groups
+from models.kernels.units import MIN_TILES, ROWS, TILE, group_tokens, max_token_groups, plan_units
 
 
 def check(step: Step, spare_groups: int = 0) -> int:
@@ -79,23 +79,3 @@ def test_units(seed: int) -> None:
     assert (stop[order][ends] == lens).all() and (start[order][1:][~ends[:-1]] == stop[order][:-1][~ends[:-1]]).all()
     assert (start[order][np.roll(ends, 1)] == 0).all() and (row[order][ends] == np.arange(rows)).all()
     assert (stop - start >= ROWS)[(parts > 1) & (index == first + parts - 1)].all() and ROWS <= TILE
-
-
-@given(seed=st.integers(0, 10**6))
-def test_token_groups(seed: int) -> None:
-    """Every query token once, with its row's pages, up to its own key; no more groups than a graph has room for."""
-    rng = np.random.default_rng(seed)
-    rows, size = int(rng.integers(1, 20)), int(rng.integers(1, 17))
-    tokens = rng.integers(0, 40, rows)
-    lengths = np.where(tokens > 0, tokens + rng.integers(0, 100, rows), 0)
-    layout = Step.build(lengths.tolist(), heads=(1, 1), tokens=tokens.tolist()).layout
-    found, expected = [], []
-    for first, count, first_page, end in token_groups(layout, size).tolist():
-        found += [(first + i, first_page, end - count + 1 + i) for i in range(count)]
-        assert 1 <= count <= size
-    for row, (count, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
-        first, first_page = int(layout.qo_indptr_cpu[row]), int(layout.page_indptr_cpu[row])
-        expected += [(first + i, first_page, length - count + 1 + i) for i in range(count)]
-    assert found == expected
-    assert sum(-(-count // size) for count in tokens.tolist()) == len(token_groups(layout, size))
-    assert len(token_groups(layout, size)) <= max_token_groups(int(tokens.sum()), rows, size)
