@@ -20,7 +20,7 @@ from types import FrameType
 import msgspec
 
 from engine.launch.child import Runtime, setup_logging
-from engine.launch.config import GIB, EngineConfig, read_api_keys
+from engine.launch.config import GIB, UNIX_HOST, EngineConfig, read_api_keys
 from engine.launch.flags import parse_args
 from engine.launch.fleet import Fleet
 from engine.launch.memory import cuts, describe, fit
@@ -32,6 +32,8 @@ from models.config.types import ModelConfig
 from models.kernels.choose import Gpu, choose, gpu_decodes_jpegs, list_gpus, suit
 
 logger = logging.getLogger(__name__)
+
+INTERRUPTS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(Exception):
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             return print_plan(config)
         return serve_one(config) if config.dp == 1 else serve_several(config)
     except (ValueError, OSError) as problem:
-        logger.error("%s", problem)
+        report(config, problem)
         return 2
 
 
@@ -78,11 +80,11 @@ def serve_several(config: EngineConfig) -> int:
 
 
 def serve_one(config: EngineConfig) -> int:
-    started, supervisor = time.monotonic(), Supervisor()
-    _on_interrupt(functools.partial(_leave, supervisor))
+    started, supervisor = time.monotonic(), _supervise()
     try:
         with contextlib.ExitStack() as listeners:
-            listener = listeners.enter_context(bind(config.host, config.port))
+            is_unix = config.host == UNIX_HOST
+            listener = listeners.enter_context(bind_unix(supervisor.run_dir) if is_unix else bind(config.host, config.port))
             runtime = make_runtime(config, supervisor, listener.fileno())
             if config.metrics_port is not None:
                 metrics = listeners.enter_context(bind(config.host, config.metrics_port, "--metrics-port"))
@@ -91,18 +93,38 @@ def serve_one(config: EngineConfig) -> int:
             _on_interrupt(_interrupt)
             start_all(supervisor, runtime)
         url = supervisor.wait_ready({"processor", "scheduler", "api"})["api"]
-        say(ready_text(url, runtime, time.monotonic() - started))
+        say(url if is_unix else ready_text(url, runtime, time.monotonic() - started))
         while True:
             supervisor.check(config.wedge_timeout)
     except Interrupted:
         drain(supervisor, config.shutdown_timeout)
         return 0
     except ChildDied as death:
-        logger.error("%s", death)
+        report(config, death)
         return 1
     finally:
         _on_interrupt(signal.SIG_IGN)
         supervisor.stop()
+
+
+def _supervise() -> Supervisor:
+    """A supervisor whose run directory is removed by any signal, however early it comes. Raises OSError."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    try:
+        supervisor = Supervisor()
+        _on_interrupt(functools.partial(_leave, supervisor))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
+    return supervisor
+
+
+def report(config: EngineConfig, problem: Exception) -> None:
+    """Log why the engine ends, or print it for the program that started it."""
+    if config.host != UNIX_HOST:
+        logger.error("%s", problem)
+        return
+    with contextlib.suppress(OSError):  # the program has ended
+        say(str(problem))
 
 
 def drain(supervisor: Supervisor, timeout: float) -> None:
@@ -125,6 +147,13 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     except OSError as problem:
         listener.close()
         raise OSError(f"cannot listen on --host {host} {flag} {port}: {problem.strerror}") from None
+    return listener
+
+
+def bind_unix(run_dir: Path) -> socket.socket:
+    """The api's socket for one program, which only its user can reach."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(run_dir / "http.sock"))
     return listener
 
 
@@ -181,16 +210,11 @@ def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu], b
     return fitted
 
 
-def start_engine(supervisor: Supervisor, runtime: Runtime) -> None:
-    """Starts every process but the api."""
+def start_all(supervisor: Supervisor, runtime: Runtime) -> None:
     for rank in range(runtime.config.tp):
         supervisor.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
     supervisor.start("scheduler", "engine.scheduler.main", runtime)
     supervisor.start("processor", "server.processor.main", runtime)
-
-
-def start_all(supervisor: Supervisor, runtime: Runtime) -> None:
-    start_engine(supervisor, runtime)
     supervisor.start("api", "server.http.app", runtime, fds=tuple(fd for fd in (runtime.listener_fd, runtime.metrics_fd) if fd is not None))
     for fd in runtime.arena_fds:
         os.close(fd)
@@ -227,8 +251,8 @@ def _leave(supervisor: Supervisor, signum: int, frame: FrameType | None) -> None
 
 
 def _on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    signal.signal(signal.SIGTERM, handler)
-    signal.signal(signal.SIGINT, handler)
+    for number in INTERRUPTS:
+        signal.signal(number, handler)
 
 
 if __name__ == "__main__":

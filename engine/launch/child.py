@@ -75,11 +75,10 @@ class StopFlag:
 
 
 class Child:
-    """A child process's view of the engine. One that does not own its process, whose api is a part of it, leaves the heap alone."""
+    """A child process's view of the engine."""
 
-    def __init__(self, role: str, runtime: Runtime, owns_process: bool = True):
+    def __init__(self, role: str, runtime: Runtime):
         self.role = role
-        self._owns_process = owns_process
         self.runtime = runtime
         self.config = runtime.config
         self.run_dir = runtime.run_dir
@@ -118,8 +117,7 @@ class Child:
         self._status.send(Status(self.role, "progress", text))
 
     def ready(self, text: str = "") -> None:
-        if self._owns_process:
-            settle_heap()
+        settle_heap()
         self._status.send(Status(self.role, "ready", text))
 
     def failed(self, text: str) -> None:

@@ -11,6 +11,7 @@ import msgspec
 VERSION = "0.2.0"  # the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
+UNIX_HOST = "unix:"  # internal: listen on a Unix socket in the run directory
 MAY_BE_ZERO = frozenset(  # any other number is at least 1
     {"port", "metrics_port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request"}
 )
@@ -178,6 +179,15 @@ def _search_path() -> dict[str, str]:
     """PYTHONPATH with the folder of these packages first. Empty entries, which mean the working directory, are left out."""
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([PACKAGE_ROOT, *given]))}
+
+
+def settings_fd(config: EngineConfig) -> int:
+    """A memfd for `--config /proc/self/fd/N`, so that keys are in no file and in no list of processes. Defaults are left out."""
+    defaults = msgspec.structs.asdict(EngineConfig())
+    changed = {name.replace("_", "-"): value for name, value in msgspec.structs.asdict(config).items() if value != defaults[name]}
+    fd = os.memfd_create("settings.yaml", 0)
+    os.write(fd, msgspec.json.encode(changed))
+    return fd
 
 
 def read_variables() -> set[str]:

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from engine.launch import tethered
-from engine.launch.config import EngineConfig, child_environment, read_api_keys, share_environment
+from engine.launch.config import EngineConfig, child_environment, read_api_keys, settings_fd, share_environment
 from engine.launch.supervise import how_it_ended
 from models.kernels.choose import Gpu
 
@@ -184,14 +184,12 @@ def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
     """An equal share for each engine. `port` is the proxy's: theirs follow it, or are any with --port 0. Defaults are not told: each
     engine counts its own CPUs."""
     ports = range(port + 1, port + 1 + config.dp) if config.port else _free_ports(config.dp)
-    defaults = msgspec.structs.asdict(EngineConfig())
-    settings = msgspec.structs.asdict(config).items()
-    told = {name.replace("_", "-"): value for name, value in settings if value != defaults[name] and name not in OF_THE_PROXY}
+    defaults = EngineConfig()
+    own = msgspec.structs.replace(config, **{name: getattr(defaults, name) for name in OF_THE_PROXY})
     cpus = _neighbouring_cpus()
     members = []
     for index, own_port in enumerate(ports):
-        fd = os.memfd_create(f"engine-{index}.yaml", 0)
-        os.write(fd, msgspec.json.encode(told | {"port": own_port}))
+        fd = settings_fd(msgspec.structs.replace(own, port=own_port))
         share = cpus[index * len(cpus) // config.dp : (index + 1) * len(cpus) // config.dp]
         environment = share_environment(index, config.tp, has_gpus)
         members.append(Member(index, f"http://127.0.0.1:{own_port}", fd, frozenset(share or cpus), environment))

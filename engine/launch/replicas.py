@@ -2,7 +2,7 @@
 
     python -m engine.launch.replicas --replicas 4 [--max-replicas 8] [--address HOST:PORT] [flags of engine.serve]
 
-    HAProxy ──hash of x-session-id──▶ replica: an actor with the api's ASGI app ──▶ processor ──▶ scheduler ──▶ workers, its children
+    HAProxy ──hash of x-session-id──▶ replica: an actor that forwards ──Unix socket──▶ engine.serve, its child
 
 Without `--address` a cluster of this machine is started, and ends with this command; with it replicas are deployed there, or those that
 run are replaced one after the other, and they stay when this command has ended.
@@ -15,12 +15,17 @@ import sys
 import threading
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from starlette.types import ASGIApp
 
-from engine.hosted import HostedEngine
 from engine.launch.child import raise_file_limit, setup_logging
 from engine.launch.config import EngineConfig, set_ray_defaults
 from engine.launch.flags import parse_args
+from engine.launch.forward import Forwarder
+from engine.launch.process import ServerProcess
+from engine.serve import size_arenas
+from engine.wire.arena import memory_limit
 
 set_ray_defaults()  # which Ray reads when it is imported
 import ray  # noqa: E402
@@ -36,27 +41,27 @@ BUSY_SHARE = 0.75  # of --max-num-seqs: autoscaling's target for a replica
 @serve.deployment
 @serve.ingress()
 class Replica:
-    """One engine. The actor is its launcher and api; it sees the GPUs that Ray gave it."""
+    """One engine. The actor is its parent; it sees the GPUs that Ray gave it."""
 
     async def __init__(self, config: EngineConfig, num_neighbours: int):  # type: ignore[misc] # Serve awaits it
-        """Returns when the engine is ready. Raises ValueError, OSError or ChildDied."""
+        """Returns when the engine is ready. Raises ValueError or ChildDied."""
         setup_logging("replica", config.log_level)
         raise_file_limit()
-        self._engine = HostedEngine(config, owns_process=True)
-        await self._engine.start(num_neighbours)
+        self._server = ServerProcess(size_arenas(config, memory_limit() // num_neighbours))
+        await self._server.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve's name for it."""
-        return self._engine.api.build()
+        return Starlette(routes=[Mount("/", Forwarder(self._server.path))])
 
     async def check_health(self) -> None:
         """Serve's name for it. If it raises, Serve starts another replica."""
-        if self._engine.death is not None:
-            raise RuntimeError(self._engine.death)
+        if self._server.death is not None:
+            raise RuntimeError(self._server.death)
 
     async def __del__(self) -> None:
         """Serve calls it when the running requests have ended."""
-        await self._engine.stop()
+        await self._server.stop()
 
 
 def application(config: EngineConfig, replicas: int, max_replicas: int) -> serve.Application:

@@ -1,38 +1,25 @@
-"""How an answer is drawn, by vLLM's names. What is left out is as over HTTP: the checkpoint's recommendation."""
+"""Sampling parameters, by vLLM's names. Those left out follow the checkpoint's recommendation, as over HTTP."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
-
-
-class HasSchema(Protocol):
-    """A class of pydantic's."""
-
-    @classmethod
-    def model_json_schema(cls) -> dict[str, Any]: ...
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(kw_only=True)
 class StructuredOutputsParams:
-    """What an answer must follow: one of these. A class of pydantic's may stand for its JSON schema."""
+    """What an answer must follow: one of these. `json` may be a pydantic class."""
 
-    json: dict[str, Any] | str | type[HasSchema] | None = None
+    json: Any = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: dict[str, Any] | str | None = None
 
-    def as_field(self) -> dict[str, Any]:
-        told = _told(self)
-        if isinstance(self.json, type):
-            told["json"] = self.json.model_json_schema()
-        return told
-
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """Fields of a request. Chats are as long as the context allows unless `max_tokens` is set; text completions have 16 tokens, as over
-    HTTP. `extra` are further fields of the API."""
+    """Fields of a request. Without `max_tokens` a chat extends to the end of the context, and a text completion has 16 tokens. `extra`
+    holds further fields of the API."""
 
     n: int | None = None
     max_tokens: int | None = None
@@ -61,18 +48,13 @@ class SamplingParams:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_fields(self, is_chat: bool) -> dict[str, Any]:
-        """Of the JSON body."""
-        told = _told(self)
-        told |= told.pop("extra")
-        if isinstance(self.structured_outputs, StructuredOutputsParams):
-            told["structured_outputs"] = self.structured_outputs.as_field()
-        if self.logit_bias is not None:
-            told["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+        """Members of a JSON body."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        given |= given.pop("extra")
+        if rules := given.get("structured_outputs"):
+            schema: Any = rules.get("json")
+            shown = {"json": schema.model_json_schema()} if isinstance(schema, type) else {}
+            given["structured_outputs"] = {name: rule for name, rule in (rules | shown).items() if rule is not None}
         if is_chat and self.logprobs is not None:
-            told |= {"logprobs": True, "top_logprobs": self.logprobs}
-        return told
-
-
-def _told(params: SamplingParams | StructuredOutputsParams) -> dict[str, Any]:
-    values = ((one.name, getattr(params, one.name)) for one in fields(params))
-    return {name: value for name, value in values if value is not None}
+            given |= {"logprobs": True, "top_logprobs": self.logprobs}
+        return given

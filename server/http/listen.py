@@ -44,5 +44,8 @@ def make_server(app: ASGIApp, limiter: ConnectionLimiter, config: EngineConfig, 
 
 
 def url_of(listener: socket.socket, is_tls: bool) -> str:
-    host, port, *_ = listener.getsockname()
+    name = listener.getsockname()
+    if isinstance(name, str):  # a Unix socket
+        return f"unix:{name}"
+    host, port, *_ = name
     return f"http{'s' * is_tls}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
@@ -82,12 +83,25 @@ def test_answers_are_those_over_http(llm: LLM, demo: Engine) -> None:
     over_http = demo.client.post("/v1/completions", json=body).json()["choices"]
     (output,) = llm.generate("What number", SamplingParams(temperature=0.9, seed=5, n=2, logprobs=1, max_tokens=6), use_tqdm=False)
     assert [one.text for one in output.outputs] == [choice["text"] for choice in over_http]
-    assert [entry.logprob for entry in output.outputs[1].logprobs or []] == pytest.approx(
-        over_http[1]["logprobs"]["token_logprobs"], abs=1e-4
-    )
+    logprobs = output.outputs[1].logprobs
+    assert logprobs and logprobs["token_logprobs"] == pytest.approx(over_http[1]["logprobs"]["token_logprobs"], abs=1e-4)
     vectors = demo.client.post("/v1/embeddings", json={"input": ["a", "b"]}).json()["data"]
     for output_, entry in zip(llm.embed(["a", "b"], use_tqdm=False), vectors, strict=True):
         assert output_.outputs.embedding == pytest.approx(entry["embedding"], abs=1e-5)
+
+
+@pytest.mark.gate
+def test_lists_of_texts(llm: LLM) -> None:
+    """Many share a request: a bad one fails alone, equal ones are sampled apart unless they have a seed."""
+    prompts = ["Once", [1, 2, 3], "What number", "", *["Once"] * 40]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, errors="return")
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts[:3]]
+    assert [output.outputs[0].token_ids for output in outputs[:3]] == [output.outputs[0].token_ids for output in alone]
+    assert [output.prompt_token_ids for output in outputs[:3]] == [output.prompt_token_ids for output in alone]
+    assert isinstance(outputs[3].error, ValueError) and all(output.finished and not output.error for output in outputs[4:])
+    for seed in (None, 7):
+        random = llm.generate(["Once"] * 20, SamplingParams(seed=seed, temperature=2, max_tokens=8), use_tqdm=False)
+        assert (len({output.outputs[0].text for output in random}) > 1) == (seed is None)
 
 
 @pytest.mark.gate
@@ -136,7 +150,9 @@ def test_a_bad_request_among_good_ones(llm: LLM) -> None:
         llm.chat(HELLO, [GREEDY, GREEDY])
     with pytest.raises(ValueError, match="use `chat`"):
         llm.generate({"prompt": "x", "multi_modal_data": {"video": picture(1, 64, 64)}}, use_tqdm=False)
-    assert ask(llm, HELLO)[0].outputs[0].text == good.outputs[0].text
+    finished = dict(llm.as_completed(chats, GREEDY))
+    assert finished[0].outputs[0].text == good.outputs[0].text and "Image 1" in str(finished[1].error) and finished[2].error
+    assert next(llm.as_completed([HELLO, HELLO], SamplingParams(max_tokens=400, ignore_eos=True)))[1].finished  # the other one is aborted
 
 
 class Answer(BaseModel):
@@ -197,18 +213,37 @@ def test_a_bad_flag_or_model_is_an_error_and_leaves_nothing() -> None:
     await_end([pid for pid in children() if pid not in others])
 
 
-LEAVES = "from engine.llm import LLM\nllm = LLM(**{flags})\nprint(llm._session._engine._supervisor.run_dir, flush=True)\n{end}"
+PROGRAM = """
+import os, signal
+from engine.llm import LLM
+try:
+    llm = LLM(**{flags})
+    {end}
+except KeyboardInterrupt:
+    pass
+"""
+ENDS = {
+    "by itself": ("pass", 0),
+    "by SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+    "by Ctrl-C": ("raise RuntimeError('it was not interrupted')", 0),
+}
 
 
-@pytest.mark.parametrize("end", ["", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], ids=["at its end", "by SIGKILL"])
-def test_a_program_that_does_not_close(end: str) -> None:
-    """Neither processes nor the run directory outlive a program without `with`."""
-    run = subprocess.run([sys.executable, "-c", LEAVES.format(flags=FLAGS, end=end)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == (-9 if end else 0), run.stderr
-    run_dir = Path(run.stdout.strip())
-    eventually(lambda: not run_dir.exists(), "the removal of the run directory")
-    processes = ["pgrep", "-f", str(run_dir)]
-    eventually(lambda: subprocess.run(processes, capture_output=True, check=False).returncode == 1, "the end of all processes")
+@pytest.mark.parametrize("name", ENDS)
+def test_a_program_that_does_not_close(name: str) -> None:
+    """Neither processes nor the run directory outlive it, nor a start that is interrupted, which prints nothing."""
+    end, code = ENDS[name]
+    with tempfile.TemporaryDirectory(prefix="llm-") as folder:
+        command, environment = [sys.executable, "-c", PROGRAM.format(flags=FLAGS, end=end)], {**os.environ, "TMPDIR": folder}
+        program = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        if name == "by Ctrl-C":
+            eventually(lambda: program.poll() is not None or any(Path(folder).iterdir()), "the engine's start")
+            program.send_signal(signal.SIGINT)
+        _, said = program.communicate()
+        assert program.returncode == code and not said
+        eventually(lambda: not any(Path(folder).iterdir()), "the removal of the run directory")
+        processes = ["pgrep", "-f", folder]
+        eventually(lambda: subprocess.run(processes, capture_output=True, check=False).returncode == 1, "the end of all processes")
 
 
 def test_the_example_of_the_docs(tmp_path: Path) -> None:
@@ -217,8 +252,10 @@ def test_the_example_of_the_docs(tmp_path: Path) -> None:
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
     found = re.search(r"<!-- captions -->\n```python\n(.*?)```", page, re.DOTALL)
     assert found is not None
-    run = subprocess.run([sys.executable, "-c", found[1], tmp_path, "demo"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
-    assert [line["file"] for line in lines] == sorted([*(path.name for path in paths), "broken.png"])
+    for _ in range(2):  # the second one finds nothing to do
+        command = [sys.executable, "-c", found[1], tmp_path, "demo", tmp_path / "lines.json"]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in (tmp_path / "lines.json").read_text().splitlines()]
+    assert sorted(line["file"] for line in lines) == sorted([*(path.name for path in paths), "broken.png"])
     assert all(("error" in line) == (line["file"] == "broken.png") for line in lines)

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from engine.wire.messages import ChatPrompt, Event, TextPrompt, TokenPrompt
+from engine.wire.messages import ChatPrompt, Event, MediaRef, TextPrompt, TokenPrompt
 from engine.wire.params import OutputOptions, SamplingParams
 from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
-from server.api.chat.conversation import read_conversation
+from server.api.chat.conversation import locate, read_conversation
 from server.api.chat.format import ChatFormat, CompletionFormat
 from server.api.chat.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest, Tool
 from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, json_response, submits_of
@@ -63,7 +63,10 @@ class CompletionEndpoint(GenerationEndpoint):
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(CompletionRequest, value)
         prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in request.prompts]
-        return self.job_of(request, body, prompts, "prompt", echo=bool(request.echo))
+        job = self.job_of(request, body, prompts, "prompt", echo=bool(request.echo))
+        for i, url in enumerate(request.images or ()):
+            job.submits[0].media.append(MediaRef(*locate(url, f"images.{i}", body, job.used)))
+        return job
 
 
 class TokenizeEndpoint(GatheringEndpoint):

@@ -292,6 +292,7 @@ class CompletionRequest(GenerationRequest):
     ]
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: nothing but the echo
     echo: bool | None = None
+    images: list[str] | None = None  # URLs for the placeholders of one prompt
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @property
@@ -318,6 +319,8 @@ class CompletionRequest(GenerationRequest):
             raise bad_value("max_tokens", "must be at least 1 for requests without `echo: true`")
         if self.echo and self.prompt_logprobs is not None:
             raise bad_value("prompt_logprobs", "excludes `echo: true`, with which `logprobs` are the prompt's too")
+        if self.images and len(self.prompts) > 1:
+            raise bad_value("images", "is for one prompt")
         if len(self.prompts) > MAX_PROMPTS:
             raise bad_value("prompt", f"must have at most {MAX_PROMPTS} entries")
         for prompt in self.prompts:

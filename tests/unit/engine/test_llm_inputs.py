@@ -1,16 +1,13 @@
-"""What `LLM.chat` sends and refuses, and what `AsyncLLM` returns."""
+"""What `LLM.chat` sends and refuses."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from engine.llm.inputs import CHAT, Ask, conversations_of
+from engine.llm.inputs import CHAT, Ask, listed
 from engine.llm.params import SamplingParams
-from engine.llm.session import Growing
-from engine.wire.messages import Event
 
 QUESTION = "What is in it?"
 
@@ -52,22 +49,8 @@ def test_texts_among_the_parts_stay_texts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_text_is_a_conversation() -> None:
-    assert conversations_of(QUESTION) == [QUESTION] and conversations_of([QUESTION, QUESTION]) == [QUESTION, QUESTION]
+    assert listed(QUESTION) == [QUESTION] and listed([QUESTION, QUESTION]) == [QUESTION, QUESTION]
     assert Ask(CHAT, QUESTION, SamplingParams(), {}).value()["messages"] == [{"role": "user", "content": QUESTION}]
     for wrong in (7, [], [QUESTION], [{"content": QUESTION}], {"role": "user"}):
         with pytest.raises(ValueError, match="a conversation is a text or a list of messages"):
             Ask(CHAT, wrong, SamplingParams(), {}).value()
-
-
-NUM_TOKENS = 200
-
-
-def test_each_token_is_joined_once() -> None:
-    """Joining all pieces for each token would be quadratic, in the caller's event loop."""
-    growing = Growing("1", "Hello", cast(Any, SimpleNamespace(choices={(1, 0): 0})))
-    (choice,) = growing._choices.values()
-    for count in range(1, NUM_TOKENS + 1):
-        growing.add(Event(1, text="ab", num_tokens=count))
-        assert len(choice.content) <= 2
-        assert growing.output().outputs[0].text == "ab" * count
-    assert len(choice.content) == 1 and growing.output().outputs[0].reasoning == ""

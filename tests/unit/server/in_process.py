@@ -305,7 +305,7 @@ class ServedApi(HttpServer):
         self.run_dir = tempfile.mkdtemp()
         self._fds = create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", MIB)
         runtime = Runtime(config, "torch", "cpu", self.run_dir, self._fds, -1, -1, str(model_folder), ("test-model", "other-name"), 4096)
-        self._child = Child("api", runtime, owns_process=False)
+        self._child = Child("api", runtime)
         self.api = Api(self._child)
         self.client = self.api.client
         self._outbox, self.client._outbox = self.client._outbox, cast(Any, self)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from engine.launch.child import Child, Runtime
+from engine.launch.child import Child, Runtime, Status
 from engine.wire.ipc import AsyncInbox
 from engine.wire.messages import Events
 from server.http.app import Api
@@ -45,6 +45,13 @@ class Processes:
             process.terminate()
         for process in self.by_role.values():
             process.wait(timeout=HANG_GUARD_S)
+
+
+class ThreadChild(Child):
+    """A child that leaves the heap of the test process alone."""
+
+    def ready(self, text: str = "") -> None:
+        self._status.send(Status(self.role, "ready", text))
 
 
 class InProcess:
@@ -85,7 +92,7 @@ class InProcess:
 
     async def _serve(self) -> None:
         config, run_dir = self._runtime.config, self._runtime.run_dir
-        children = {role: Child(role, self._runtime, owns_process=False) for role in MODULES}
+        children = {role: ThreadChild(role, self._runtime) for role in MODULES}
         inbox: AsyncInbox[Events] = AsyncInbox(run_dir, "api", Events)
         self._listener.listen(BACKLOG)
         self.api = Api(children["api"])

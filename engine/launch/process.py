@@ -1,0 +1,75 @@
+"""An ordinary server as a child process, on a Unix socket that only this program uses."""
+
+import asyncio
+import contextlib
+import os
+
+import msgspec
+
+from engine.launch import tethered
+from engine.launch.config import UNIX_HOST, EngineConfig, settings_fd, share_environment
+from engine.launch.supervise import ChildDied, how_it_ended
+
+KILL_S = 20  # its own processes have 10
+
+
+class ServerProcess:
+    """`python -m engine.serve`. It ends with `stop`, or with the thread that started it."""
+
+    def __init__(self, config: EngineConfig):
+        self._config = msgspec.structs.replace(config, host=UNIX_HOST, ssl_certfile=None, ssl_keyfile=None, metrics_port=None)
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self.path = ""  # of the socket
+        self.death: str | None = None  # why it serves no more
+
+    async def start(self) -> None:
+        """Returns when the server is ready. Raises ValueError or ChildDied with the reason that the server reports, and leaves nothing."""
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.stop)
+            fd = settings_fd(self._config)
+            command = tethered.command(frozenset(os.sched_getaffinity(0)), "engine.serve", "--config", f"/proc/self/fd/{fd}")
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, pass_fds=(fd,), start_new_session=True,
+                    env=share_environment(0, 1, has_gpus=False),
+                )  # fmt: skip
+            finally:
+                os.close(fd)
+            assert self._process.stdout is not None
+            first = (await self._process.stdout.readline()).decode()
+            self._ended = asyncio.create_task(self._watch(self._process, "" if first.startswith(UNIX_HOST) else first))
+            if not first.startswith(UNIX_HOST):
+                await self._ended
+                raise (ValueError if self._process.returncode == 2 else ChildDied)(self.death)
+            self.path = first.removeprefix(UNIX_HOST).strip()
+            undo.pop_all()
+
+    async def stop(self) -> None:
+        """End the server and its processes; every caller waits until they have ended, and cancelling a caller interrupts nothing."""
+        self._stopping = self._stopping or asyncio.create_task(self._end())
+        await asyncio.shield(self._stopping)
+
+    async def lost(self, problem: Exception, patience: float = 30.0) -> Exception:
+        """The reason for a broken connection: ChildDied if the server ends within `patience` seconds, else `problem`."""
+        if self._ended is not None:
+            await asyncio.wait([self._ended], timeout=patience)
+        return problem if self.death is None else ChildDied(self.death)
+
+    async def _watch(self, process: asyncio.subprocess.Process, said: str) -> None:
+        assert process.stdout is not None
+        said += (await process.stdout.read()).decode()
+        self.death = said.strip() or f"the engine {how_it_ended(await process.wait())}"
+        await process.wait()
+
+    async def _end(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), KILL_S)
+            except TimeoutError:
+                self._process.kill()
+        if self._ended is not None:
+            await self._ended

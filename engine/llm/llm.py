@@ -1,0 +1,146 @@
+"""`LLM`: an `AsyncLLM` in a thread, for scripts with many prompts."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Literal
+
+import uvloop
+from tqdm import tqdm
+
+from engine.llm.client import AsyncLLM
+from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, embedding_of, listed
+from engine.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from engine.llm.params import SamplingParams
+
+MAX_BATCH = 16  # texts in one request
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Errors = Literal["raise", "return"]
+
+
+class LLM:
+    """`with LLM(model=..., flags of engine.serve) as llm: llm.chat(messages)`. Without `with`, the processes end with `close`, with the
+    object or with the program.
+
+    Lists are answered in their order. The first request that fails raises, as in AsyncLLM, and ends the others; with `errors="return"` it
+    is the `error` of its output. `fields` are further fields of the API.
+    """
+
+    def __init__(self, model: str = "demo", **flags: Any):
+        """Returns when the engine is ready. Raises ValueError or ChildDied."""
+        self._engine, self._loop = AsyncLLM(model, **flags), uvloop.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)  # the parent of the processes
+        thread.start()
+        self.close: Callable[[], object] = weakref.finalize(self, _end, self._engine, self._loop, thread)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            starting = asyncio.run_coroutine_threadsafe(self._engine.__aenter__(), self._loop)
+            undo.callback(starting.cancel)
+            starting.result()
+            undo.pop_all()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def chat(
+        self, messages: Any, sampling_params: Params = None, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any
+    ) -> list[RequestOutput]:
+        """Answer a text, a conversation, or each of a list. Parts of messages may be pictures: PIL images, bytes, paths, URLs."""
+        return self._all(_asks(CHAT, messages, sampling_params, fields), use_tqdm, errors)
+
+    def generate(
+        self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any
+    ) -> list[RequestOutput]:
+        """Continue a text, or token ids; or each of a list."""
+        return self._all(_asks(COMPLETIONS, prompts, sampling_params, fields), use_tqdm, errors)
+
+    def embed(self, prompts: Any, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any) -> list[EmbeddingRequestOutput]:
+        """Embed a text, token ids or a conversation; or each of a list."""
+        return self._all([embedding_of(prompt, fields) for prompt in listed(prompts)], use_tqdm, errors)
+
+    def as_completed(
+        self, messages: Any, sampling_params: Params = None, **fields: Any
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """As `chat`, but yields the number of a conversation and its output, or its `error`, as soon as it is finished."""
+        return self._results(_asks(CHAT, messages, sampling_params, fields))
+
+    def _all(self, asks: list[Ask], use_tqdm: bool, errors: Errors) -> list[Any]:
+        outputs: dict[int, Any] = {}
+        with contextlib.closing(self._results(asks)) as results:
+            for number, output in tqdm(results, total=len(asks), disable=not use_tqdm, desc="Answers", unit="request"):
+                if output.error is not None and errors == "raise":
+                    raise output.error
+                outputs[number] = output
+        return [outputs[number] for number in range(len(asks))]
+
+    def _results(self, asks: list[Ask]) -> Generator[tuple[int, Any], None, None]:
+        """Closing it aborts the requests that are not finished."""
+        results: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        answering = asyncio.run_coroutine_threadsafe(answer_all(self._engine, asks, results.put), self._loop)
+        answering.add_done_callback(lambda _: results.put(None))
+        try:
+            while (result := results.get()) is not None:
+                yield result
+            answering.result()
+        finally:
+            answering.cancel()
+
+
+async def answer_all(engine: AsyncLLM, asks: list[Ask], note: Callable[[tuple[int, Any]], object]) -> None:
+    """Calls `note` with the number and the output of each prompt. A ValueError or OSError of a request is the error of its output."""
+    size = max(1, min(MAX_BATCH, engine.num_places // MAX_BATCH))
+    batches: list[list[int]] = []
+    for number, ask in enumerate(asks):
+        if batches and len(batches[-1]) < size and ask.may_join(asks[batches[-1][0]]):
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+
+    async def answer(batch: list[int]) -> None:
+        left = set(batch)
+        try:
+            async for position, output in engine.answers([asks[number] for number in batch]):
+                left.discard(batch[position])
+                note((batch[position], output))
+        except (ValueError, OSError) as error:
+            if len(batch) == 1:
+                is_embedding = asks[batch[0]].path == EMBEDDINGS
+                empty = EmbeddingRequestOutput(EmbeddingOutput([]), error=error)
+                note((batch[0], empty if is_embedding else RequestOutput(asks[batch[0]].prompt, error=error)))
+            else:  # one is bad: which?
+                for number in sorted(left):
+                    await answer([number])
+
+    async def work() -> None:
+        while batches:
+            await answer(batches.pop(0))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(len(batches), engine.num_places // size)):
+                group.create_task(work())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> list[Ask]:
+    prompts = listed(prompts)
+    of_each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+    if len(of_each) != len(prompts):
+        raise ValueError(f"there are {len(of_each)} sampling_params for {len(prompts)} prompts")
+    return [Ask(path, prompt, one, fields) for prompt, one in zip(prompts, of_each, strict=True)]
+
+
+def _end(engine: AsyncLLM, loop: uvloop.Loop, thread: threading.Thread) -> None:
+    """Close an LLM, which may be gone."""
+    asyncio.run_coroutine_threadsafe(engine.__aexit__(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
