@@ -348,8 +348,10 @@ async def test_a_folder_that_is_exchanged_for_a_link(root: Path, monkeypatch: py
     assert exchanged_at > 3 and found and set(found) == {b"inside"}
 
 
-async def test_a_name_is_not_cut(root: Path) -> None:
+async def test_names_are_decoded_and_not_cut(root: Path) -> None:
+    (root / "a file").write_bytes(b"inside")
     fetcher = Fetcher(EngineConfig(allowed_local_media_path=str(root)))
-    with pytest.raises(RequestError):
-        fetcher.read_local(f"file://{root}/sub/file%00.txt")
+    assert fetcher.read_local(f"file://{root}/a%20file") == b"inside"
     await fetcher.close()
+    for name in ("sub/file%00.txt", "missing"):
+        assert await status_of(f"file://{root}/{name}", allowed_local_media_path=str(root)) == 422, name
