@@ -19,6 +19,7 @@ import msgspec
 from engine.grammar.client import CompilerBusy, GrammarCompiler, GrammarError
 from engine.launch.config import EngineConfig, num_cpus
 from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.ipc import Outbox
 from engine.wire.messages import (
     TIMED_OUT,
     Abort,
@@ -33,17 +34,18 @@ from engine.wire.messages import (
     Submit,
     TextPrompt,
     TokenPrompt,
+    ToScheduler,
     VideoRef,
 )
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
 from server.processor.detokenize import TokenTable
 from server.processor.grammar import GrammarLoads, answer_grammar
-from server.processor.image import Image
+from server.processor.image import Image, ImageTools
 from server.processor.inspect import Allowance
 from server.processor.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
 from server.processor.reasoning import OutputText, ThinkTokens
-from server.processor.request import Answer, Medium, Request, Way, release_all
+from server.processor.request import Answer, Medium, Request, release_all
 from server.processor.room import wire
 from server.processor.video import FrameList, VideoFile
 from server.region import Region
@@ -63,9 +65,14 @@ class Encoded(NamedTuple):
 
 
 @dataclass
-class Intake(Way):
+class Intake:
     """Prepares requests."""
 
+    requests: dict[int, Request]
+    tools: ImageTools
+    api: Outbox[Events]
+    scheduler: Outbox[ToScheduler]
+    tasks: asyncio.TaskGroup  # its failure is the process's
     config: EngineConfig
     checkpoint: InitVar[Checkpoint]
     model_folder: InitVar[Path]

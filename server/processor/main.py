@@ -60,9 +60,11 @@ class Processor:
         self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker, checkpoint.geometry), gpu_decodes)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
         self._loads = GrammarLoads(Outbox(child.run_dir, "worker-0"))
-        both = requests, self._tools, api, scheduler, tasks
-        self._intake = Intake(*both, child.config, checkpoint, folder, self._loads, max_model_len)
-        self._output = Output(*both)
+        self._intake = Intake(
+            requests=requests, tools=self._tools, api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint,
+            model_folder=folder, loads=self._loads, max_model_len=max_model_len,
+        )  # fmt: skip
+        self._output = Output(requests=requests, tools=self._tools, api=api, scheduler=scheduler, tasks=tasks)
 
     async def run(self) -> None:
         self._intake.start()

@@ -6,9 +6,11 @@
 """
 
 import asyncio
+from dataclasses import dataclass
 
 import msgspec
 
+from engine.wire.ipc import Outbox
 from engine.wire.messages import (
     Abort,
     CallDelta,
@@ -19,16 +21,25 @@ from engine.wire.messages import (
     FinishReason,
     Pixels,
     RequestOutput,
+    ToScheduler,
     WantedPixels,
 )
 from server.errors import error_type
-from server.processor.request import Answer, Request, Way
+from server.processor.image import ImageTools
+from server.processor.request import Answer, Request
 
 ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
 
 
-class Output(Way):
+@dataclass(slots=True)
+class Output:
     """Removes requests that the scheduler has released."""
+
+    requests: dict[int, Request]
+    tools: ImageTools
+    api: Outbox[Events]
+    scheduler: Outbox[ToScheduler]
+    tasks: asyncio.TaskGroup  # its failure is the process's
 
     def forward(self, message: EngineOutputs) -> None:
         events: list[Event] = []

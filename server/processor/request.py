@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from engine.wire.ipc import Outbox
-from engine.wire.messages import EngineRequest, ErrorInfo, Event, Events, Logprob, PromptLogprobs, RequestOutput, Submit, ToScheduler
+from engine.wire.messages import EngineRequest, ErrorInfo, Event, Logprob, PromptLogprobs, RequestOutput, Submit
 from server.errors import PROMPT, error_of, forget_frames
-from server.processor.image import Image, ImageTools
+from server.processor.image import Image
 from server.processor.logprobs import Spelling, id_spelling, named, of_prompt, of_token, ranked
 from server.processor.reasoning import OutputText
 from server.processor.room import Room
@@ -138,14 +137,3 @@ class Request:
         for region in (self.prompt, self.grammar, self.prediction):
             if region is not None:
                 room.give_back(region)
-
-
-@dataclass(slots=True)
-class Way:
-    """What messages in either direction need. Work that waits runs in `tasks`: its failure is the process's."""
-
-    requests: dict[int, Request]
-    tools: ImageTools
-    api: Outbox[Events]
-    scheduler: Outbox[ToScheduler]
-    tasks: asyncio.TaskGroup
