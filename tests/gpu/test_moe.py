@@ -28,7 +28,7 @@ from tests.unit.models.harness import Prompt
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
-TOLERANCE, FLOAT8_TOLERANCE = 2e-2, 1e-1
+TOLERANCE = 2e-2
 DEVICE = torch.device("cuda")
 
 
@@ -114,15 +114,6 @@ def test_a_single_token_equals_the_reference(backend: Backend, width: int, inner
 @pytest.mark.parametrize("name", PROMPTS)
 def test_logits_equal_transformers(model: Qwen3VL, backend: Backend, expected: dict[str, torch.Tensor], name: str) -> None:
     assert median(whole(model, backend, Prompt.build(model.config, PROMPTS[name])), expected[name]) < TOLERANCE
-
-
-def test_float8_is_close(backend: Backend, folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    ours = Qwen3VL(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
-    fill_generated(ours)
-    with torch.inference_mode():
-        ours.quantize_()
-        found = whole(ours, backend, Prompt.build(ours.config, PROMPTS["one image"]))
-    assert 5e-3 < median(found, expected["one image"]) < FLOAT8_TOLERANCE
 
 
 @pytest.mark.parametrize("decodes", [(4,), (1, 4)])
