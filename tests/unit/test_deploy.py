@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,6 @@ import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
-from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.launch.config import RAY_DEFAULTS, VERSION
@@ -148,8 +147,8 @@ def test_the_ray_service_is_what_the_command_starts() -> None:
     assert all(group["template"]["spec"]["enableServiceLinks"] is False for group in groups)
 
 
-def served_families() -> list[Metric]:
-    """A scrape after one request of each kind."""
+def served_metrics() -> set[str]:
+    """Names in a scrape after one request of each kind."""
     metrics = Metrics(cast(Client, SimpleNamespace(stats=EngineStats(), num_streams=0)), "demo")
     metrics.note_response(200)
     metrics.note_refusal(ErrorInfo(503, "", code="overloaded"))
@@ -157,11 +156,7 @@ def served_families() -> list[Metric]:
     metrics.note_first_token(1.0, {"prefill": 0.5})
     metrics.note_work(7, [3], Stages(admitted=1.0, first_token=2.0), 3.0)
     metrics.note_tokens(1, 0.1)
-    return list(text_string_to_metric_families(metrics.render().decode()))
-
-
-def served_metrics() -> set[str]:
-    return {sample.name for family in served_families() for sample in family.samples}
+    return {sample.name for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples}
 
 
 def expressions() -> Iterator[str]:
@@ -205,80 +200,43 @@ def test_scripts_parse() -> None:
         assert subprocess.run(["bash", "-n", path]).returncode == 0 and path.stat().st_mode & 0o100, name_of(path)
 
 
-class Engine(HTTPServer):
-    """A stand-in that reports how many clients wait; `loads` is consumed, its last entry stays."""
-
-    def __init__(self, loads: list[int], status: int) -> None:
-        self.loads, self.status, self.asked = loads, status, 0
-        super().__init__(("127.0.0.1", 0), Answer)
-
-
 class Answer(BaseHTTPRequestHandler):
+    """An engine for which no client waits."""
+
+    status = 200
+
     def do_GET(self) -> None:
-        server = cast(Engine, self.server)
-        server.asked += 1
-        load = server.loads.pop(0) if len(server.loads) > 1 else server.loads[0]
-        self.send_response(server.status)
+        self.send_response(self.status)
         self.end_headers()
-        self.wfile.write(json.dumps({"server_load": load}).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Not into the tests' output."""
+        self.wfile.write(b'{"server_load": 0}')
 
 
-Serve = Callable[[list[int], int], Engine]
+def exit_codes(port: int) -> list[int]:
+    """Of the health check and of the drain."""
+    scripts: list[list[object]] = [[DEPLOY / "healthcheck.py"], [DEPLOY / "drain.py", "30"]]
+    return [subprocess.run([sys.executable, *map(str, script)], env={"ENGINE_PORT": str(port)}).returncode for script in scripts]
 
 
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    servers = []
-
-    def start(loads: list[int], status: int = 200) -> Engine:
-        server = Engine(loads, status)
+def test_the_health_check_and_the_drain_ask_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return server
-
-    yield start
-    for server in servers:
+        assert exit_codes(server.server_port) == [0, 0]
+        monkeypatch.setattr(Answer, "status", 503)
+        assert exit_codes(server.server_port) == [1, 1]
         server.shutdown()
-        server.server_close()
+    assert exit_codes(server.server_port) == [1, 1]
 
 
-def run_script(name: str, port: int, *arguments: str) -> int:
-    return subprocess.run([sys.executable, DEPLOY / name, *arguments], env={"ENGINE_PORT": str(port)}, capture_output=True).returncode
-
-
-class Clock:
-    """Stand-in for the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        assert self.now < 1060, "the drain does not end"
-
-
-def test_the_drain_waits_for_the_last_stream(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drain_waits_for_the_last_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not for ever."""
     drain = importlib.import_module("deploy.drain")
-    clock = Clock()
-    monkeypatch.setattr(drain, "time", clock)
-    server, endless = serve([2, 1, 0, 1, 0, 0], 200), serve([1], 200)
-    monkeypatch.setenv("ENGINE_PORT", str(server.server_port))
+    slept: list[float] = []
+    loads = iter([2, 1, 0, 1, 0, 0])
+    monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
+    monkeypatch.setattr(drain, "open_streams", loads.__next__)
     drain.main(30)
-    assert server.asked == 6 and clock.now == 1000 + 6 * drain.EVERY_S
-    monkeypatch.setenv("ENGINE_PORT", str(endless.server_port))
-    drain.main(1)
-    assert clock.now == 1001 + 6 * drain.EVERY_S and endless.asked == 1 / drain.EVERY_S
-    assert run_script("drain.py", server.server_port, "0") == 0
-    assert run_script("drain.py", 1, "30") == 1  # no server listens there
-
-
-def test_the_health_check_tells_ready_from_not(serve: Serve) -> None:
-    assert run_script("healthcheck.py", serve([0], 200).server_port) == 0
-    assert run_script("healthcheck.py", serve([0], 503).server_port) == 1
-    assert run_script("healthcheck.py", 1) == 1
+    assert [*loads] == [] and slept == [drain.EVERY_S] * 6
+    slept.clear()
+    monkeypatch.setattr(drain, "open_streams", lambda: 1)
+    drain.main(30)
+    assert sum(slept) == 30

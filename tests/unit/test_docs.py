@@ -1,6 +1,5 @@
 """The documentation says what is so: paths, modules and flags that it names exist, and generated pages are what the code says."""
 
-import argparse
 import ast
 import importlib.util
 import json
@@ -28,7 +27,6 @@ from server.http.connection import MAX_HEAD_BYTES
 from server.http.validate import MAX_VALUES
 from server.processor.decoders import DECODE_CPU_S, LARGE_PIXELS, PIXELS_PER_CPU_S
 from server.processor.fetch import MAX_REDIRECTS
-from tests.unit.test_deploy import served_families
 
 ROOT = Path(__file__).parents[2]
 OTHER_PAGES = [ROOT / "bench/results/LEVERS.md", ROOT / "models/demo/checkpoint/README.md"]
@@ -37,10 +35,8 @@ TOP = ("engine", "server", "models", "tests", "bench", "docs", "deploy", ".githu
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"python -m ((?:engine|server|models|bench|tests)[\w.]*)")
+ADDED = re.compile(r"add_argument\(\s*\"(--[\w-]+)\"")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-
-
-ELLIPSIS = "…"
 
 
 @cache
@@ -95,16 +91,9 @@ def test_advice_is_for_flags_that_exist() -> None:
     assert generator().WHEN.keys() <= {field.name for field in msgspec.structs.fields(EngineConfig)}
 
 
-OF_OTHERS = {"--gpus", "--init", "--shm-size", "--target", "--build-arg", "--build", "--content", "--concurrency", "--images", "--requests"}
-OF_OTHERS |= {"--json", "--questions", "--url", "--out", "--minutes", "--state", "--model", "--record", "--prefill-tokens-per-decode-step"}
-OF_OTHERS |= {"--backends", "--bound", "--fd", "--replicas", "--max-replicas", "--address", "--clients", "--turns", "--accept", "--drafts"}
-OF_OTHERS |= {"--write"}
-OF_OTHERS |= {"--hypothesis-profile", "--dist", "--add", "--clock", "--counts", "--resolutions", "--input-tokens", "--output-tokens"}
-
-
 def test_flags_of_pages_exist() -> None:
-    """Flags of containers, benchmarks and training are listed above."""
-    known = OF_OTHERS.union(make_parser()._option_string_actions)
+    known = {"--gpus", "--init", "--shm-size", "--target", "--build", "--build-arg", "--hypothesis-profile", "--dist"}  # of other programs
+    known |= {*make_parser()._option_string_actions, *ADDED.findall(source_text("engine", "server", "models", "bench", "tests"))}
     for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
         text = page.read_text(encoding="utf-8")
         spans = " ".join([*CODE.findall(FENCE.sub("", text)), *FENCE.findall(text)])
@@ -114,15 +103,15 @@ def test_flags_of_pages_exist() -> None:
 def test_flags_of_the_proxy_and_of_replicas_are_told() -> None:
     page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
     flags = {flag for action in route.make_parser()._actions for flag in action.option_strings if flag not in ("-h", "--help")}
-    flags |= set(re.findall(r"add_argument\(\"(--[\w-]+)\"", (ROOT / "engine/launch/replicas.py").read_text(encoding="utf-8")))
+    flags |= set(ADDED.findall((ROOT / "engine/launch/replicas.py").read_text(encoding="utf-8")))
     assert len(flags) >= 10
     assert not [flag for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", page)]
 
 
 @cache
-def source_text() -> str:
-    """The source of engine, server and models; adjacent strings are joined."""
-    text = "".join(path.read_text(encoding="utf-8") for folder in ("engine", "server", "models") for path in (ROOT / folder).rglob("*.py"))
+def source_text(*folders: str) -> str:
+    """Adjacent strings are joined."""
+    text = "".join(path.read_text(encoding="utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return re.sub(r"\"\s*\n\s*f?\"", "", text).replace('\\"', '"')
 
 
@@ -130,13 +119,9 @@ def test_messages_of_troubleshooting_are_the_programs_own() -> None:
     """Readers search for what the screen shows."""
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) > 30
-    fragments = {part.strip(" .") for row in rows for part in row.split(ELLIPSIS)}
-    assert not [part for part in sorted(fragments) if len(part) > 1 and part not in source_text()]
-
-
-def test_every_page_is_in_the_sites_navigation() -> None:
-    listed = set(re.findall(r"([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
-    assert listed == {page.name for page in (ROOT / "docs").rglob("*.md")}
+    source = source_text("engine", "server", "models")
+    fragments = {part.strip(" .") for row in rows for part in row.split("…")}
+    assert not [part for part in sorted(fragments) if len(part) > 1 and part not in source]
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -222,29 +207,6 @@ def test_measured_figures_of_the_readme_are_in_tables_or_name_their_file() -> No
 
 
 def test_results_name_no_place() -> None:
-    run = {"environment": {"command": "bench.load --url http://x:1 --json /a/b.json --seed 1"}, "settings": {"json": "/a", "seed": "1"}}
-    assert tables.placeless(run) == {"environment": {"command": "bench.load --seed 1"}, "settings": {"seed": "1"}}
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "bench/results").rglob("*.json")]
     place = re.compile(r"--json /\S+|--url \S+|\"(?:json|url)\": \"[/h].*")
     assert len(texts) > 20 and not [found for text in texts for found in place.findall(text)]
-
-
-def says_something(name: str, text: str | None) -> bool:
-    """Whether a help has at least two words with a meaning that are not in the name."""
-    told = set(re.findall(r"[a-z0-9]{2,}", (text or "").lower().partition("(default:")[0]))
-    return len(told - set(re.findall(r"[a-z0-9]+", name.lower())) - {"engine", "vllm", "the", "of", "in", "total"}) >= 2
-
-
-def test_helps_of_metrics_say_what_they_are() -> None:
-    helps = {family.name: family.documentation for family in served_families()}
-    assert len(helps) > 45 and len(set(helps.values())) >= 40
-    assert not {name: text for name, text in helps.items() if not says_something(name, text)}
-    assert not says_something("engine_num_blocks", "num blocks (engine)") and not says_something("engine_steps", "")
-
-
-def test_helps_of_flags_say_what_they_are() -> None:
-    """Compatibility flags are in docs/moving.md instead."""
-    shown = {action.option_strings[-1]: action.help for action in make_parser()._actions if action.option_strings}
-    ours = {name: text for name, text in shown.items() if text != argparse.SUPPRESS}
-    assert len(ours) >= len(EngineConfig.__struct_fields__)
-    assert not {name: text for name, text in ours.items() if not says_something(name, text)}

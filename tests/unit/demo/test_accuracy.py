@@ -8,7 +8,7 @@ from aiohttp import web
 
 from bench.accuracy import ask_server, report
 from models.demo.questions import questions
-from models.demo.score import Score, score, table
+from models.demo.score import Score
 from tests.unit.bench.test_client import client_of, stream
 
 
@@ -39,9 +39,3 @@ def test_wilson_interval() -> None:
     assert (low, high) == pytest.approx((0.2553, 0.3662), abs=2e-4)
     assert Score("x", 10, 10).interval[1] == pytest.approx(1.0)
     assert Score("x", 0, 10).interval[0] == pytest.approx(0.0)
-
-
-def test_scores_keep_the_order_of_tasks() -> None:
-    scores = score([("b", True), ("a", False), ("b", False)])
-    assert scores == [Score("b", 1, 2), Score("a", 0, 1)]
-    assert "| b | 2 | 1 | 50.0 % |" in table(scores)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.demo_training.data import prepare
-from models.demo.questions import TASKS, Question, question, questions
+from models.demo.questions import TASKS, Question, question
 from models.demo.render import IMAGE_GEOMETRY, Drawing, draw
 from models.demo.scenes import COLOURS, MAX_ASPECT, MAX_SIDE, MIN_SIDE, Scene, random_scene
 
@@ -52,22 +52,6 @@ def test_shapes_have_their_colour_where_they_are_drawn() -> None:
     assert right >= 0.98 * seen
 
 
-def test_a_shape_alone_lies_where_its_place_says() -> None:
-    for scene, drawing in drawn():
-        if len(scene.items) == 1 and scene.items[0].kind == "shape":
-            mark = drawing.marks[0]
-            row = ("top", "", "bottom")[int(3 * mark.y / scene.height)]
-            column = ("left", "", "right")[int(3 * mark.x / scene.width)]
-            assert scene.items[0].place == (f"{row} {column}".strip() or "centre")
-
-
-def test_every_character_is_marked_inside_the_canvas() -> None:
-    for scene, drawing in drawn():
-        letters = "".join(mark.label for mark in drawing.marks if len(mark.label) == 1)
-        assert letters == (scene.text.text if scene.text else "")
-        assert all(-1 <= mark.x <= scene.width + 1 and -1 <= mark.y <= scene.height + 1 for mark in drawing.marks)
-
-
 def test_prepared_patches_are_those_of_the_reference_processor() -> None:
     processor = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").Qwen2VLImageProcessorPil(
         size={"shortest_edge": IMAGE_GEOMETRY.min_pixels, "longest_edge": IMAGE_GEOMETRY.max_pixels},
@@ -100,24 +84,6 @@ def test_answers_follow_from_the_scenes() -> None:
             asked = question(seed, task)
             assert any(asked.answer in texts for texts in items(asked))
             assert asked.answer.isdigit() == (task == "number")
-
-
-def test_messages_carry_every_picture_in_order() -> None:
-    for seed in range(5):
-        item = question(seed, "number")
-        parts = [part for message in item.messages() for part in message["content"] if isinstance(part, dict)]
-        urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
-        assert urls == [picture.url() for picture in item.pictures]
-        assert item.messages()[-1]["role"] == "user"
-        assert [p.open().size for p in item.pictures] == [(p.scene.width, p.scene.height) for p in item.pictures]
-
-
-def test_a_stream_goes_round_the_tasks() -> None:
-    tasks = ("shape", "talk", "count")
-    stream, again = questions(5, tasks), questions(5, tasks)
-    drawn_once = [next(stream) for _ in range(6)]
-    assert [item.task for item in drawn_once] == list(tasks * 2)
-    assert drawn_once == [next(again) for _ in range(6)]
 
 
 def test_clients_need_no_torch() -> None:

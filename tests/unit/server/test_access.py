@@ -1,7 +1,6 @@
 """Who gets in, what probes are told, how long a request may take, and which seed it gets."""
 
 import asyncio
-import logging
 import random
 import resource
 import threading
@@ -12,7 +11,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from engine.launch.flags import parse_args
 from engine.wire.messages import ErrorInfo, Event, Events, Submit
@@ -23,7 +22,6 @@ from server.api.status import Status
 from server.errors import RequestError
 from server.http import client as client_module
 from server.http.client import Client
-from server.http.log import POLLS, RequestLog
 from tests.eventually import eventually_async
 from tests.unit.server.in_process import client_of, serving, virtual
 from tests.unit.server.stack import Stack
@@ -156,22 +154,6 @@ async def test_an_engine_without_tokens_is_stalled(monkeypatch: pytest.MonkeyPat
         with pytest.raises(RequestError) as caught:
             await probe
         assert caught.value.info.status == 503 and not service.client.num_streams
-
-
-async def test_polls_are_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "server.http.log")
-
-    async def ignore(message: Any) -> None:
-        pass
-
-    for status in (200, 503):
-        caplog.clear()
-        for path in (*POLLS, "/v1/models"):
-            scope = {"type": "http", "method": "GET", "path": path, "headers": [], "root_path": ""}
-            await RequestLog(PlainTextResponse("", status), is_silent=False)(scope, ignore, ignore)
-        levels = {record.getMessage().split("'")[1]: record.levelno for record in caplog.records}
-        assert levels == {path: logging.DEBUG for path in POLLS} | {"/v1/models": logging.INFO}
-    assert {"/health", "/health/live", "/health_generate", "/ping", "/metrics"} == POLLS
 
 
 OVERLOADED = ErrorInfo(503, "full", "server_error", code="overloaded", retry_after=1)

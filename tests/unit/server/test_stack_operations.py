@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
+from server.http.log import POLLS
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack, StackOf, answer_ids, hold_silently
@@ -45,7 +46,8 @@ def test_one_line_per_request(stack_of: StackOf, model_folder: Path, caplog: pyt
         chat, own = "/v1/chat/completions", {"x-request-id": "first"}
         for path, value, status in ((chat, body, 200), (chat, {"messages": 5}, 400), ("/tokenize", body, 200)):
             assert stack.http.post(path, json=value, headers=own).status_code == status
-        stack.http.get("/health")
+        for path in POLLS:
+            stack.http.get(path)
         stack.settle()
         lines = [record.getMessage() for record in caplog.records if record.name == "server.http.log"]
         if access_log:
