@@ -17,8 +17,6 @@ Videos = Sequence[list[Image.Image]]
 
 
 class Reference:
-    """A model folder loaded by transformers."""
-
     def __init__(self, folder: Path):
         self._config = read_config(folder)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -56,7 +54,7 @@ class Reference:
     def _inputs(
         self, messages: list[dict[str, Any]], images: Sequence[Image.Image], is_framed: bool = False, videos: Videos = ()
     ) -> dict[str, torch.Tensor]:
-        """`is_framed`: with what the tokenizer puts around a text."""
+        """`is_framed`: with the tokens that the tokenizer puts around a text."""
         prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         inputs = {}
         if images:

@@ -109,10 +109,7 @@ class Engine:
 
 
 class Counted:
-    """The growth of an engine's totals inside a `with` block.
-
-    Totals arrive up to a second after an answer. The block's begin and end wait for those of an idle engine after its last step.
-    """
+    """The growth of an engine's totals inside a `with` block, whose begin and end wait for those of an idle engine."""
 
     NAMES = ("steps", "computed_tokens", "images_encoded", "images_skipped", "images_decoded")
 
@@ -138,10 +135,7 @@ class Counted:
 
 
 class LongAnswer:
-    """A client that streams an answer of `num_tokens` in a thread; the stream has begun when this is made.
-
-    `outcome` is empty until the stream ends, then "whole", "error" or "broken".
-    """
+    """A client that streams an answer in a thread and has begun. `outcome`: "" while it runs, then "whole", "error" or "broken"."""
 
     def __init__(self, url: str, num_tokens: int = 4000, guard_s: float = HANG_GUARD_S, **headers: str):
         self.outcome = ""

@@ -55,7 +55,7 @@ def fleet(tiny: Path) -> Iterator[Fleet]:
 
 
 def test_engines_share_the_host(fleet: Fleet) -> None:
-    """Red if each engine takes the whole machine: its CPUs, and with them the threads of its pools and of torch."""
+    """Their CPUs, and with them the threads of pools and of torch."""
     shares = [os.sched_getaffinity(child) for pid in fleet.engines for child in (pid, *children_of(pid))]
     assert shares[0].isdisjoint(shares[-1]) or len(CPUS) == 1
     assert shares[0] | shares[-1] == set(CPUS)
@@ -66,7 +66,7 @@ def test_engines_share_the_host(fleet: Fleet) -> None:
 
 
 def test_a_conversation_stays_and_its_image_is_encoded_once(fleet: Fleet) -> None:
-    """Red if requests about one image reach both engines, or if all images go to one of them, or answers differ between engines."""
+    """Conversations spread over both engines, whose answers are equal."""
     images = [image_part(picture(seed, 64, 64)) for seed in range(8)]
     before = fleet.numbers("num_taken")
     asked = [chat_body([image, text_part(f"Question {turn}")]) for image in images for turn in range(3)]
@@ -86,7 +86,6 @@ def test_a_conversation_stays_and_its_image_is_encoded_once(fleet: Fleet) -> Non
 
 
 def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fleet) -> None:
-    """Red if a death is not reported, reaches clients of the other engine, leaves its own waiting until the restart, or lasts."""
     fleet.until_healthy(2)
     before = fleet.numbers("num_taken")
     answers = [LongAnswer(fleet.url, num_tokens=2000)]  # without a key: the engine with fewer requests takes it
@@ -109,7 +108,7 @@ def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fle
 
 
 def test_a_stop_lets_running_requests_end(fleet: Fleet) -> None:
-    """Red if SIGTERM cuts a stream through the proxy, or accepts new requests meanwhile. Ends the fleet of the tests above."""
+    """Ends the fleet of the tests above."""
     fleet.until_healthy(2)
     answer = LongAnswer(fleet.url, num_tokens=500)  # has begun: a request between the proxy and a stopping engine is refused
     fleet.process.send_signal(signal.SIGTERM)
@@ -124,7 +123,6 @@ def test_a_stop_lets_running_requests_end(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("victim", ["proxy", "both engines", "launcher"])
 def test_the_launcher_ends_when_no_engine_is_left(tiny: Path, victim: str) -> None:
-    """Red if a launcher without engines or proxy goes on, if it exits with 0, or if anything is left of it."""
     running = Fleet(tiny)
     try:
         targets = {"proxy": [running.proxy], "both engines": running.engines, "launcher": [running.process.pid]}[victim]
@@ -144,6 +142,5 @@ def test_the_launcher_ends_when_no_engine_is_left(tiny: Path, victim: str) -> No
 
 
 def test_what_cannot_start_ends_at_once(tiny: Path) -> None:
-    """Red if an engine that never ran is started again and again."""
     with pytest.raises(AssertionError, match=r"the engine did not start(.|\n)*engine \d did not start: it ended with code 2"):
         Fleet(tiny, "--max-model-len", "99999999")

@@ -21,7 +21,6 @@ def make() -> Arena:
 
 @given(seed=st.integers(0, 10**9))
 def test_any_sequence_of_operations(seed: int) -> None:
-    """Red if two regions overlap, if grow or a move loses bytes, or if free ranges are not merged."""
     rng, arena = random.Random(seed), make()
     model = {}
     for _ in range(120):

@@ -28,7 +28,6 @@ def busy_process() -> Iterator[None]:
 
 
 def end_of_failing_child() -> str:
-    """What the supervisor reports when its only child fails at once."""
     supervisor = Supervisor()
     try:
         runtime = Runtime(

@@ -87,7 +87,7 @@ def part_of(values: np.ndarray, start: int, end: int) -> PromptLogprobs:
 
 
 def test_log_probabilities_of_a_prompt_are_copied_once() -> None:
-    """Red if each chunk copies all that came before: a prompt of 250,000 tokens has 40 MB of them, and thousands of chunks."""
+    """A prompt of 250,000 tokens has 40 MB of them in thousands of chunks."""
     values = np.arange(1000, dtype=np.float32)
     core = make_core()
     core.add(make_request(1, [7] * 8, [], 4), np.full(8, 7, np.int32))
@@ -112,7 +112,7 @@ class CountedImages(list[Any]):
 
 
 def test_images_that_fail_together_cost_one_search() -> None:
-    """Red if each of a request's damaged images is looked for in every other request: the scheduler would stop for all of them."""
+    """Red if each of them is searched in every other request."""
     core = make_core()
     for rid in range(20):
         request = msgspec.structs.replace(make_request(rid, [7] * 8, [], 4), images=CountedImages())

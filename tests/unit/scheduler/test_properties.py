@@ -154,7 +154,7 @@ def undrafted(sequence: Sequence, num_tokens: int) -> list[int]:
 
 
 def test_loads_with_drafters_reach_drafts_and_snapshots() -> None:
-    """Red if the properties above stop to test what they are for: no draft holds or fails, no snapshot is read or overwritten."""
+    """Otherwise the properties above would test nothing."""
     for flags in ({"drafter": True}, {"drafter": True, "head": True}, {"drafts": True}):
         sims = [serve_any_load(True, seed, seed % 2 == 1, False, stateful="drafter" in flags, **flags) for seed in range(8)]
         reached = [sum(getattr(sim, name) for sim in sims) for name in ("num_accepted", "num_refused", "num_cut")]

@@ -62,7 +62,6 @@ def load(engine: Engine) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("chunk", [17, *(pytest.param(size, marks=pytest.mark.nightly) for size in (5, 12, 24, 64))])
 def test_graphs_change_nothing(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """Red if padding has an effect, if a graph reads a stale row, position, slot or image, or if logits are in a wrong order."""
     limits = {"mixed_step_tokens": chunk + 8, "max_num_mixed_tokens": chunk, "max_num_batched_tokens": 64}
     plain = load(Engine(model, sizes=SIZES, **limits))
     run, seen = graphs.StepGraphs.run, set()

@@ -96,8 +96,7 @@ def logprobs_of(engine: Engine, rid: int) -> list[float]:
     ("graphs", "chained"), [(True, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((False, False), (False, True), (True, False)))]
 )
 def test_a_hit_from_a_snapshot_equals_a_cold_run(model: Qwen3VL, graphs: bool, chained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a row that goes on from a snapshot differs by a bit from one that was computed in steps with the same ends: behind images,
-    behind the first question, and where two questions part. With these chunks in one step, by more than products of other sizes do."""
+    """To the bit, if the cold run has steps with the same ends."""
     monkeypatch.setattr(request, "MIN_SNAPSHOT_TOKENS", 2 * BLOCK)
     monkeypatch.setattr(policy, "SPARE_ROWS", SPARE_ROWS if chained else 0)
     document = [make_picture(1, 160, 160), make_picture(2, 320, 320)]
@@ -135,7 +134,7 @@ def test_a_prompt_is_one_step_with_its_snapshots(model: Qwen3VL) -> None:
 
 
 def test_a_next_turn_goes_on_where_its_thoughts_are_left_out(model: Qwen3VL) -> None:
-    """Red if, for some length of a prompt, its states are kept behind what opens the thoughts: a next turn has the answer there."""
+    """Red if states are kept behind what opens the thoughts: a next turn has the answer there."""
     for length in range(3 * BLOCK, 4 * BLOCK):
         engine = Engine(model)
         said, opening = text(length, length), [310, 311, 312, 313, 312]  # as <|im_start|>assistant\n<think>\n
