@@ -94,8 +94,8 @@ class Guest:
 
 
 class GuestPool:
-    """Guests for the jobs of many clients. The client that has used least time since the queue was empty is next, with its smallest job.
-    Large jobs leave one guest to the others. A guest has `memory` bytes; if it `forks`, a child answers each job and may end alone."""
+    """Guests for many clients. The client that has used least time since the queue was empty is next, with its smallest job. Large jobs
+    leave one guest to the others. A guest has `memory` bytes; if it `forks`, a child answers each job and may end alone."""
 
     def __init__(self, size: int, module: str, *arguments: str, memory: int, forks: bool = False, fds: tuple[int, ...] = ()):
         self.guests = [Guest((module, str(memory), str(int(forks)), *arguments), fds) for _ in range(size)]
@@ -112,8 +112,8 @@ class GuestPool:
     async def ask(
         self, job: bytes, timeout: float, cpu_seconds: float = 0.0, client: bytes = b"", size: int = 0, is_large: bool = False
     ) -> bytes:
-        """Return the answer; a job whose guest was killed is repeated once. Errors as `Guest.ask`. A cancelled call returns only after its
-        job has ended, which may write to an arena until then."""
+        """Errors as `Guest.ask`; a job whose guest was killed is repeated once. A cancelled call returns only after its job has ended,
+        which may write to an arena until then."""
         came = asyncio.get_running_loop().create_future()
         self._waiting.append((client, size, is_large, came))
         self._assign()
@@ -190,7 +190,7 @@ def serve(answer: Callable[[bytes], bytes], forks: bool, source: BinaryIO, sink:
         job = source.read(length)
         if forks and (child := os.fork()):
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code == -signal.SIGKILL:  # perhaps in the middle of its answer
+            if code == -signal.SIGKILL:  # perhaps within its answer
                 os.kill(os.getpid(), signal.SIGKILL)
             if code:
                 send(b"", code)
