@@ -58,7 +58,7 @@ class Guest:
                 await process.stdin.drain()
                 answer, code = await _receive(process)
         except (asyncio.IncompleteReadError, ConnectionError) as problem:
-            with contextlib.suppress(TimeoutError):  # else `close` reaps it, and its exit code is lost
+            with contextlib.suppress(TimeoutError):  # else its exit code is lost
                 await asyncio.wait_for(process.wait(), END_S)
             await self.close()
             raise death(process.returncode) from problem
