@@ -83,9 +83,10 @@ class AsyncLLM:
     async def answers(self, asks: Sequence[Ask], is_streamed: bool = False) -> AsyncGenerator[tuple[int, Any], None]:
         """One request for prompts of equal parameters. Yields the position and the output of each when it is finished or, if `is_streamed`,
         has grown."""
-        path, body = asks[0].path, await asyncio.to_thread(asks[0].value) if asks[0].reads_files else asks[0].value()
+        path, body = asks[0].path, asks[0].value() if asks[0].is_text else await asyncio.to_thread(asks[0].value)
         if len(asks) > 1:
-            body["prompt"] = [ask.value()["prompt"] for ask in asks]
+            path, field = ("/v1/chat/completions/batch", "messages") if path == CHAT else (path, "prompt")
+            body[field] = [ask.value()[field] for ask in asks]
         if (is_streamed or len(asks) > 1) and body.get("prompt_logprobs") is None:
             body |= {"stream": True, "stream_options": {"continuous_usage_stats": True}}
         n = body.get("n") or 1

@@ -30,13 +30,16 @@ class Ask:
     fields: Mapping[str, Any]
 
     @property
-    def reads_files(self) -> bool:
-        return not isinstance(self.prompt, str) and (self.path == CHAT or isinstance(self.prompt, Mapping) or is_conversation(self.prompt))
+    def is_text(self) -> bool:
+        """Whether there are neither pictures nor files in it."""
+        if not is_conversation(self.prompt):
+            return not isinstance(self.prompt, Mapping)
+        return all(isinstance(message, Mapping) and isinstance(message.get("content", ""), str) for message in self.prompt)
 
     def may_join(self, other: "Ask") -> bool:
-        """Whether this text may be in one request with the other one."""
-        is_alike = self.path == other.path == COMPLETIONS and self.params is other.params and self.params.prompt_logprobs is None
-        return is_alike and not self.reads_files and not other.reads_files
+        """Whether both may be in one request."""
+        is_alike = self.path == other.path != EMBEDDINGS and self.params is other.params and self.params.prompt_logprobs is None
+        return is_alike and self.is_text and other.is_text
 
     def value(self) -> dict[str, Any]:
         """The JSON body. Raises ValueError or OSError."""

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -204,8 +203,6 @@ class GenerationEndpoint(Endpoint):
             truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
             prediction=request.prediction.text if request.prediction else "",
         )  # fmt: skip
-        for i, submit in enumerate(submits if request.seed is None else ()):  # equal prompts get different answers
-            submit.params = msgspec.structs.replace(params, seed=(params.seed + i) % (1 << 63))
         return Job(request, submits)
 
     def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:

@@ -99,6 +99,11 @@ def test_lists_of_texts(llm: LLM) -> None:
     assert [output.outputs[0].token_ids for output in outputs[:3]] == [output.outputs[0].token_ids for output in alone]
     assert [output.prompt_token_ids for output in outputs[:3]] == [output.prompt_token_ids for output in alone]
     assert isinstance(outputs[3].error, ValueError) and all(output.finished and not output.error for output in outputs[4:])
+    chats = [*prompts[::2], HELLO, [{"role": "nobody"}]]
+    together = llm.chat(chats, GREEDY, use_tqdm=False, errors="return")
+    alone = [llm.chat(chat, GREEDY, use_tqdm=False)[0] for chat in chats[:-1]]
+    assert [output.outputs[0].text for output in together[:-1]] == [output.outputs[0].text for output in alone]
+    assert isinstance(together[-1].error, ValueError)
     for seed in (None, 7):
         random = llm.generate(["Once"] * 20, SamplingParams(seed=seed, temperature=2, max_tokens=8), use_tqdm=False)
         assert (len({output.outputs[0].text for output in random}) > 1) == (seed is None)

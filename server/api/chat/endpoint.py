@@ -11,11 +11,21 @@ from engine.wire.params import OutputOptions, SamplingParams
 from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.api.chat.conversation import locate, read_conversation
 from server.api.chat.format import ChatFormat, CompletionFormat
-from server.api.chat.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest, Tool
+from server.api.chat.schema import (
+    MAX_PROMPTS,
+    BatchChatRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    Tool,
+)
 from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, json_response, submits_of
 from server.api.grammar import check_strict_tools, read_grammar
 from server.http.body import Body
 from server.http.sse import Format, encode
+from server.http.validate import bad_value
 
 
 class ChatEndpoint(GenerationEndpoint):
@@ -51,6 +61,25 @@ class ChatEndpoint(GenerationEndpoint):
         return job
 
 
+class BatchChatEndpoint(ChatEndpoint):
+    """Answers to a list of conversations with equal parameters, as vLLM's: choices are numbered over all of them."""
+
+    takes: Any = BatchChatRequest
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        conversations = value.get("messages")
+        if not isinstance(conversations, list) or not 1 <= len(conversations) <= MAX_PROMPTS:
+            raise bad_value("messages", f"must be a list of 1 to {MAX_PROMPTS} conversations")
+        first, *others = [super(BatchChatEndpoint, self).read({**value, "messages": messages}, body) for messages in conversations]
+        for job in others:
+            submit = job.submits[0]
+            submit.rid = body.new_rid()
+            first.submits.append(submit)
+            first.used |= job.used
+        _vary_seeds(first)
+        return first
+
+
 class CompletionEndpoint(GenerationEndpoint):
     """How texts, or token ids, may go on."""
 
@@ -64,6 +93,7 @@ class CompletionEndpoint(GenerationEndpoint):
         request = self.check(CompletionRequest, value)
         prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in request.prompts]
         job = self.job_of(request, body, prompts, "prompt", echo=bool(request.echo))
+        _vary_seeds(job)
         for i, url in enumerate(request.images or ()):
             job.submits[0].media.append(MediaRef(*locate(url, f"images.{i}", body, job.used)))
         return job
@@ -100,8 +130,15 @@ class DetokenizeEndpoint(GatheringEndpoint):
         return json_response(encode({"prompt": events[0].text}))
 
 
+def _vary_seeds(job: Job) -> None:
+    """Give equal prompts different answers, unless the request has a seed."""
+    for i, submit in enumerate(job.submits if job.request.seed is None else ()):
+        submit.params = msgspec.structs.replace(submit.params, seed=(submit.params.seed + i) % (1 << 63))
+
+
 ROUTES: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": ChatEndpoint,
+    "/v1/chat/completions/batch": BatchChatEndpoint,
     "/v1/completions": CompletionEndpoint,
     "/tokenize": TokenizeEndpoint,
     "/detokenize": DetokenizeEndpoint,

@@ -284,6 +284,12 @@ class ChatRequest(GenerationRequest):
             raise bad_value("tool_choice", "names a function that is not among the tools")
 
 
+class BatchChatRequest(Open):
+    """The body of `POST /v1/chat/completions/batch`: `ChatRequest` with a list of conversations."""
+
+    messages: Annotated[list[list[Message]], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
 class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`."""
 
