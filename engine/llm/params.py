@@ -53,7 +53,7 @@ class SamplingParams:
         given |= given.pop("extra")
         if rules := given.get("structured_outputs"):
             schema: Any = rules.get("json")
-            shown = {"json": schema.model_json_schema()} if isinstance(schema, type) else {}
+            shown = {"json": schema.model_json_schema()} if hasattr(schema, "model_json_schema") else {}
             given["structured_outputs"] = {name: rule for name, rule in (rules | shown).items() if rule is not None}
         if is_chat and self.logprobs is not None:
             given |= {"logprobs": True, "top_logprobs": self.logprobs}
