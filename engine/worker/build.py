@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from PIL import Image
 from engine.launch.child import Child, StopFlag
 from engine.launch.config import GIB, MIB, EngineConfig
 from engine.launch.memory import Needs, early_image_bytes, max_drafts, max_draws, max_hidden, plan_memory, sizes_for, step_graph_bytes
+from engine.wire.arena import ArenaView
 from engine.wire.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, WorkerReady
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
@@ -37,7 +38,7 @@ from models.kernels.backend import Backend
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.make import make_backend
 from models.kernels.ops import KVPool
-from models.kernels.paged import allocate_pools
+from models.kernels.paged import AttentionBackend, allocate_pools
 from models.kernels.sampling import SamplingOps
 from models.kernels.step_sizes import StepSizes
 from models.parallel.group import TensorParallel
@@ -50,61 +51,116 @@ WARM_UP_IMAGES = 8
 STAGED_PER_DRAW = BYTES_PER_DRAW + 6 * INT64  # logits index and its place; of a row its number and its start; what is known of it
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a worker has before its memory is planned."""
+
+    backend: Backend
+    tp: TensorParallel
+    model: LanguageModel
+    sampling: SamplingOps
+    sampler: Sampler
+    decoder: JpegDecoder
+    tower_stream: torch.cuda.Stream | None  # None: a CPU
+
+
 def build_runner(
     child: Child, model_config: ModelConfig, rank: int, device: torch.device, stopping: StopFlag
 ) -> tuple[Runner, WorkerReady]:
     """A runner that is ready for plans, and what the scheduler must know of it. ValueError or OSError if the model cannot be had."""
-    config, free = child.config, free_bytes(device)
-    dtype = pick_dtype(config, device)
-    backend = make_backend(child.runtime.backend, device)
-    text = model_config.text
+    config, text, free = child.config, model_config.text, free_bytes(device)
+    loaded = load(child, model_config, rank, device)
+    backend, model, spec = loaded.backend, loaded.model, loaded.model.cache_spec
+    step_sizes = sizes_for(config, text, spec, backend.step_sizes)
+    captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
+    hidden_TD = None  # counted as weights
+    if text.has_head:
+        hidden_TD = torch.zeros((max_hidden(config, backend.step_sizes), text.hidden_size), dtype=model.dtype, device=device)
+    memory = plan_memory(config, spec, measure_needs(loaded, config, captured, free), free)
+    pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, model.dtype, device)  # the last block is scratch
+    attention = backend.attention(pools, text.num_heads // loaded.tp.size)
+    max_blocks = -(-(child.runtime.max_model_len + MAX_DRAFTS) // config.block_size) + 1
+    rows = make_rows(loaded, config, pools, hidden_TD, max_blocks)
+    graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
+    if graphs is not None:
+        before = free_bytes(device)
+        child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
+    arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
+    staged = staging_bytes(config, max_draws(config, backend.step_sizes), max_blocks)
+    runner = Runner(
+        model=model,
+        attention=attention,
+        rows=rows,
+        sampler=loaded.sampler,
+        images=make_images(loaded, arena),
+        staging=Staging(staged, device, backend.transfers),
+        graphs=graphs,
+        prompts=arena,
+        tp=loaded.tp,
+        agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
+        head=make_head(model, attention, rows, Staging(MAX_GUESSES * staged, device)) if text.has_head else None,
+    )
+    ready = WorkerReady(
+        rank=rank,
+        num_blocks=memory.num_blocks,
+        image_cache_bytes=memory.image_cache,
+        bytes_per_image_token=model_config.num_visual_levels * text.hidden_size * model.dtype.itemsize,
+        step_sizes=step_sizes,
+        snapshot_blocks=spec.snapshot_blocks(config.block_size),
+    )
+    return runner, ready
+
+
+def load(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> Loaded:
+    """Join the other ranks and load weights, sampler and decoder, while kernels are compiled."""
+    config, text = child.config, model_config.text
+    dtype, backend = pick_dtype(config, device), make_backend(child.runtime.backend, device)
     with compiling(child, backend, model_config):
         tp = join_ranks(child, rank, text.hidden_size, dtype, backend)
         tp.warm_up(config.max_num_batched_tokens, text.hidden_size, dtype, device)
         model = load_model(child, model_config, tp, backend, dtype)
         tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         num_draws = max_draws(config, backend.step_sizes)
-        sampling_ops = backend.sampling(num_draws, text.vocab_size)
-        sampler = Sampler(sampling_ops, config.max_num_seqs, num_draws, model_config, Path(child.runtime.model_folder), device)
+        sampling = backend.sampling(num_draws, text.vocab_size)
+        sampler = Sampler(sampling, config.max_num_seqs, num_draws, model_config, Path(child.runtime.model_folder), device)
         sampler.warm_up()
         if device.type == "cuda" and rank == 0:
             sampler.grammars.load()  # seconds, for which streams would have to wait
         decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
         warm_up(decoder)
-    spec = model.cache_spec
-    step_sizes = sizes_for(config, text, spec, backend.step_sizes)
-    captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
-    hidden_TD = None  # counted as weights
-    if text.has_head:
-        hidden_TD = torch.zeros((max_hidden(config, backend.step_sizes), text.hidden_size), dtype=dtype, device=device)
-    needs = None if tower_stream is None else measure_needs(model, backend, sampling_ops, config, captured, tower_stream, free)
-    memory = plan_memory(config, spec, needs, free)
-    pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, dtype, device)  # the last block is scratch
-    attention = backend.attention(pools, text.num_heads // tp.size)
-    max_blocks = -(-(child.runtime.max_model_len + MAX_DRAFTS) // config.block_size) + 1
-    states = tuple(RowStates(group, config.max_num_seqs, device, max_drafts(config)) for group in spec.states)
-    snapshots = Snapshots(pools, states) if states else None
-    geometry, max_top_k = model_config.geometry, sampling_ops.max_top_k
-    kept = states, snapshots, hidden_TD, memory.num_blocks, backend.transfers
-    rows = Rows(config.max_num_seqs, max_blocks, config.block_size, geometry, device, max_top_k, *kept)
-    graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
-    if graphs is not None:
-        before = free_bytes(device)
-        child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
-    arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
-    vision = model_config.vision
-    costs = None if vision is None or vision.num_heads % tp.size else backend.split_costs
-    images = ImageCache(model.tower, ImageReader(arena, decoder, device), tp, tower_stream, costs)
-    staging = Staging(staging_bytes(config, num_draws, max_blocks), device, backend.transfers)
-    agreement = None if tp.size == 1 else Agreement(Path(child.run_dir) / "agreement", rank, tp.size, stopping.is_set)
-    head = None
-    if text.has_head:
-        head = DraftHead(model, attention, rows, Staging(MAX_GUESSES * staging_bytes(config, num_draws, max_blocks), device))
-        head.warm_up()
-    runner = Runner(model, attention, rows, sampler, images, staging, graphs, arena, tp, agreement, head)
-    token_bytes = model_config.num_visual_levels * text.hidden_size * dtype.itemsize
-    sizes = memory.num_blocks, memory.image_cache, token_bytes, step_sizes, spec.snapshot_blocks(config.block_size)
-    return runner, WorkerReady(rank, *sizes)
+    return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream)
+
+
+def make_rows(loaded: Loaded, config: EngineConfig, pools: list[KVPool], hidden_TD: torch.Tensor | None, max_blocks: int) -> Rows:
+    """Block tables and recurrent states; the pools' last block is scratch."""
+    model = loaded.model
+    states = tuple(RowStates(group, config.max_num_seqs, model.device, max_drafts(config)) for group in model.cache_spec.states)
+    return Rows(
+        max_num_seqs=config.max_num_seqs,
+        max_blocks=max_blocks,
+        block_size=config.block_size,
+        geometry=model.config.geometry,
+        device=model.device,
+        max_top_k=loaded.sampling.max_top_k,
+        states=states,
+        snapshots=Snapshots(pools, states) if states else None,
+        hidden_TD=hidden_TD,
+        scratch_block=pools[0][0].shape[0] - 1,
+        transfers=loaded.backend.transfers,
+    )
+
+
+def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
+    """The image cache. Ranks encode an image together only if the tower's heads can be split."""
+    model, tp, vision = loaded.model, loaded.tp, loaded.model.config.vision
+    costs = None if vision is None or vision.num_heads % tp.size else loaded.backend.split_costs
+    return ImageCache(model.tower, ImageReader(arena, loaded.decoder, model.device), tp, loaded.tower_stream, costs)
+
+
+def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> DraftHead:
+    head = DraftHead(model, attention, rows, staging)
+    head.warm_up()
+    return head
 
 
 @contextmanager
@@ -129,26 +185,20 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
         pool.shutdown()
 
 
-def measure_needs(
-    model: LanguageModel,
-    backend: Backend,
-    sampling: SamplingOps,
-    config: EngineConfig,
-    captured: StepSizes | None,
-    tower_stream: torch.cuda.Stream,
-    free: int,
-) -> Needs:
-    """What this rank's GPU, with `free` bytes free at the start, will hold beside the KV pool and the image cache. `captured`: sizes of
-    graphs to come."""
+def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | None, free: int) -> Needs | None:
+    """What this rank's GPU, with `free` bytes free at the start, will hold besides the KV pool and the image cache; None on a CPU.
+    `captured`: sizes of graphs to come."""
+    model, stream = loaded.model, loaded.tower_stream
+    if stream is None:
+        return None
     weights = torch.cuda.memory_allocated(model.device)
-    activations = profile_peak(model, backend, sampling, config, tower_stream)
+    activations = profile_peak(model, loaded.backend, loaded.sampling, config, stream)
     torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
-    graphs = 0 if captured is None else step_graph_bytes(model.config, captured, config, activations)
     return Needs(
         weights=weights,
         runtime=free - free_bytes(model.device) - weights,
         activations=activations,
-        step_graphs=graphs,
+        step_graphs=0 if captured is None else step_graph_bytes(model.config, captured, config, activations),
         tower=0 if model.tower is None else model.tower.kept_bytes() + early_image_bytes(model.config, config),
         states=(config.max_num_seqs + 1) * model.cache_spec.row_bytes(max_drafts(config)),
     )

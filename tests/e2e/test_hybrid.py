@@ -13,8 +13,6 @@ from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text
 
 pytestmark = pytest.mark.e2e
 
-DRAFTS = [("lookup", "1"), ("mtp", "2")]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -67,9 +65,8 @@ def test_a_video_is_seen_as_transformers_sees_it(engine: Engine, folder: Path) -
         assert (message.get("reasoning_content") or "") + (message["content"] or "") == said
 
 
-@pytest.mark.parametrize(("draft", "tp"), DRAFTS)
-def test_drafts_change_no_answer(engine: Engine, folder: Path, draft: str, tp: str) -> None:
-    """Red if a rejected draft token stays in a state: drafts from the answer itself, from other answers, and from the model's head."""
+def test_drafts_change_no_answer(engine: Engine, folder: Path) -> None:
+    """Red if a rejected draft token of the model's head stays in a state, on two ranks; `lookup` is in tests/unit/worker/test_drafts.py."""
     questions = [f"Count {word}. " * 4 for word in ("up", "down", "stars", "on")]
     asked = [(question, {"temperature": heat, "seed": 3, "max_tokens": 40}) for question in questions for heat in (0, 0.7)]
 
@@ -80,11 +77,10 @@ def test_drafts_change_no_answer(engine: Engine, folder: Path, draft: str, tp: s
             return [answer["choices"][0]["message"]["content"] for answer in answers]
 
     expected = ask_all(engine)
-    with serve(folder, "--max-model-len", "4096", "--draft", draft, "--tp", tp) as drafting:
+    with serve(folder, "--max-model-len", "4096", "--draft", "mtp", "--tp", "2") as drafting:
         for _ in range(3):
             assert ask_all(drafting) == expected
-        proposed, accepted = (drafting.metric(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted"))
-    assert proposed > 50 and (accepted > 50 or draft == "mtp"), (proposed, accepted)
+        assert drafting.metric("vllm:spec_decode_num_draft_tokens_total") > 50
 
 
 @pytest.mark.gate
