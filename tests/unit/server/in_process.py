@@ -104,17 +104,16 @@ async def settle() -> None:
 class Wire(asyncio.Transport):
     """Transport of one connection. The server calls the methods of `asyncio.Transport`, the test those of the client."""
 
-    def __init__(self, protocol: asyncio.BaseProtocol, address: str):
+    def __init__(self, protocol: asyncio.BaseProtocol):
         super().__init__()
         self._loop = asyncio.get_running_loop()
-        self._protocol, self._address = protocol, address
+        self._protocol = protocol
         self._input: deque[bytes] = deque()
         self._unsent = bytearray()
         self._is_paused = self._is_lost = False
         self.received = bytearray()  # by the client
-        self.num_taken = 0  # bytes that the server has read
         self.reads = True  # whether the client reads
-        self.is_closed = self.is_aborted = self.is_ended = False  # by the server; ended: the server sends no more
+        self.is_closed = self.is_aborted = False  # by the server
 
     def send(self, *pieces: bytes) -> None:
         """Each piece is one read of the server."""
@@ -181,7 +180,7 @@ class Wire(asyncio.Transport):
         return True
 
     def write_eof(self) -> None:
-        self.is_ended = True
+        """Shutting down one direction, as the server does after an error."""
 
     def pause_reading(self) -> None:
         self._is_paused = True
@@ -203,7 +202,7 @@ class Wire(asyncio.Transport):
         return self if name == "socket" else default
 
     def getpeername(self) -> tuple[str, int]:
-        return self._address, 50_000
+        return "10.0.0.1", 50_000
 
     def getsockname(self) -> tuple[str, int]:
         return "10.0.0.100", 8000
@@ -220,7 +219,6 @@ class Wire(asyncio.Transport):
             else:
                 size = len(piece)
                 cast(asyncio.Protocol, self._protocol).data_received(piece)
-            self.num_taken += size
             if size < len(piece):
                 self._input.appendleft(piece[size:])
 
@@ -245,16 +243,16 @@ class HttpServer:
         del logging.getLogger("uvicorn.error").filters[1:]  # every server adds one
         self._server.config.load()
 
-    def connect(self, address: str = "10.0.0.1") -> Wire:
+    def connect(self) -> Wire:
         of_uvicorn: dict[str, Any] = {"config": self._server.config, "server_state": self._server.server_state, "app_state": {}}
         protocol = DirectProtocol(self.limiter, **of_uvicorn)
-        wire = Wire(protocol, address)
+        wire = Wire(protocol)
         protocol.connection_made(wire)
         return wire
 
-    async def ask(self, *pieces: bytes, address: str = "10.0.0.1") -> Wire:
+    async def ask(self, *pieces: bytes) -> Wire:
         """A connection that has sent these pieces and was served."""
-        wire = self.connect(address)
+        wire = self.connect()
         wire.send(*pieces)
         await settle()
         return wire

@@ -37,6 +37,7 @@ from tests.unit.server.servers import InProcess, Processes
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
+MAX_MODEL_LEN = 4096
 HEARTBEAT_S = 0.25
 BEAT_NOW = 0  # not a request id: an `Abort` of it asks for a heartbeat
 
@@ -47,14 +48,14 @@ class FakeScheduler:
     """Binds the scheduler's inbox; `script` decides what happens to each request. It sends heartbeats as the real one does, and counts
     them in `EngineStats.steps`."""
 
-    def __init__(self, run_dir: str, arena: ArenaView, max_model_len: int):
+    def __init__(self, run_dir: str, arena: ArenaView):
         self._inbox: Inbox[ToScheduler] = Inbox(run_dir, "scheduler", ToScheduler)
         self._processor: Outbox[EngineOutputs | GrammarLoaded] = Outbox(run_dir, "processor")
         self._worker: Inbox[ToWorker] = Inbox(run_dir, "worker-0", ToWorker)
         self.num_beats = 0
         self._sending = threading.Lock()
         self._arena = arena
-        self.max_model_len = max_model_len
+        self.max_model_len = MAX_MODEL_LEN
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.script: Script = answer_text
@@ -158,9 +159,7 @@ def hold_silently(scheduler: FakeScheduler, request: EngineRequest) -> None:
 class Stack:
     """The api and the processor with a scripted scheduler in place of the engine's."""
 
-    def __init__(
-        self, model_folder: Path, max_model_len: int = 4096, is_started: bool = True, in_process: bool = False, **settings: object
-    ):
+    def __init__(self, model_folder: Path, is_started: bool = True, in_process: bool = False, **settings: object):
         """With `is_started` False the scheduler sends no heartbeat, and `port` must be given: the api does not report its address."""
         sizes: dict[str, Any] = {"api_arena_bytes": 16 * MIB, "processor_arena_bytes": 32 * MIB}
         config = self.config = EngineConfig(**{"port": 0, "log_level": "warning", **sizes, **settings})
@@ -177,9 +176,9 @@ class Stack:
         for fd in inherited:
             os.set_inheritable(fd, True)
         place = (self.run_dir, self._fds, lifeline, listener, str(model_folder))
-        runtime = Runtime(config, "torch", "cpu", *place, ("test-model", "other-name"), max_model_len, *metrics)
+        runtime = Runtime(config, "torch", "cpu", *place, ("test-model", "other-name"), MAX_MODEL_LEN, *metrics)
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
-        self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], arena_bytes), max_model_len)
+        self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], arena_bytes))
         self._to_scheduler: Outbox[ToScheduler] = Outbox(self.run_dir, "scheduler")
         self.servers = InProcess(runtime) if in_process else Processes(runtime, inherited)
         os.close(lifeline)

@@ -4,7 +4,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 from tokenizers import Tokenizer
 
 from engine.wire.messages import EngineRequest, RequestOutput
@@ -112,16 +111,6 @@ def test_bad_words_are_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
     check_refusal(stack.chat("x", bad_words=["a very long word " * 20]), "bad_words")
 
 
-def test_a_completion(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    stack.script = answer_ids(ids_of(tokenizer, " world"), reason="length")
-    answer = client.completions.create(model="test-model", prompt="<|im_start|>user\nhello")
-    assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == ("text_completion", " world", "length")
-    request = stack.last
-    assert stack.scheduler.prompt(request) == tokenizer.encode("<|im_start|>user\nhello", add_special_tokens=False).ids
-    assert request.params.max_tokens == 16 and answer.usage
-    assert answer.usage.prompt_tokens == len(stack.scheduler.prompt(request))
-
-
 def test_a_batch_of_prompts(stack: Stack, tokenizer: Tokenizer) -> None:
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
@@ -131,6 +120,7 @@ def test_a_batch_of_prompts(stack: Stack, tokenizer: Tokenizer) -> None:
     prompts = [[70, 70], [71], [72, 72, 72]]
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         parts = ask(stack, prompt=prompts, **options)
+        assert stack.last.params.max_tokens == 16
         for index, prompt in enumerate(prompts):
             choices = choices_of(parts, index)
             assert text_of(choices) == tokenizer.decode(prompt)
