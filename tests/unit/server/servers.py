@@ -99,7 +99,7 @@ class InProcess:
         server = make_server(self.api.build(), ConnectionLimiter(config), config, 1)
         async with asyncio.TaskGroup() as tasks:
             processor = self.processor = Processor(children["processor"], tasks)
-            processor._intake.start = lambda: None  # helpers start when they are needed
+            processor._intake.start = lambda: None  # type: ignore[method-assign]  # helpers start when they are needed
             children["processor"].ready()
             serving = [
                 tasks.create_task(self.api.pump(inbox, url_of(self._listener, is_tls=bool(config.ssl_certfile)))),

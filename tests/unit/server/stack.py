@@ -159,7 +159,7 @@ def hold_silently(scheduler: FakeScheduler, request: EngineRequest) -> None:
 class Stack:
     """The api and the processor with a scripted scheduler in place of the engine's."""
 
-    def __init__(self, model_folder: Path, is_started: bool = True, in_process: bool = False, **settings: object):
+    def __init__(self, model_folder: Path, is_started: bool = True, in_process: bool = False, **settings: Any):
         """With `is_started` False the scheduler sends no heartbeat, and `port` must be given: the api does not report its address."""
         sizes: dict[str, Any] = {"api_arena_bytes": 16 * MIB, "processor_arena_bytes": 32 * MIB}
         config = self.config = EngineConfig(**{"port": 0, "log_level": "warning", **sizes, **settings})
@@ -176,7 +176,7 @@ class Stack:
         for fd in inherited:
             os.set_inheritable(fd, True)
         place = (self.run_dir, self._fds, lifeline, listener, str(model_folder))
-        runtime = Runtime(config, "torch", "cpu", *place, ("test-model", "other-name"), MAX_MODEL_LEN, *metrics)
+        runtime = Runtime(config, "torch", "cpu", *place, ("test-model", "other-name"), MAX_MODEL_LEN, metrics[0] if metrics else None)
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
         self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], arena_bytes))
         self._to_scheduler: Outbox[ToScheduler] = Outbox(self.run_dir, "scheduler")
