@@ -1,7 +1,7 @@
-"""The newest versions of clients that pip and npm give, against the demo model: `python -m tests.clients.newest [--write] [NAME ...]`.
+"""The newest versions of clients that pip and npm give, against the demo model: `python -m tests.clients.newest [NAME ...]`.
 
-CI tests the pinned ones. Prints a table of client, version and result; `--write` puts it into docs/clients.md. Needs package indexes and,
-for what runs on it, Node.js; without them a row says so. What it installs is gone afterwards. Takes about ten minutes.
+CI tests the pinned ones. Prints the table of docs/clients.md. Needs package indexes and, for what runs on it, Node.js; without them a row
+says so. What it installs is gone afterwards. Takes about ten minutes.
 """
 
 import argparse
@@ -14,15 +14,12 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.clients import command_lines
 from tests.clients.asking import data_url
 from tests.e2e.serving import ROOT, serve
 
-PAGE = ROOT / "docs" / "clients.md"
-BEGIN, END = "<!-- newest -->\n", "<!-- end -->\n"
 TESTERS = ["pytest", "pytest-asyncio", "pytest-timeout", "httpx", "numpy", "pillow", "pydantic"]
 INSTALL_S, TEST_S = 900, 600
 PYTHON = {  # packages, the first of which gives the version, and the file of tests
@@ -78,18 +75,12 @@ NODE = {
 COMMAND_LINES = {"Codex CLI": "codex", "Claude Code": "claude"}
 
 
-@dataclass
-class Row:
-    client: str
-    version: str
-    result: str
-
-
 def run(command: list[str | Path], folder: Path, seconds: float) -> str:
-    """Its output. RuntimeError with the end of it."""
+    """Its output. CalledProcessError."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode != 0:
-        raise RuntimeError((done.stdout + done.stderr).strip()[-2000:])
+        print((done.stdout + done.stderr).strip()[-2000:], file=sys.stderr)
+    done.check_returncode()
     return done.stdout
 
 
@@ -104,9 +95,8 @@ def in_python(name: str, url: str, folder: Path) -> tuple[str, str]:
     options = ["--engine-url", url, "--confcutdir", "tests/clients", "-m", "", "-p", "no:cacheprovider", "--tb=short"]
     try:
         said = run([python, "-m", "pytest", f"tests/clients/{file}", *options], ROOT, TEST_S).strip()
-    except RuntimeError as failure:
-        print(failure, file=sys.stderr)
-        said = str(failure)
+    except subprocess.CalledProcessError as failure:
+        said = failure.stdout.strip()
     return version, ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", said.splitlines()[-1])) or "failed"
 
 
@@ -124,8 +114,7 @@ def in_node(name: str, url: str, folder: Path) -> tuple[str, str]:
     (folder / "ask.js").write_text(script + SEE)
     try:
         run(["node", "ask.js", url, data_url()], folder, TEST_S)
-    except RuntimeError as failure:
-        print(failure, file=sys.stderr)
+    except subprocess.CalledProcessError:
         return version, "failed"
     return version, "answers, streamed and not"
 
@@ -142,41 +131,33 @@ def on_the_command_line(name: str, url: str, folder: Path) -> tuple[str, str]:
     return version, "starts, answers, runs a call"
 
 
-def rows(names: list[str]) -> Iterator[Row]:
+def rows(names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Client, version and result."""
     template = ["--chat-template", str(command_lines.TEMPLATE)]
     kinds: list[tuple[list[str], Callable[[str, str, Path], tuple[str, str]], list[str]]] = [
-        ([*PYTHON], in_python, []),
-        ([*NODE], in_node, []),
-        ([*COMMAND_LINES], on_the_command_line, template),
-    ]
+        ([*PYTHON], in_python, []), ([*NODE], in_node, []), ([*COMMAND_LINES], on_the_command_line, template),
+    ]  # fmt: skip
     for clients, ask, flags in kinds:
         chosen = [client for client in clients if not names or client in names]
         if chosen and ask is not in_python and shutil.which("npm") is None:
-            yield from (Row(client, "", "not run: no npm") for client in chosen)
+            yield from ((client, "", "not run: no npm") for client in chosen)
             continue
         if chosen:
             with serve("demo", *flags) as engine:
                 for client in chosen:
                     with tempfile.TemporaryDirectory() as folder:
                         try:
-                            yield Row(client, *ask(client, engine.url, Path(folder)))
-                        except (RuntimeError, subprocess.TimeoutExpired) as failure:  # the index, or the machine, not the client
-                            print(failure, file=sys.stderr)
-                            yield Row(client, "", "not installed")
+                            yield client, *ask(client, engine.url, Path(folder))
+                        except subprocess.SubprocessError:  # the index, or the machine, not the client
+                            yield client, "", "not installed"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", choices=[*PYTHON, *NODE, *COMMAND_LINES, []], metavar="NAME")
-    parser.add_argument("--write", action="store_true", help="into docs/clients.md")
-    options = parser.parse_args()
-    lines = [f"Run on {time.strftime('%Y-%m-%d')}.", "", "| client | version | result |", "|---|---|---|"]
-    for row in rows(options.names):
-        lines.append(f"| {row.client} | {row.version} | {row.result} |")
-        print(lines[-1], flush=True)
-    if options.write:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.partition(END)[2], encoding="utf-8")
+    print(f"Run on {time.strftime('%Y-%m-%d')}.\n\n| client | version | result |\n|---|---|---|")
+    for row in rows(parser.parse_args().names):
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from bench.demo_training.files import config_json, image_processor_json
 from models.demo import CHECKPOINT
 from models.demo.evaluate import Prompt, Reference, ask_all
 from models.demo.questions import question
@@ -22,16 +21,6 @@ def reference() -> Reference:
 
 def test_the_whole_demo_stays_small() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.parent.rglob("*") if path.is_file() and path.suffix != ".pyc") <= FOLDER_LIMIT
-
-
-def test_shape_is_that_of_the_family() -> None:
-    """What the large models need: 128-wide heads, two of them shared, three DeepStack levels."""
-    config = json.loads((CHECKPOINT / "config.json").read_text())
-    assert config == config_json()
-    text, vision = config["text_config"], config["vision_config"]
-    assert (text["head_dim"], text["num_key_value_heads"], sum(text["rope_scaling"]["mrope_section"])) == (128, 2, 64)
-    assert len(vision["deepstack_visual_indexes"]) == 3
-    assert json.loads((CHECKPOINT / "preprocessor_config.json").read_text()) == image_processor_json()
 
 
 def test_tokenizer_keeps_any_text_and_knows_the_special_tokens() -> None:

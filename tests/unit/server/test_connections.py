@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +16,6 @@ from server.http import client as client_module
 from server.http.client import Client
 from server.http.connection import LINGER_S, MAX_HEAD_BYTES, MIN_WAIT_S
 from server.http.listen import SEND_BYTES
-from server.http.log import SPARING_S, Sparing
 from server.http.reply import WRITE_S
 from tests.eventually import eventually
 from tests.unit.server.in_process import HIGH_WATER, HttpServer, echo, say, serving, settle, virtual
@@ -147,19 +145,6 @@ async def test_large_heads_that_end_are_read() -> None:
     assert wire.statuses == [200, 200]
 
 
-def test_the_same_complaint_is_logged_once() -> None:
-    sparing = Sparing()
-
-    def log(seconds: float) -> str | None:
-        record = logging.LogRecord("uvicorn.error", logging.WARNING, "", 0, "Invalid HTTP request received.", (), None)
-        record.created = seconds
-        return record.msg if sparing.filter(record) else None
-
-    shown = [log(1000.0 + number / 10) for number in range(50)]
-    assert shown[0] is not None and shown[1:] == [None] * 49
-    assert log(1000.0 + SPARING_S) == f"{shown[0]} (49 more since the last one)"
-
-
 @virtual
 async def test_rubbish_gets_an_error(caplog: pytest.LogCaptureFixture) -> None:
     server = HttpServer(echo)
@@ -234,24 +219,6 @@ async def test_unread_connections_make_room() -> None:
         wire.send(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n")  # keeps its place
         await settle()
     assert [wire.is_aborted for wire in wires] == [False, False, True, True]
-
-
-@virtual
-async def test_places_are_free_when_generation_ends(model_folder: Path) -> None:
-    """Fails if an answer that is not read counts as a running request."""
-    with serving(model_folder, max_queued_requests=2) as api:
-        api.script = LONG
-        wires = [api.connect() for _ in range(3)]
-        for wire in wires:
-            wire.reads = False
-            wire.send(STREAM)
-            await settle()
-        assert len(api.submits) == 3 and api.client.num_streams == 0 and len(api.client.replies) == 3
-        assert all(wire.get_write_buffer_size() > HIGH_WATER for wire in wires)
-        for wire in wires:
-            wire.leave()
-        await settle()
-        assert not api.client.replies
 
 
 @virtual
