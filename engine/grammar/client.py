@@ -57,7 +57,7 @@ class GrammarCompiler:
         else:
             if grammar not in self._tasks:
                 task = self._tasks[grammar] = asyncio.create_task(self._compile(grammar, client))
-                task.add_done_callback(lambda _: self._tasks.pop(grammar))
+                task.add_done_callback(lambda done: self._end(grammar, done))
             try:
                 compiled = await asyncio.shield(self._tasks[grammar])  # the result is cached, also if this client leaves
             except (TimeoutError, GuestKilled):
@@ -88,6 +88,12 @@ class GrammarCompiler:
                 compiled = Compiled(error=limit if death.is_late else "the grammar is too deep or too large to compile")
             self._remember(grammar, compiled)
             return compiled
+
+    def _end(self, grammar: Grammar, done: asyncio.Task[Compiled]) -> None:
+        """Forget the task. Its error is read here because all of its clients may have left."""
+        del self._tasks[grammar]
+        if not done.cancelled():
+            done.exception()
 
     def _remember(self, grammar: Grammar, compiled: Compiled) -> None:
         self._cache[grammar] = compiled
