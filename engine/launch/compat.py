@@ -72,7 +72,7 @@ V:--mm-processor-cache-gb V:--mm-processor-cache-type ok:* | see --image-cache-b
 V:--disable-mm-preprocessor-cache ok | see --image-cache-bytes
 V:--skip-mm-profiling ok | see --max-num-encoder-tokens
 S:--mm-max-concurrent-calls ok:* | see --max-num-encoder-tokens
-S:--disable-fast-image-processor ok | images are resized on the GPU
+S:--disable-fast-image-processor ok | the GPU resizes images
 S:--keep-mm-feature-on-device ok | pixels never leave the GPU
 S:--schedule-conservativeness ok:* | requests that do not fit are preempted
 --stream-interval ok:* | each token is sent at once
