@@ -55,6 +55,26 @@ def test_chunks_of_a_padded_step() -> None:
         assert (check(step, spare_groups=5) > groups) == (context == 600)
 
 
+def test_a_chunk_across_the_last_tiles() -> None:
+    """Red if a token has no key in the first tile of a part: its result would be NaN."""
+    for length in (*range(64, 72), 79, 80, 81, 95, 96, 97):
+        check(Step.build([length], heads=(1, 1), tokens=[17]))
+
+
+def test_sizes_share_their_scratch() -> None:
+    """As captured graphs do: plan, run, then another size."""
+    lengths = [700, 30, 1000, 5]
+    pool = Step.build(lengths, heads=(2, 1)).pool
+    kernel = SplitKernel([pool], 2)
+    backends = {size: PagedAttention([pool], [Split(kernel, size)], max_pages=200) for size in (4, 1, 2)}
+    for size in (4, 1, 2, 1, 4):
+        step = Step.build(lengths[:size], heads=(2, 1), seed=size)
+        for ours, theirs in zip(pool, step.pool, strict=True):
+            ours[: len(theirs)] = theirs
+        backends[size].plan(step.layout)
+        torch.testing.assert_close(backends[size].run(0, step.q).double(), step.expected(), rtol=1e-5, atol=1e-5)
+
+
 @given(seed=st.integers(0, 10**6))
 def test_units(seed: int) -> None:
     """Every key once; no more units than allowed; none longer than needed; longest first; equal groups are cut only if all are; several
