@@ -293,7 +293,7 @@ async def guard(target: Target, only: list[str]) -> list[list[str]]:
             continue
         try:
             measured = await make()(target)
-        except* (aiohttp.ClientError, OSError, RuntimeError) as problems:
+        except* (aiohttp.ClientError, ImportError, OSError, RuntimeError) as problems:
             measured = f"not measured: {problems.exceptions[0]}"
         findings.append([name, promised, measured])
         print(*findings[-1], sep=" | ", flush=True)
