@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from bench.demo_training.data import Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch
 from bench.demo_training.feed import Composer
 from bench.demo_training.net import Trainee, build_model
-from bench.demo_training.optim import Optimiser
 from models.demo import CHECKPOINT
 from models.demo.evaluate import Reference
 from models.demo.questions import question
@@ -83,19 +82,3 @@ def _fakes(encoder: Encoder, count: int) -> list[Prepared]:
     composer = Composer(np.random.default_rng(0), encoder)
     composer.refill(0.0, count)
     return composer.numbered + composer.others
-
-
-def test_loss_falls(packed: tuple[Batch, list[Conversation]]) -> None:
-    """Six steps on one batch."""
-    trainee = Trainee(build_model(1), SIZES, CPU)
-    optimiser = Optimiser(trainee, 0.015, 2e-3, CPU)
-    optimiser.rate.fill_(1.0)
-    inputs, losses = tensors(packed[0]), []
-    for _ in range(6):
-        result = trainee(inputs)
-        (result.answer + result.label + result.colour + result.index).backward()
-        optimiser.step()
-        trainee.zero_grad()
-        losses.append(result.answer.item())
-    assert losses[0] > 6.0
-    assert losses[-1] < 0.8 * losses[0]

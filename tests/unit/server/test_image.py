@@ -113,14 +113,6 @@ async def test_pixels_take_the_place_of_the_file(loading: Loading) -> None:
     assert known.source.region.length == 48 * 80 * 3
 
 
-async def test_plain_jpegs_stay_encoded(loading: Loading) -> None:
-    for name, data in PLAIN.items():
-        image = await loading.load_bytes(data)
-        assert image.source.encoding == "jpeg", name
-        assert (image.source.height, image.source.width, image.source.orientation) == (*shown(data).shape[:2], 1), name
-        assert loading.bytes_of(image) == data, name
-
-
 async def test_low_detail_never_makes_an_image_larger(loading: Loading) -> None:
     payload = loading.body(base64.b64encode(jpeg(pixels(900, 900)))).payload
     for bounds in ({}, {"max_pixels": 1 << 30}, {"min_pixels": 1 << 19}, {"max_pixels": 1 << 12}):
@@ -154,13 +146,13 @@ async def test_an_image_in_a_hurry_is_refused_in_the_same_words(loading: Loading
         assert hurried.info == calm.info and not loading.announced
 
 
-async def test_orientation_is_read_and_sizes_are_upright(loading: Loading) -> None:
+async def test_plain_jpegs_stay_encoded_and_sizes_are_upright(loading: Loading) -> None:
     corners = np.asarray(pixels())[::47, ::79].reshape(4, 3)
     assert len(np.unique(corners, axis=0)) == 4, "a wrong rotation of the picture would not show"
-    for orientation in range(10):
-        data = jpeg(orientation=orientation)
+    plain = [(1, data) for data in PLAIN.values()]
+    for orientation, data in [*plain, *((number, jpeg(orientation=number)) for number in range(10))]:
         image = await loading.load_bytes(data)
-        assert image.source.encoding == "jpeg"
+        assert image.source.encoding == "jpeg" and loading.bytes_of(image) == data
         assert image.source.orientation == (orientation if 1 <= orientation <= 8 else 1)
         assert (image.source.height, image.source.width) == shown(data).shape[:2], orientation
 

@@ -91,10 +91,9 @@ CALL = "messages[1].tool_calls[0].function"
 
 BAD_INSIDE: list[tuple[str, dict[str, object]]] = [
     ("stop[0]", {"stop": ""}), ("stop[0]", {"stop": [5]}),
-    ("stop_token_ids[1]", {"stop_token_ids": [3, VOCAB_SIZE]}), ("stop_token_ids[0]", {"stop_token_ids": [True]}),
+    ("stop_token_ids[1]", {"stop_token_ids": [3, VOCAB_SIZE]}),
     ("stream_options.include_usage", {"stream_options": {"include_usage": 7}}), ("logit_bias.1", {"logit_bias": {"1": 101}}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}), ("min_tokens", {"min_tokens": 6, "max_tokens": 5}),
-    ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": ""}}]}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}),
     ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
@@ -105,7 +104,6 @@ BAD_INSIDE: list[tuple[str, dict[str, object]]] = [
     (PART + ".video_url.url", user([{"type": "video_url", "video_url": "x"}])),
     (PART + ".image_url", image(None)), (PART + ".image_url.url", image({"url": 5})), (PART + ".min_pixels", image(URL, min_pixels="5")),
     (PART + ".image_url.max_pixels", image({"url": URL, "max_pixels": 0})),
-    (PART + ".image_url.detail", image({"url": URL, "detail": "x"})),
     (PART + ".image_url.resized_height", image({"url": URL, "resized_height": 64})),
     *((PART + ".image_url.url", image(url)) for url in ("ftp://x/y", "/etc/passwd", "javascript:x", "", "nonce", "blob:x")),
     (CALL, {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}),
@@ -240,28 +238,21 @@ def test_limited_fields() -> None:
             assert all(json.dumps(one) in info.message for one in allowed), info.message
 
 
-CODES: list[tuple[str, dict[str, object], str]] = [
-    ("invalid_type", {"messages": None}, ""), ("integer_below_min_value", {"max_tokens": 0}, ""), ("invalid_type", {"seed": "x"}, ""),
-    ("decimal_below_min_value", {"temperature": -0.5}, ""),
-    ("string_below_min_length", {"stop": [""]}, ""), ("missing_required_parameter", {"tools": [{"type": "function"}]}, ""),
-    ("invalid_value", {"tool_choice": "required"}, ""),
-    ("unsupported_value", {"best_of": 2}, "may only be 1 on this server; or leave it out."),
-    ("unsupported_parameter", {"chat_template": "y"}, "start it with `--chat-template`, or leave it out."),
-    ("unsupported_parameter", {"lora_path": "x"}, "is not supported by this server: leave it out."),
-    ("invalid_value", user({"type": "list"}), "must be a string or a list of parts"),
-    ("invalid_value", user([{"type": "audio"}]), "'video_url' or 'video', not 'audio'"),
-    ("invalid_value", {"response_format": "text"}, "response_format: must be an object of type 'text', "),
-    ("invalid_value", user(["x"]), "messages[0].content[0]: content parts are of type 'text', "),
+CODES: list[tuple[str, dict[str, object]]] = [
+    ("invalid_type", {"messages": None}), ("integer_below_min_value", {"max_tokens": 0}), ("invalid_type", {"seed": "x"}),
+    ("decimal_below_min_value", {"temperature": -0.5}), ("string_below_min_length", {"stop": [""]}),
+    ("missing_required_parameter", {"tools": [{"type": "function"}]}), ("invalid_value", {"tool_choice": "required"}),
+    ("unsupported_value", {"best_of": 2}), ("unsupported_parameter", {"chat_template": "y"}), ("unsupported_parameter", {"lora_path": "x"}),
+    ("invalid_value", user([{"type": "audio"}])), ("invalid_value", {"response_format": "text"}),
 ]  # fmt: skip
 
 
 def test_an_error_says_its_kind() -> None:
-    for code, fields, words in CODES:
-        info = refusal(**fields)
-        assert info.code == code and words in info.message, (fields, info)
+    for code, fields in CODES:
+        assert refusal(**fields).code == code, fields
 
 
-def test_one_table_of_efforts(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_table_of_efforts() -> None:
     """Red if the three dialects differ, or if an effort outweighs a more specific field."""
     for effort, thinks in EFFORTS.items():
         assert parse(reasoning_effort=effort, verbosity="low").template_kwargs == {"enable_thinking": thinks}
@@ -273,11 +264,7 @@ def test_one_table_of_efforts(caplog: pytest.LogCaptureFixture) -> None:
         asked = messages.chat_body(check(MessagesRequest, {**value, "output_config": {"effort": effort}}), scanner)
         response = responses.chat_body(check(ResponsesRequest, {"input": "x", "reasoning": {"effort": effort}}), scanner)
         assert asked["reasoning_effort"] == response["reasoning_effort"] == effort
-    unknown = UnknownFields()
-    with caplog.at_level(logging.INFO):
-        for words in parse(reasoning_effort="high").remarks * 2:
-            unknown.once(words)
-    assert caplog.text.count("effort 'high'") == 1
+    assert len(parse(reasoning_effort="high").remarks) == 1
 
 
 BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [
@@ -336,13 +323,9 @@ def test_bad_grammars() -> None:
 def test_limits_on_pixels() -> None:
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": "https://a", "max_pixels": 100}, "max_pixels": 200, "min_pixels": 50},
-        {"type": "image_url", "image_url": {"url": "https://a", "detail": "low"}},
         {"type": "image_url", "image_url": {"url": "https://a", "detail": "low", "max_pixels": 9}},
         {"type": "image_url", "image_url": {"url": "https://a", "detail": "high"}},
     ]
     request = parse(messages=[{"role": "user", "content": parts}], mm_processor_kwargs={"min_pixels": 7, "max_pixels": 8})
     media = read_messages(request, Scanner("nonce", 4), limits=request.mm_processor_kwargs).media
-    assert [(ref.min_pixels, ref.max_pixels) for ref in media] == [(50, 100), (7, 8), (7, 9), (7, 8)]
-    assert [ref.cap for ref in media] == [None, 512 * 512, 512 * 512, None]
-    media = read_messages(request, Scanner("nonce", 4)).media
-    assert (media[3].min_pixels, media[3].max_pixels) == (None, None)
+    assert [(ref.min_pixels, ref.max_pixels, ref.cap) for ref in media] == [(50, 100, None), (7, 9, 512 * 512), (7, 8, None)]

@@ -175,12 +175,12 @@ def test_what_the_server_reports_of_itself(stack_of: StackOf, model_folder: Path
 
 
 LONG = "word " * 9000
-LONG_CHAT, IDS = {"messages": user(LONG)}, [5] * 5000
+LONG_CHAT = {"messages": user(LONG)}
 TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", LONG_CHAT, "messages"), ("/v1/completions", {"prompt": LONG}, "prompt"),
-    ("/v1/completions", {"prompt": IDS}, "prompt"), ("/v1/responses", {"input": LONG}, "input"),
-    ("/v1/embeddings", {"input": ["x", LONG]}, "input"), ("/v1/embeddings", {"input": IDS}, "input"),
-    ("/v1/embeddings", LONG_CHAT, "messages"), ("/rerank", {"query": "x", "documents": ["x", LONG]}, "documents"),
+    ("/v1/completions", {"prompt": [5] * 5000}, "prompt"), ("/v1/responses", {"input": LONG}, "input"),
+    ("/v1/embeddings", {"input": ["x", LONG]}, "input"), ("/v1/embeddings", LONG_CHAT, "messages"),
+    ("/rerank", {"query": "x", "documents": ["x", LONG]}, "documents"),
     ("/score", {"text_1": "x", "text_2": LONG}, "text_2"),
 ]  # fmt: skip
 BAD_IMAGE: list[tuple[str, dict[str, Any], str]] = [
