@@ -1,6 +1,8 @@
 """The shipped checkpoint loads in transformers unchanged and reads pictures it never saw."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -64,3 +66,9 @@ def test_recorded_answers_are_those_of_this_checkpoint(reference: Reference) -> 
     said = ask_all(reference, items, batch=len(items))
     assert sum(a.text == record["said"] for a, record in zip(said, chosen, strict=True)) >= len(chosen) - 1
     assert sum(abs(a.margin - record["margin"]) < 0.05 for a, record in zip(said, chosen, strict=True)) >= len(chosen) - 1
+
+
+def test_clients_need_no_torch() -> None:
+    """The e2e tests and the benchmarks would start seconds later."""
+    code = "import sys, models.demo.questions, models.demo.score; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

