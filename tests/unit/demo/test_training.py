@@ -1,18 +1,15 @@
 """The training forward is transformers' own model, and batches say what the chat template says."""
 
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bench.demo_training.data import Batch, Conversation, Encoder, GridTable, Packer, Prepared, Sizes, empty_batch
+from bench.demo_training.data import Batch, Conversation, Encoder, GridTable, Packer, Sizes, empty_batch
 from bench.demo_training.feed import Composer
 from bench.demo_training.net import Trainee, build_model
 from models.demo import CHECKPOINT
-from models.demo.evaluate import Reference
-from models.demo.questions import question
 
 pytestmark = pytest.mark.nightly
 
@@ -63,22 +60,3 @@ def test_packed_forward_equals_transformers(packed: tuple[Batch, list[Conversati
             reference = model.model(input_ids=torch.tensor([item.ids]), **vision).last_hidden_state[0]
             assert (reference - hidden[at : at + len(item.ids)]).abs().max() < 1e-4
             at += len(item.ids)
-
-
-def test_training_ids_are_those_of_the_template(encoder: Encoder) -> None:
-    reference = Reference(CHECKPOINT, CPU)
-    for task in ("number", "list", "talk", "which"):
-        for seed in range(8):
-            item = question(seed, task)
-            prompt = reference.prompt(item)
-            fakes = zip(_fakes(encoder, len(prompt.grids)), prompt.grids, strict=True)
-            pictures = [replace(fake, grid=(h, w)) for fake, (_, h, w) in fakes]
-            ids = encoder.conversation(item.system, list(item.turns), pictures).ids
-            assert ids[: len(prompt.ids)] == prompt.ids
-            assert encoder.tokenizer.decode(ids[len(prompt.ids) :]).strip() == item.answer
-
-
-def _fakes(encoder: Encoder, count: int) -> list[Prepared]:
-    composer = Composer(np.random.default_rng(0), encoder)
-    composer.refill(0.0, count)
-    return composer.numbered + composer.others

@@ -306,7 +306,7 @@ BAD_GRAMMARS: list[tuple[str, dict[str, object]]] = [
     ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}),
     ("response_format.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}),
     ("guided_json", {"guided_json": "{"}), ("guided_json", {"guided_json": []}), ("guided_choice", {"guided_choice": []}),
-    ("guided_choice", {"guided_choice": ["a", 5]}), ("regex", {"regex": ""}), ("regex", {"regex": 5}), ("ebnf", {"ebnf": {}}),
+    ("guided_choice", {"guided_choice": ["a", 5]}), ("regex", {"regex": ""}), ("ebnf", {"ebnf": {}}),
     ("structured_outputs", {"structured_outputs": {}}), ("structured_outputs", {"structured_outputs": {"json": {}, "regex": "a"}}),
     ("structured_outputs", {"structured_outputs": {"xml": 1}}),
     ("response_format", {"regex": "a", "response_format": {"type": "json_object"}}),
