@@ -1,7 +1,7 @@
 """Writes the generated pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
 flags.md is `engine/launch/config.py` with advice on when to change a flag; moving.md has tables of `engine/launch/compat.py`;
-fields.md is `server/api/chat/schema.py` and `server/api/fields.py`.
+fields.md is `server/openai/schema.py` and `server/openai/fields.py`.
 """
 
 import json
@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder othe
 
 from engine.launch.compat import FLAGS, Flag  # noqa: E402
 from engine.launch.config import GIB, MIB, EngineConfig  # noqa: E402
-from server.api.chat.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
-from server.api.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
+from server.openai.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
+from server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 
 OF_THE_MACHINE = {  # defaults that depend on the number of CPUs
     "media_pool_size": "2 to 16, by CPUs",
@@ -229,7 +229,7 @@ def fields_page() -> str:
     return "\n".join([
         "# Fields of requests",
         "",
-        "`server/api/chat/schema.py` defines the values of each field; a bad value is a 400 that names the field. A field not on this",
+        "`server/openai/schema.py` defines the values of each field; a bad value is a 400 that names the field. A field not on this",
         "page is ignored and logged once. `python docs/generate.py` writes this page.",
         "",
         "| endpoint | fields |",

@@ -25,15 +25,11 @@ from engine.launch.config import VERSION, read_api_keys
 from engine.wire.arena import Arena
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
-from server.api.chat import endpoint as chat
-from server.api.endpoint import Endpoint, Service
-from server.api.messages import endpoint as messages
-from server.api.openapi import DescribedRoute
-from server.api.pooling import endpoint as pooling
-from server.api.responses import endpoint as responses
-from server.api.sglang import endpoint as sglang
-from server.api.status import Status
 from server.checkpoint import read_checkpoint
+from server.dialects.anthropic import endpoint as messages
+from server.dialects.generate import endpoint as sglang
+from server.dialects.pooling import endpoint as pooling
+from server.dialects.responses import endpoint as responses
 from server.errors import RequestError, error_type
 from server.http.client import Client
 from server.http.connection import ConnectionLimiter
@@ -42,6 +38,10 @@ from server.http.listen import BACKLOG, make_server, url_of
 from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
+from server.openai import chat
+from server.openai.endpoint import Endpoint, Service
+from server.openai.openapi import DescribedRoute
+from server.openai.status import Status
 from server.warm import warm_up
 
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **messages.ROUTES, **responses.ROUTES, **pooling.ROUTES, **sglang.ROUTES}

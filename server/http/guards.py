@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.wire.messages import ErrorInfo
-from server.api.messages.format import MESSAGES_PATH, message_error_body
+from server.dialects.anthropic.format import MESSAGES_PATH, message_error_body
 from server.errors import error_body, error_type
 
 PORT = re.compile(r":\d*$")

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.wire.messages import ErrorInfo
-from server.api.messages.format import MESSAGES_PATH
+from server.dialects.anthropic.format import MESSAGES_PATH
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from starlette.responses import HTMLResponse, Response
 
-from server.api.openapi import DescribedRoute
+from server.openai.openapi import DescribedRoute
 
 PAGE = Path(__file__).with_name("page.html")
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from server.api.chat.tools import CustomCall, ToolCall
+from server.openai.tools import CustomCall, ToolCall
 
 
 class Usage(BaseModel):

@@ -8,10 +8,15 @@ from starlette.responses import Response
 
 from engine.wire.messages import ChatPrompt, Event, MediaRef, TextPrompt, TokenPrompt
 from engine.wire.params import OutputOptions, SamplingParams
-from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
-from server.api.chat.conversation import locate, read_conversation
-from server.api.chat.format import ChatFormat, CompletionFormat
-from server.api.chat.schema import (
+from server.http.body import Body
+from server.http.sse import Format, encode
+from server.http.validate import bad_value
+from server.openai.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
+from server.openai.conversation import locate, read_conversation
+from server.openai.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, json_response, submits_of
+from server.openai.format import ChatFormat, CompletionFormat
+from server.openai.grammar import check_strict_tools, read_grammar
+from server.openai.schema import (
     MAX_PROMPTS,
     BatchChatRequest,
     ChatRequest,
@@ -21,11 +26,6 @@ from server.api.chat.schema import (
     TokenizeRequest,
     Tool,
 )
-from server.api.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, json_response, submits_of
-from server.api.grammar import check_strict_tools, read_grammar
-from server.http.body import Body
-from server.http.sse import Format, encode
-from server.http.validate import bad_value
 
 
 class ChatEndpoint(GenerationEndpoint):

@@ -9,13 +9,13 @@ from typing import TypeVar
 import msgspec
 
 from engine.wire.messages import API_ARENA, MediaRef, Region, VideoRef
-from server.api.chat.media import FramesPart, ImagePart, MediaIoKwargs, ProcessorKwargs, VideoIo, VideoOptions, VideoPart, nearest
-from server.api.chat.parts import Message, RefusalPart, TextPart
-from server.api.chat.tools import CustomCall, ToolCall
-from server.api.fields import LIMITED_IN_IMAGES, check_limited
 from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.validate import Open, bad_value
+from server.openai.fields import LIMITED_IN_IMAGES, check_limited
+from server.openai.media import FramesPart, ImagePart, MediaIoKwargs, ProcessorKwargs, VideoIo, VideoOptions, VideoPart, nearest
+from server.openai.parts import Message, RefusalPart, TextPart
+from server.openai.tools import CustomCall, ToolCall
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's: images with commas between; the rate where nobody tells it
 T = TypeVar("T")

@@ -23,10 +23,6 @@ from engine.wire.arena import Arena
 from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
 from engine.wire.params import OutputOptions, SamplingParams
 from engine.wire.stats import Stages
-from server.api.chat.schema import GenerationRequest, StreamOptions
-from server.api.fields import UnknownFields
-from server.api.grammar import read_grammar
-from server.api.openapi import BodyRoute, ErrorAnswer
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
 from server.http.body import Body, check_text_bytes, read_body
@@ -37,6 +33,10 @@ from server.http.metrics import Metrics
 from server.http.reply import GatheredReply, Reply
 from server.http.sse import Format, ReplyOptions
 from server.http.validate import check, read_object
+from server.openai.fields import UnknownFields
+from server.openai.grammar import read_grammar
+from server.openai.openapi import BodyRoute, ErrorAnswer
+from server.openai.schema import GenerationRequest, StreamOptions
 
 Checked = TypeVar("Checked", bound=GenerationRequest)
 Prompt = ChatPrompt | TextPrompt | TokenPrompt

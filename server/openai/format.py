@@ -7,9 +7,9 @@ import secrets
 from abc import abstractmethod
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob, RankedToken
-from server.api.chat.tools import CustomText, custom_text
 from server.errors import error_body
 from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode
+from server.openai.tools import CustomText, custom_text
 
 DONE = b"data: [DONE]\n\n"
 

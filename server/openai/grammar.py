@@ -6,8 +6,8 @@ from typing import Any
 
 from engine.grammar.schema import check as check_schema
 from engine.wire.params import Grammar
-from server.api.chat.schema import ChatRequest, GenerationRequest, PlainFormat, StructuralTag
 from server.http.validate import bad_value
+from server.openai.schema import ChatRequest, GenerationRequest, PlainFormat, StructuralTag
 
 # Kinds of grammars by fields, and by members of `structured_outputs`.
 FIELDS = {

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from server.api.chat.media import FramesPart, ImagePart, VideoPart
-from server.api.chat.tools import CALLS, CustomCall, ToolCall
 from server.http.validate import OneOf, Strict
+from server.openai.media import FramesPart, ImagePart, VideoPart
+from server.openai.tools import CALLS, CustomCall, ToolCall
 
 MAX_TOOLS = 1024
 

@@ -1,6 +1,6 @@
 """What requests of chat and text completions may say: the fields that are read, as strict types. The other dialects build on them.
 
-None means that the client left it to the checkpoint's defaults. Fields that are not read here are the business of `server/api/fields.py`.
+None means that the client left it to the checkpoint's defaults. Fields that are not read here are the business of `fields.py` beside it.
 """
 
 import functools
@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from engine.wire.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
-from server.api.chat.media import MediaIoKwargs, ProcessorKwargs
-from server.api.chat.parts import FIRST, Message, TextPart, ToolList
-from server.api.chat.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
+from server.openai.media import MediaIoKwargs, ProcessorKwargs
+from server.openai.parts import FIRST, Message, TextPart, ToolList
+from server.openai.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
 
 MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
 from engine.launch.config import VERSION
-from server.api.endpoint import Service
-from server.api.openapi import DescribedRoute
 from server.errors import RequestError
+from server.openai.endpoint import Service
+from server.openai.openapi import DescribedRoute
 
 SECRETS = frozenset({"api_key"})
 

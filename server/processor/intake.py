@@ -39,15 +39,15 @@ from engine.wire.messages import (
 )
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
-from server.processor.detokenize import TokenTable
 from server.processor.grammar import GrammarLoads, answer_grammar
-from server.processor.image import Image, ImageTools
-from server.processor.inspect import Allowance
-from server.processor.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
-from server.processor.reasoning import OutputText, ThinkTokens
+from server.processor.media.image import Image, ImageTools
+from server.processor.media.inspect import Allowance
+from server.processor.media.room import wire
+from server.processor.media.video import FrameList, VideoFile
 from server.processor.request import Answer, Medium, Request, release_all
-from server.processor.room import wire
-from server.processor.video import FrameList, VideoFile
+from server.processor.text.detokenize import TokenTable
+from server.processor.text.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
+from server.processor.text.reasoning import OutputText, ThinkTokens
 from server.region import Region
 
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop

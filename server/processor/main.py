@@ -30,13 +30,13 @@ from engine.wire.messages import (
     ToScheduler,
 )
 from server.checkpoint import read_checkpoint
-from server.processor.early import EarlyReads
 from server.processor.grammar import GrammarLoads
-from server.processor.image import ImageTools
 from server.processor.intake import Intake
+from server.processor.media.early import EarlyReads
+from server.processor.media.image import ImageTools
+from server.processor.media.room import Room
 from server.processor.output import Output
 from server.processor.request import Request
-from server.processor.room import Room
 from server.warm import warm_up
 
 

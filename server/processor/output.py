@@ -25,7 +25,7 @@ from engine.wire.messages import (
     WantedPixels,
 )
 from server.errors import error_type
-from server.processor.image import ImageTools
+from server.processor.media.image import ImageTools
 from server.processor.request import Answer, Request
 
 ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)

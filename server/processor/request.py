@@ -12,11 +12,11 @@ import numpy as np
 
 from engine.wire.messages import EngineRequest, ErrorInfo, Event, Logprob, PromptLogprobs, RequestOutput, Submit
 from server.errors import PROMPT, error_of, forget_frames
-from server.processor.image import Image
-from server.processor.logprobs import Spelling, id_spelling, named, of_prompt, of_token, ranked
-from server.processor.reasoning import OutputText
-from server.processor.room import Room
-from server.processor.video import Video
+from server.processor.media.image import Image
+from server.processor.media.room import Room
+from server.processor.media.video import Video
+from server.processor.text.logprobs import Spelling, id_spelling, named, of_prompt, of_token, ranked
+from server.processor.text.reasoning import OutputText
 from server.region import Region
 
 SLICE = 256  # tokens of a prompt whose log-probabilities are told at once: 6 ms with 20 likely ones beside each

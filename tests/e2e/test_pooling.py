@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from server.api.pooling.endpoint import EMBED, JUDGE, RERANK
+from server.dialects.pooling.endpoint import EMBED, JUDGE, RERANK
 from tests.e2e.reference import Reference
 from tests.e2e.serving import Engine, image_part, picture, text_part
 

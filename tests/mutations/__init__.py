@@ -71,7 +71,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "the answer ignores the positions of images": ("return positions, next_position - num_tokens", "return positions, 0"),
     },
-    ("server/processor/inspect.py", ("tests/unit/server/test_image.py",)): {
+    ("server/processor/media/inspect.py", ("tests/unit/server/test_image.py",)): {
         "an image's identity ignores its content": ("        digest.update(data)\n        return", "        return"),
         "an image's identity ignores the processing parameters": (
             'b"jpeg" if stays_encoded else b"rgb", self._parameters',
@@ -158,7 +158,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "a split opening is overlooked": ("end = len(data) - _overlap(data)", "end = len(data)"),
     },
-    ("server/processor/fetch.py", ("tests/unit/server/test_fetch.py",)): {
+    ("server/processor/media/fetch.py", ("tests/unit/server/test_fetch.py",)): {
         "private addresses are fetched": ("if self._allow_private or is_public(", "if True or is_public("),
         "redirects are not checked": (
             "target = self._check(target.join(parse_url(location)))",

@@ -28,10 +28,10 @@ from engine.wire.stats import EngineStats, Stages
 from models.kernels.heads import Heads
 from models.kernels.hopper import compile
 from models.scaffold import SHAPES
-from server.api.status import Status
 from server.http.client import Client
 from server.http.guards import OPEN_PATHS
 from server.http.metrics import Metrics
+from server.openai.status import Status
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

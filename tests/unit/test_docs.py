@@ -15,15 +15,15 @@ from engine.launch.config import EngineConfig
 from engine.launch.flags import make_parser
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
 from server import route
-from server.api.chat import parts, schema
-from server.api.sglang.endpoint import Native
-from server.api.status import Status
+from server.dialects.generate.endpoint import Native
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
 from server.http.connection import MAX_HEAD_BYTES
 from server.http.validate import MAX_VALUES
-from server.processor.decoders import DECODE_CPU_S, LARGE_PIXELS, PIXELS_PER_CPU_S
-from server.processor.fetch import MAX_REDIRECTS
+from server.openai import parts, schema
+from server.openai.status import Status
+from server.processor.media.decoders import DECODE_CPU_S, LARGE_PIXELS, PIXELS_PER_CPU_S
+from server.processor.media.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
 OTHER_PAGES = [ROOT / "bench/results/LEVERS.md", ROOT / "models/demo/checkpoint/README.md"]

@@ -6,15 +6,9 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from engine.wire.messages import Event
-from server.api.chat.conversation import check_url
-from server.api.chat.endpoint import ChatEndpoint, counted_chat
-from server.api.chat.schema import ChatRequest
-from server.api.chat.tools import HostedTool
-from server.api.endpoint import Endpoint, GatheringEndpoint, Job
-from server.api.fields import limits_of, rest_of
-from server.api.messages import schema
-from server.api.messages.format import MESSAGES_PATH, MessageFormat
-from server.api.messages.schema import (
+from server.dialects.anthropic import schema
+from server.dialects.anthropic.format import MESSAGES_PATH, MessageFormat
+from server.dialects.anthropic.schema import (
     Base64Source,
     ClientTool,
     CountRequest,
@@ -28,6 +22,12 @@ from server.api.messages.schema import (
 from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.validate import bad_value, check
+from server.openai.chat import ChatEndpoint, counted_chat
+from server.openai.conversation import check_url
+from server.openai.endpoint import Endpoint, GatheringEndpoint, Job
+from server.openai.fields import limits_of, rest_of
+from server.openai.schema import ChatRequest
+from server.openai.tools import HostedTool
 
 # Fields of the dialect that are not implemented, and those of chat completions that its answers have no place for.
 LIMITED = limits_of(

@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from server.api.chat.parts import FIRST, ToolList
-from server.api.chat.schema import MAX_STOPS, Effort, MessageList, NotEmpty, Temperature, TokenCount, TopK, TopP
-from server.api.chat.tools import HostedTool, Name
 from server.http.validate import OneOf, Open, Strict
+from server.openai.parts import FIRST, ToolList
+from server.openai.schema import MAX_STOPS, Effort, MessageList, NotEmpty, Temperature, TokenCount, TopK, TopP
+from server.openai.tools import HostedTool, Name
 
 
 class TextBlock(Strict):

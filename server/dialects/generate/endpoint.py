@@ -11,17 +11,17 @@ from typing import Any
 from engine.wire.messages import MediaRef, Submit, TextPrompt, TokenPrompt
 from engine.wire.params import OutputOptions, SamplingParams
 from engine.wire.stats import Stages
-from server.api.chat.conversation import locate
-from server.api.chat.schema import CompletionRequest
-from server.api.endpoint import Endpoint, GenerationEndpoint, Job, Service
-from server.api.fields import limits_of, rest_of
-from server.api.openapi import DescribedRoute
-from server.api.sglang import schema
-from server.api.sglang.format import GenerateFormat
-from server.api.sglang.schema import GenerateRequest, Sampling
+from server.dialects.generate import schema
+from server.dialects.generate.format import GenerateFormat
+from server.dialects.generate.schema import GenerateRequest, Sampling
 from server.errors import RequestError
 from server.http.body import Body
 from server.http.validate import bad_value, check
+from server.openai.conversation import locate
+from server.openai.endpoint import Endpoint, GenerationEndpoint, Job, Service
+from server.openai.fields import limits_of, rest_of
+from server.openai.openapi import DescribedRoute
+from server.openai.schema import CompletionRequest
 
 BARE = re.compile(r"[A-Za-z0-9+/_-]{64,}={0,2}")  # base64 without its `data:`
 HEALTH_S = 20.0

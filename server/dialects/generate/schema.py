@@ -5,9 +5,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from engine.wire.params import MAX_TOP_LOGPROBS
-from server.api.chat.parts import FIRST
-from server.api.chat.schema import Ids
 from server.http.validate import OneOf, Open, Worded
+from server.openai.parts import FIRST
+from server.openai.schema import Ids
 
 IMAGES = "must be an image, a list of images, or for several prompts a list of either: URLs, or base64"
 Images = Annotated[list[str], FIRST]

@@ -19,15 +19,15 @@ from starlette.responses import Response
 
 from engine.wire.messages import ChatPrompt, Event, TokenPrompt
 from engine.wire.params import OutputOptions, SamplingParams
-from server.api.chat.conversation import read_conversation
-from server.api.chat.parts import Message
-from server.api.chat.schema import ChatRequest
-from server.api.endpoint import Endpoint, GatheringEndpoint, Job, json_response, submits_of
-from server.api.pooling import schema
-from server.api.pooling.schema import EmbeddingRequest, ItemContent, PoolingRequest, RerankRequest, ScoreRequest
+from server.dialects.pooling import schema
+from server.dialects.pooling.schema import EmbeddingRequest, ItemContent, PoolingRequest, RerankRequest, ScoreRequest
 from server.http.body import Body
 from server.http.sse import encode
 from server.http.validate import bad_value, check
+from server.openai.conversation import read_conversation
+from server.openai.endpoint import Endpoint, GatheringEndpoint, Job, json_response, submits_of
+from server.openai.parts import Message
+from server.openai.schema import ChatRequest
 
 EMBED = "Represent the user's input."
 RERANK = "Given a search query, retrieve relevant candidates that answer the query."

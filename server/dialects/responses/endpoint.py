@@ -9,15 +9,9 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from engine.wire.messages import Event
-from server.api.chat.conversation import check_url
-from server.api.chat.endpoint import ChatEndpoint, counted_chat
-from server.api.chat.schema import ChatRequest
-from server.api.chat.tools import HostedTool
-from server.api.endpoint import Endpoint, GatheringEndpoint, Job
-from server.api.fields import limits_of, rest_of
-from server.api.responses import schema
-from server.api.responses.format import ResponseFormat
-from server.api.responses.schema import (
+from server.dialects.responses import schema
+from server.dialects.responses.format import ResponseFormat
+from server.dialects.responses.schema import (
     AnyTool,
     CallItem,
     ChosenTool,
@@ -34,6 +28,12 @@ from server.api.responses.schema import (
 from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.validate import bad_value, check
+from server.openai.chat import ChatEndpoint, counted_chat
+from server.openai.conversation import check_url
+from server.openai.endpoint import Endpoint, GatheringEndpoint, Job
+from server.openai.fields import limits_of, rest_of
+from server.openai.schema import ChatRequest
+from server.openai.tools import HostedTool
 
 # Fields of the dialect that are not implemented, and those of chat completions that it has other names for, or no place.
 LIMITED = limits_of(

@@ -8,9 +8,9 @@ import time
 from typing import Any, NamedTuple
 
 from engine.wire.messages import ErrorInfo
-from server.api.chat.tools import CustomText, custom_text
-from server.api.responses.schema import joined
+from server.dialects.responses.schema import joined
 from server.http.sse import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
+from server.openai.tools import CustomText, custom_text
 
 
 class Kind(NamedTuple):

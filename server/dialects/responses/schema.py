@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from server.api.chat.media import PixelLimits, VideoOptions
-from server.api.chat.parts import FIRST, RefusalPart, ToolList
-from server.api.chat.schema import Effort, MessageList, Temperature, TokenCount, TopP, Verbosity
-from server.api.chat.tools import FunctionDefinition, HostedTool, Name
 from server.http.validate import OneOf, Open, Strict, Worded
+from server.openai.media import PixelLimits, VideoOptions
+from server.openai.parts import FIRST, RefusalPart, ToolList
+from server.openai.schema import Effort, MessageList, Temperature, TokenCount, TopP, Verbosity
+from server.openai.tools import FunctionDefinition, HostedTool, Name
 
 
 class InputText(Strict):

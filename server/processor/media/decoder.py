@@ -9,7 +9,7 @@ import msgspec
 from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo
 from server.errors import RequestError
-from server.processor.pixels import decode_rgb, read_header
+from server.processor.media.pixels import decode_rgb, read_header
 
 MEMORY_BYTES = 4 << 30  # of a guest; more fails the image
 

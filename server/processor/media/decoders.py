@@ -11,9 +11,9 @@ from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
 from server.errors import RequestError, invalid_image, invalid_video, overloaded
-from server.processor.decoder import MEMORY_BYTES, Decoded, Job
-from server.processor.inspect import Header
-from server.processor.video_jobs import Clip, VideoAnswer, VideoJob, VideoLimits
+from server.processor.media.decoder import MEMORY_BYTES, Decoded, Job
+from server.processor.media.inspect import Header
+from server.processor.media.video_jobs import Clip, VideoAnswer, VideoJob, VideoLimits
 from server.region import Region
 
 LARGE_PIXELS = 1 << 23  # from here on images share a budget, and leave a process to smaller ones
@@ -60,7 +60,7 @@ class Decoders:
         self.budget = Budget(config.max_decode_bytes)
         self._timeout = config.decode_timeout
         size = max(2, config.processing_pool_size)
-        self._pool = _pool(size, arena, "server.processor.decoder", memory=MEMORY_BYTES)
+        self._pool = _pool(size, arena, "server.processor.media.decoder", memory=MEMORY_BYTES)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -109,7 +109,7 @@ class VideoDecoders:
         threads = max(1, config.processing_pool_size // size)
         limits = VideoLimits(config.max_video_frame_pixels, config.max_video_file_frames, config.max_video_memory, threads)
         self._timeout = config.video_timeout
-        self._pool = _pool(size, arena, "server.processor.video_decoder", msgspec.json.encode(limits).decode(), memory=limits.memory)
+        self._pool = _pool(size, arena, "server.processor.media.video_decoder", msgspec.json.encode(limits).decode(), memory=limits.memory)
         self._is_installed = find_spec("av") is not None
 
     async def close(self) -> None:

@@ -23,15 +23,15 @@ from engine.wire.messages import Region as WireRegion
 from models.media.geometry import Grid
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError
-from server.processor.base64_text import decode_base64, decode_data_url
-from server.processor.decoders import Decoders, Size, VideoDecoders
-from server.processor.early import EarlyReads
-from server.processor.fetch import Fetcher
-from server.processor.inspect import Allowance, Header, Inspector, VideoPlan
-from server.processor.named import NamedImages
-from server.processor.prompt import Visual
-from server.processor.recent import Recent
-from server.processor.room import Room, wire
+from server.processor.media.base64_text import decode_base64, decode_data_url
+from server.processor.media.decoders import Decoders, Size, VideoDecoders
+from server.processor.media.early import EarlyReads
+from server.processor.media.fetch import Fetcher
+from server.processor.media.inspect import Allowance, Header, Inspector, VideoPlan
+from server.processor.media.named import NamedImages
+from server.processor.media.recent import Recent
+from server.processor.media.room import Room, wire
+from server.processor.text.prompt import Visual
 from server.processor.threads import result_of, run, settled
 from server.region import Region
 

@@ -15,7 +15,7 @@ from models.media.geometry import Grid, VisionGeometry
 from models.media.video import VideoGeometry
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, invalid_image, no_vision
-from server.processor.pixels import read_orientation
+from server.processor.media.pixels import read_orientation
 
 PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
 MAX_JPEG_PIXELS = 1 << 25  # that a GPU decodes within a step, with 3 bytes of its memory each; larger ones are decoded here

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 from server.errors import RequestError
-from server.processor.recent import Recent
+from server.processor.media.recent import Recent
 
 MAX_BYTES = 256 << 20  # of encoded images, on the heap
 NUM_BOUND = 1 << 16  # names whose content is known, also when its bytes are gone

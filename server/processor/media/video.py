@@ -21,13 +21,13 @@ from engine.wire.messages import ImageSource, ImageSpan, MediaRef, VideoRef
 from engine.wire.messages import Region as WireRegion
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry
 from server.errors import RequestError
-from server.processor.base64_text import decode_base64
-from server.processor.decoders import Size
-from server.processor.image import Image, ImageTools, decoded_bytes, naming, start_task
-from server.processor.inspect import PAIR, Allowance, VideoPlan
-from server.processor.pixels import pair_hash
-from server.processor.prompt import Visual
-from server.processor.room import wire
+from server.processor.media.base64_text import decode_base64
+from server.processor.media.decoders import Size
+from server.processor.media.image import Image, ImageTools, decoded_bytes, naming, start_task
+from server.processor.media.inspect import PAIR, Allowance, VideoPlan
+from server.processor.media.pixels import pair_hash
+from server.processor.media.room import wire
+from server.processor.text.prompt import Visual
 from server.processor.threads import run
 from server.region import Region
 

@@ -7,10 +7,10 @@ import msgspec
 
 from engine.wire.arena import ArenaView
 from server.errors import RequestError, invalid_video
-from server.processor.inspect import PAIR
-from server.processor.pixels import pair_hash
-from server.processor.video_file import Rgb, look, read_pairs
-from server.processor.video_jobs import VideoAnswer, VideoJob, VideoLimits
+from server.processor.media.inspect import PAIR
+from server.processor.media.pixels import pair_hash
+from server.processor.media.video_file import Rgb, look, read_pairs
+from server.processor.media.video_jobs import VideoAnswer, VideoJob, VideoLimits
 
 
 def prepare(arena_fd: str, arena_size: str, limits: str) -> Callable[[bytes], bytes]:

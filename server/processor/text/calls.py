@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.wire.messages import CallDelta
-from server.processor.detokenize import possible_start
+from server.processor.text.detokenize import possible_start
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ESCAPE_OR_MARK = re.compile(r'\\.|(["{}\[\]\n])', re.DOTALL)

@@ -14,7 +14,7 @@ from engine.wire.params import MAX_BAD_WORD_TOKENS
 from models.media.video import time_text
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError, no_vision
-from server.processor.template import ChatTemplate, Rendered, Setting
+from server.processor.text.template import ChatTemplate, Rendered, Setting
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from engine.wire.messages import CallDelta
 from engine.wire.params import OutputOptions
-from server.processor.calls import CallSplitter, Schemas
-from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
+from server.processor.text.calls import CallSplitter, Schemas
+from server.processor.text.detokenize import Detokenizer, StopMatcher, TokenTable
 
 LINE_BREAKS = "\r\n"
 MAX_SPACES = 256  # tokens of white space after a prompt's `<think>`

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.chat_template import CHAT_TEMPLATE
 from server.checkpoint import Checkpoint, read_checkpoint
-from server.processor.detokenize import TokenTable
+from server.processor.text.detokenize import TokenTable
 from tests.unit.server.loading import Loading
 from tests.unit.server.stack import Stack, StackOf
 

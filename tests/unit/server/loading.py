@@ -13,12 +13,12 @@ from engine.wire.arena import Arena, ArenaView, create_memfd
 from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.early import EarlyReads
-from server.processor.image import Image, ImageTools
-from server.processor.inspect import Allowance
+from server.processor.media.early import EarlyReads
+from server.processor.media.image import Image, ImageTools
+from server.processor.media.inspect import Allowance
+from server.processor.media.room import Room
+from server.processor.media.video import FrameList, Video, VideoFile
 from server.processor.request import Medium, release_all
-from server.processor.room import Room
-from server.processor.video import FrameList, Video, VideoFile
 
 SIZE = 8 << 20
 

@@ -16,12 +16,12 @@ from starlette.responses import Response
 from engine.launch.flags import parse_args
 from engine.wire.messages import ErrorInfo, Event, Events, Submit
 from engine.wire.stats import EngineStats
-from server.api.endpoint import LARGE_JSON_BYTES, Endpoint, Job
-from server.api.sglang.endpoint import Native
-from server.api.status import Status
+from server.dialects.generate.endpoint import Native
 from server.errors import RequestError
 from server.http import client as client_module
 from server.http.client import Client
+from server.openai.endpoint import LARGE_JSON_BYTES, Endpoint, Job
+from server.openai.status import Status
 from tests.eventually import eventually_async
 from tests.unit.server.in_process import client_of, serving, virtual
 from tests.unit.server.stack import Stack
@@ -147,7 +147,7 @@ async def test_a_full_queue_is_no_failure_and_an_idle_engine_is_asked() -> None:
 
 async def test_an_engine_without_tokens_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events without a token, such as the end of a request that was only counted, prove nothing."""
-    monkeypatch.setattr("server.api.sglang.endpoint.HEALTH_S", 0.0)
+    monkeypatch.setattr("server.dialects.generate.endpoint.HEALTH_S", 0.0)
     for service in (Service(), Service(max_requests=0), Service(is_started=False)):
         probe = service.probe()
         service.dispatch(Event(7, "text", finish_reason="stop"))

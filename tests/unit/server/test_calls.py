@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.wire.messages import CallDelta
-from server.processor import calls
-from server.processor.calls import CLOSE, CallSplitter, JsonBody, XmlBody
+from server.processor.text import calls
+from server.processor.text.calls import CLOSE, CallSplitter, JsonBody, XmlBody
 
 SCHEMAS = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}, "code": {"type": "string"}}}
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln \\"}{\\" 🌧", "days": [1, {"a": null}]}}\n</tool_call>'

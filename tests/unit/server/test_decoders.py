@@ -22,10 +22,10 @@ from models.kernels.reference.ops import TorchOps
 from models.vision.preprocess import Preprocessor
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor import decoders
-from server.processor.decoders import Budget
-from server.processor.inspect import Allowance, Header
-from server.processor.room import TIMEOUT_S, Room
+from server.processor.media import decoders
+from server.processor.media.decoders import Budget
+from server.processor.media.inspect import Allowance, Header
+from server.processor.media.room import TIMEOUT_S, Room
 from server.region import MIN_GROWTH, Region
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.in_process import settle, virtual
@@ -65,7 +65,7 @@ async def test_an_image_that_is_made_smaller_here_is_the_workers(checkpoint: Che
 
 
 async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.processor.inspect.MAX_JPEG_PIXELS", 700 * 900 - 1)
+    monkeypatch.setattr("server.processor.media.inspect.MAX_JPEG_PIXELS", 700 * 900 - 1)
     made = Loading(checkpoint)
     assert (await made.load_bytes(jpeg(LARGE))).source.encoding == "rgb"
     assert (await made.load_bytes(jpeg())).source.encoding == "jpeg"

@@ -17,17 +17,17 @@ from engine.wire.arena import Arena, create_memfd
 from engine.wire.messages import ChatPrompt, EngineOutputs, Event, Events, RequestOutput, Submit
 from engine.wire.params import OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
 from engine.wire.stats import Stages
-from server.api.chat import tools
-from server.api.chat.tools import CustomText
-from server.api.sglang import format as sglang
+from server.dialects.generate import format as sglang
 from server.http.sse import Choice, ReplyOptions
-from server.processor import reasoning
-from server.processor.detokenize import Detokenizer, StopMatcher, TokenTable
-from server.processor.logprobs import of_prompt
+from server.openai import tools
+from server.openai.tools import CustomText
+from server.processor.media.room import Room
 from server.processor.output import Output
-from server.processor.reasoning import OutputText, ThinkTokens
 from server.processor.request import SLICE, Answer, Request
-from server.processor.room import Room
+from server.processor.text import reasoning
+from server.processor.text.detokenize import Detokenizer, StopMatcher, TokenTable
+from server.processor.text.logprobs import of_prompt
+from server.processor.text.reasoning import OutputText, ThinkTokens
 
 
 def pieces_of(table: TokenTable, ids: list[int]) -> list[str]:

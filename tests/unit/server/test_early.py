@@ -15,7 +15,7 @@ from engine.wire.messages import ImageSource, Prefetch, Region
 from models.media.geometry import VisionGeometry
 from server.http.body import Body
 from server.http.scan import Scanner
-from server.processor.early import MAX_BYTES, NUM_REMEMBERED, EarlyReads
+from server.processor.media.early import MAX_BYTES, NUM_REMEMBERED, EarlyReads
 from tests.eventually import eventually
 from tests.unit.server.conftest import StackOf
 from tests.unit.server.raw_http import JPEG, body_of, connect, head_of, large_image, read_answer, request_of, text_body

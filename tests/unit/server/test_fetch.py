@@ -21,10 +21,10 @@ from engine.wire.arena import ArenaFull, ArenaTooSmall
 from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor import fetch
-from server.processor.fetch import GRACE_S, Fetcher, Outside, Resolver, is_public, open_within
-from server.processor.image import Image
-from server.processor.inspect import Allowance
+from server.processor.media import fetch
+from server.processor.media.fetch import GRACE_S, Fetcher, Outside, Resolver, is_public, open_within
+from server.processor.media.image import Image
+from server.processor.media.inspect import Allowance
 from server.processor.request import release_all
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.in_process import virtual

@@ -30,8 +30,8 @@ from engine.wire.params import Grammar, OutputOptions, SamplingParams
 from server.errors import RequestError
 from server.http.reply import CUT_OFF
 from server.processor import intake
-from server.processor.calls import CallSplitter
 from server.processor.grammar import LARGE_BYTES, LOAD_S, GrammarLoads, answer_grammar
+from server.processor.text.calls import CallSplitter
 from tests.eventually import eventually
 from tests.unit.server.conftest import StackOf
 from tests.unit.server.in_process import settle, virtual

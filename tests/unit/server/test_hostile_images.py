@@ -22,9 +22,9 @@ from engine.plain_jpeg import has_end, has_too_many_scans, parse_plain_jpeg
 from engine.wire.arena import ArenaView, create_memfd
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.decoder import Decoded, Job, answer
-from server.processor.decoders import Decoders, VideoDecoders
-from server.processor.video_jobs import Clip, VideoAnswer
+from server.processor.media.decoder import Decoded, Job, answer
+from server.processor.media.decoders import Decoders, VideoDecoders
+from server.processor.media.video_jobs import Clip, VideoAnswer
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import DECODED, animation, jpeg, pixels, png_chunk, png_header, progressive_jpeg, save

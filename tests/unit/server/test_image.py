@@ -23,12 +23,12 @@ from engine.wire.arena import ArenaFull, ArenaTooSmall
 from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor import image as image_module
-from server.processor import inspect
-from server.processor.base64_text import decode_base64, decode_data_url
-from server.processor.image import Image as ServerImage
-from server.processor.inspect import Allowance
-from server.processor.recent import Recent
+from server.processor.media import image as image_module
+from server.processor.media import inspect
+from server.processor.media.base64_text import decode_base64, decode_data_url
+from server.processor.media.image import Image as ServerImage
+from server.processor.media.inspect import Allowance
+from server.processor.media.recent import Recent
 from tests.unit.server.loading import SIZE, Loading
 from tests.unit.server.media_corpus import BAD, CORPUS, patched
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, save

@@ -16,17 +16,17 @@ from starlette.responses import Response
 from tokenizers import Tokenizer
 
 from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
-from server.api.chat.schema import MAX_IDS, DetokenizeRequest
-from server.api.endpoint import Job
-from server.api.pooling import endpoint as pooling
 from server.checkpoint import Checkpoint
+from server.dialects.pooling import endpoint as pooling
 from server.errors import RequestError
 from server.http import validate
 from server.http.client import Stream
 from server.http.reply import LARGE_NUMBERS, GatheredReply
 from server.http.validate import MAX_VALUES, check, read_object
-from server.processor.detokenize import NUM_AT_ONCE, TokenTable
-from server.processor.prompt import PromptBuilder
+from server.openai.endpoint import Job
+from server.openai.schema import MAX_IDS, DetokenizeRequest
+from server.processor.text.detokenize import NUM_AT_ONCE, TokenTable
+from server.processor.text.prompt import PromptBuilder
 from tests.unit.server.stack import MIB, Stack
 
 MESSAGES = b'{"messages": [{"role": "user", "content": "x"}], "ignored": %s}'

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import ErrorInfo, Event
-from server.api.chat.schema import ChatRequest
-from server.api.messages.endpoint import LIMITED, chat_body
-from server.api.messages.format import MessageFormat, message_error_body
-from server.api.messages.schema import MessagesRequest
+from server.dialects.anthropic.endpoint import LIMITED, chat_body
+from server.dialects.anthropic.format import MessageFormat, message_error_body
+from server.dialects.anthropic.schema import MessagesRequest
 from server.errors import RequestError
 from server.http.scan import Scanner
 from server.http.sse import ReplyOptions
 from server.http.validate import check
+from server.openai.schema import ChatRequest
 from tests.unit.server.answering import document_of, events, stream_of
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "why?"}

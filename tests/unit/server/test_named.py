@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from server.errors import RequestError
-from server.processor import named
-from server.processor.named import NamedImages
+from server.processor.media import named
+from server.processor.media.named import NamedImages
 from tests.unit.server.clips import encode, frames_of
 from tests.unit.server.pictures import save
 from tests.unit.server.stack import Stack

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from engine.wire.messages import ChatPrompt
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.errors import RequestError
-from server.processor.prompt import PromptBuilder, Visual
+from server.processor.text.prompt import PromptBuilder, Visual
 
 # In the manner of the published template: images only in a user's turn, other roles' parts by their text.
 USER_ONLY_TEMPLATE = """\

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event
-from server.api.chat.schema import ChatRequest
-from server.api.responses.endpoint import LIMITED, chat_body
-from server.api.responses.format import ResponseFormat
-from server.api.responses.schema import ResponsesRequest
+from server.dialects.responses.endpoint import LIMITED, chat_body
+from server.dialects.responses.format import ResponseFormat
+from server.dialects.responses.schema import ResponsesRequest
 from server.errors import RequestError
 from server.http.scan import Scanner
 from server.http.sse import ReplyOptions
 from server.http.validate import check
+from server.openai.schema import ChatRequest
 from tests.unit.server.answering import document_of, events, stream_of
 
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "of a city", "parameters": {"type": "object"}, "strict": True}

@@ -14,7 +14,7 @@ from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_
 from server.errors import RequestError
 from server.http import scan
 from server.http.scan import Scanner
-from server.processor.pixels import read_header
+from server.processor.media.pixels import read_header
 from tests.unit.server.in_process import HttpServer, echo, run_virtually, settle
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.raw_http import Counted

@@ -12,20 +12,20 @@ import pytest
 
 from engine.wire.messages import API_ARENA, ErrorInfo, MediaRef, Region
 from engine.wire.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
-from server.api.chat.conversation import Conversation, read_conversation
-from server.api.chat.media import ProcessorKwargs
-from server.api.chat.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
-from server.api.endpoint import sampling_params
-from server.api.fields import HARMLESS, LIMITED, UnknownFields
-from server.api.grammar import read_grammar
-from server.api.messages import endpoint as messages
-from server.api.messages.schema import MessagesRequest
-from server.api.responses import endpoint as responses
-from server.api.responses.schema import ResponsesRequest
 from server.checkpoint import SamplingDefaults
+from server.dialects.anthropic import endpoint as messages
+from server.dialects.anthropic.schema import MessagesRequest
+from server.dialects.responses import endpoint as responses
+from server.dialects.responses.schema import ResponsesRequest
 from server.errors import RequestError
 from server.http.scan import Scanner
 from server.http.validate import check, read_object
+from server.openai.conversation import Conversation, read_conversation
+from server.openai.endpoint import sampling_params
+from server.openai.fields import HARMLESS, LIMITED, UnknownFields
+from server.openai.grammar import read_grammar
+from server.openai.media import ProcessorKwargs
+from server.openai.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 
 SEED = 5
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from engine.wire.messages import EngineRequest, RequestOutput
 from engine.wire.params import PromptLogprobs, TokenLogprobs
 from engine.wire.stats import Stages
-from server.processor.detokenize import TokenTable
+from server.processor.text.detokenize import TokenTable
 from tests.e2e.serving import data_uri, picture
 from tests.unit.server.stack import FakeScheduler, Script, Stack, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of, user

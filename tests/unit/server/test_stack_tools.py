@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from engine.wire.messages import EngineRequest, RequestOutput
 from engine.wire.stats import Stages
 from server.checkpoint import read_checkpoint
-from server.processor.prompt import PromptBuilder
+from server.processor.text.prompt import PromptBuilder
 from tests.eventually import eventually
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids, hold_silently
 from tests.unit.server.test_stack import chunks_of, ids_of, user

@@ -16,9 +16,9 @@ from PIL import Image, ImageOps
 from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor import image, video, video_file
 from server.processor.intake import Intake
-from server.processor.video import FrameList, Video
+from server.processor.media import image, video, video_file
+from server.processor.media.video import FrameList, Video
 from tests.unit.server.clips import encode, frames_of, gif, joined, trimmed
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import turned
@@ -223,7 +223,7 @@ async def test_a_long_header_is_not_copied_to_each_frame(checkpoint: Checkpoint)
 
 async def test_frames_with_an_orientation_are_upright(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Photographs of phones were refused."""
-    monkeypatch.setattr("server.processor.inspect.MAX_JPEG_PIXELS", 1000)  # a larger baseline JPEG is decoded here
+    monkeypatch.setattr("server.processor.media.inspect.MAX_JPEG_PIXELS", 1000)  # a larger baseline JPEG is decoded here
     made = Loading(checkpoint)
     kinds: list[tuple[str, dict[str, bool]]] = [
         ("PNG", {}),

@@ -15,8 +15,8 @@ from engine.wire.messages import MediaRef, TokenPrompt, VideoRef
 from models.media.video import DEFAULT_SOURCE_FPS
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.inspect import Inspector, VideoPlan
-from server.processor.prompt import PromptBuilder, Visual
+from server.processor.media.inspect import Inspector, VideoPlan
+from server.processor.text.prompt import PromptBuilder, Visual
 from tests.unit.models.record_videos import CASES, PROMPT, frames_of, sampled
 
 (RECORDED,) = Path(__file__).parents[1].glob("models/videos_*.json")
