@@ -1,6 +1,6 @@
 """Drafts are lossless in the whole engine: each answer is that of an engine without drafts, with concurrent streams.
 
-`tests/unit/worker/test_drafts.py` and `test_head.py` show it for each sampling parameter, and `tests/unit/scheduler` for each load.
+`tests/unit/worker/test_drafts.py` shows it for each sampling parameter, and `tests/unit/scheduler` for each load.
 """
 
 import random

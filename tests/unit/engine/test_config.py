@@ -35,9 +35,9 @@ def test_bad_values_name_their_flag_all_at_once(capsys: pytest.CaptureFixture[st
     bad += " --chat-template no-such-file --api-key-file no-such-file --snapshot-share 2"
     said = refusal(shlex.split(bad), capsys)
     assert all(flag in said for flag in bad.split() if flag.startswith("--"))
-    said = refusal(shlex.split("--prot 1 --enable-lora --dtype half --block-size x --load-format gguf --tokenizers y"), capsys)
+    said = refusal(shlex.split("--prot 1 --enable-lora --dtype half --block-size x --load-format gguf --tokenizers y --tp 4K"), capsys)
     assert all(words in said for words in ("--prot: did you mean --port?", "--enable-lora", "--dtype half", "--block-size x: not a number"))
-    assert "--load-format gguf" in said and "--tokenizers" in said and "mean --tokenizer?" not in said
+    assert "--load-format gguf" in said and "--tp 4K" in said and "--tokenizers" in said and "mean --tokenizer?" not in said
 
 
 @pytest.mark.parametrize("empty", ["", "  "])
@@ -88,13 +88,6 @@ def test_the_model_is_the_first_word() -> None:
     assert parse_args(["x", "--tensor-parallel-size", "2"]).tp == 2
     with pytest.raises(SystemExit):
         parse_args(["x", "--model", "y"])
-
-
-def test_a_typo_is_one_line_with_the_nearest_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if a typo is answered by a page of usage, or taken for an abbreviation."""
-    for typo, meant in (("--prot", "--port"), ("--max-num-seq=4", "--max-num-seqs"), ("--image-cache-byte", "--image-cache-bytes")):
-        said = refusal([typo, "1"], capsys)
-        assert said.count("\n") == 1 and f"did you mean {meant}?" in said
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -200,8 +193,6 @@ RECIPES = """
 Qwen/Qwen3-VL-235B-A22B-Instruct --tensor-parallel-size 8 --limit-mm-per-prompt.video 0 --mm-encoder-tp-mode data
 --mm-processor-cache-type shm --async-scheduling --gpu-memory-utilization 0.95
 
-Qwen/Qwen3-VL-235B-A22B-Instruct --tensor-parallel-size 8 --max-model-len 128000 --mm-processor-cache-type shm --async-scheduling
-
 Qwen/Qwen3-VL-235B-A22B-Instruct --tensor-parallel-size 8 --mm-encoder-tp-mode data --quantization fp8 --mm-processor-cache-type shm
 --async-scheduling
 
@@ -218,9 +209,6 @@ Qwen/Qwen3-VL-2B-Instruct --skip-mm-profiling --generation-config vllm --allowed
 {"num_frames": 32}}'
 
 Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --language-model-only --reasoning-parser deepseek_r1 --enable-prefix-caching
-
-Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --mm-encoder-tp-mode data --mm-processor-cache-type shm --reasoning-parser deepseek_r1
---enable-prefix-caching
 
 Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' --reasoning-parser
 deepseek_r1
@@ -273,14 +261,6 @@ def test_a_variable_of_no_flag_is_told(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("ENGINE_MAX_NUM_SEQ", "3")
     monkeypatch.setenv("ENGINE_MAX_NUM_SEQS", "4")
     assert parse_args([]).max_num_seqs == 4 and "ENGINE_MAX_NUM_SEQ is the variable of no flag" in capsys.readouterr().err
-
-
-def test_sizes_and_counts_are_told_apart() -> None:
-    """Red if help does not say which flag takes a suffix, or if a count takes one."""
-    text = make_parser().format_help()
-    assert "--image-cache-bytes SIZE" in text and "--tp N" in text and "scheduling:" in text
-    with pytest.raises(SystemExit):
-        parse_args(["--tp", "4K"])
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from tests.unit.models import harness, qwen3_5_checkpoints, reference
 from tests.unit.models.harness import Prompt
 from tests.unit.scheduler.simulation import Key, key_of
 from tests.unit.worker.in_process import Engine, Picture, make_picture
-from tests.unit.worker.test_drafts import GRAPHS, LIMITS, ask_everything, regex, text  # noqa: F401 - a fixture
+from tests.unit.worker.test_drafts import GRAPHS, text
 
 NIGHTLY = pytest.mark.nightly
 
@@ -146,37 +146,6 @@ def test_guesses_are_those_of_the_formula(both: Both, limits: dict[str, Any], ch
         prompt = Prompt.build(both.ours.config, parts)
         prompt.ids += engine.tokens[request.rid][:done]
         assert guess == both.expected(prompt, len(guess)), (request.rid, done)
-
-
-@pytest.fixture(scope="module")
-def free(both: Both) -> list[int]:
-    engine = Engine(both.ours)
-    engine.add(0, [text(20, 0)], max_tokens=40, seed=5, temperature=1.0)
-    return engine.run()[0]
-
-
-@pytest.fixture(scope="module")
-def plain(both: Both, regex: bytes, free: list[int]) -> Engine:  # noqa: F811
-    """Every kind of request without guesses."""
-    engine = Engine(both.ours, max_num_seqs=17)
-    ask_everything(engine, regex, free)
-    return engine
-
-
-@NIGHTLY  # `test_drafts` has the same in the gate, with drafts of any source
-@pytest.mark.parametrize(("limits", "share"), LIMITS)
-def test_its_drafts_change_nothing(
-    both: Both, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]  # noqa: F811
-) -> None:
-    """Red if a row that the head guesses for gets another answer, with anything that a request may ask for; or if blocks that it took for
-    guesses are never given back."""
-    engine = Engine(both.ours, drafter=HeadDrafter(136), max_num_seqs=17, max_num_batched_tokens=256, **limits)
-    engine.alter = Telling(plain.tokens, share).alter
-    ask_everything(engine, regex, free)
-    assert engine.tokens == plain.tokens and not engine.errors
-    assert engine.core.state.counters.drafts > 0
-    assert (engine.core.state.counters.accepted_draft_tokens > 40) == (share > 0)
-    assert (engine.core.state.counters.preemptions > 0) == ("num_blocks" in limits)
 
 
 def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
