@@ -1,6 +1,7 @@
 """Forwards requests of an ASGI server to a server on a Unix socket."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 
 import httpx
@@ -14,8 +15,9 @@ class Forwarder:
     """ASGI application that sends each request to a server on a Unix socket, and its answer to the client as it comes."""
 
     def __init__(self, path: str):
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path, limits=limits), timeout=None)
+        self._path = path
+        self._idle: list[httpx.AsyncClient] = []  # of one connection each: httpx searches a pool for every request
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # unused, but slow to make
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A client that leaves aborts its request."""
@@ -36,21 +38,31 @@ class Forwarder:
         body = _body(receive, is_read) if has_body else None
         if body is None:
             is_read.set()
-        request = self._client.build_request(scope["method"], url, headers=scope["headers"], content=body)
+        client = self._idle.pop() if self._idle else self._new_client()
         try:
-            response = await self._client.send(request, stream=True)
-        except httpx.TransportError:
-            await send({"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"application/json")]})
-            await send({"type": "http.response.body", "body": STOPS})
-            return
-        try:
-            headers = [(name, value) for name, value in response.headers.raw if name.lower() not in HOP]
-            await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-            async for data in response.aiter_raw():
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body"})
+            await _exchange(client, client.build_request(scope["method"], url, headers=scope["headers"], content=body), send)
         finally:
-            await response.aclose()
+            self._idle.append(client)
+
+    def _new_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=self._path, verify=self._tls), timeout=None)
+
+
+async def _exchange(client: httpx.AsyncClient, request: httpx.Request, send: Send) -> None:
+    try:
+        response = await client.send(request, stream=True)
+    except httpx.TransportError:
+        await send({"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": STOPS})
+        return
+    try:
+        headers = [(name, value) for name, value in response.headers.raw if name.lower() not in HOP]
+        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        async for data in response.aiter_raw():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body"})
+    finally:
+        await response.aclose()
 
 
 async def _body(receive: Receive, is_read: asyncio.Event) -> AsyncIterator[bytes]:
