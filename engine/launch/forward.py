@@ -38,11 +38,15 @@ class Forwarder:
         body = _body(receive, is_read) if has_body else None
         if body is None:
             is_read.set()
-        client = self._idle.pop() if self._idle else self._new_client()
+        client, is_free = self._idle.pop() if self._idle else self._new_client(), False
         try:
             await _exchange(client, client.build_request(scope["method"], url, headers=scope["headers"], content=body), send)
+            is_free = True
         finally:
-            self._idle.append(client)
+            if is_free:
+                self._idle.append(client)
+            else:  # httpx may hold its connection for taken
+                await client.aclose()
 
     def _new_client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=self._path, verify=self._tls), timeout=None)

@@ -104,7 +104,7 @@ class AsyncLLM:
 
     async def _documents(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
         """The document of a response, or that of each event of a stream. Waits while the engine is full."""
-        client = self._idle.pop() if self._idle else self._client()
+        client, is_free = self._idle.pop() if self._idle else self._client(), False
         try:
             while True:
                 try:
@@ -117,7 +117,8 @@ class AsyncLLM:
                                     yield _checked(event[6:])
                         if rest:
                             yield _checked(rest)
-                        return
+                    is_free = True
+                    break
                 except (Refused, httpx.TransportError) as problem:
                     if not isinstance(problem, Refused) or problem.code == "shutting_down":
                         raise await self._server.lost(problem) from None
@@ -125,7 +126,10 @@ class AsyncLLM:
                         raise
                 await asyncio.sleep(RETRY_S)
         finally:
-            self._idle.append(client)
+            if is_free:
+                self._idle.append(client)
+            else:  # httpx may hold its connection for taken
+                await client.aclose()
 
     def _client(self) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(uds=self._server.path, limits=httpx.Limits(max_connections=1), verify=self._tls)
