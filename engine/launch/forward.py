@@ -1,11 +1,12 @@
 """Forwards requests of an ASGI server to a server on a Unix socket."""
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 
 import httpx
 from starlette.types import Receive, Scope, Send
+
+from engine.launch.unix import UnixClients
 
 STOPS = b'{"error":{"message":"The server is shutting down.","type":"server_error","param":null,"code":"shutting_down"}}'
 HOP = (b"connection", b"date")  # the server in front sends its own
@@ -15,9 +16,7 @@ class Forwarder:
     """ASGI application that sends each request to a server on a Unix socket, and its answer to the client as it comes."""
 
     def __init__(self, path: str):
-        self._path = path
-        self._idle: list[httpx.AsyncClient] = []  # of one connection each: httpx searches a pool for every request
-        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # unused, but slow to make
+        self._path, self._clients = path, UnixClients()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A client that leaves aborts its request."""
@@ -38,18 +37,8 @@ class Forwarder:
         body = _body(receive, is_read) if has_body else None
         if body is None:
             is_read.set()
-        client, is_free = self._idle.pop() if self._idle else self._new_client(), False
-        try:
+        async with self._clients.client(self._path) as client:
             await _exchange(client, client.build_request(scope["method"], url, headers=scope["headers"], content=body), send)
-            is_free = True
-        finally:
-            if is_free:
-                self._idle.append(client)
-            else:  # httpx may hold its connection for taken
-                await client.aclose()
-
-    def _new_client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=self._path, verify=self._tls), timeout=None)
 
 
 async def _exchange(client: httpx.AsyncClient, request: httpx.Request, send: Send) -> None:

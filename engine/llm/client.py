@@ -5,7 +5,6 @@ Ask ──▶ JSON ──▶ httpx on a Unix socket ──▶ engine.serve, a ch
 
 import asyncio
 import contextlib
-import ssl
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import pybase64
 
 from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
+from engine.launch.unix import UnixClients
 from engine.llm.inputs import CHAT, COMPLETIONS, Ask, embedding_of, words_of
 from engine.llm.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from engine.llm.params import SamplingParams
@@ -50,8 +50,7 @@ class AsyncLLM:
             raise ValueError("an LLM is one engine: --dp and --plan are for engine.serve")
         self.num_places = min(config.max_queued_requests, 4 * config.max_num_seqs)
         self._server = ServerProcess(msgspec.structs.replace(config, **OURS))
-        self._idle: list[httpx.AsyncClient] = []  # of one connection each: httpx searches a pool for every request
-        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # unused, but slow to make
+        self._clients = UnixClients()
 
     async def __aenter__(self) -> "AsyncLLM":
         await self._server.start()
@@ -59,8 +58,7 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop()
-        for client in self._idle:
-            await client.aclose()
+        await self._clients.close()
 
     def chat(self, messages: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncIterator[RequestOutput]:
         """One output, again whenever it has grown."""
@@ -104,8 +102,7 @@ class AsyncLLM:
 
     async def _documents(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
         """The document of a response, or that of each event of a stream. Waits while the engine is full."""
-        client, is_free = self._idle.pop() if self._idle else self._client(), False
-        try:
+        async with self._clients.client(self._server.path) as client:
             while True:
                 try:
                     async with client.stream("POST", path, content=body, headers=JSON) as response:
@@ -117,7 +114,6 @@ class AsyncLLM:
                                     yield _checked(event[6:])
                         if rest:
                             yield _checked(rest)
-                    is_free = True
                     break
                 except (Refused, httpx.TransportError) as problem:
                     if not isinstance(problem, Refused) or problem.code == "shutting_down":
@@ -125,15 +121,6 @@ class AsyncLLM:
                     if problem.code != "overloaded":
                         raise
                 await asyncio.sleep(RETRY_S)
-        finally:
-            if is_free:
-                self._idle.append(client)
-            else:  # httpx may hold its connection for taken
-                await client.aclose()
-
-    def _client(self) -> httpx.AsyncClient:
-        transport = httpx.AsyncHTTPTransport(uds=self._server.path, limits=httpx.Limits(max_connections=1), verify=self._tls)
-        return httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None)
 
 
 def _checked(data: bytes) -> dict[str, Any]:
