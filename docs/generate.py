@@ -1,14 +1,14 @@
 """Writes the generated pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
 flags.md is `engine/launch/config.py` with advice on when to change a flag; moving.md has tables of `engine/launch/compat.py`;
-fields.md is `server/openai/schema.py` and `server/openai/fields.py`.
+fields.md is `engine/wire/params.py`, `server/openai/schema.py` and `server/openai/fields.py`.
 """
 
 import json
 import sys
 import types
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder othe
 
 from engine.launch.compat import FLAGS, Flag  # noqa: E402
 from engine.launch.config import GIB, MIB, EngineConfig  # noqa: E402
+from engine.wire.params import PARAMETERS, Limits  # noqa: E402
 from server.openai.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
 from server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 
@@ -221,11 +222,31 @@ def _limited(fields: dict[str, tuple[object, ...]]) -> list[str]:
     return [f"| `{name}` | {shown or 'nothing'} |" for name, shown in values.items()]
 
 
+SIGNS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "at least", "max_length": "at most"}
+
+
+def _values(hint: Any) -> str:
+    """JSON type and limits."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return _values(get_args(hint)[0])
+    base, limits = get_args(hint) if get_origin(hint) is Annotated else (hint, Limits())
+    kind = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list", dict: "object"}[get_origin(base) or base]
+    bounds = {name: f"2^{int(bound).bit_length() - 1}" if bound > 1 << 30 else f"{bound:,}" for name, bound in limits.bounds.items()}
+    bounds |= {name: f"-2^{int(-bound).bit_length() - 1}" for name, bound in limits.bounds.items() if bound < -1 << 30}
+    units = " entries" if "max_length" in bounds else ""
+    return ", ".join([kind, *(f"{SIGNS[name]} {bound}{units}" for name, bound in bounds.items())])
+
+
+def _parameter_rows() -> list[str]:
+    off = {name: "" if one.default in (None, ()) or name == "seed" else json.dumps(one.default) for name, one in PARAMETERS.items()}
+    return [f"| `{name}` | {_values(parameter.json)} | {off[name]} |" for name, parameter in PARAMETERS.items()]
+
+
 def fields_page() -> str:
     """docs/fields.md."""
-    shared = list(GenerationRequest.model_fields)
-    of_chat = [name for name in ChatRequest.model_fields if name not in shared]
-    of_text = [name for name in CompletionRequest.model_fields if name not in shared]
+    shared = [name for name in GenerationRequest.model_fields if name not in PARAMETERS]
+    of_chat = [name for name in ChatRequest.model_fields if name not in GenerationRequest.model_fields]
+    of_text = [name for name in CompletionRequest.model_fields if name not in GenerationRequest.model_fields]
     return "\n".join([
         "# Fields of requests",
         "",
@@ -237,6 +258,15 @@ def fields_page() -> str:
         f"| chat and text completions | {', '.join(f'`{name}`' for name in shared)} |",
         f"| chat completions | {', '.join(f'`{name}`' for name in of_chat)} |",
         f"| text completions | {', '.join(f'`{name}`' for name in of_text)} |",
+        "",
+        "## Sampling parameters",
+        "",
+        "All dialects accept these fields. A field that the request leaves out has the value of the checkpoint's generation_config.json,",
+        "where that recommends one, otherwise the value in the last column.",
+        "",
+        "| field | values | otherwise |",
+        "|---|---|---|",
+        *_parameter_rows(),
         "",
         "## Known, not implemented",
         "",

@@ -1,15 +1,37 @@
 """How a request wants its tokens drawn and reported. Part of the messages."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
 MAX_LOGIT_EDITS = 1024  # `logit_bias`, bad words of one token and, with `min_tokens`, ends
+MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 MAX_BAD_WORDS = 128  # of several tokens
 MAX_BAD_WORD_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_ALLOWED_TOKENS = 1024
+
+
+class Limits:
+    """Annotation of a value that clients send. `slot`: where kernels take it from. `json`: its type in requests, if it is another one."""
+
+    def __init__(self, slot: str = "", json: Any = None, **bounds: float):
+        self.slot, self.json, self.bounds = slot, json, bounds
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(source), **self.bounds}
+
+
+TokenCount = Annotated[int, Limits(ge=1, lt=1 << 63)]
+TokenId = Annotated[int, Limits(ge=0, lt=1 << 31)]
+NotEmpty = Annotated[str, Limits(min_length=1)]
+Bias = Annotated[float, Limits(ge=-100, le=100)]
+Temperature = Annotated[float, Limits("inverse_temperature", ge=0, le=100)]
+TopP = Annotated[float, Limits("top_p", gt=0, le=1)]
+TopK = Annotated[int, Limits("top_k", ge=-1, lt=1 << 31)]
+NumLogprobs = Annotated[int, Limits(ge=0, le=MAX_TOP_LOGPROBS)]
+AdditivePenalty = Annotated[float, Limits("penalties", ge=-2, le=2)]
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
@@ -37,33 +59,58 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `max_tokens` None means up to the context.
+    """The table of sampling parameters: name, type, limits, kernel slot, and the value that turns it off. Fields of requests, their limits,
+    the worker's tables and docs/fields.md derive from it.
 
-    Penalties are as vLLM's: presence and frequency look at the output, repetition at the prompt too; it is greater than 0, and 1 is off.
-    Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are never completed within the output.
-    With `pooled_ids` the answer is the logits of these tokens behind the prompt or, if there are none, its last hidden state.
-    If there are `allowed_token_ids`, no others are drawn. `logprobs` asks for the log-probability of each token drawn, and of so many most
-    likely ones, by the raw logits; `prompt_logprobs` for those of the prompt, which is then not taken from the prefix cache.
+    `temperature` 0 is greedy. `max_tokens` None means up to the context. Penalties are as vLLM's: presence and frequency look at the
+    output, repetition at the prompt too. Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are
+    never completed within the output. With `pooled_ids` the answer is the logits of these tokens after the prompt or, if there are none,
+    its last hidden state. If there are `allowed_token_ids`, no others are drawn. `logprobs` asks for the log-probability of each token
+    drawn, and of so many most likely ones, by the raw logits; `prompt_logprobs` for those of the prompt, which is then not taken from the
+    prefix cache.
     """
 
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
+    max_tokens: TokenCount | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: Annotated[float, Limits("log_min_p", ge=0, le=1)] = 0.0
+    seed: Annotated[int, Limits(ge=-(1 << 63), lt=1 << 63)] = 0
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-    min_tokens: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    stop_token_ids: Annotated[tuple[int, ...], Limits(json=list[TokenId], max_length=MAX_STOP_IDS)] = ()
+    repetition_penalty: Annotated[float, Limits("penalties", gt=0, le=100)] = 1.0
+    frequency_penalty: AdditivePenalty = 0.0
+    presence_penalty: AdditivePenalty = 0.0
+    logit_bias: Annotated[tuple[tuple[int, float], ...], Limits(json=dict[str, Bias], max_length=MAX_BIASED)] = ()  # (token id, addend)
+    min_tokens: Annotated[int, Limits(ge=0, lt=1 << 31)] = 0
+    bad_words: Annotated[tuple[tuple[int, ...], ...], Limits(json=list[NotEmpty], max_length=MAX_BAD_WORDS // 2)] = ()
+    allowed_token_ids: Annotated[tuple[int, ...], Limits(json=list[TokenId], min_length=1, max_length=MAX_ALLOWED_TOKENS)] = ()
+    prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS)] | None = None  # in requests -1 stands for the most
+    logprobs: int | None = None  # each dialect has its own fields for it, of type `NumLogprobs`
     pooled_ids: tuple[int, ...] | None = None
+
+
+class Parameter(NamedTuple):
+    """A sampling parameter that requests have a field for."""
+
+    name: str
+    json: Any
+    default: Any
+    slot: str
+    bounds: dict[str, float]
+
+
+def _parameters() -> Iterator[Parameter]:
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    for field in msgspec.structs.fields(SamplingParams)[:-2]:
+        hint = hints[field.name]
+        limits = next((one for part in (hint, *get_args(hint)) for one in get_args(part)[1:] if isinstance(one, Limits)), Limits())
+        json = hint if limits.json is None else Annotated[limits.json, limits]
+        yield Parameter(field.name, json, field.default, limits.slot, limits.bounds)
+
+
+PARAMETERS = {parameter.name: parameter for parameter in _parameters()}
+PENALISING = [name for name, parameter in PARAMETERS.items() if parameter.slot == "penalties"]  # in the order of the kernels
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -6,6 +6,7 @@ body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──�
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import random
 import time
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
 from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
-from engine.wire.params import OutputOptions, SamplingParams
+from engine.wire.params import PARAMETERS, OutputOptions, SamplingParams
 from engine.wire.stats import Stages
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
@@ -239,30 +240,14 @@ def json_response(document: bytes) -> Response:
 
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed: int) -> SamplingParams:
-    """What the request says, else what the checkpoint recommends; `seed` if the request has none."""
-
-    def told(name: str) -> Any:
-        value = getattr(request, name)
-        return getattr(defaults, name) if value is None else value
-
-    return SamplingParams(
-        max_tokens=request.token_limit,
-        temperature=told("temperature"),
-        top_p=told("top_p"),
-        top_k=max(0, told("top_k")),
-        min_p=told("min_p"),
-        seed=request.seed if request.seed is not None else seed,
-        ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=told("repetition_penalty"),
-        logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
-        min_tokens=request.min_tokens or 0,
-        allowed_token_ids=tuple(request.allowed_token_ids or ()),
-        logprobs=request.num_logprobs,
-        prompt_logprobs=request.num_prompt_logprobs,
-    )
+    """Return what the request says, else what the checkpoint recommends; `seed` if the request has none."""
+    values = {name: getattr(request, name) for name in PARAMETERS if name != "bad_words"}  # they have no ids yet
+    values |= {"max_tokens": request.token_limit, "prompt_logprobs": request.num_prompt_logprobs, "logprobs": request.num_logprobs}
+    given = dataclasses.asdict(defaults) | {"seed": seed} | {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, list | dict):
+            given[name] = tuple((int(key), one) for key, one in value.items()) if isinstance(value, dict) else tuple(value)
+    return SamplingParams(**given | {"top_k": max(0, given["top_k"])})
 
 
 def submits_of(

@@ -6,9 +6,9 @@ None means that the client left it to the checkpoint's defaults. Fields that are
 import functools
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, create_model, field_validator
 
-from engine.wire.params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
+from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, NotEmpty, NumLogprobs, TokenCount, TokenId
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 from server.openai.media import MediaIoKwargs, ProcessorKwargs
 from server.openai.parts import FIRST, Message, TextPart, ToolList
@@ -18,7 +18,6 @@ MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token
 MAX_TIMEOUT_S = 86_400
 MAX_PROMPTS, MAX_ANSWERS = 128, 16
-MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "preserve_thinking", "add_vision_id"})
 # What a client says of effort, in any dialect, and whether the model thinks: templates have a switch, no levels.
@@ -26,15 +25,8 @@ EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high":
 
 MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
-TokenCount = Annotated[int, Field(ge=1, lt=1 << 63)]
 MAX_IDS = 1 << 20  # that one request may ask the text of
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Temperature = Annotated[float, Field(ge=0, le=100)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 Salt = Annotated[str, Field(max_length=1024)]
-NotEmpty = Annotated[str, Field(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
@@ -100,22 +92,18 @@ FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'st
 PROMPTS = "must be text, a list of token ids, or a list of either that is not empty"
 
 
-class GenerationRequest(Open):
-    """What chat and text completions have in common."""
+PARAMETER_FIELDS: dict[str, Any] = {name: (parameter.json | None, None) for name, parameter in PARAMETERS.items()}
+ParameterFields: Any = create_model("ParameterFields", __base__=Open, **PARAMETER_FIELDS)
+
+
+class GenerationRequest(ParameterFields):
+    """Fields of chat and text completions: those of the table `SamplingParams`, and these."""
 
     model: str | None = None
-    max_tokens: TokenCount | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop = Field(default=[])
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name for it
     skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     response_format: Annotated[PlainFormat | SchemaFormat | StructuralTag | None, OneOf(FORMATS)] = None
     structured_outputs: StructuredOutputs | None = None
@@ -127,20 +115,12 @@ class GenerationRequest(Open):
     ebnf: Pattern | None = None
     json_schema: JsonObject | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASED)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    bad_words: Annotated[list[NotEmpty], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     timings: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave room for the answer
     truncation_side: Literal["left", "right"] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
@@ -159,7 +139,7 @@ class GenerationRequest(Open):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """The same of the prompt's tokens."""
-        return self.prompt_logprobs
+        return MAX_TOP_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
 
     @property
     def remarks(self) -> list[str]:
@@ -202,7 +182,7 @@ class ChatRequest(GenerationRequest):
     verbosity: Verbosity | None = None  # nothing that a template could show
     media_io_kwargs: MediaIoKwargs | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
 
     @field_validator("chat_template_kwargs", mode="before")  # the first bad name is enough: there may be very many
     @classmethod
@@ -299,7 +279,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: nothing but the echo
     echo: bool | None = None
     images: list[str] | None = None  # URLs for the placeholders of one prompt
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -307,7 +287,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else self.prompt_logprobs
+        return self.logprobs if self.echo else super().num_prompt_logprobs
 
     @property
     def token_limit(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from bench import tables
 from engine.launch.config import EngineConfig
 from engine.launch.flags import make_parser
-from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_LOGPROBS
+from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from server import route
 from server.dialects.generate.endpoint import Native
 from server.http.app import ENDPOINTS
@@ -130,8 +130,8 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     times = f"1 s for its header, {DECODE_CPU_S} s and 1 s for each {PIXELS_PER_CPU_S >> 20} megapixels for its pixels"
     waits = f"{config.download_connect_timeout} s to connect, {config.download_timeout} s in all, {config.download_pace_bytes >> 10} KiB/s"
     download = f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects, {waits}"
-    answers = f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {schema.MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens"
-    counts = schema.MAX_MESSAGES, parts.MAX_TOOLS, schema.MAX_STOPS, schema.MAX_STOP_IDS, schema.MAX_PROMPTS
+    answers = f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens"
+    counts = schema.MAX_MESSAGES, parts.MAX_TOOLS, schema.MAX_STOPS, MAX_STOP_IDS, schema.MAX_PROMPTS
     listed = "; ".join(f"{count:,}" for count in counts)
     expected = {
         "body": f"{config.max_body_bytes >> 20} MiB",

@@ -4,16 +4,17 @@ A draw's key depends on the seed and the token's position only, so a seed gives 
 preemption.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.launch.config import MIB
-from engine.wire.messages import SamplingParams
+from engine.wire.params import PARAMETERS, PENALISING, SamplingParams
 from engine.worker.sampling.drafts import Drafts, HostDrafts
 from engine.worker.staging import Staging
 from models.kernels.paged import Int32s
@@ -32,6 +33,14 @@ NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"),
 NUM_WORDS = NUM_PARAMS + 3
 BYTES_PER_DRAW = 4 * NUM_PARAMS + 8 * 8  # what `HostDraws.stage` puts at most: also row, position, three indices, draft, offset, first
 PENALTIES, EDITS, WORDS = 1, 2, 4  # what a row does to its logits
+# From a parameter's value to that of its kernel slot, and the parameter of each slot.
+ENCODERS: dict[str, Callable[[float], float]] = {
+    "inverse_temperature": lambda value: 1 / max(value, MIN_TEMPERATURE),
+    "top_p": lambda value: value if value < 1 else OFF,
+    "log_min_p": lambda value: np.log(value) if value > 0 else -np.inf,
+    "top_k": lambda value: min(value, MAX_INT32),
+}
+NAMES = {parameter.slot: name for name, parameter in PARAMETERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +117,11 @@ class DrawTable:
 
     def set(self, row: int, params: SamplingParams) -> None:
         """A greedy row has no filter: no sorting may decide which of its best tokens comes first."""
-        is_random = params.temperature > 0
-        inverse = 1 / max(params.temperature, MIN_TEMPERATURE) if is_random else 0.0
-        top_p = params.top_p if is_random and params.top_p < 1 else OFF
-        log_min_p = np.log(params.min_p) if is_random and params.min_p > 0 else -np.inf
-        top_k = min(params.top_k, MAX_INT32) if is_random else 0
-        is_wide = top_k > self._max_top_k or (top_k == 0 and (top_p != OFF or log_min_p != -np.inf))
+        values = RowParams[Any](0.0, OFF, -np.inf, 0, 0)._asdict()
+        if params.temperature > 0:
+            values |= {slot: encode(getattr(params, NAMES[slot])) for slot, encode in ENCODERS.items()}
+        is_wide = values["top_k"] > self._max_top_k or (values["top_k"] == 0 and (values["top_p"] != OFF or values["log_min_p"] != -np.inf))
         num_logprobs = 0 if params.logprobs is None else params.logprobs + 1
-        values = RowParams[float](inverse, top_p, log_min_p, top_k, 0)._asdict()
         bits = [np.asarray(value, np.int32 if name in INTEGERS else np.float32).view(np.int32) for name, value in values.items()]
         self._words[:, row] = *bits, is_wide, changes_of(params), num_logprobs
         self._seeds[row] = params.seed & MASK64
@@ -142,7 +148,7 @@ def draws_of(
 
 
 def changes_of(params: SamplingParams) -> int:
-    penalises = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+    penalises = any(getattr(params, name) != PARAMETERS[name].default for name in PENALISING)
     edits = bool(params.logit_bias) or params.min_tokens > 0 or any(len(word) == 1 for word in params.bad_words)
     return PENALTIES * penalises | EDITS * edits | WORDS * any(len(word) > 1 for word in params.bad_words)
 

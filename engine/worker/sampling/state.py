@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.wire.messages import MAX_DRAFTS
-from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, SamplingParams
+from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, PENALISING, SamplingParams
 from engine.worker.sampling.drafts import NONE, Drafts
 from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
 from models.kernels.paged import Int32s
@@ -116,7 +116,7 @@ def make_record(params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: S
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         edits += [(token, -np.inf, num_prompt + params.min_tokens) for token in ends]
     record = np.zeros((), RECORD)
-    record["penalties"] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    record["penalties"] = [getattr(params, name) for name in PENALISING]
     for name, column in zip(("edited", "values", "until"), zip(*edits, strict=True), strict=False):
         record[name][: len(edits)] = column
     record["words"], record["tail"] = ANY, NOTHING

@@ -4,9 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from engine.wire.params import NotEmpty, Temperature, TokenCount, TopK, TopP
 from server.http.validate import OneOf, Open, Strict
 from server.openai.parts import FIRST, ToolList
-from server.openai.schema import MAX_STOPS, Effort, MessageList, NotEmpty, Temperature, TokenCount, TopK, TopP
+from server.openai.schema import MAX_STOPS, Effort, MessageList
 from server.openai.tools import HostedTool, Name
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from engine.wire.params import MAX_TOP_LOGPROBS
+from engine.wire.params import NumLogprobs
 from server.http.validate import OneOf, Open, Worded
 from server.openai.parts import FIRST
 from server.openai.schema import Ids
@@ -30,7 +30,7 @@ class GenerateRequest(Open):
     sampling_params: Annotated[Sampling | None, Worded("must be an object")] = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None  # -1: none of the prompt
-    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs_num: NumLogprobs | None = None
     stream: bool | None = None
 
 

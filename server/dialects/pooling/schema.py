@@ -4,11 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from engine.wire.params import TokenId
 from server.http.validate import OneOf, Open, Strict
 from server.openai.answers import Usage
 from server.openai.media import MediaIoKwargs, ProcessorKwargs
 from server.openai.parts import Message, Parts
-from server.openai.schema import MessageList, Salt, TokenId
+from server.openai.schema import MessageList, Salt
 
 MAX_INPUTS = 1000  # as many as LangChain sends at once
 InputList = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)

@@ -4,10 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from engine.wire.params import Temperature, TokenCount, TopP
 from server.http.validate import OneOf, Open, Strict, Worded
 from server.openai.media import PixelLimits, VideoOptions
 from server.openai.parts import FIRST, RefusalPart, ToolList
-from server.openai.schema import Effort, MessageList, Temperature, TokenCount, TopP, Verbosity
+from server.openai.schema import Effort, MessageList, Verbosity
 from server.openai.tools import FunctionDefinition, HostedTool, Name
 
 
