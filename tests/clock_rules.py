@@ -1,11 +1,10 @@
-"""Find what makes a test depend on the machine's speed: clocks in or feeding assertions, and sleeps that wait for something else."""
+"""Find what makes a test depend on the machine's speed: clocks where verdicts are made, and sleeps that wait for something else."""
 
 import ast
 from collections.abc import Iterator
 
 CLOCKS = {"perf_counter", "process_time", "thread_time", "monotonic"}
 CLOCKS |= {f"{name}_ns" for name in CLOCKS}
-ARITHMETIC = {"min", "max", "sum", "abs", "round", "sorted", "median", "mean", "quantiles", "len", "any", "all"}
 FOREVER_S = 60.0  # a sleep of this length stands for something that never ends
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -19,61 +18,21 @@ def called(node: ast.AST) -> str:
 
 
 def is_clock(node: ast.AST) -> bool:
-    is_time = called(node) == "time" and isinstance(node, ast.Call) and ast.unparse(node.func) == "time.time"
-    return called(node) in CLOCKS or is_time
+    return called(node) in CLOCKS or (isinstance(node, ast.Call) and ast.unparse(node.func) == "time.time")
 
 
-def assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Pairs of target and value; what is appended to a list is a value of the list."""
-    if isinstance(node, ast.Assign):
-        pairs = [(target, node.value) for target in node.targets]
-    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
-        pairs = [(node.target, node.value)]
-    elif isinstance(node, ast.Call) and called(node) in ("append", "add") and isinstance(node.func, ast.Attribute):
-        pairs = [(node.func.value, argument) for argument in node.args]
-    else:
-        return []
-    found = []
-    for target, value in pairs:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            found += list(zip(target.elts, value.elts, strict=True))
-        else:
-            found += [(part, value) for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    return found
+def is_verdict(node: ast.AST) -> bool:
+    """Whether a statement fails a test, or returns what may."""
+    is_error = isinstance(node, ast.Raise) and "AssertionError" in ast.unparse(node)
+    return is_error or isinstance(node, ast.Assert) or called(node) == "fail" or (isinstance(node, ast.Return) and node.value is not None)
 
 
-def measures(node: ast.AST, tainted: set[str]) -> bool:
-    """Whether a value is a clock's, or comes by arithmetic from one or from a tainted name."""
-    if is_clock(node) or (isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in tainted):
-        return True
-    if isinstance(node, ast.Lambda) or (isinstance(node, ast.Call) and called(node) not in ARITHMETIC):
-        return False
-    return any(measures(child, tainted) for child in ast.iter_child_nodes(node))
-
-
-def tainted_names(function: Function) -> set[str]:
-    """Names of a function that hold times of a clock."""
-    tainted = set()
-    pairs = [pair for node in ast.walk(function) for pair in assignments(node)]
-    while True:
-        targets = [target for target, value in pairs if measures(value, tainted)]
-        names = {ast.unparse(target.value if isinstance(target, ast.Subscript) else target) for target in targets}
-        if names <= tainted:
-            return tainted
-        tainted |= names
-
-
-def fails(statement: ast.stmt) -> bool:
-    """Whether a statement fails a test by itself."""
-    nodes = list(ast.walk(statement))
-    return any(isinstance(node, ast.Raise) and "AssertionError" in ast.unparse(node) for node in nodes) or "fail" in map(called, nodes)
-
-
-def verdicts(function: Function) -> Iterator[ast.expr]:
-    """Conditions of assertions, and those under which a function fails by itself."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and any(map(fails, node.body))):
-            yield node.test
+def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a function without those of functions inside it."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, Function):
+            yield from own_nodes(child)
 
 
 def is_short_sleep(node: ast.AST) -> bool:
@@ -90,17 +49,10 @@ def is_virtual(node: ast.AST) -> bool:
 
 
 def violations(tree: ast.Module) -> list[int]:
-    """Line numbers."""
+    """Line numbers of short sleeps, and of clocks in functions that assert or return something."""
     virtual = {inner for node in ast.walk(tree) if is_virtual(node) for inner in ast.walk(node)}
     lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and is_short_sleep(node) and node not in virtual}
-    functions = {node: tainted_names(node) for node in ast.walk(tree) if isinstance(node, Function)}
-    timers = {node.name for node, tainted in functions.items() for part in ast.walk(node) if is_return_of(part, tainted)}
-    for function, tainted in functions.items():
-        for condition in verdicts(function):
-            uses_timer = not timers.isdisjoint(map(called, ast.walk(condition)))
-            lines |= {condition.lineno} if uses_timer or measures(condition, tainted) else set()
+    for function in (node for node in ast.walk(tree) if isinstance(node, Function)):
+        nodes = list(own_nodes(function))
+        lines |= {node.lineno for node in nodes if isinstance(node, ast.expr) and is_clock(node)} if any(map(is_verdict, nodes)) else set()
     return sorted(lines)
-
-
-def is_return_of(node: ast.AST, tainted: set[str]) -> bool:
-    return isinstance(node, ast.Return) and node.value is not None and measures(node.value, tainted)

@@ -52,23 +52,6 @@ def test_an_answer_and_a_stream(client: anthropic.Anthropic) -> None:
     assert client.messages.count_tokens(model="demo", messages=question()).input_tokens == total
 
 
-async def test_async_text(engine: Engine) -> None:
-    async with anthropic.AsyncAnthropic(base_url=engine.url, api_key="none", max_retries=0) as client:
-        plain = asked(messages=[{"role": "user", "content": "How are you?"}], max_tokens=4, extra_body={"ignore_eos": True})
-        answer = await client.messages.create(**plain, system="Be short.")
-        assert answer.stop_reason == "max_tokens" and answer.usage.output_tokens == 4
-        stream = await client.messages.create(**asked(), stream=True)
-        assert [event.type async for event in stream][-3:] == ["content_block_stop", "message_delta", "message_stop"]
-
-
-def test_stop_sequences_and_a_beginning(client: anthropic.Anthropic) -> None:
-    """Red if what ended an answer is not told, or if a last message of the assistant is not gone on with."""
-    answer = client.messages.create(**asked(stop_sequences=["7"]))
-    assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", "7", "4")
-    answer = client.messages.create(**asked(messages=[*question(), {"role": "assistant", "content": "4"}]))
-    assert answer.content[0].text == "72"
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "forecast"}, {"type": "any", "disable_parallel_tool_use": True}])
 def test_calls_that_must_come(client: anthropic.Anthropic, choice: Any, is_streamed: bool) -> None:

@@ -25,10 +25,6 @@ def test_an_answer_and_a_stream(engine: Engine, use_responses_api: bool) -> None
     assert "".join(chunk.text for chunk in chat.stream(question())) == "472"
 
 
-async def test_async(engine: Engine) -> None:
-    assert (await model(engine).ainvoke(question())).text == "472"
-
-
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(engine: Engine, method: str) -> None:
     reading = model(engine, max_tokens=120).with_structured_output(Reading, method=method).invoke(question())

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.asking import TOOLS, question
+from tests.clients.asking import question
 from tests.e2e.serving import Engine
 
 litellm = pytest.importorskip("litellm")
@@ -23,11 +23,6 @@ def test_an_answer_and_a_stream(engine: Engine) -> None:
     chunks = list(ask(engine, stream=True, stream_options={"include_usage": True}))
     whole = litellm.stream_chunk_builder(chunks)
     assert whole.choices[0].message.content == "472" and whole.usage.prompt_tokens == answer.usage.prompt_tokens
-
-
-def test_calls(engine: Engine) -> None:
-    answer = ask(engine, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "forecast"}}, max_tokens=120)
-    assert answer.choices[0].message.tool_calls[0].function.name == "forecast"
 
 
 def test_a_context_that_is_too_long_is_told_apart(engine: Engine) -> None:

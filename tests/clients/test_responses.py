@@ -46,17 +46,6 @@ def test_an_answer_and_a_stream(client: openai.OpenAI) -> None:
     assert final.usage is not None and final.usage.total_tokens == answer.usage.total_tokens
 
 
-async def test_async_text(engine: Engine) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0) as client:
-        plain = {"model": "demo", "input": "How are you?", "max_output_tokens": 4, "extra_body": {"ignore_eos": True}}
-        answer = await client.responses.create(**plain)
-        assert answer.status == "incomplete" and answer.usage is not None and answer.usage.output_tokens == 4
-        assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
-        kinds = [event.type async for event in await client.responses.create(**plain, stream=True)]
-        assert kinds[:2] == ["response.created", "response.in_progress"]
-        assert kinds[-2:] == ["response.output_item.done", "response.incomplete"]
-
-
 def test_parse(client: openai.OpenAI) -> None:
     """Red if the client's own way from a class to a schema and back does not end in an object, streamed or not."""
     fields = asked(max_output_tokens=60)

@@ -1,24 +1,16 @@
 """Caches of images and prefixes on the demo model, by counting what is computed, encoded and decoded."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.e2e.serving import Counted, Engine, image_part, picture, serve, text_part
+from tests.e2e.serving import Counted, Engine, image_part, picture, text_part
 
 pytestmark = pytest.mark.e2e
 
 NUM_IMAGES = 8
 BLOCK = 16
 TURN_TOKENS = 49 + 16 + 24  # a picture, an answer, a question with its frame
-
-
-@pytest.fixture(scope="module")
-def forgetful() -> Iterator[Engine]:
-    """The demo model with space for two pictures."""
-    with serve("demo", "--image-cache-bytes", "300K") as running:
-        yield running
 
 
 def document(first_seed: int, count: int = NUM_IMAGES) -> list[dict[str, Any]]:
@@ -53,27 +45,6 @@ def test_a_conversation_computes_each_turn_once(demo: Engine, are_files: bool) -
         assert counted.grown["computed_tokens"] <= new_tokens + used["completion_tokens"] + 2
         assert new_tokens <= TURN_TOKENS + BLOCK
         messages.append({"role": "assistant", "content": response.json()["choices"][0]["message"]["content"]})
-
-
-def test_a_file_whose_embedding_was_evicted_is_answered_as_if_it_were_new(forgetful: Engine) -> None:
-    """Red if a known file is decoded although it need not be, or is not although it must."""
-    pages = screenshots(100, 6)
-    content = [pages[0], text_part("and"), pages[1], text_part("What is in the first picture, and what is in the second one?")]
-
-    def ask(salt: str) -> tuple[str, float]:
-        with Counted(forgetful) as counted:
-            answer = forgetful.text(content, max_tokens=16, ignore_eos=True, cache_salt=salt)
-        assert counted.grown["images_encoded"] == counted.grown["images_decoded"]
-        return answer, counted.grown["images_decoded"]
-
-    fresh = ask("a")
-    assert fresh[1] == 2
-    assert ask("b") == (fresh[0], 0)
-    usage(forgetful, [pages[2], text_part("and"), pages[3]])
-    assert ask("a") == (fresh[0], 0), "its tokens are cached"
-    assert ask("c") == fresh
-    usage(forgetful, [pages[4], text_part("?")])
-    assert ask("d") == (fresh[0], 1)
 
 
 @pytest.mark.gate

@@ -12,67 +12,71 @@ from hypothesis import strategies as st
 from engine.wire import arena as module
 from engine.wire.arena import ALIGNMENT, Arena, ArenaFull, ArenaTooSmall, ArenaView, create_memfd
 
-SIZE = 64 * ALIGNMENT
+MIB = 1 << 20
+SMALL = 64 * ALIGNMENT
+SIZE, RESIDENT, STEP = 8 * MIB, MIB, MIB // 2
 
 
-def make() -> Arena:
-    return Arena(create_memfd("test", SIZE), SIZE)
-
-
-@given(seed=st.integers(0, 10**9))
-def test_any_sequence_of_operations(seed: int) -> None:
-    rng, arena = random.Random(seed), make()
-    model = {}
-    for _ in range(120):
-        action = rng.choice(["alloc", "alloc", "free", "grow", "shrink"])
-        if action == "alloc":
-            length = rng.randint(1, 12 * ALIGNMENT)
-            try:
+def operate(arena: Arena, rng: random.Random, unit: int, count: int) -> None:
+    """Check after each random operation that regions have their bytes, and memory under them."""
+    model: dict[int, bytes] = {}
+    for _ in range(count):
+        action = rng.choice(["alloc", "alloc", "free", "grow", "shrink", "trim"])
+        if action == "trim":
+            arena.trim()
+        elif action == "alloc":
+            length = rng.randint(1, 12 * unit)
+            with contextlib.suppress(ArenaFull):
                 offset = arena.alloc(length)
-            except ArenaFull:
-                continue
-            model[offset] = rng.randbytes(length)
-            arena.view(offset, length)[:] = model[offset]
+                model[offset] = rng.randbytes(min(length, 12 * ALIGNMENT))
+                arena.view(offset, len(model[offset]))[:] = model[offset]
         elif model:
             offset = rng.choice(list(model))
             data = model.pop(offset)
             if action == "free":
                 arena.free(offset)
-            elif action == "shrink":
+                continue
+            if action == "shrink":
                 data = data[: rng.randint(0, len(data))]
                 arena.shrink(offset, len(data))
-                model[offset] = data
             else:
-                length = len(data) + rng.randint(0, 6 * ALIGNMENT)
-                try:
-                    offset = arena.grow(offset, len(data), length)
-                except ArenaFull:
-                    length = len(data)
-                data = data + rng.randbytes(length - len(data))
-                arena.view(offset, length)[:] = data
-                model[offset] = data
+                length = rng.randint(0, 6 * unit)
+                with contextlib.suppress(ArenaFull):
+                    offset = arena.grow(offset, len(data), len(data) + length)
+                    assert bytes(arena.view(offset, len(data))) == data
+                    data += rng.randbytes(min(length, 6 * ALIGNMENT))
+                    arena.view(offset, len(data))[:] = data
+            model[offset] = data
         arena.check()
-        for start, expected in model.items():
-            assert bytes(arena.view(start, len(expected))) == expected
+        assert all(bytes(arena.view(offset, len(data))) == data for offset, data in model.items())
+        assert not model or memory_of(arena) >= max(arena._allocated.values())
     for offset in model:
         arena.free(offset)
-    arena.check()
-    assert arena.is_empty() and arena.alloc(SIZE) == 0
+    assert arena.is_empty() and arena.alloc(arena.size) == 0
+
+
+@given(seed=st.integers(0, 10**9))
+def test_any_sequence_of_operations(seed: int) -> None:
+    operate(make(), random.Random(seed), ALIGNMENT, 120)
+
+
+def make() -> Arena:
+    return Arena(create_memfd("test", SMALL), SMALL)
 
 
 def test_refusals() -> None:
     """A size that never fits is told from one that does not fit now; a double free is noticed."""
     arena = make()
     with pytest.raises(ArenaTooSmall):
-        arena.alloc(SIZE + 1)
-    first = arena.alloc(SIZE)
+        arena.alloc(SMALL + 1)
+    first = arena.alloc(SMALL)
     with pytest.raises(ArenaFull):
         arena.alloc(1)
     arena.free(first)
     with pytest.raises(KeyError):
         arena.free(first)
     with pytest.raises(IndexError):
-        arena.view(SIZE - 1, 2)
+        arena.view(SMALL - 1, 2)
 
 
 def test_a_view_in_another_mapping_sees_the_bytes() -> None:
@@ -81,10 +85,6 @@ def test_a_view_in_another_mapping_sees_the_bytes() -> None:
     offset = arena.alloc(5)
     arena.view(offset, 5)[:] = b"bytes"
     assert bytes(ArenaView(fd, SIZE).view(offset, 5)) == b"bytes"
-
-
-MIB = 1 << 20
-SIZE, RESIDENT, STEP = 8 * MIB, MIB, MIB // 2
 
 
 @pytest.fixture
@@ -174,28 +174,4 @@ async def test_large_reservations_let_the_event_loop_go_on(arena: Arena, monkeyp
 
 
 def test_any_sequence_keeps_memory_under_every_region(arena: Arena) -> None:
-    rng = random.Random(0)
-    held = {}
-    for _ in range(2000):
-        action = rng.choice(["alloc", "alloc", "free", "free", "grow", "trim"])
-        if action == "trim":
-            arena.trim()
-        elif action == "alloc":
-            try:
-                offset = arena.alloc(rng.randint(1, 2 * MIB))
-            except ArenaFull:
-                continue
-            held[offset] = rng.randbytes(8)
-            arena.view(offset, 8)[:] = held[offset]
-        elif held:
-            offset = rng.choice(list(held))
-            data = held.pop(offset)
-            assert bytes(arena.view(offset, 8)) == data
-            if action == "free":
-                arena.free(offset)
-                continue
-            with contextlib.suppress(ArenaFull):
-                offset = arena.grow(offset, 8, rng.randint(8, 3 * MIB))
-            held[offset] = data
-        if held:
-            assert memory_of(arena) >= max(arena._allocated.values())
+    operate(arena, random.Random(0), MIB // 6, 500)

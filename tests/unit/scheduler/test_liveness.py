@@ -1,6 +1,5 @@
 """When the scheduler reports that the engine is alive (the source of `/health`), and its checks of itself."""
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,7 +152,7 @@ class Core:
 def idle_scheduler(num_polls: int) -> Any:
     scheduler = Scheduler.__new__(Scheduler)
     scheduler._inbox = ScriptedInbox(num_polls)
-    scheduler._quiet_since, scheduler._checked, scheduler._checks = time.monotonic() - HEARTBEAT_S, False, iter(())
+    scheduler._quiet_since, scheduler._checked, scheduler._checks = -HEARTBEAT_S, False, iter(())
     return scheduler
 
 

@@ -49,20 +49,6 @@ def plan(sim: Simulation) -> PlannedStep:
     return step
 
 
-@pytest.mark.parametrize("budget", [16, 64, 500])
-def test_eight_at_once_compute_the_document_once(budget: int) -> None:
-    sim = library(max_num_batched_tokens=budget, max_num_mixed_tokens=budget)
-    for rid in range(8):
-        ask(sim, rid)
-    sim.run()
-    counters = sim.core.state.counters
-    rest = len(DOCUMENT) % BLOCK + 3
-    assert counters.computed_tokens == len(DOCUMENT) + 3 + 7 * rest + 8 * 3
-    assert counters.images_encoded == 5
-    assert counters.images_skipped == 7 * 4 and counters.images_hit == 7  # the last page ends behind the last full block
-    assert counters.cached_prompt_tokens == 7 * 44
-
-
 def test_a_waiting_request_starts_in_one_piece_and_as_soon_as_the_prefix_is_there() -> None:
     sim = library(max_num_batched_tokens=16, max_num_mixed_tokens=16, max_num_encoder_tokens=16)
     ask(sim, 0, max_tokens=50)

@@ -19,7 +19,7 @@ from server.http.listen import SEND_BYTES
 from server.http.reply import WRITE_S
 from tests.eventually import eventually
 from tests.unit.server.in_process import HIGH_WATER, HttpServer, echo, say, serving, settle, virtual
-from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, chunked, connect, head_of, request_of, text_body
+from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, connect, request_of, text_body
 from tests.unit.server.stack import Stack, answer_ids
 
 SMALL = text_body()
@@ -109,21 +109,6 @@ async def test_health_is_answered_when_all_connections_are_busy() -> None:
     busy[0].leave()
     await settle()
     assert not (await server.ask(request_of(SMALL))).received  # accepted in its place
-
-
-@virtual
-async def test_requests_may_be_cut_anywhere() -> None:
-    """The parser drops the body of an upgrade; a request may share a packet with the end of a chunked body."""
-    upgrade = head_of(len(SMALL))[:-2] + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n\r\n" + SMALL
-    data = chunked(SMALL, len(SMALL)) + upgrade + request_of(SMALL) + GET_HEALTH
-    post = (200, b"POST /v1/chat/completions %d" % len(SMALL))
-    expected = [post, post, post, (200, b"GET /health 0")]
-    server = HttpServer(echo)
-    for cut in range(1, len(data)):
-        wire = await server.ask(data[:cut], data[cut:])
-        assert wire.answers == expected, cut
-        wire.leave()
-    assert (await server.ask(*[bytes([byte]) for byte in data])).answers == expected
 
 
 @virtual

@@ -142,14 +142,6 @@ def test_a_body_that_is_refused_at_its_end(stack: Stack) -> None:
         assert ask(stack, changed)[0] == status
 
 
-def test_a_client_that_leaves_when_it_has_sent_all(stack: Stack) -> None:
-    body = body_of(*images())
-    stack.script = hold
-    for _ in range(5):
-        with connect(stack) as connection:
-            connection.sendall(request_of(body))
-
-
 def test_images_that_find_no_place(stack_of: StackOf, model_folder: Path) -> None:
     """Fails if early decoding changes the status, or if a request that the queue refuses leaves its images behind."""
     stack = stack_of(model_folder, processor_arena_bytes=2 * MIB, max_queued_requests=1)

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from server.http.chunked import BadChunk, ChunkedDecoder
 from server.http.direct import DirectProtocol, DirectReader, direct_reader
 from tests.eventually import eventually
-from tests.unit.server.in_process import HttpServer, echo, run_virtually, serving, settle, virtual
+from tests.unit.server.in_process import HttpServer, run_virtually, serving, settle, virtual
 from tests.unit.server.raw_http import Counted, connect, packets, request_of, text_body
 from tests.unit.server.stack import ROOT, Stack, hold
 
@@ -39,17 +39,6 @@ def test_all_listeners_are_known() -> None:
     files = [file for folder in ("engine", "server", "models") for file in (ROOT / folder).rglob("*.py")]
     found = {f"{file.relative_to(ROOT)}: {name}" for file in files for name in LISTENING.findall(file.read_text())}
     assert found == PLACES.keys()
-
-
-@virtual
-async def test_heads_that_two_servers_read_in_two_ways() -> None:
-    start = b"POST /v1/models HTTP/1.1\r\nHost: a\r\n"
-    for head, status in (
-        (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
-        (start + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
-        (start + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501),
-    ):
-        assert (await HttpServer(echo).ask(head)).statuses == [status], head
 
 
 @virtual

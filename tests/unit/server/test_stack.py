@@ -2,18 +2,15 @@
 
 import base64
 import json
-import os
 from typing import Any
 
 import openai
-from PIL import Image
 from tokenizers import Tokenizer
 
 from engine.wire.messages import EngineRequest, ErrorInfo, RequestOutput
 from engine.wire.stats import Stages
 from tests.eventually import eventually
-from tests.unit.server.pictures import PLAIN, jpeg, save
-from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, answer_text, hold
+from tests.unit.server.stack import FakeScheduler, Stack, answer_ids, hold
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -95,52 +92,6 @@ def test_a_stop_string_ends_the_request(stack: Stack, tokenizer: Tokenizer) -> N
     eventually(lambda: stack.scheduler.aborted == [stack.last.rid])
 
 
-def test_a_stop_token_is_not_shown(stack: Stack, tokenizer: Tokenizer) -> None:
-    *kept, last = ids_of(tokenizer, "count 1 2 3")
-    for reason, expected in (("stop", tokenizer.decode(kept)), ("length", "count 1 2 3")):
-        stack.script = answer_ids([*kept, last], reason=reason)
-        answer = stack.chat("x", stop_token_ids=[last]).json()
-        assert answer["choices"][0]["message"]["content"] == expected
-        assert answer["usage"]["completion_tokens"] == len(kept) + 1
-
-
-def test_images_arrive_in_order_with_their_bytes(stack: Stack, tokenizer: Tokenizer) -> None:
-    first, second = jpeg(orientation=6), PLAIN["4:4:4"]
-    new = save(Image.new("RGBA", (80, 48), (*os.urandom(3), 9)), "PNG")  # of a known file the pixels would not be made
-    found: list[tuple[list[int], bytes]] = []
-
-    def look(scheduler: FakeScheduler, request: EngineRequest) -> None:
-        found.append((scheduler.prompt(request), scheduler.image(request, 1)))
-        answer_text(scheduler, request)
-
-    stack.script = look
-    stack.chat([image(uri(first)), {"type": "text", "text": "and"}, image(uri(second)), image(uri(new, "image/png"))])
-    ((prompt, data),) = found
-    spans = stack.last.images
-    sources = [(span.source.encoding, span.source.height, span.source.width) for span in spans]
-    assert data == second and sources == [("jpeg", 80, 48), ("jpeg", 48, 80), ("rgb", 48, 80)]
-    pad, start = tokenizer.token_to_id("<|image_pad|>"), tokenizer.token_to_id("<|vision_start|>")
-    for span in spans:
-        assert prompt[span.start - 1] == start and prompt[span.end] != pad
-        assert prompt[span.start : span.end] == [pad] * span.length
-
-
-def prompt_text(stack: Stack, tokenizer: Tokenizer, content: object) -> str:
-    """Return what the model would read, special tokens included."""
-    response = stack.chat(content)
-    assert response.status_code == 200, response.text
-    text: str = tokenizer.decode(stack.prompt(), skip_special_tokens=False)
-    return text
-
-
-def test_texts_that_look_like_media_stay_texts(stack: Stack, tokenizer: Tokenizer) -> None:
-    for text in (uri(b"abc"), "data:", "data:image/png;base64,", 'say "data:image/png;base64,QUJD"', "<|image_pad|>"):
-        assert text in prompt_text(stack, tokenizer, text)
-        parts = [{"type": "text", "text": text}, image(uri(PLAIN["1x1"])), {"type": "text", "text": text}]
-        assert prompt_text(stack, tokenizer, parts).count(text) >= 2
-        assert len(stack.last.images) == 1
-
-
 def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
     """A late reject keeps its status; in a stream an error is a chunk; a forgotten request ends."""
     error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
@@ -163,27 +114,6 @@ def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
     stack.script = lambda scheduler, request: scheduler.send([], [request.rid])
     response = stack.chat("x")
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-
-
-def test_metrics_count_what_happened(stack: Stack) -> None:
-    before = metrics_of(stack)
-    stack.chat("x", temperature=-1)
-    stack.script = hold
-    body = {"messages": user("x"), "stream": True}
-    with stack.http.stream("POST", "/v1/chat/completions", json=body) as response:
-        lines = response.iter_lines()
-        next(line for line in lines if '"content":"b"' in line)  # the second token comes after the first one
-        rid = stack.last.rid
-        stack.scheduler.send([RequestOutput(rid, [65], "stop")], [rid])
-        assert "data: [DONE]" in [*lines]
-    after = metrics_of(stack)
-    for name in (
-        'engine_responses_total{status="200"}', 'engine_responses_total{status="400"}', 'engine_stage_seconds_count{stage="prepare"}',
-        "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count",
-        'vllm:request_success_total{finished_reason="stop",model_name="test-model"}',
-    ):  # fmt: skip
-        assert after[name] > before.get(name, 0.0), name
-    assert after["engine_steps_total"] > 0 and "vllm:num_requests_running" in after
 
 
 def metrics_of(stack: Stack) -> dict[str, float]:

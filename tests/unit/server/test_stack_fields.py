@@ -98,6 +98,8 @@ def test_the_reason_of_a_stop(stack: Stack, tokenizer: Tokenizer) -> None:
         for stream in (False, True):
             choices = choices_of(ask(stack, stop_token_ids=[word], stream=stream))
             assert (text_of(choices), choices[-1]["stop_reason"]) == ("so", expected)
+    stack.script = answer_ids(ids_of(tokenizer, "sox"), reason="length")
+    assert text_of(choices_of(ask(stack, stop_token_ids=[word]))) == "sox"
     stack.script = answer_ids(ids_of(tokenizer, "keep this END and never this"))
     for name in ("include_stop_str_in_output", "no_stop_trim"):
         (choice,) = choices_of(ask(stack, stop=["never", "END"], **{name: True}))

@@ -13,10 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
+from engine.wire.messages import RequestOutput
 from server.http.log import POLLS
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN
-from tests.unit.server.stack import Stack, StackOf, hold_silently
+from tests.unit.server.stack import Stack, StackOf, hold, hold_silently
 from tests.unit.server.test_direct import large_image
 from tests.unit.server.test_stack import chunks_of, ids_of, image, metrics_of, uri, user
 
@@ -228,9 +229,16 @@ def test_vllms_dashboard_shows_this_engine(stack: Stack) -> None:
         assert stack.chat("x").status_code == 200
     after = values()
     assert {f"vllm:{name}" for name in SHOWN} <= after.keys()
+    assert after["engine_stage_seconds_count"] > 0 and after["vllm:request_success_total"] > 0
     for name in (*LATENCIES[:2], "request_prompt_tokens", "request_prefill_time_seconds", "request_queue_time_seconds"):
         assert after[f"vllm:{name}_count"] - before.get(f"vllm:{name}_count", 0) == 3, name
     assert after["vllm:request_generation_tokens_sum"] - before.get("vllm:request_generation_tokens_sum", 0) == 36
+    stack.script, name = hold, "vllm:inter_token_latency_seconds_count"
+    with stack.http.stream("POST", "/v1/chat/completions", json={"messages": user("x"), "stream": True}) as response:
+        lines = response.iter_lines()
+        next(line for line in lines if '"content":"b"' in line)  # the second token comes after the first one
+        stack.scheduler.send([RequestOutput(stack.last.rid, [65], "stop")], [stack.last.rid])
+        assert [*lines] and values()[name] > after.get(name, 0)
 
 
 def test_what_is_only_counted_is_in_the_metrics(stack: Stack) -> None:

@@ -4,12 +4,10 @@ import itertools
 import json
 import random
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import xgrammar
@@ -19,7 +17,6 @@ from engine.grammar.vocabulary import read_vocabulary
 from engine.scheduler.request import Request
 from engine.wire.messages import MAX_DRAFTS
 from engine.wire.params import Grammar
-from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.drafts import NONE, HostDrafts
 from engine.worker.staging import Staging
 from models.checkpoint.load import init_dummy_weights
@@ -179,47 +176,6 @@ def test_a_next_turn_goes_on_from_a_drafted_answer(model: Qwen3VL) -> None:
         engine.run()
         assert not turn or engine.core.state.counters.cached_prompt_tokens > before
     assert engine.tokens == plain.tokens and engine.core.state.counters.accepted_draft_tokens > 40
-
-
-@in_gate_on("attention")
-def test_rows_of_a_step_differ(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the tests above stop to mix rows of one and of several tokens with prompts and images."""
-    seen: set[tuple[int, bool]] = set()
-    build = Rows.build
-
-    def noted(self: Rows, *args: Any) -> HostStep:
-        step = build(self, *args)
-        rows = np.diff(step.attention.qo_indptr_cpu.numpy())[step.attention.num_prefill_rows :]
-        seen.update((count, len(step.visual) > 0) for count in rows.tolist() if len({*rows.tolist()}) > 1)
-        return step
-
-    monkeypatch.setattr(Rows, "build", noted)
-    engine = Engine(model, max_num_seqs=17, max_num_batched_tokens=256, max_num_mixed_tokens=48, mixed_step_tokens=64)
-    engine.guess = guesser(plain.tokens, random.Random(1), 0.9)
-    ask_everything(engine, regex, free)
-    assert {count for count, _ in seen} == set(range(1, MAX_DRAFTS + 2)) and len([has_images for _, has_images in seen if has_images]) > 4
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model", KINDS, indirect=True, scope="module")
-def test_unseeded_answers_have_the_same_distribution(model: Qwen3VL) -> None:
-    """Red if drafts make a token more or less likely: what is drawn behind a draft that comes every time, by chi-squared."""
-    num_answers = 400
-    drawn = []
-    for drafted in (False, True):
-        engine = Engine(model, max_num_seqs=16)
-        rng = random.Random(2)
-        if drafted:
-            engine.guess = lambda request, rng=rng: tuple(rng.choice((45, 46, 47, 48)) for _ in range(3))  # type: ignore[misc]
-        for rid in range(num_answers):
-            engine.add(
-                rid, [text(6, 9)], max_tokens=3, seed=rng.getrandbits(62) + drafted, temperature=1.0, allowed_token_ids=(45, 46, 47, 48)
-            )
-        drawn.append(Counter(tuple(tokens) for tokens in engine.run().values()))
-    outcomes = [key for key in drawn[0].keys() | drawn[1].keys() if drawn[0][key] + drawn[1][key] >= 10]
-    chi_squared = sum((drawn[0][key] - drawn[1][key]) ** 2 / (drawn[0][key] + drawn[1][key]) for key in outcomes)
-    degrees = len(outcomes) - 1
-    assert degrees >= 10 and chi_squared < degrees + 4 * (2 * degrees) ** 0.5, (chi_squared, degrees)
 
 
 def test_what_is_kept() -> None:
