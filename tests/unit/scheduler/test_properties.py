@@ -230,11 +230,6 @@ def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_promp
     return sizes
 
 
-def test_streams_are_protected_from_long_prompts() -> None:
-    sizes = prefill_sizes_beside(make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=8), 0, 1)
-    assert max(sizes) == 8 and sum(sizes) == 60
-
-
 def test_chunks_beside_streams_are_small() -> None:
     """Red if a step exceeds --mixed-step-tokens, padding included, although nothing else waits."""
     core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=24)

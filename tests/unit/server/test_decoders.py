@@ -236,17 +236,17 @@ RESIDENT, STEP = 1 << 16, 1 << 14
 
 @pytest.fixture
 async def unreserved(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loading]:
+    """Little memory is reserved in advance, and the rest in more than two small steps."""
     monkeypatch.setattr(module, "RESIDENT_BYTES", RESIDENT)
     monkeypatch.setattr(module, "STEP_BYTES", STEP)
-    running = Loading(checkpoint)
+    running, steps, reserve = Loading(checkpoint), list[int](), os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: (steps.append(length), reserve(fd, offset, length)))
     yield running
+    assert len(steps) > 2 and max(steps) <= STEP
     await running.close()
 
 
-async def test_image_beyond_the_reserved_memory_is_loaded_in_steps(unreserved: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[int] = []
-    reserve = os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: (steps.append(length), reserve(fd, offset, length)))
+async def test_image_beyond_the_reserved_memory_is_loaded_in_steps(unreserved: Loading) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (200, 300, 3), np.uint8)
     file = io.BytesIO()
     PillowImage.fromarray(pixels).save(file, "PNG")
@@ -254,17 +254,13 @@ async def test_image_beyond_the_reserved_memory_is_loaded_in_steps(unreserved: L
     assert unreserved.bytes_of(image) == pixels.tobytes()
     memory = os.fstat(unreserved.arena_fd).st_blocks * 512
     assert memory >= image.source.region.offset + image.source.region.length > RESIDENT
-    assert len(steps) > 2 and max(steps) <= STEP
 
 
-async def test_growing_region_is_prepared_in_steps(unreserved: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_growing_region_is_prepared_in_steps(unreserved: Loading) -> None:
     """Red if a body of unknown length stops the event loop whenever its region doubles."""
-    steps: list[int] = []
-    reserve = os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: (steps.append(length), reserve(fd, offset, length)))
     region, piece = Region(unreserved.arena, 1024), bytes(range(256)) * 64
     for _ in range(100):
         await region.prepare(len(piece))
         region.append(piece)
-    assert region.view.tobytes() == piece * 100 and len(steps) > 2 and max(steps) <= STEP
+    assert region.view.tobytes() == piece * 100
     region.free()
