@@ -99,13 +99,11 @@ def test_the_server_imports_only_what_it_may() -> None:
 
 
 def test_messages_import_no_process() -> None:
-    """Red if what crosses a process boundary depends on how processes are started, or on one of them."""
     for path in (ROOT / "engine" / "wire").rglob("*.py"):
         assert not [name for name in imports(path) if name.startswith(("engine.", "server.")) and not name.startswith("engine.wire.")], path
 
 
 def test_only_the_launcher_sees_everything() -> None:
-    """No other engine module imports the server."""
     for path in (ROOT / "engine").rglob("*.py"):
         if relative(path) != "engine/serve.py":
             assert not [name for name in imports(path) if name.split(".")[0] == "server"], relative(path)
@@ -162,7 +160,6 @@ def test_no_grab_bags_and_no_hidden_state() -> None:
 
 
 def test_broad_excepts_stand_at_a_boundary() -> None:
-    """Elsewhere an error of ours could vanish."""
     for path in SOURCES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ExceptHandler):
@@ -186,7 +183,6 @@ def module_of(path: Path) -> str:
 
 
 def test_no_import_circles() -> None:
-    """Also if one file imports the other inside a function."""
     edges = {module_of(path): {name for name in imports(path)} for path in SOURCES}
     graph = {module: {name for name in names if name in edges and name != module} for module, names in edges.items()}
     while leaves := {module for module, names in graph.items() if not names}:
@@ -200,7 +196,6 @@ def test_the_engine_names_no_architecture() -> None:
 
 
 def test_the_scheduler_has_no_number_of_a_gpu() -> None:
-    """Workers report their numbers."""
     for path in (ROOT / "engine" / "scheduler").rglob("*.py"):
         assert not re.search(r"\bH[12]00\b|[Hh]opper", path.read_text()), relative(path)
         assert not [name for name in imports(path) if name.startswith("models.kernels") and ".step_sizes" not in name], relative(path)

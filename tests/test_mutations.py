@@ -8,7 +8,6 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_every_mutation_can_be_applied() -> None:
-    """Red if production code changed and a mutation no longer names exactly one place, or names tests that do not exist."""
     for mutation in MUTATIONS:
         assert (ROOT / mutation.file).read_text(encoding="utf-8").count(mutation.old) == 1, mutation.name
         assert mutation.old != mutation.new and all((ROOT / path).exists() for path in mutation.tests), mutation.name

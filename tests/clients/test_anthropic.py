@@ -55,7 +55,6 @@ def test_an_answer_and_a_stream(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "forecast"}, {"type": "any", "disable_parallel_tool_use": True}])
 def test_calls_that_must_come(client: anthropic.Anthropic, choice: Any, is_streamed: bool) -> None:
-    """Red if a call that must come does not, or if its arguments break their schema."""
     fields = asked(tools=TOOLS, tool_choice=choice, max_tokens=120, extra_body={"seed": 1})
     if is_streamed:
         with client.messages.stream(**fields) as stream:

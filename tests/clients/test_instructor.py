@@ -13,7 +13,6 @@ pytestmark = pytest.mark.clients
 
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
 def test_an_object_at_the_first_try(engine: Engine, mode: str) -> None:
-    """Red if an answer is not what the class says, so that it would be asked for again."""
     plain = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
     client = instructor.from_openai(plain, mode=instructor.Mode[mode])
     reading = client.chat.completions.create(

@@ -41,7 +41,6 @@ NAMED: dict[str, Any] = {"type": "function", "function": {"name": "forecast"}}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("choice", "parallel"), [("required", False), (NAMED, True), (NAMED, False)])
 def test_calls_that_must_come(client: openai.OpenAI, choice: Any, parallel: bool, stream: bool) -> None:
-    """Any model calls what it must under a grammar. Red if it does not, if the arguments break their schema, or if a stream differs."""
     asked = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel, "max_tokens": 120, "seed": 1}
     if stream:
         with client.chat.completions.stream(model="demo", messages=question(), temperature=0, **asked) as events:  # type: ignore[arg-type]

@@ -57,7 +57,6 @@ def test_parse(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_calls_that_must_come(client: openai.OpenAI, choice: Any, is_streamed: bool) -> None:
-    """Red if a call that must come does not, or if its arguments break their schema."""
     fields = asked(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_output_tokens=120, extra_body={"seed": 1})
     if is_streamed:
         with client.responses.stream(**fields) as stream:

@@ -31,7 +31,6 @@ def usage(engine: Engine, content: object, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("are_files", [pytest.param(False, marks=pytest.mark.gate), True])
 def test_a_conversation_computes_each_turn_once(demo: Engine, are_files: bool) -> None:
-    """Red if a turn computes more than its own tokens and a block."""
     messages = []
     for turn, part in enumerate((screenshots if are_files else document)(0)):
         messages.append({"role": "user", "content": [part, text_part(f"What is in picture {turn + 1}?")]})
@@ -50,7 +49,6 @@ def test_a_conversation_computes_each_turn_once(demo: Engine, are_files: bool) -
 @pytest.mark.gate
 @pytest.mark.parametrize(("path", "is_encoded_again"), [("/reset_prefix_cache", False), ("/flush_cache", True)])
 def test_flushed_caches_are_computed_again(demo: Engine, path: str, is_encoded_again: bool) -> None:
-    """The command is an empty POST."""
     content = [*document(400 + 2 * is_encoded_again, 2), text_part("What is in picture 1?")]
     usage(demo, content)
     assert usage(demo, content)["prompt_tokens_details"]["cached_tokens"] > 0

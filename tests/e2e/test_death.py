@@ -20,7 +20,6 @@ LONG = ("--max-model-len", "8192")
 
 @pytest.mark.parametrize("victim", ["api", pytest.param("worker", marks=pytest.mark.gate), "launcher"])
 def test_sigkill(tiny: Path, victim: str) -> None:
-    """Clients get an error; no process, shared memory or run directory is left."""
     before = set(os.listdir("/dev/shm"))
     with doomed(tiny, *LONG) as engine:
         answer = LongAnswer(engine.url)
@@ -69,7 +68,6 @@ def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, n
 
 @pytest.mark.parametrize("victim", ["worker", "scheduler", "processor"])
 def test_a_process_that_is_stopped_is_noticed(tiny: Path, victim: str) -> None:
-    """Also at idle; the engine is healthy again when the process continues."""
     with doomed(tiny) as engine:
 
         def is_healthy() -> bool:
@@ -136,7 +134,6 @@ NOBODY = 65534
 
 
 def test_little_shared_memory_and_a_disk_that_fills(tiny: Path, tmp_path: Path) -> None:
-    """The engine serves on, and stops cleanly."""
     if subprocess.run([*ALONE, "true"], check=False, capture_output=True).returncode:
         pytest.skip("needs mounts of its own")
     with doomed(tiny, prefix=[*ALONE, "sh", "-c", MOUNTS, str(tmp_path)]) as engine:

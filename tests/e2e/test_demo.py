@@ -65,7 +65,6 @@ def test_answers_in_whole_prompts_fresh_and_cached(demo: Engine, recorded: list[
 
 @pytest.mark.gate
 def test_chunks_and_ranks_change_no_answer(chunked: Engine, recorded: list[Recorded]) -> None:
-    """Questions alone, batched, and cached."""
     assert_same(chunked, recorded[5::36], 1)
     assert_same(chunked, recorded[4::9], AT_ONCE)
     assert_same(chunked, recorded[4::36], 1)

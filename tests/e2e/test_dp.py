@@ -55,7 +55,6 @@ def fleet(tiny: Path) -> Iterator[Fleet]:
 
 
 def test_engines_share_the_host(fleet: Fleet) -> None:
-    """Their CPUs, and with them the threads of pools and of torch."""
     shares = [os.sched_getaffinity(child) for pid in fleet.engines for child in (pid, *children_of(pid))]
     assert shares[0].isdisjoint(shares[-1]) or len(CPUS) == 1
     assert shares[0] | shares[-1] == set(CPUS)
@@ -66,7 +65,6 @@ def test_engines_share_the_host(fleet: Fleet) -> None:
 
 
 def test_a_conversation_stays_and_its_image_is_encoded_once(fleet: Fleet) -> None:
-    """Conversations spread over both engines, whose answers are equal."""
     images = [image_part(picture(seed, 64, 64)) for seed in range(8)]
     before = fleet.numbers("num_taken")
     asked = [chat_body([image, text_part(f"Question {turn}")]) for image in images for turn in range(3)]

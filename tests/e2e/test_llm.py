@@ -142,7 +142,6 @@ def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
 
 @pytest.mark.gate
 def test_a_bad_request_among_good_ones(llm: LLM) -> None:
-    """Red if it ends a long run although it need not, or passes for an answer."""
     chats = [HELLO, user(b"no picture", "What is it?"), user(Path("/none.png"))]
     good, bad, missing = ask(llm, chats, errors="return")
     assert good.error is None and good.outputs[0].text and not bad.outputs

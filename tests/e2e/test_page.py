@@ -151,7 +151,6 @@ COPIED = "let copied = []; Object.defineProperty(navigator, 'clipboard', {value:
 
 
 async def test_settings_and_copies(engine: Engine, tmp_path: Path) -> None:
-    """What is copied is run."""
     async with open_page(engine.url + "/", SENT + COPIED + SAME_DRAWINGS) as page:
         await page.wait(READY)
         await page.click("#settings summary")
@@ -174,7 +173,6 @@ async def test_settings_and_copies(engine: Engine, tmp_path: Path) -> None:
 
 
 async def test_a_video_plays_and_is_seen(page: Page, tmp_path: Path) -> None:
-    """The demo has never seen one."""
     path = tmp_path / "clip.webm"
     path.write_bytes(encode_video(frames_of(20, 120, 160), "webm", "libvpx-vp9"))
     await page.choose_files("#files", [path])
@@ -200,7 +198,6 @@ async def test_pictures_by_paste(page: Page, tmp_path: Path) -> None:
 
 
 async def test_a_phone(page: Page, tmp_path: Path) -> None:
-    """Red if something is cut off, too small to be touched, or wider than the phone."""
     await page.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
     await fits(page)
     await page.click("#settings summary")
@@ -223,7 +220,6 @@ async def fits(page: Page) -> None:
 
 
 async def test_api_key(tmp_path: Path) -> None:
-    """The page itself loads without one."""
     with serve(CHECKPOINT, "--api-key", "open sesame") as engine:
         async with open_page(engine.url + "/") as page:
             await page.wait("$('#status').textContent === 'needs an API key'")
@@ -266,7 +262,6 @@ def speaker(tmp_path: Path) -> Iterator[tuple[str, Callable[..., None]]]:
 
 
 async def test_thoughts_stand_apart(speaker: tuple[str, Callable[..., None]]) -> None:
-    """Nor are they part of the conversation; a turn that ends in thoughts is reported."""
     url, say = speaker
     say("<think>\nHm,\nwell.\n</think>\n\nYes.")
     async with open_page(url + "/") as page:

@@ -89,7 +89,6 @@ def assert_parity(engine: Engine, expected: list[str]) -> None:
 
 @pytest.mark.gate
 def test_whole_prompts(tiny_engine: Engine, expected: list[str]) -> None:
-    """Text, images, several turns, a video."""
     assert_parity(tiny_engine, expected)
 
 

@@ -92,7 +92,6 @@ def leave(engine: Engine, body: bytes, num_sent: int, num_lines: int) -> None:
 @pytest.mark.e2e
 @pytest.mark.gate
 def test_clients_that_leave_at_any_stage(tight: Engine) -> None:
-    """While sending, waiting, prefilling or streaming."""
     assert tight.client.post("/flush_cache").status_code == 200
     bodies = [json.dumps(chat_body(content(i), stream=True, max_tokens=400, ignore_eos=True)).encode() for i in range(12)]
     stages = [(len(body) // 2 if i < 3 else len(body), max(0, 4 * (i - 7))) for i, body in enumerate(bodies)]

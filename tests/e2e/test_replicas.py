@@ -147,7 +147,6 @@ def test_a_session_stays_on_its_replica_and_sessions_spread(cluster: Cluster) ->
 
 
 def test_a_replica_that_dies_is_replaced_and_its_clients_are_told(cluster: Cluster) -> None:
-    """Clients of the other replica notice nothing."""
     answers = [cluster.answer(f"conversation {i}", 1500) for i in range(6)]
     before = cluster.workers()
     assert len(before) == 2
@@ -164,7 +163,6 @@ def test_a_replica_that_dies_is_replaced_and_its_clients_are_told(cluster: Clust
 
 
 def test_a_rolling_update_drops_no_stream_and_no_request(cluster: Cluster) -> None:
-    """Neither of the old version nor in between."""
     before = cluster.workers()
     command = [sys.executable, "-m", "engine.launch.replicas", "--replicas", "2", "--address", cluster.address, *cluster.flags]
     with busy(cluster, 6, 600):

@@ -23,7 +23,6 @@ def ask(engine: Engine, **fields: object) -> str:
 
 @pytest.mark.gate
 def test_answers_follow_a_schema_among_free_ones(tight: Engine) -> None:
-    """Also where requests are preempted; free answers do not change."""
     free = ask(tight, temperature=0)
     settings = [{"response_format": FORMAT, "temperature": 1.5, "seed": seed} for seed in range(8)]
     with ThreadPoolExecutor(16) as pool:

@@ -72,7 +72,6 @@ def test_files_are_yaml() -> None:
 
 @pytest.mark.packaging
 def test_manifests_are_valid() -> None:
-    """By the cluster's schema."""
     for path in MANIFESTS:
         kubernetes_validate.validate(load(path), "1.34", strict=True)
 
@@ -130,7 +129,6 @@ def test_flags_of_the_files_exist() -> None:
 
 
 def test_the_ray_service_is_what_the_command_starts() -> None:
-    """KubeRay starts the replicas and the proxy of `python -m engine.launch.replicas`."""
     spec = load(DEPLOY / "kuberay/rayservice.yaml")["spec"]
     application = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
     module, _, builder = application["import_path"].partition(":")
@@ -224,7 +222,6 @@ def test_the_health_check_and_the_drain_ask_the_engine(monkeypatch: pytest.Monke
 
 
 def test_the_drain_waits_for_the_last_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not for ever."""
     drain = importlib.import_module("deploy.drain")
     slept: list[float] = []
     loads = iter([2, 1, 0, 1, 0, 0])

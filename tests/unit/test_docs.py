@@ -102,7 +102,6 @@ def source_text(*folders: str) -> str:
 
 
 def test_messages_of_troubleshooting_are_the_programs_own() -> None:
-    """Readers search for what the screen shows."""
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) > 30
     source = source_text("engine", "server", "models")
@@ -172,7 +171,6 @@ def test_tables_are_those_of_the_results() -> None:
 
 
 def test_every_result_says_where_it_comes_from() -> None:
-    """Machine, versions, command and commit."""
     kept = {f"{path.parent.name}/{path.stem}" for folder in tables.GPUS for path in tables.RESULTS.glob(f"{folder}/*.json")}
     assert kept >= set(tables.SERVED)
     for name in sorted(kept):

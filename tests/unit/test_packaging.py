@@ -40,7 +40,6 @@ def imported(path: Path) -> set[str]:
 
 
 def test_the_wheel_carries_the_engine_and_its_demo() -> None:
-    """A user's first command is the demo."""
     needed = {"engine.scheduler", "engine.worker", "server.http", "server.processor", "models.kernels.hopper", "models.scaffold", "bench"}
     assert needed | {"models.demo", "models.demo.checkpoint", "models.demo.fonts"} <= set(SHIPPED)
 
@@ -123,7 +122,6 @@ def test_every_benchmark_of_the_command_is_a_module() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_the_command_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each module rejects an unknown flag in its own words."""
     for command, words in ((["serve"], "engine.serve: "), (["bench", "load"], "--concurrency"), (["bench", "accuracy"], "--questions")):
         monkeypatch.setattr(sys, "argv", [])
         with pytest.raises(SystemExit) as stopped:

@@ -116,7 +116,6 @@ async def test_a_server_that_is_not_there_is_an_error_of_the_answer(unused_tcp_p
 
 
 def test_the_parts_add_up() -> None:
-    """The client's view of the transfer overlaps the server's."""
     stages = {"prepare_ms": 4.0, "queue_ms": 1.0, "launch_ms": 0.5, "prefill_ms": 8.0, "sample_ms": 0.25, "reply_ms": 0.25}
     timings = {"receive_ms": 10.0, **stages, "device_forward_ms": 7.0, "images_encoded": 2}
     answer = Answer(started=1.0, sent=1.008, written=1.019, token_times=[1.034], timings=timings)
@@ -129,7 +128,6 @@ def test_the_parts_add_up() -> None:
 
 
 def test_the_parts_are_those_of_the_answer_in_the_middle() -> None:
-    """Also of a server that reports no stages."""
     answers = [Answer(started=0.0, sent=0.001 * i, written=0.002 * i, token_times=[0.01 * i]) for i in (3, 1, 2)]
     figures = ttft_figures(answers)
     assert figures["ttft_ms"] == 20.0 and figures["parts_ms"] == {"client_ms": 2.0, "transfer_ms": 2.0, "rest_ms": 16.0}

@@ -72,7 +72,6 @@ class FakeEngine:
 def test_engines_are_measured_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], new_ms: float, code: int, num_rounds: int
 ) -> None:
-    """A loss is measured again before it becomes the exit code; requests of each round are new."""
     seeds = []
     order = []
 

@@ -65,7 +65,6 @@ def make() -> Arena:
 
 
 def test_refusals() -> None:
-    """A size that never fits is told from one that does not fit now; a double free is noticed."""
     arena = make()
     with pytest.raises(ArenaTooSmall):
         arena.alloc(SMALL + 1)
@@ -116,7 +115,6 @@ def test_memory_is_reserved_before_it_is_written(arena: Arena) -> None:
 
 
 def test_lack_of_memory_is_a_full_arena(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No region is lost."""
 
     def fail(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "no space")
@@ -134,7 +132,6 @@ def test_lack_of_memory_is_a_full_arena(arena: Arena, monkeypatch: pytest.Monkey
 
 
 def test_memory_is_given_back_at_idle_only(arena: Arena) -> None:
-    """Little at once, and never that of a region."""
     regions = [arena.alloc(2 * MIB) for _ in range(3)]
     arena.view(regions[2], 4)[:] = b"data"
     for region in regions[:2]:
@@ -152,7 +149,6 @@ def test_memory_is_given_back_at_idle_only(arena: Arena) -> None:
 
 
 async def test_large_reservations_let_the_event_loop_go_on(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if one region's memory is reserved at once."""
     reserved = []
     real, turns = os.posix_fallocate, 0
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: (reserved.append(length), real(fd, offset, length)))

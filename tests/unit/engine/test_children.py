@@ -115,7 +115,6 @@ def test_a_signal_may_interrupt_the_handler_of_another() -> None:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_download_is_broken_off(name: str) -> None:
-    """No run directory is left."""
     code, run_dir = run(DOWNLOAD.replace("SIGNAL", name))
     assert code == 0
     assert run_dir and not Path(run_dir).exists()
@@ -139,7 +138,6 @@ def decoys(tmp_path: Path) -> Path:
 
 
 def test_children_ignore_files_of_the_working_directory(decoys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Supervised, guest and tethered processes."""
     monkeypatch.chdir(decoys)
     monkeypatch.setenv("PYTHONPATH", os.pathsep)  # two empty entries: the working directory
     assert end_of_failing_child() == f"worker-0: {REASON}"

@@ -13,7 +13,6 @@ from engine.launch.flags import make_parser, parse_args, parse_bytes
 
 
 def test_every_field_is_a_flag_with_help() -> None:
-    """Red if a setting cannot be set from the command line, or is not explained."""
     help_text = make_parser().format_help()
     for name in EngineConfig.__struct_fields__:
         assert "--" + name.replace("_", "-") in help_text
@@ -21,7 +20,6 @@ def test_every_field_is_a_flag_with_help() -> None:
 
 
 def test_values_arrive_typed() -> None:
-    """Red if a flag's type is lost."""
     config = parse_args(["--tp", "4", "--image-cache-bytes", "1.5G", "--no-prefix-cache", "--gpu-memory-utilization", "0.5", "--port", "0"])
     assert (config.tp, config.image_cache_bytes, config.prefix_cache) == (4, int(1.5 * GIB), False)
     assert (config.gpu_memory_utilization, config.port) == (0.5, 0)
@@ -29,8 +27,6 @@ def test_values_arrive_typed() -> None:
 
 
 def test_bad_values_name_their_flag_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if a bad value starts an engine or ends it without saying which flag, if a script must be started once for each of them, or if
-    a hint names a flag that is refused."""
     bad = "--tp 0 --image-cache-bytes 0 --max-model-len -1 --media-pool-size 0 --gpu-memory-utilization 1.5 --max-num-seqs 9000"
     bad += " --chat-template no-such-file --api-key-file no-such-file --snapshot-share 2"
     said = refusal(shlex.split(bad), capsys)
@@ -52,7 +48,6 @@ def test_an_empty_key_is_not_no_key(empty: str, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_the_environment_gives_an_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a key must be shown in the process list."""
     monkeypatch.setenv("ENGINE_API_KEY", "secret")
     assert parse_args([]).api_key == "secret" and parse_args(["--api-key", "other"]).api_key == "other"
 
@@ -66,7 +61,6 @@ def test_threads_of_children_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_where_values_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a file, the environment or the command line loses against what it must beat, or if one of them reads values otherwise."""
     file = tmp_path / "engine.yaml"
     file.write_text("port: 1\nmax-num-seqs: 2\nimage-cache-bytes: 1G\nprefix-cache: false\naccess-log: false\nmodel: a\n")
     monkeypatch.setenv("ENGINE_MAX_NUM_SEQS", "3")
@@ -83,7 +77,6 @@ def test_where_values_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_model_is_the_first_word() -> None:
-    """Red if the model cannot be named without its flag, or if one of two names is dropped."""
     assert parse_args(["Qwen3-VL-8B", "--tensor-parallel-size", "2"]).model == "Qwen3-VL-8B"
     assert parse_args(["x", "--tensor-parallel-size", "2"]).tp == 2
     with pytest.raises(SystemExit):
@@ -99,14 +92,12 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_hint_does_not_name_the_opposite(capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if who asks for a cache is told of the flag that turns it off, or the other way round."""
     for word in ["--disable-prefix-cach", "--no-enable-prefix-cachin", "--disable-access-logs", "--acces-log", "--prefix-cach"]:
         meant = refusal([word], capsys).partition("did you mean ")[2]
         assert not meant or meant.startswith(("--no-", "--disable-")) == word.startswith(("--no-", "--disable-"))
 
 
 def test_scripts_for_vllm_start_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if a flag of everybody's scripts stops an engine, or is dropped without a word."""
     config = parse_args([
         "--model", "m", "--trust-remote-code", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
         "--enable_prefix_caching", "--enable-chunked-prefill", "--limit-mm-per-prompt", '{"image": 4, "video": 0}',
@@ -127,7 +118,6 @@ def test_scripts_for_vllm_start_as_they_are(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_flags_with_dots_and_of_several_words() -> None:
-    """Red if a form that vLLM takes stops an engine, if a dotted flag undoes the one before, or if a word that was the model is a name."""
     cases: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--limit-mm-per-prompt.image 4 --limit_mm_per_prompt.video=0", {"max_images_per_request": 4}),
         ("--limit-mm-per-prompt '{\"image\": 3}' --limit-mm-per-prompt.video 0", {"max_images_per_request": 3}),
@@ -145,7 +135,6 @@ def test_flags_with_dots_and_of_several_words() -> None:
 
 
 def test_several_names_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Red if they are taken apart, or a list of a file is not taken; or if one of the two is taken for the model."""
     monkeypatch.setenv("ENGINE_SERVED_MODEL_NAME", "a,b")
     monkeypatch.setenv("ENGINE_LIMIT_MM_PER_PROMPT", '{"image": 4}')
     assert parse_args([]) == EngineConfig(served_model_name="a,b", max_images_per_request=4)
@@ -155,7 +144,6 @@ def test_several_names_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_scripts_for_sglang_start_as_they_are() -> None:
-    """Red if one of its names is another of ours."""
     config = parse_args([
         "--model-path", "m", "--mem-fraction-static", "0.5", "--context-length", "99", "--tp-size", "2", "--random-seed", "3",
         "--chunked-prefill-size", "512", "--max-running-requests", "7", "--disable-radix-cache", "--disable-cuda-graph",
@@ -168,7 +156,6 @@ def test_scripts_for_sglang_start_as_they_are() -> None:
 
 
 def test_what_cannot_be_had_is_refused_with_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if a script's setting that would change answers or memory is dropped, or refused without a way out."""
     for arguments, instead in (
         (["--dtype", "half"], "bfloat16"),
         (["--quantization", "awq"], "use fp8, or a checkpoint in float8"),
@@ -238,7 +225,6 @@ def test_recipes_for_other_engines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_variable_of_no_flag_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Red if a typo in the environment is a setting that silently does nothing."""
     monkeypatch.setenv("ENGINE_MAX_NUM_SEQ", "3")
     monkeypatch.setenv("ENGINE_MAX_NUM_SEQS", "4")
     assert parse_args([]).max_num_seqs == 4 and "ENGINE_MAX_NUM_SEQ is the variable of no flag" in capsys.readouterr().err

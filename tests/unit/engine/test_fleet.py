@@ -51,7 +51,6 @@ def test_engines_get_what_was_told_but_for_the_address(monkeypatch: pytest.Monke
 
 
 def test_engines_see_their_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the environment names GPUs or flags."""
     monkeypatch.setenv("ENGINE_PORT", "80")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [share_environment(index, 2, True)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["0,1", "2,3"]

@@ -48,7 +48,6 @@ def compiler_of(*answers: Compiled | Exception | None) -> GrammarCompiler:
 
 @pytest.mark.parametrize("failure", [TimeoutError(), GuestKilled(-9)], ids=["wall-clock", "killed"])
 async def test_interrupted_compilation_is_repeated(failure: Exception) -> None:
-    """Red if a schema stays refused because its compiler was interrupted once."""
     compiler = compiler_of(failure, DONE)
     with pytest.raises(CompilerBusy):
         await compiler.compile(GRAMMAR)
@@ -195,7 +194,6 @@ async def test_large_jobs_leave_a_guest_to_small_ones(clock: Any) -> None:
 
 
 async def test_what_is_remembered_of_clients_is_bounded(clock: Any) -> None:
-    """Clients choose how many they are."""
     pool = pool_of(FakeGuest(clock))
     pool._assign, assign = (lambda: None), pool._assign  # type: ignore[method-assign]
     pool._used[b"heavy"] = 10**6

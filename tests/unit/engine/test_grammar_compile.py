@@ -34,7 +34,6 @@ def refusal(kind: Any, text: str) -> str:
 
 @pytest.mark.parametrize("choice", ["👍", 'a "quoted" \\ text', "Grüße", "two\nlines"])
 def test_a_choice_is_written_as_it_is(choice: str) -> None:
-    """Red if a character becomes two surrogates."""
     assert accepts(Grammar("choice", json.dumps([choice, "b"])), choice)
 
 
@@ -50,7 +49,6 @@ def test_a_choice_is_written_as_it_is(choice: str) -> None:
     ],
 )
 def test_strings_are_json_whatever_bounds_them(schema: dict[str, Any], good: str, bad: str) -> None:
-    """Red if a control character gets into an answer or the arguments of a call."""
     tag = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</a>"}
     of_call = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
     plain = Grammar("json_schema", json.dumps(schema))
@@ -76,7 +74,6 @@ def test_strings_are_json_whatever_bounds_them(schema: dict[str, Any], good: str
     ],
 )
 def test_what_would_not_hold_is_refused(schema: dict[str, Any], name: str) -> None:
-    """Otherwise an answer may break its schema without notice."""
     assert name in refusal("json_schema", json.dumps(schema))
 
 
@@ -154,7 +151,6 @@ def call_grammar(schema: dict[str, Any], template: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("schema", "good", "long"), NUMBERS.values(), ids=NUMBERS)
 def test_numbers_have_at_most_20_digits(schema: dict[str, Any], good: list[str], long: list[str]) -> None:
-    """Also in arrays of objects and in the arguments of calls in both notations."""
     of_array = {"a": {"type": "array", "items": schema}}
     nested = {"type": "object", "properties": of_array, "required": ["a"], "$defs": schema.get("$defs", {})}
     call, xml_call = call_grammar(schema, ""), call_grammar(schema, "<function=")

@@ -58,7 +58,6 @@ async def test_messages_of_a_thread_arrive_in_order(link: Link, tmp_path: Path) 
 
 
 async def test_a_message_that_was_not_taken_goes_to_the_next_receiver(link: Link) -> None:
-    """The first receiver is cancelled while it waits."""
     inbox, outbox = link
     for rid in range(20):
         waiting = asyncio.create_task(inbox.recv())

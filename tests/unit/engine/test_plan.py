@@ -73,7 +73,6 @@ def test_the_plan_is_for_the_backend_that_will_run(monkeypatch: pytest.MonkeyPat
 
 
 def test_advice_fits_the_cause() -> None:
-    """Red if a CPU is told to change flags of GPUs, or if the flag that fixed the pool is not the one to change."""
     spec, needs = config_of("8B").text.cache_spec(1, 2), Needs(weights=20 * GIB)
     for flags, of_gpu, advice in (
         ({"kv_cache_memory_bytes": 4096}, None, "holds no block.* raise --kv-cache-memory-bytes"),
@@ -109,7 +108,6 @@ def test_small_cards_serve_with_smaller_steps() -> None:
 
 
 def test_what_was_asked_for_is_kept() -> None:
-    """Red if a flag is overruled, or if a large card gets smaller steps."""
     model = config_of("8B")
     plan_of, fitted = (functools.partial(function, model=model, backend="portable") for function in (make_plan, fit))
     few_blocks = EngineConfig(num_gpu_blocks_override=512)

@@ -17,7 +17,6 @@ from engine.serve import bind, ready_text, size_arenas
 
 @pytest.mark.parametrize("api_key", [None, "secret"])
 def test_the_example_works_as_it_stands(api_key: str | None) -> None:
-    """The curl line names the header of the key, and not the key."""
     runtime = Runtime(EngineConfig(api_key=api_key), "torch", "cpu", "", (0, 0), 0, 0, "", ("demo",), 100)
     text = ready_text("http://127.0.0.1:8000", runtime, 1.0)
     assert ("-H 'Authorization: Bearer " in text) == (api_key is not None) and "secret" not in text
@@ -61,7 +60,6 @@ def test_an_unusable_address_is_one_line() -> None:
 
 
 def test_a_socket_that_nobody_serves_refuses_connections() -> None:
-    """Clients of a server that still loads do not wait."""
     with bind("127.0.0.1", 0) as listener, socket.socket() as client:
         assert client.connect_ex(listener.getsockname()) != 0
 
@@ -72,7 +70,6 @@ def run_with(tmpdir: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_path_that_is_too_long_for_sockets_is_one_line(tmp_path: Path) -> None:
-    """No folder is left."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     done = run_with(str(long))

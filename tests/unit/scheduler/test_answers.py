@@ -42,7 +42,6 @@ def test_answers_share_the_prompt() -> None:
 
 
 def test_answers_of_one_token_share_the_prompt() -> None:
-    """Red if the others have nothing to share because the first one ends at once."""
     sim = simulation(prefix_cache=False, max_num_batched_tokens=64, max_num_mixed_tokens=64)
     ask(sim, 0, 14, max_tokens=1)
     sim.run()
@@ -50,7 +49,6 @@ def test_answers_of_one_token_share_the_prompt() -> None:
 
 
 def test_each_answer_has_a_seed_of_its_own() -> None:
-    """Red if answers are drawn alike, or if the first one is not what the request gets with `n` 1."""
     sim = simulation(max_num_batched_tokens=64, max_num_mixed_tokens=64)
     ask(sim, 0, 9, max_tokens=2)
     admits: list[Admit] = []
@@ -61,7 +59,6 @@ def test_each_answer_has_a_seed_of_its_own() -> None:
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_answers_share_the_states_of_the_prompt(prefix_cache: bool) -> None:
-    """Red if, of a model with recurrent states, each answer computes the prompt again."""
     sim = simulation(prefix_cache=prefix_cache, snapshot_blocks=2, max_num_batched_tokens=64, max_num_mixed_tokens=64)
     ask(sim, 0, 14, max_tokens=1)
     sim.run()
@@ -82,14 +79,12 @@ def test_one_answer_may_end_early() -> None:
 
 
 def test_a_request_that_never_fits_is_refused_in_all_answers() -> None:
-    """Red if some answer of a refused request never ends."""
     sim = simulation()
     ask(sim, 0, 10_001, max_tokens=1, n=3)
     assert [sim.terminal[key] for key in (0, (0, 1), (0, 2))] == ["error"] * 3 and sim.released == {0}
 
 
 def test_a_lower_priority_comes_first() -> None:
-    """Red if requests start in the order of their arrival whatever their priority, or if it turns equal ones round."""
     sim = Simulation(make_core(num_blocks=200, max_num_seqs=1), random.Random(0))
     priorities = [0, 1, -1, 0, -1]
     for rid, priority in enumerate(priorities):
@@ -99,7 +94,6 @@ def test_a_lower_priority_comes_first() -> None:
 
 
 def test_the_highest_priority_number_is_preempted() -> None:
-    """Red if the youngest request has to go although an older one is less urgent."""
     sim = Simulation(make_core(num_blocks=12, prefix_cache=False), random.Random(0))
     for rid, priority in enumerate([5, 0, 0, 0]):
         ask(sim, rid, 4, max_tokens=20, n=1, priority=priority)

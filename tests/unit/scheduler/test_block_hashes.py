@@ -100,7 +100,6 @@ def test_only_equal_beginnings_are_taken_over(num_hashed: list[int]) -> None:
 
 
 def test_snapshots_keep_to_their_share() -> None:
-    """Red if the snapshot used last goes first, or if its blocks are lost."""
     pool = BlockPool(12, 16, snapshot_share=0.5)
     for name in (b"a", b"b", b"c"):
         blocks = pool.alloc(2)

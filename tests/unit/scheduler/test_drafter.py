@@ -40,7 +40,6 @@ def num_steps(sim: Simulation) -> int:
 
 
 def test_an_answer_that_repeats_itself_takes_fewer_steps() -> None:
-    """Red if drafts are not offered, or for longer than an answer's limit."""
     sim = simulate()
     sim.language = (1, 5)
     add(sim, 0)
@@ -48,7 +47,6 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps() -> None:
 
 
 def test_a_prediction_is_used_from_the_first_token_on() -> None:
-    """Red if a right prediction saves nothing, if a wrong one costs more than a step or two, or if another request sees it."""
     sim = simulate()
     add(sim, 0)
     sim.run()
@@ -71,7 +69,6 @@ def simulate_head(max_num_seqs: int = 4, verify_rows: int = 32) -> Simulation:
 
 
 def test_a_heads_guesses_save_steps() -> None:
-    """Red if they are not verified as soon as they come, or if rows that wait for them hold up others."""
     sim = simulate_head()
     for rid in range(3):
         add(sim, rid)
@@ -91,7 +88,6 @@ def test_a_head_that_guesses_wrong_is_hardly_asked() -> None:
 
 
 def test_a_head_is_not_asked_by_many_rows() -> None:
-    """Red if guesses are made that no step has room to verify."""
     sim = simulate_head(max_num_seqs=8, verify_rows=9)
     for rid in range(6):
         add(sim, rid, max_tokens=30 + 20 * rid)
@@ -208,6 +204,5 @@ def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool
 
 @pytest.mark.parametrize(("draft", "snapshot_blocks", "expected"), [("off", 0, 0), ("lookup", 0, 160), ("lookup", 1, 160)])
 def test_a_worker_says_how_many_rows_it_verifies(draft: Literal["off", "lookup"], snapshot_blocks: int, expected: int) -> None:
-    """Red if drafts come unasked, or do not come for a model with states."""
     worker = WorkerReady(0, 10, 1 << 20, 10, HOPPER_STEP_SIZES, snapshot_blocks=snapshot_blocks)
     assert make_limits(EngineConfig(draft=draft), worker).verify_rows == expected

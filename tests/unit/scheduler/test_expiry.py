@@ -38,7 +38,6 @@ def error_of(sim: Simulation, now: float) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_a_deadline_ends_a_request_waiting_or_running(num_steps: int) -> None:
-    """Red if a deadline ends other requests too, or ends a request twice."""
     sim = simulation()
     ask(sim, 0, NOW + 100, n=2)
     ask(sim, 1, NOW + 300)

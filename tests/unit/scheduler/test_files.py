@@ -65,7 +65,6 @@ def test_an_image_in_the_prefix_cache_needs_no_pixels(prefix_cache: bool) -> Non
 
 
 def test_all_pixels_are_asked_for_at_once_and_others_pass() -> None:
-    """Red if a request starts before its pixels are there, or delays the next ones."""
     sim = simulation(max_num_batched_tokens=16)
     show(sim, 0, b"abc")
     show(sim, 1, b"d", files=False)
@@ -93,7 +92,6 @@ def test_a_request_keeps_its_row_and_its_blocks_while_it_waits() -> None:
 
 
 def test_the_same_file_is_asked_for_once() -> None:
-    """Also if one of the two occurrences has pixels."""
     sim = simulation()
     show(sim, 0, b"aab")
     sim.step()

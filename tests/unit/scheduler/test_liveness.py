@@ -42,7 +42,6 @@ def test_an_idle_engine_is_alive() -> None:
 
 
 def test_a_request_that_nothing_is_planned_for_is_no_progress(clock: Clock) -> None:
-    """Also if further requests arrive."""
     sim = Simulation(make_core())
     sim.core.state.free_rows.clear()  # stands in for whatever may be wrong
     for rid in range(3):
@@ -84,7 +83,6 @@ def test_a_worker_without_a_beat_is_noticed_at_idle() -> None:
 
 @pytest.mark.parametrize(("device", "activity"), [("cuda", "images"), ("cuda", "compiling"), ("cpu", "images"), ("cpu", "step")])
 def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity) -> None:
-    """Red if a long decode or a step on a CPU counts as a deadlock, or one that never ends does not."""
     workers, most = Workers(device), MAX_S[device][activity]
 
     def alive_at(now: float, activity: Activity) -> float:

@@ -55,12 +55,10 @@ def decoding_core(num_images: int) -> SchedulerCore:
 
 
 def test_a_decode_costs_the_same_however_many_images_are_cached() -> None:
-    """A sum over all cached images for every row took 9.5 ms per plan."""
     assert num_instructions_of_a_plan(decoding_core(250)) == num_instructions_of_a_plan(decoding_core(0))
 
 
 def test_many_long_cached_prompts_do_not_start_in_one_plan() -> None:
-    """A plan that took the blocks of 128 prompts delayed every stream for 0.36 s."""
     length, num_prompts = 16_366, 12
     core = make_core(num_blocks=20_000, block_size=16, max_num_seqs=NUM_ROWS, max_num_batched_tokens=8192, max_num_mixed_tokens=1000)
     core._capacity = 2 * length
@@ -87,7 +85,6 @@ def part_of(values: np.ndarray, start: int, end: int) -> PromptLogprobs:
 
 
 def test_log_probabilities_of_a_prompt_are_copied_once() -> None:
-    """A prompt of 250,000 tokens has 40 MB of them in thousands of chunks."""
     values = np.arange(1000, dtype=np.float32)
     core = make_core()
     core.add(make_request(1, [7] * 8, [], 4), np.full(8, 7, np.int32))
@@ -112,7 +109,6 @@ class CountedImages(list[Any]):
 
 
 def test_images_that_fail_together_cost_one_search() -> None:
-    """Red if each of them is searched in every other request."""
     core = make_core()
     for rid in range(20):
         request = msgspec.structs.replace(make_request(rid, [7] * 8, [], 4), images=CountedImages())
@@ -137,7 +133,6 @@ def num_requests() -> int:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_an_ended_request_leaves_no_cycle(n: int, is_aborted: bool) -> None:
-    """Red if only the garbage collector would find an ended request and its tokens."""
     core = make_core(num_blocks=200, max_num_seqs=8)
     prompt = list(range(100, 140))
     gc.collect()

@@ -79,7 +79,6 @@ def test_others_pass_a_waiting_request_but_do_not_get_ahead_of_it() -> None:
 
 
 def test_a_waiting_request_keeps_a_row_and_its_blocks() -> None:
-    """Red if requests that pass take the last row or block."""
     for limits in ({"max_num_seqs": 3}, {"num_blocks": 13 + 3 + 4 + 1}):
         sim = library(**limits)
         ask(sim, 0, max_tokens=30)
@@ -95,7 +94,6 @@ def test_a_waiting_request_keeps_a_row_and_its_blocks() -> None:
 
 
 def test_the_next_one_takes_over_from_a_leader_that_is_gone() -> None:
-    """Red if all followers start over, or compute again what the leader had finished."""
     sim = library(max_num_batched_tokens=16, max_num_mixed_tokens=16)
     for rid in range(4):
         ask(sim, rid)
@@ -112,7 +110,6 @@ def test_the_next_one_takes_over_from_a_leader_that_is_gone() -> None:
 
 
 def test_other_tenants_and_an_engine_without_prefix_cache_do_not_wait() -> None:
-    """Red if a request waits for blocks that it can never share."""
     sim = library(max_num_batched_tokens=500)
     for rid, salt in enumerate(["a", "b", "a"]):
         ask(sim, rid, salt)

@@ -199,7 +199,6 @@ def test_what_never_fits_is_refused_at_the_door() -> None:
 
 
 def test_quick_steps_are_planned_further_ahead() -> None:
-    """Red if new requests wait for three long steps."""
     core = make_core(num_blocks=64)
     sim = Simulation(core)
     sim.ask(0, [20] * 4, [], 100, ignore_eos=True)
@@ -238,7 +237,6 @@ def test_chunks_beside_streams_are_small() -> None:
 
 
 def test_a_short_prompt_is_spread_over_cheap_steps() -> None:
-    """Red if the last tokens are cut ever smaller."""
     core = make_core(num_blocks=200, max_num_batched_tokens=2000, max_num_mixed_tokens=2000, mixed_step_tokens=312)
     assert [size for size in prefill_sizes_beside(core, 0, 1, num_prompt=500) if size] == [312 - 8, 196]
 
@@ -251,7 +249,6 @@ def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_contexts_take_turns_and_short_ones_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a step reads many times its limit, if a long context starves, or if the oldest waits."""
     limit, heavy, num_light = 2000, 1000, 2
     sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=limit)
     core = make_core(num_blocks=500, max_num_seqs=16, max_num_batched_tokens=2000, max_num_mixed_tokens=2000, step_sizes=sizes)

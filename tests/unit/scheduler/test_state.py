@@ -25,7 +25,6 @@ def changed(tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", ["policy", "core", "budget", "main"])
 def test_only_the_state_changes_what_all_decide_on(module: str) -> None:
-    """Otherwise no single place could keep an invariant."""
     found = set(changed(ast.parse((FOLDER / f"{module}.py").read_text())))
     owners = ("request.", "victim.", "other.", "state.", "self.state.")
     theirs = {text for text in found if text.startswith(owners) and "stages" not in text}

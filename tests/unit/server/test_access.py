@@ -113,7 +113,6 @@ class Service:
 
 
 async def test_states_of_health() -> None:
-    """A server that drained said that it was stalled."""
     starting, service = Service(is_started=False), Service()
 
     async def check(service: Service, *expected: object, is_compiling: bool = False) -> None:
@@ -131,7 +130,6 @@ async def test_states_of_health() -> None:
 
 
 async def test_a_full_queue_is_no_failure_and_an_idle_engine_is_asked() -> None:
-    """A liveness probe would have restarted a busy server."""
     full, idle = Service(max_requests=0), Service()
     probe = full.probe()
     await eventually_async(lambda: full.client._token._waiters, "the probe waits")
@@ -161,7 +159,6 @@ OVERLOADED = ErrorInfo(503, "full", "server_error", code="overloaded", retry_aft
 
 @virtual
 async def test_the_field_and_the_flag_become_the_deadline(model_folder: Path) -> None:
-    """The deadline counts from the end of the body."""
     for limit, field, expected in ((None, None, None), (None, 5.5, 5.5), (20, None, 20), (20, 100, 20), (20, 3, 3)):
         with serving(model_folder, request_timeout=limit) as api:
             body = {"messages": [{"role": "user", "content": "x"}], **({} if field is None else {"timeout": field})}
@@ -220,7 +217,6 @@ def body_of(name: str, is_large: bool) -> Any:
 
 
 async def test_a_large_request_does_not_take_the_seed_of_a_later_one() -> None:
-    """A large body is read in a thread, and a small one that came later took its seed."""
     config = SimpleNamespace(max_images_per_request=1, api_key=None, api_key_file=None, request_timeout=None)
     client = SimpleNamespace(submit=lambda submits: None)
     service = SimpleNamespace(config=config, model_names=(), seeds=random.Random(1), client=client)

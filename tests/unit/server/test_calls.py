@@ -236,7 +236,6 @@ def strings_in(value: Any) -> Iterator[int]:
 
 
 def test_each_character_is_examined_a_constant_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An honest long parameter took quadratic time, an endless one cubic time."""
     for pattern, value in list(vars(calls).items()):
         if isinstance(value, re.Pattern):
             monkeypatch.setattr(calls, pattern, Counting(value))
@@ -250,7 +249,6 @@ def test_each_character_is_examined_a_constant_number_of_times(monkeypatch: pyte
 
 
 def test_odd_json_does_not_end_the_processor() -> None:
-    """Half a surrogate pair, or JSON that is too deep, ended the engine."""
     for text, name, arguments in (
         (r'{"name": "a\ud800", "arguments": {}}', "a?", {}), (r'{"name": "a", "arguments": "{\"x\": \"\ud800\"}"}', "a", {"x": "?"}),
         (r'<function=a><parameter=x>"\ud800"</parameter></function>', "a", {"x": "\ud800"}),
@@ -263,6 +261,5 @@ def test_odd_json_does_not_end_the_processor() -> None:
 
 
 def test_a_function_without_a_name_is_named_once() -> None:
-    """An empty name was sent again with each token."""
     assert read_body(XmlBody({}), iter("<function=><parameter=x>1</parameter>"))[0] == ""
     assert read_body(JsonBody(), iter('{"name": "", "arguments": {"x": 1}}'))[0] == ""

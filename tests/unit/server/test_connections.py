@@ -153,7 +153,6 @@ async def answer_at_length(scope: Scope, receive: Receive, send: Send) -> None:
 
 @virtual
 async def test_a_client_that_does_not_read_is_closed() -> None:
-    """Fails if unread answers fill the memory, or if a client that reads slowly is closed."""
     server = HttpServer(answer_at_length, EngineConfig(write_timeout=30, idle_timeout=1000))
     unread, slow = server.connect(), server.connect()
     for wire in (unread, slow):

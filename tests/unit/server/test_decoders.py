@@ -123,7 +123,6 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
 
 
 async def test_an_image_that_could_never_be_decoded_is_a_413(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if memory that may not be used is waited for."""
     monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10)
     made = Loading(checkpoint, max_decode_bytes=8 * 700 * 900 - 1)
     error = await made.refusal(made.body(base64.b64encode(save(LARGE, "PNG"))))
@@ -148,7 +147,6 @@ async def test_memory_is_lent_in_the_order_of_asking() -> None:
 
 
 async def test_the_pixels_of_a_request_are_added_up(checkpoint: Checkpoint) -> None:
-    """Fails if many images may have together what no single one may."""
     allowance = Allowance(100, 8)
     allowance.take(Header(True, 6, 10))
     allowance.take(Header(False, 4, 10))

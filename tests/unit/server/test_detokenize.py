@@ -106,7 +106,6 @@ class CountingStop(str):
 
 
 def test_stop_strings_cost_the_same_per_character() -> None:
-    """Text that begins one stop string was compared with all of another one, from each of its characters on."""
     stops = [CountingStop("a" * LENGTH + "c"), CountingStop("a" + "b" * LENGTH), CountingStop("ab" * (LENGTH // 2)), CountingStop("ba")]
     for text in ("a" * 3 * LENGTH, "ab" * LENGTH, "a" * (LENGTH - 1) + "b" * (LENGTH - 1)):
         matcher = StopMatcher(stops[:3])
@@ -118,7 +117,6 @@ def test_stop_strings_cost_the_same_per_character() -> None:
 
 
 def test_streams_that_repeat_the_answer_take_linear_time() -> None:
-    """Each event of `/generate` held the whole answer: 32,000 tokens took gigabytes."""
 
     def num_bytes(num_tokens: int) -> tuple[int, int]:
         made = sglang.GenerateFormat(ReplyOptions("m", 0, echo={"is_list": False, "num_top": 0, "start": -1}))
@@ -141,7 +139,6 @@ def test_streams_that_repeat_the_answer_take_linear_time() -> None:
 
 
 def test_arguments_of_another_form_are_not_kept() -> None:
-    """A custom tool's call without the one text was copied with each piece."""
     for begin in ('{"other": "', '{"input": "x", "other": "', "{" + " " * 1000):
         text = CustomText()
         for piece in [begin, *["word "] * LENGTH]:
@@ -150,7 +147,6 @@ def test_arguments_of_another_form_are_not_kept() -> None:
 
 
 def test_half_a_surrogate_pair_in_a_custom_call() -> None:
-    """Half a surrogate pair could not be sent, and the stream broke off."""
     text = CustomText()
     assert "".join(text.push(piece) for piece in ('{"input": "a\\ud8', '00\\u0041b"}')) == "a?Ab"
 
@@ -175,7 +171,6 @@ def test_white_space_at_the_end_of_a_prompt(tokenizer: Tokenizer, table: TokenTa
 
 
 def test_log_probabilities_of_a_prompt_are_read_as_they_are_needed() -> None:
-    """The values of a whole prompt became Python numbers at once."""
     draw = random.Random(0)
     values = np.array([draw.random() for _ in range(50)], np.float32)
     top_ids, top = np.arange(150, dtype=np.int32), np.repeat(values, 3)

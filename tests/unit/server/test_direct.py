@@ -130,7 +130,6 @@ async def test_a_slow_body_is_given_up(model_folder: Path, num_direct: list[int]
 
 @virtual
 async def test_a_client_that_leaves_with_two_requests(model_folder: Path) -> None:
-    """Fails if the engine goes on with the first of them."""
     with serving(model_folder) as api:
         api.script = hold
         wire = await api.ask(request_of(body_of(JPEG)) + GET_HEALTH)

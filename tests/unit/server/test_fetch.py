@@ -163,7 +163,6 @@ async def test_redirects_and_domains(site: Site) -> None:
 
 
 async def test_slow_names_hold_up_nobody(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a few names that do not resolve keep all others from being resolved."""
     resolve, release, num_waiting = socket.getaddrinfo, threading.Event(), 0
 
     def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
@@ -188,7 +187,6 @@ async def test_slow_names_hold_up_nobody(site: Site, monkeypatch: pytest.MonkeyP
 
 
 async def test_a_name_that_does_not_resolve_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a client hears anything but a 422, or hears it never."""
     release = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: release.wait(HANG_GUARD_S) or [])
     assert await status_of("http://slow.example/", download_connect_timeout=1) == 422
@@ -312,7 +310,6 @@ def test_links_that_stay_inside_are_followed(root: Path) -> None:
 
 
 async def test_a_folder_that_is_exchanged_for_a_link(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is exchanged before every system call in turn."""
     fetcher = Fetcher(EngineConfig(allowed_local_media_path=str(root)))
     real_open, real_resolve = os.open, Path.resolve
     (root / "link").symlink_to("../secret")

@@ -158,7 +158,6 @@ async def test_orientation_in_xmp_and_damaged_metadata(loading: Loading) -> None
 
 
 async def test_limits_on_tokens(checkpoint: Checkpoint) -> None:
-    """Red if a limit is off by one, or if a request can no longer say otherwise."""
     square = save(Image.new("RGB", (320, 320)), "PNG")  # 100 tokens
     token_bytes = checkpoint.num_values_per_image_token * 2
     for settings, num_tokens in (
@@ -189,7 +188,6 @@ async def test_bad_data_is_a_4xx_also_in_a_hurry(loading: Loading) -> None:
 
 
 async def test_data_urls_that_the_scanner_leaves_alone(loading: Loading) -> None:
-    """Red if a percent-encoded or oddly spelt data URL is refused."""
     data = DECODED["1x1"]
     percent = "data:image/png," + "".join(f"%{byte:02x}" for byte in data)
     odd = "DATA:image/png;BASE64," + base64.b64encode(data).decode()
@@ -260,7 +258,6 @@ async def test_a_release_waits_for_a_thread_that_began_before_its_task(loading: 
 
 
 async def test_what_a_download_did_not_fill_is_given_back(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a small image holds all the room that a larger one could have needed."""
 
     async def download(url: str, append: Callable[[bytes], None], max_bytes: object) -> None:
         append(PLAIN["4:2:0"])

@@ -45,7 +45,6 @@ def test_too_many_values_are_refused_before_they_are_made(monkeypatch: pytest.Mo
 
 
 def test_brackets_and_colons_in_texts_are_text() -> None:
-    """Fails if a program or a table in a message counts as lists."""
     text = '[{":\\"' * MAX_VALUES
     value = read_object(json.dumps({"content": text, "more": ["[", '"[', "\\"] * 9000}).encode())
     assert value["content"] == text
@@ -55,7 +54,6 @@ def test_brackets_and_colons_in_texts_are_text() -> None:
 
 
 def test_the_largest_requests_that_are_meant_are_read() -> None:
-    """Fails if ten thousand messages in parts, or a thousand tools, are taken for an attack."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read_object(json.dumps({"messages": [{"role": "user", "content": parts}] * 10_000}).encode())
     properties = {f"p{i}": {"type": "string", "description": "x"} for i in range(15)}
@@ -75,7 +73,6 @@ def test_what_clients_wrote_is_not_kept() -> None:
 
 
 def test_a_prompt_that_never_fits_is_not_tokenized(checkpoint: Checkpoint) -> None:
-    """Such a prompt took half a gigabyte and a second."""
     builder, num_characters, limit = PromptBuilder(checkpoint), 0, 4096
     encode = builder.tokenizer.encode_batch_fast
 
@@ -95,7 +92,6 @@ def test_a_prompt_that_never_fits_is_not_tokenized(checkpoint: Checkpoint) -> No
 
 
 def test_many_inputs_are_prepared_between_messages(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a request of many inputs is first received whole and then prepared whole, while the tokens of others wait."""
     intake = stack.local.processor._intake
     accept, waiting = intake.accept, list[int]()
 
@@ -132,7 +128,6 @@ async def thread_of(*events: Event) -> threading.Thread:
 
 
 async def test_large_answers_leave_the_event_loop() -> None:
-    """Answers of `/v1/embeddings` were serialised on the event loop: 3.3 s for 1,000 vectors."""
     here = threading.current_thread()
     small = Event(1, "text", 1, finish_reason="stop", pooled=bytes(4 * HIDDEN))
     assert await thread_of(small) is here
@@ -174,7 +169,6 @@ def test_the_text_of_ids_is_the_tokenizers(tokenizer: Tokenizer, table: TokenTab
 
 
 def test_ids_are_counted_before_they_are_decoded() -> None:
-    """Two million ids were decoded on the event loop before their number was checked."""
     with pytest.raises(RequestError, match="at most") as caught:
         check(DetokenizeRequest, {"tokens": [1] * (MAX_IDS + 1)})
     assert caught.value.info.status == 400

@@ -35,7 +35,6 @@ PLACES = {
 
 
 def test_all_listeners_are_known() -> None:
-    """Only `server/http/listen.py` opens ports, and limits them."""
     files = [file for folder in ("engine", "server", "models") for file in (ROOT / folder).rglob("*.py")]
     found = {f"{file.relative_to(ROOT)}: {name}" for file in files for name in LISTENING.findall(file.read_text())}
     assert found == PLACES.keys()
@@ -169,7 +168,6 @@ HOSTILE = {
 
 
 def test_each_byte_of_a_chunked_body_is_touched_a_constant_number_of_times() -> None:
-    """A body of blank lines was searched and copied once per line."""
 
     async def count(body: bytes, read_bytes: int, is_refused: bool) -> int:
         wire = await HttpServer(Application(reads_body=not is_refused)).ask(HEAD)

@@ -45,7 +45,6 @@ def text(words: str) -> dict[str, Any]:
 
 
 def test_fields_of_a_request() -> None:
-    """Red if a field that changes the answer gets lost on the way."""
     asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stream": True}
     rest = {"metadata": {"user_id": "x"}, "thinking": {"type": "disabled"}, "seed": 7, "stop_sequences": ["x"]}
     assert translated(**asked, **rest, system=[text("be short")]) == {
@@ -59,7 +58,6 @@ def test_fields_of_a_request() -> None:
 
 
 def test_images_by_reference_by_text_and_by_url() -> None:
-    """Red if a large image does not stay in the body, or if a small one gets lost."""
     large = base64.b64encode(bytes(1000)).decode()
     url = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
     parts = translated(messages=[{"role": "user", "content": [image(large), image("AAAA"), url]}])["messages"][0]["content"]
@@ -139,7 +137,6 @@ def test_events_of_a_stream() -> None:
 
 
 def test_a_document() -> None:
-    """Red if a block is missing, or if arguments that were cut are no object."""
     answer = json.loads(document_of(MessageFormat(ReplyOptions("m", 0)), EVENTS))
     thoughts, said, first, second = answer["content"]
     assert thoughts == {"type": "thinking", "thinking": "hm", "signature": ""} and said == text("Well then")
@@ -148,7 +145,6 @@ def test_a_document() -> None:
 
 
 def test_why_it_ended() -> None:
-    """Red if an ending or an error has another name than the dialect's."""
     for reason, stopped_by, ending in (
         ("stop", None, ("end_turn", None)), ("length", None, ("max_tokens", None)),
         ("stop", "x", ("stop_sequence", "x")), ("stop", 7, ("end_turn", None)),

@@ -116,7 +116,6 @@ def test_nobody_types_thoughts(checkpoint: Checkpoint, thinking_folder: Path, ta
 
 
 def test_a_hidden_token_has_no_text_but_a_part(tokenizer: Tokenizer, table: TokenTable, think: ThinkTokens) -> None:
-    """Red if a stop token is shown, or is counted with the part before it."""
     text = OutputText(table, think, OutputOptions())
     text.read_prompt(ids_of(tokenizer, OPEN))
     (letter,) = ids_of(tokenizer, "x")

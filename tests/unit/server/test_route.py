@@ -119,7 +119,6 @@ async def test_the_longest_image_is_found_behind_much_text_and_none_behind_more(
 
 
 async def test_session_and_image_decide_where_a_request_goes() -> None:
-    """Fails if either key does not reach the choice."""
     async with routed(*(Replica(str(index)) for index in range(4))) as running:
         for index in range(5):
             session = f"conversation {index}"
@@ -146,7 +145,6 @@ def test_a_key_keeps_its_replica_and_a_change_moves_few() -> None:
 
 
 async def test_events_pass_as_they_come() -> None:
-    """The replica writes the next when the client has read the last."""
     has_read = asyncio.Event()
 
     async def stream(request: web.Request) -> web.StreamResponse:
@@ -190,7 +188,6 @@ async def test_request_headers_paths_and_encodings_pass_unchanged() -> None:
 
 
 async def test_large_and_slow_bodies_pass_before_their_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client sends the rest only when the replica has the begin."""
     monkeypatch.setattr(route, "KEY_SECONDS", 0.05)
     begun, digest = asyncio.Event(), hashlib.sha256()
     keyed = [b'{"url":"data:image/jpeg;base64,' + b"A" * IMAGE_BYTES, *[b"A" * (1 << 20)] * 30]

@@ -67,7 +67,6 @@ def test_streams_interleave(stack: Stack) -> None:
 
 
 def test_a_stop_string_waits_for_min_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the field reaches the sampler, but not those who look for stop strings."""
     ids = ids_of(tokenizer, "stop stop stop stop")
     stack.script = answer_ids(ids)
     for least in (0, len(ids) // 2):
@@ -179,7 +178,6 @@ def test_a_stream_has_one_chunk_per_token(thinker: Stack, tokenizer: Tokenizer, 
 
 
 def test_other_answers_know_nothing_of_thoughts(stack: Stack, tokenizer: Tokenizer, end: int) -> None:
-    """Red if one has a field more than OpenAI's, or null for an empty text."""
     stack.script = answer_ids([end])
     answer = stack.chat("<think>").json()
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}

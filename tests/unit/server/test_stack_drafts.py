@@ -32,7 +32,6 @@ def predicted(stack: Stack) -> list[int] | None:
 
 
 def test_a_prediction_goes_to_the_scheduler(drafting: Stack, tokenizer: Tokenizer) -> None:
-    """Red if it is lost, or not the tokens of its text."""
     seen = []
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
@@ -52,14 +51,12 @@ def test_a_prediction_goes_to_the_scheduler(drafting: Stack, tokenizer: Tokenize
 
 
 def test_what_is_no_prediction(stack: Stack) -> None:
-    """Red if it is taken for one, or if the error does not name the field."""
     for prediction in ("text", {"type": "content"}, {"type": "other", "content": "x"}, {"type": "content", "content": [1]}):
         response = stack.chat("x", prediction=prediction)
         assert response.status_code == 400 and response.json()["error"]["param"].startswith("prediction")
 
 
 def test_without_drafts_a_prediction_costs_nothing(stack: Stack) -> None:
-    """Red if it is tokenized for nobody."""
     assert stack.chat("x", prediction={"type": "content", "content": TEXT}).status_code == 200
     assert stack.scheduler.requests[-1].prediction is None
 

@@ -123,7 +123,6 @@ def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
 
 
 def test_a_full_media_arena_is_503_with_retry_after(stack: Stack) -> None:
-    """Images that never fit are a 413."""
     parts = [image(uri(save(Image.new("RGB", (2000, 2000), (i, 0, 0)), "PNG"), "image/png")) for i in range(7)]  # 12 MB of pixels each
     # Not files of below: those that are decoded before the refusal are known, and need no room when they come again.
     response = stack.chat(parts[3:])
@@ -189,7 +188,6 @@ def test_health_before_the_engine_lives(model_folder: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("ending", ["signal", pytest.param("orphan", marks=pytest.mark.gate)])
 def test_every_waiting_client_gets_an_error_at_the_end(model_folder: Path, ending: str) -> None:
-    """A client that is still sending gets one too; the processes and the run directory go."""
     stack = Stack(model_folder)
     answers: dict[str, httpx.Response] = {}
 

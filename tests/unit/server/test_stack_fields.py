@@ -169,7 +169,6 @@ def test_prompts_are_truncated(stack: Stack) -> None:
 
 
 def test_token_ids_beside_the_text(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if an id is lost where no text comes with it."""
     answer = ended(tokenizer)
     stack.script = tell(answer)
     for stream in (False, True):
@@ -209,7 +208,6 @@ def test_what_is_told_of_tokens_ends_with_the_text(stack: Stack, tokenizer: Toke
 
 
 def test_log_probabilities_of_the_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if places shift, or if they get into the answer's text or log-probabilities."""
     answer = ended(tokenizer)
     stack.script = tell(answer)
     for n in (1, 2):

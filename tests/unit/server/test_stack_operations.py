@@ -65,7 +65,6 @@ def test_the_wrong_method_or_path(stack: Stack) -> None:
 
 
 def test_pages_of_other_origins(stack: Stack, stack_of: StackOf, model_folder: Path) -> None:
-    """A page that is allowed asks first, without a key."""
     assert "access-control-allow-origin" not in stack.http.get("/v1/models", headers={"Origin": "https://a.example"}).headers
     open_to = stack_of(model_folder, allowed_origins="https://a.example, https://b.example", api_key="key")
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
@@ -132,7 +131,6 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_what_is_only_counted_has_the_limits_of_what_is_answered(stack_of: StackOf, model_folder: Path) -> None:
-    """Loading must end when the client has left."""
     counting = stack_of(model_folder, allow_private_media=True, download_connect_timeout=900, download_timeout=900)
     with socket.create_server(("127.0.0.1", 0)) as site:
         site.settimeout(HANG_GUARD_S)

@@ -144,7 +144,6 @@ async def refusal(loading: Loading, text: bytes, **fields: object) -> RequestErr
 
 
 async def test_lists_that_are_refused(loading: Loading) -> None:
-    """Red if the reason is not named, or is said of an image."""
     two = frames_of(2)
     mixed = [two[0], frames_of(1, 32, 32)[0]]
     for frames, fields, words in [
@@ -176,7 +175,6 @@ NUM_COMMAS = 100_000
 
 
 async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object per comma stopped the event loop and filled the memory."""
     made = Loading(checkpoint)
     num_cut: list[object] = []
 
@@ -198,7 +196,6 @@ async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Check
 
 
 async def test_listed_frames_are_counted_before_they_become_images(checkpoint: Checkpoint) -> None:
-    """Each of thousands of listed frames became an object on the event loop."""
     made = Loading(checkpoint, max_video_frames=3)
     intake: Any = SimpleNamespace(config=SimpleNamespace(max_video_frames=3), tools=made.tools)
     created: list[MediaRef] = []
@@ -212,7 +209,6 @@ async def test_listed_frames_are_counted_before_they_become_images(checkpoint: C
 
 
 async def test_a_long_header_is_not_copied_to_each_frame(checkpoint: Checkpoint) -> None:
-    """A header of megabytes became part of the URL of each of hundreds of frames."""
     made = Loading(checkpoint)
     frames = FrameList(made.tools, video.VideoRef(), [])
     for url in ("data:video/jpeg;x=%s;base64,a,b" % ("y" * 5000), "data:video/jpeg;base64,a,b"):
@@ -222,7 +218,6 @@ async def test_a_long_header_is_not_copied_to_each_frame(checkpoint: Checkpoint)
 
 
 async def test_frames_with_an_orientation_are_upright(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Photographs of phones were refused."""
     monkeypatch.setattr("server.processor.media.inspect.MAX_JPEG_PIXELS", 1000)  # a larger baseline JPEG is decoded here
     made = Loading(checkpoint)
     kinds: list[tuple[str, dict[str, bool]]] = [

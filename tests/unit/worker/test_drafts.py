@@ -152,7 +152,6 @@ def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], pl
 
 @in_gate_on("attention")
 def test_right_drafts_save_steps(model: Qwen3VL, free: list[int]) -> None:
-    """Red if a row with k right drafts takes more than one step for k + 1 tokens."""
     engine = Engine(model)
     engine.guess = lambda request: tuple(free[request.num_known - request.num_prompt :][:MAX_DRAFTS])
     engine.add(0, [text(20, 0)], max_tokens=OUTPUT, seed=5, **ANY)

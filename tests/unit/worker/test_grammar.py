@@ -72,7 +72,6 @@ def follows(name: str, text: str) -> bool:
 
 @pytest.mark.parametrize("num_blocks", [256, 6])
 def test_answers_follow_their_grammars(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes], num_blocks: int) -> None:
-    """Red if a mask is another row's or step's, if a preemption loses what was matched, or if others' answers change."""
     engine, plain = Engine(model, num_blocks=num_blocks, prefix_cache=False), Engine(model)
     names = [*GRAMMARS] * 2
     for rid, name in enumerate(names):
@@ -93,7 +92,6 @@ def test_answers_follow_their_grammars(model: Qwen3VL, tokenizer: Tokenizer, com
 def test_a_grammar_that_holds_all_others_up_ends_its_request(
     model: Qwen3VL, compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with several draws per row; others go on."""
     engine, plain = Engine(model), Engine(model)
     free = {**PARAMS, "ignore_eos": True, "max_tokens": 20}
     for made in (engine, plain):
@@ -120,7 +118,6 @@ def test_thoughts_come_first(model: Qwen3VL, tokenizer: Tokenizer, compiled: dic
 
 
 def test_allowed_tokens(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes]) -> None:
-    """Also with a grammar and after a preemption; other rows are free."""
     ids = [tokenizer.encode(letter, add_special_tokens=False).ids[0] for letter in "abc"]
     engine, plain = Engine(model, num_blocks=8, prefix_cache=False), Engine(model)
     free = {**PARAMS, "ignore_eos": True, "max_tokens": 40}
@@ -164,7 +161,6 @@ def test_wrong_grammars_are_refused() -> None:
 
 
 def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged grammar is reported as done."""
     grammars, done = Grammars(CHECKPOINT, 4, 4, 768, torch.device("cpu")), threading.Semaphore(0)
     for data in (compiled["schema"], b"damaged"):
         grammars.load_ahead(data, done.release)

@@ -67,14 +67,12 @@ def alone(model: Qwen3VL) -> list[list[int]]:
     [(7, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((1, True), (1, False), (7, False), (16, True), (64, True)))],
 )
 def test_chunked_equals_whole(model: Qwen3VL, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
-    """Red if a row loses its state between chunks, or gets another row's or layer's."""
     engine = Engine(model, prefix_cache=prefix_cache, max_num_batched_tokens=8 + chunk, max_num_mixed_tokens=chunk)
     assert ask(engine, prompts()) == alone
 
 
 @pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=NIGHTLY)])
 def test_preempted_equals_alone(model: Qwen3VL, alone: list[list[int]], prefix_cache: bool) -> None:
-    """Red if a row continues from the state that an earlier request left in it."""
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "max_num_mixed_tokens": 12}
     engine = Engine(model, num_blocks=12, prefix_cache=prefix_cache, **limits)
     assert ask(engine, prompts(), num_steps_between=0) == alone
@@ -124,7 +122,6 @@ def test_a_hit_from_a_snapshot_equals_a_cold_run(model: Qwen3VL, graphs: bool, c
 
 
 def test_a_prompt_is_one_step_with_its_snapshots(model: Qwen3VL) -> None:
-    """As long as there are spare rows."""
     for num_images, most in ((1, 1), (2, 2), (5, 4)):
         engine = Engine(model, prefix_cache=True)
         parts = [part for seed in range(num_images) for part in (make_picture(seed, 64, 64), text(300, seed))]
@@ -148,7 +145,6 @@ def test_a_next_turn_goes_on_where_its_thoughts_are_left_out(model: Qwen3VL) -> 
 
 @pytest.mark.parametrize("prefix_cache", [pytest.param(True, marks=NIGHTLY), False])
 def test_forks_equal_alone(model: Qwen3VL, prefix_cache: bool) -> None:
-    """Red if forks continue from keys without their states, or compute the prompt again."""
     parts = [make_picture(0, 64, 96), text(40, 5)]
     engine = Engine(model, prefix_cache=prefix_cache)
     engine.add(0, parts, max_tokens=12, n=3, temperature=1.0, seed=5)

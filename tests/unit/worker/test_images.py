@@ -65,7 +65,6 @@ def announce(cache: ImageCache, ticket: int, num_tokens: int) -> None:
     [(880, 14, [1, 2, 3, 5, 3]), (2040, 5, [1, 1, 2, 1]), (3600, 4, [1, 1, 1, 1]), (16_384, 2, [1, 1]), (100, 9, [6, 3])],
 )
 def test_groups_grow_and_are_bounded(num_tokens: int, count: int, groups: list[int]) -> None:
-    """Red if the tower waits for more than a first image, or holds more than a group may have."""
     tower = Tower()
     cache = cache_of(tower)
     cache.encode([encode(i, num_tokens) for i in range(count)])
@@ -75,7 +74,6 @@ def test_groups_grow_and_are_bounded(num_tokens: int, count: int, groups: list[i
 
 
 def test_evicted_memory_is_used_again_after_its_last_reader() -> None:
-    """Red if the tower waits for steps that do not read it."""
     stream = Waits()
     cache = cache_of(Tower(), stream)
     cache.tensors = {i: torch.empty(0) for i in range(3)}
@@ -178,7 +176,6 @@ def test_an_announced_image_that_cannot_be_encoded_yet_awaits_its_plan(problem: 
 
 
 def test_a_plan_without_pixels_is_a_bug() -> None:
-    """Red if a file is taken for RGB."""
     reader = ImageReader(ArenaView(create_memfd("arena", 4096), 4096), PillowDecoder(1, CPU), CPU)
     with pytest.raises(AssertionError, match="without its pixels"):
         reader.read([ImageSource("file", Region(1, 0, 12), 2, 2)])
@@ -186,7 +183,6 @@ def test_a_plan_without_pixels_is_a_bug() -> None:
 
 @pytest.mark.parametrize("free", [0, 1 << 30])
 def test_a_decoder_that_lacks_memory_is_not_the_clients_fault(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a damaged image the engine's."""
     there = Announced()
     source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56)
     monkeypatch.setattr(there, "decode", lambda payloads: [None for _ in payloads])  # what a GPU's decoder says in either case
@@ -225,7 +221,6 @@ def jpeg(seed: int, height: int = 40, width: int = 56, **options: object) -> byt
 
 
 def test_a_copy_is_what_is_decoded() -> None:
-    """Whatever is written to its place meanwhile."""
     there = Announced()
     source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56, ticket=7)
     (expected,) = there.reader.read([source])

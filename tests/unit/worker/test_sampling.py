@@ -43,7 +43,6 @@ def test_filters_are_those_of_transformers() -> None:
 
 
 def test_ties_at_the_last_place_go_to_the_lower_ids() -> None:
-    """Minus infinity is never kept."""
     logits = torch.tensor([[1.0, 2, 2, 2, 0, 2], [-torch.inf] * 5 + [0.5]])
     draws = stage([SamplingParams(top_k=3), SamplingParams(top_k=3)], [0, 0])
     assert filter_logits(logits, draws.params).isfinite().tolist() == [[False, True, True, True, False, False], [False] * 5 + [True]]
@@ -83,7 +82,6 @@ def test_ties_and_tails_do_not_depend_on_neighbours() -> None:
 
 
 def test_which_rows_need_their_vocabulary_in_order() -> None:
-    """Rows that a selection of `max_top_k` candidates cannot serve."""
     off, greedy = SamplingParams(temperature=1.0), SamplingParams(temperature=0.0, top_k=100, top_p=0.1, min_p=0.1)
     few, many = SamplingParams(top_k=32, top_p=0.5, min_p=0.1), SamplingParams(top_k=33)
     params = [off, greedy, few, many, SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)]
@@ -116,7 +114,6 @@ def test_noise_changes_with_seed_and_position() -> None:
 
 
 def test_noise_stays_what_it_was() -> None:
-    """Red if an update changes what a seed gives."""
     assert stage([SamplingParams(seed=1234567890123)], [77]).params.rows.key.tolist() == [375773426]
     drawn = sample(torch.zeros((4, 1000)), stage([SamplingParams(seed=seed) for seed in range(4)], [5, 6, 7, 8]))
     assert drawn.tolist() == [780, 850, 206, 2]

@@ -81,7 +81,6 @@ def test_penalties_of_negative_logits() -> None:
 
 
 def test_rows_share_steps_and_survive_a_preemption(model: Qwen3VL) -> None:
-    """Red if a row gets another row's state, or if counts are lost or doubled when a request is recomputed."""
     words = tuple((first, second) for first in run_alone(model, OTHERS[0])[20:30] for second in range(10))[:MAX_BAD_WORDS]
     settings = [*PENALISED, *OTHERS, {**OTHERS[0], "bad_words": words, "min_tokens": 30, "stop_token_ids": tuple(range(100))}]
     alone = [run_alone(model, params) for params in settings]
@@ -105,7 +104,6 @@ def test_no_end_before_the_minimum(model: Qwen3VL) -> None:
 
 
 def test_the_end_token_is_banned_too(model: Qwen3VL) -> None:
-    """With `ignore_eos` it ends nothing and is not banned."""
     eos = model.config.eos_token_ids
     bias = tuple((token, 100.0) for token in eos)
     assert run_alone(model, {**GREEDY, "logit_bias": bias, "ignore_eos": False})[0] in eos
@@ -174,7 +172,6 @@ def expected_prompt_logprobs(model: Qwen3VL, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("chunk", "num_blocks"), [pytest.param(8192, 256, marks=pytest.mark.nightly), (5, 256), (16, 12)])
 def test_prompt_logprobs(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, chunk: int, num_blocks: int) -> None:
-    """Red if a chunk's edge, a cached prefix, a preemption or a neighbour shifts, drops or doubles them."""
     monkeypatch.setattr(prompt_scores, "SLICE", 7)
     prompts = [[(7 * i * (rid + 3)) % 290 for i in range(37)] for rid in range(3)]
     engine = Engine(model, num_blocks=num_blocks, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)

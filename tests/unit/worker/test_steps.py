@@ -73,7 +73,6 @@ def test_cached_equals_fresh(model: Qwen3VL, alone: list[list[int]], chunk: int)
     ("chunk", "prefix_cache"), [(16, False), (8192, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((16, True), (8192, False)))]
 )
 def test_answers_that_fork_equal_one_alone(model: Qwen3VL, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
-    """Red if a fork reads what is not there yet, writes where others read, or if rows of one step leak into each other."""
     engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=max(1, chunk // 2), prefix_cache=prefix_cache)
     for rid, prompt in enumerate(prompts()):
         engine.add(rid, prompt, n=3)
@@ -91,7 +90,6 @@ def test_eviction_and_preemption_change_nothing(model: Qwen3VL, alone: list[list
 
 
 def test_sampling_depends_on_seed_and_position_only(model: Qwen3VL) -> None:
-    """Neither on the batch, the row nor the chunks."""
     drawn = []
     for chunk, crowd in ((8192, 0), (8, 3)):
         engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
@@ -106,7 +104,6 @@ def test_sampling_depends_on_seed_and_position_only(model: Qwen3VL) -> None:
 
 
 def test_an_image_that_cannot_be_decoded_fails_its_requests_only(model: Qwen3VL, alone: list[list[int]]) -> None:
-    """Its hash may be tried again."""
     broken = dataclasses.replace(make_picture(7, 64, 64), jpeg=b"\xff\xd8 no picture \xff\xd9")
     engine = Engine(model)
     engine.add(0, prompts()[1])
@@ -122,7 +119,6 @@ def test_an_image_that_cannot_be_decoded_fails_its_requests_only(model: Qwen3VL,
 def test_a_step_without_memory_fails_its_requests_only(
     model: Qwen3VL, alone: list[list[int]], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Red if what was not computed is kept."""
     engine = Engine(model)
     engine.add(0, prompts()[0])
     engine.step()
