@@ -6,19 +6,21 @@ import torch
 
 from bench.kernels.timing import Case
 from models.config.types import TextConfig
-from models.kernels.ops import Experts, Normed, Ops, Residual
-from models.weights.float8 import BlockScaled
+from models.kernels.backend import Backend
+from models.kernels.ops import Experts
+from models.kernels.stream import Residual, RowClass
+from models.weights.matrix import Matrix
 
 EPS = 1e-6
 BF16 = 2
 
 
-def expert_cases(text: TextConfig, ops: Ops, device: torch.device, num_tokens: int) -> Iterator[Case]:
+def expert_cases(text: TextConfig, backend: Backend, num_tokens: int) -> Iterator[Case]:
     """Norm, router, experts and what they add to the stream, in bfloat16 and with experts in float8, which tensor cores multiply twice as
     fast. Tokens and router are random; the bytes are those of experts that a token goes to. Nothing if the model has no experts."""
     if text.moe is None:
         return
-    hidden, inner, moe = text.hidden_size, text.moe.intermediate_size, text.moe
+    hidden, inner, moe, device = text.hidden_size, text.moe.intermediate_size, text.moe, backend.device
     count, chosen = moe.num_experts + moe.has_shared, (moe.num_experts, moe.num_experts_per_tok, moe.has_shared)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
@@ -33,11 +35,14 @@ def expert_cases(text: TextConfig, ops: Ops, device: torch.device, num_tokens: i
 
     def call(experts: Experts) -> None:
         residual = Residual(stream)
-        ops.add_experts_(residual, Normed(residual, norm, EPS), experts, None)
+        backend.ops.add_experts_(residual, residual.normed(norm, EPS), experts, RowClass.of(num_tokens), None)
 
     def case(name: str, experts: Experts, share: float) -> Case:
         return Case(name, shape, flops * share, num_bytes * share + router.nbytes, [lambda: call(experts)])
 
-    yield case("norm, router, experts", Experts(router, gate_up, down, 0, count, *chosen), 1)
-    rounded = Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, count, *chosen)
-    yield case("float8: norm, router, experts", rounded, 0.5)
+    def experts(format: str) -> Experts:
+        up, out = (Matrix.of(matrix, backend.name, format) for matrix in (gate_up, down))
+        return Experts(router, up, out, 0, count, *chosen)
+
+    yield case("norm, router, experts", experts("plain"), 1)
+    yield case("float8: norm, router, experts", experts("float8"), 0.5)

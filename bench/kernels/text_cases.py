@@ -1,7 +1,6 @@
 """Cases of the decoder: prefill of a large chunk, and decoding."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -13,16 +12,17 @@ from models.cache.layout import AttentionLayout
 from models.cache.spec import PagedGroup
 from models.config.types import ModelConfig
 from models.kernels.backend import Backend
-from models.kernels.ops import KVPool, NewHeads, Normed, Ops, Residual
+from models.kernels.ops import KVPool, NewHeads, Ops
 from models.kernels.paged import AttentionBackend, allocate_pools
-from models.weights.float8 import BlockScaled
+from models.kernels.stream import Normed, Residual, RowClass
+from models.weights.matrix import Matrix
 
 CHUNK = 8192
 MIXED = 216  # tokens of a step: a chunk and decodes
 PAGE = 16
 POOL_BLOCKS = 16_384  # 2 GiB of keys and values in two layers
 
-Call = Callable[[torch.Tensor, Any], object]
+Call = Callable[[torch.Tensor, Matrix], object]
 
 
 def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
@@ -31,10 +31,10 @@ def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
     width = text.hidden_size
     norm = torch.ones(width, dtype=torch.bfloat16, device=device)
     x = torch.randn((CHUNK, width), dtype=torch.bfloat16, device=device)
-    yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.norm(Normed(Residual(x), norm, EPS))])
+    yield Case("rms norm", f"{CHUNK} x {width}", 0, 2 * x.nbytes, [lambda: ops.norm(Residual(x).normed(norm, EPS))])
     for num_tokens in (CHUNK, MIXED, 64, 1):
-        yield from products(config, ops, device, num_tokens)
-        yield from expert_cases(text, ops, device, num_tokens)
+        yield from products(config, backend, num_tokens)
+        yield from expert_cases(text, backend, num_tokens)
     if text.delta is not None:
         yield from delta_cases(text.delta, ops, device, CHUNK)
     group = PagedGroup(2, text.num_kv_heads, text.head_dim, torch.bfloat16.itemsize)
@@ -67,42 +67,44 @@ def decoding(backend: Backend, pools: list[KVPool], num_heads: int, num_tokens: 
     return fixed(backend, pools, num_heads, 0, max(2, num_tokens))
 
 
-def products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> Iterator[Case]:
+def products(config: ModelConfig, backend: Backend, num_tokens: int) -> Iterator[Case]:
     """The matrix products of a layer with the norms, activation and residual that go with them, the head where it is used; then those of a
     layer in float8, which tensor cores multiply twice as fast. Its "down" rounds its input, which SwiGLU does in a model."""
-    for name, (rows, width, product) in layer_products(config, ops, device, num_tokens).items():
+    device = backend.device
+    for name, (rows, width, product) in layer_products(config, device, num_tokens).items():
         num_bytes, x = rows * width * BF16, torch.randn((num_tokens, width), dtype=torch.bfloat16, device=device)
         weights = [torch.randn((rows, width), dtype=torch.bfloat16, device=device) for _ in range(copies(num_bytes))]
-        calls = [lambda w=w, x=x, product=product: product(x, w) for w in weights]
+        plain = [Matrix.of(weight, backend.name) for weight in weights]
+        calls = [lambda w=w, x=x, product=product: product(x, w) for w in plain]
         shape, flops = f"{num_tokens} x {width} x {rows}", 2.0 * num_tokens * rows * width
         yield Case(name, shape, flops, num_bytes, calls)
         if name != "head":
-            rounded = [BlockScaled.quantized(weight) for weight in weights]
+            rounded = [Matrix.of(weight, backend.name, "float8") for weight in weights]
             calls = [lambda w=w, x=x, product=product: product(x, w) for w in rounded]
             yield Case(f"float8: {name}", shape, flops / 2, num_bytes // BF16, calls)
 
 
-def layer_products(config: ModelConfig, ops: Ops, device: torch.device, num_tokens: int) -> dict[str, tuple[int, int, Call]]:
+def layer_products(config: ModelConfig, device: torch.device, num_tokens: int) -> dict[str, tuple[int, int, Call]]:
     """(output width, input width, what is called with an input and a weight) by name."""
     text = config.text
-    attended = text.num_heads * text.head_dim
+    attended, count = text.num_heads * text.head_dim, RowClass.of(num_tokens)
     norm = torch.ones(text.hidden_size, dtype=torch.bfloat16, device=device)
     residual = torch.zeros((num_tokens, text.hidden_size), dtype=torch.bfloat16, device=device)
 
     def normed(x: torch.Tensor) -> Normed:
-        return Normed(Residual(x), norm, EPS)
+        return Residual(x).normed(norm, EPS)
 
     shapes: dict[str, tuple[int, int, Call]] = {
-        "norm, qkv": (attended + 2 * text.num_kv_heads * text.head_dim, text.hidden_size, lambda x, w: ops.linear(normed(x), w)),
-        "o, residual": (text.hidden_size, attended, lambda x, w: ops.add_product_(Residual(residual), x, w)),
+        "norm, qkv": (attended + 2 * text.num_kv_heads * text.head_dim, text.hidden_size, lambda x, w: w.product(normed(x), count)),
+        "o, residual": (text.hidden_size, attended, lambda x, w: w.add_to(Residual(residual), x, count)),
     }
     if text.moe is None:
         shapes |= {
-            "norm, gate and up, silu": (2 * text.intermediate_size, text.hidden_size, lambda x, w: ops.swiglu(normed(x), w)),
-            "down, residual": (text.hidden_size, text.intermediate_size, lambda x, w: ops.add_product_(Residual(residual), x, w)),
+            "norm, gate and up, silu": (2 * text.intermediate_size, text.hidden_size, lambda x, w: w.swiglu(normed(x), count)),
+            "down, residual": (text.hidden_size, text.intermediate_size, lambda x, w: w.add_to(Residual(residual), x, count)),
         }
     if num_tokens < CHUNK:
-        shapes["head"] = text.vocab_size, text.hidden_size, lambda x, w: ops.linear_f32(x, w)
+        shapes["head"] = text.vocab_size, text.hidden_size, lambda x, w: w.product_f32(x, count)
     return shapes
 
 

@@ -15,6 +15,7 @@ import msgspec
 from engine.launch.config import GIB, MIB, EngineConfig
 from engine.wire.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_GUESSES
 from models.cache.spec import SPARE_ROWS, CacheSpec
+from models.config.formats import FORMATS, Format
 from models.config.types import ModelConfig, TextConfig, VisionConfig
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_SIZES
 from models.kernels.reference.tuned import STEP_SIZES as TORCH_SIZES
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 STEP_SIZES = {"hopper": HOPPER_SIZES, "portable": PORTABLE_SIZES, "torch": TORCH_SIZES}
 VALUE_BYTES = 2  # bfloat16
-FLOAT8_BYTES = 1 + 4 / 128**2  # with a share of a scale
 GRAPH_BYTES = 4 * MIB  # launches of one captured step
 RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA, kernels, sampler; what ranks share
 TOWER_BYTES = 9 * MIB // 10  # tables and graphs, for each value of the tower's width
@@ -85,15 +85,20 @@ def layer_parameters(text: TextConfig, num_experts: int | None = None) -> int:
     return text.hidden_size * (mixers // text.num_layers + 3 * inner)
 
 
-def weight_bytes(model: ModelConfig, tp: int, is_fp8: bool) -> int:
+def decoder_format(config: EngineConfig, text: TextConfig) -> Format:
+    """The format that the decoder's matrices have once the model is loaded."""
+    return "float8" if config.quantization == "fp8" and text.format == "plain" else text.format
+
+
+def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
     """Of each of `tp` GPUs, without norms and biases."""
     text, vision = model.text, model.vision
     table = text.vocab_size * text.hidden_size
     stored = layer_parameters(text, None if text.moe is None else text.moe.num_experts)
-    decoder = (text.num_layers + text.has_head) * stored * (FLOAT8_BYTES if is_fp8 else VALUE_BYTES) / tp
+    decoder = (text.num_layers + text.has_head) * stored * FORMATS[format].value_bytes / tp
     embeddings = (1 if model.tie_word_embeddings else 2) * table * VALUE_BYTES / tp
     routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
-    head = 2 * text.hidden_size**2 * VALUE_BYTES + table * FLOAT8_BYTES / tp if text.has_head else 0
+    head = 2 * text.hidden_size**2 * VALUE_BYTES + table * FORMATS["float8"].value_bytes / tp if text.has_head else 0
     return int(decoder + embeddings + routers + head + (0 if vision is None else VALUE_BYTES * tower_parameters(vision)))
 
 
@@ -148,7 +153,7 @@ def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
 
 def sizes_for(config: EngineConfig, text: TextConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
     """A backend's sizes of steps for this model."""
-    kind = text.moe is not None, text.is_fp8 or config.quantization == "fp8", text.delta is not None
+    kind = text.moe is not None, decoder_format(config, text) == "float8", text.delta is not None
     return sizes.for_layers(layer_parameters(text) // config.tp, config.max_num_batched_tokens, *kind, spec.paged.bytes_per_token)
 
 
@@ -214,7 +219,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend
     sizes = sizes_for(config, text, spec, STEP_SIZES[backend])
     activations = activation_bytes(model, config, sizes)
     needs = Needs(
-        weights=weight_bytes(model, tp, text.is_fp8 or config.quantization == "fp8"),
+        weights=weight_bytes(model, tp, decoder_format(config, text)),
         runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
         activations=activations,
         step_graphs=step_graph_bytes(model, sizes, config, activations),
@@ -257,6 +262,6 @@ def describe(config: EngineConfig, model: ModelConfig, name: str, backend: str) 
         lines.append(line)
     cells = [list(lines[0]), *(list(line.values()) for line in lines)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    kind = "float8" if model.text.is_fp8 or config.quantization == "fp8" else "bfloat16"
+    kind = "bfloat16" if (format := decoder_format(config, model.text)) == "plain" else format
     title = f"{name}, decoder in {kind}, --tp {config.tp}, --backend {backend}; sizes in GiB on each GPU, context in tokens"
     return "\n".join([title, *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)])

@@ -15,7 +15,17 @@ from PIL import Image
 
 from engine.launch.child import Child, StopFlag
 from engine.launch.config import GIB, MIB, EngineConfig
-from engine.launch.memory import Needs, early_image_bytes, max_drafts, max_draws, max_hidden, plan_memory, sizes_for, step_graph_bytes
+from engine.launch.memory import (
+    Needs,
+    decoder_format,
+    early_image_bytes,
+    max_drafts,
+    max_draws,
+    max_hidden,
+    plan_memory,
+    sizes_for,
+    step_graph_bytes,
+)
 from engine.wire.arena import ArenaView
 from engine.wire.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, WorkerReady
 from engine.worker.agreement import Agreement
@@ -31,6 +41,7 @@ from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.cache.states import RowStates, Snapshots
 from models.checkpoint.load import init_dummy_weights, load_weights
+from models.config.formats import FORMATS
 from models.config.types import ModelConfig
 from models.decoders.contract import LanguageModel
 from models.decoders.make import make_model
@@ -234,18 +245,18 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
     """The model with its weights, read or made up."""
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
-    rounds = child.config.quantization == "fp8" and not model_config.text.is_fp8
-    if (rounds or model_config.text.is_fp8) and not backend.has_float8:
-        raise ValueError("float8 needs a GPU of compute capability 8.9 or newer")
-    stored = replace(model_config, text=replace(model_config.text, is_fp8=model_config.text.is_fp8 or (rounds and is_dummy)))
-    model = make_model(stored, tp, backend, dtype)
+    format = decoder_format(child.config, model_config.text)
+    if not backend.runs(format):
+        raise ValueError(f"{format} needs a GPU of compute capability {'.'.join(map(str, FORMATS[format].capability))} or newer")
+    text = replace(model_config.text, quantized_to=format)
+    text = replace(text, format=format) if is_dummy else text
+    model = make_model(replace(model_config, text=text), tp, backend, dtype)
     if is_dummy:
         init_dummy_weights(model, seed=0)
     else:
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
-    if rounds and not is_dummy:
-        model.quantize_()
-    if model.drafter is not None and backend.has_float8:
+    model.finish()
+    if model.drafter is not None and backend.runs("float8"):
         model.drafter.round_guesses()
     child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
     return model

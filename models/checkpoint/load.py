@@ -3,7 +3,7 @@
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,8 @@ from safetensors import safe_open
 from models.checkpoint.names import CheckpointPart, CheckpointTensor, Index
 from models.config.registry import Architecture
 from models.decoders.contract import LanguageModel
-from models.weights.float8 import BlockScaled, fill_normal_
+from models.layers.linear import FusedColumnParallelLinear
+from models.weights.matrix import matrices_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,25 +89,18 @@ def init_dummy_weights(model: LanguageModel, seed: int) -> None:
     def rank_of(name: str) -> int:
         return 0 if name.startswith(("visual.", "mtp.fc.")) or name.endswith("gate.weight") else model.tp.rank
 
-    for module_name, module in model.named_modules():
-        for name, matrix in vars(module).items():
-            if isinstance(matrix, BlockScaled):
-                matrix.fill_normal_(matrix.shape[1] ** -0.5, seeded(f"{module_name}.{name}", rank_of(module_name)))
+    for name, matrix in matrices_of(model):
+        matrix.storage.fill_normal_(matrix.shape[1] ** -0.5, seeded(name, rank_of(name)))
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=seeded(name, rank_of(name)))
         else:
             parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
     if model.tp.size > model.config.text.num_kv_heads:
-        for slot in _key_value_rows(model):
-            fill_normal_(slot.target, slot.target.shape[-1] ** -0.5, seeded(f"{slot.name}/{slot.index[0].start}", 0))
-
-
-def _key_value_rows(model: LanguageModel) -> Iterator[CheckpointTensor]:
-    """The projections of heads that several ranks share."""
-    for part in model.checkpoint_tensors():
-        if isinstance(part, CheckpointTensor) and part.name.endswith((".k_proj.weight", ".v_proj.weight")):
-            yield part
+        for name, module in model.named_modules():
+            for part, rows in module.rows_of_parts() if isinstance(module, FusedColumnParallelLinear) else ():
+                if part.name in ("k_proj", "v_proj"):  # of heads that several ranks share
+                    rows.fill_normal_(rows.shape[1] ** -0.5, seeded(f"{name}/{part.name}/{part.start}", 0))
 
 
 def weight_files(folder: Path, architecture: Architecture) -> list[Path]:

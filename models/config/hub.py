@@ -51,7 +51,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     shape_name = _published_size(hub_id)
     if load_format == "dummy" and shape_name is not None:
         folder = cache_dir / "scaffold" / hub_id.replace("/", "--")
-        write_model_folder(folder, SHAPES[shape_name], weights="none", seed=0, is_fp8=hub_id.endswith("-FP8"))
+        write_model_folder(folder, SHAPES[shape_name], weights="none", seed=0, format="float8" if hub_id.endswith("-FP8") else "plain")
         return ResolvedModel(folder, model)
     folder = _download(hub_id, CONFIG_PATTERNS)
     if load_format != "dummy":

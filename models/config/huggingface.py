@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from models.config.formats import stored_format
 from models.config.registry import architecture_of
 from models.config.types import DeltaConfig, ModelConfig, MoeConfig, SamplingDefaults, TextConfig, VisionConfig
 from models.media.geometry import VisionGeometry
@@ -40,7 +41,7 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
     plain_modules = tuple(architecture.known_name(f"{name}.").rstrip(".") for name in _plain_modules(quantization or {}))
     decoder = _text(text, has_tower=vision is not None, has_head=with_head)
     return ModelConfig(
-        text=replace(decoder, is_fp8=_is_fp8(quantization), plain_modules=plain_modules),
+        text=replace(decoder, format=stored_format(quantization), plain_modules=plain_modules),
         vision=vision,
         architecture=replace(architecture, dropped=None) if with_head else architecture,
         geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision),
@@ -104,18 +105,6 @@ def _reject_unsupported(text: Json, model_type: str) -> None:
     ):
         if (found := _first((text,), (name,), default)) != supported:
             raise ValueError(f"text_config.{name} must be {supported!r}, got {found!r}")
-
-
-def _is_fp8(quantization: Json | None) -> bool:
-    """Whether the weights are as in the published FP8 checkpoints. ValueError if quantized otherwise."""
-    if quantization is None:
-        return False
-    for name, supported in (("quant_method", "fp8"), ("weight_block_size", [128, 128]), ("activation_scheme", "dynamic"), ("fmt", "e4m3")):
-        if (found := quantization.get(name, supported)) != supported:
-            raise ValueError(f"quantization_config.{name} must be {supported!r}, got {found!r}")
-    if not {"quant_method", "weight_block_size"} <= quantization.keys():
-        raise ValueError("quantization_config must name quant_method and weight_block_size")
-    return True
 
 
 def _plain_modules(quantization: Json) -> list[str]:

@@ -1,15 +1,13 @@
 """A model's configuration as typed values; `config.huggingface` reads them from a folder. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from models.cache.spec import CacheSpec, PagedGroup, StateGroup
+from models.config.formats import Format, MatrixFormat
 from models.config.registry import Architecture
 from models.kernels.heads import Heads
 from models.media.geometry import VisionGeometry
 from models.media.video import VideoGeometry
-
-Format = Literal["plain", "float8"]  # of a matrix in a checkpoint: in the model's dtype, or in blocks with scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,9 @@ class TextConfig:
     max_position_embeddings: int
     llama3: tuple[float, ...] = ()  # of its rotary scaling: factor, low and high frequency factor, original positions; empty: unscaled
     has_qk_norm: bool = True  # RMSNorm of the heads of queries and keys
-    is_fp8: bool = False  # the layers' matrices are stored as float8 in scaled blocks of 128 x 128, see `format_of`
-    plain_modules: tuple[str, ...] = ()  # what is not, although `is_fp8`: paths of modules, or parts of paths
+    format: Format = "plain"  # in which the layers' matrices are stored, see `format_of`
+    plain_modules: tuple[str, ...] = ()  # those that are plain although others are not: paths of modules, or parts of paths
+    quantized_to: Format | None = None  # what plain matrices become after a load, if they are to
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
     delta_layers: frozenset[int] = frozenset()  # the layers that have it; the others have attention, with a gate on its output
@@ -76,12 +75,14 @@ class TextConfig:
         """Of a layer in the checkpoint; the one after the last is that of the head for drafts."""
         return "mtp.layers.0" if layer == self.num_layers else f"model.language_model.layers.{layer}"
 
-    def format_of(self, parent: str, *names: str) -> Format:
-        """How these matrices of the module `parent` are stored. ValueError if they differ, since they are computed as one."""
+    def format_of(self, parent: str, *names: str) -> MatrixFormat:
+        """How these matrices of the module `parent` are stored, and what becomes of them after a load. ValueError if they differ, since
+        they are computed as one."""
         plain = [name for name in names if any(f".{part}." in f".{parent}.{name}." for part in self.plain_modules)]
-        if self.is_fp8 and plain and len(plain) < len(names):
+        if self.format != "plain" and plain and len(plain) < len(names):
             raise ValueError(f"quantization_config must leave out all or none of {', '.join(names)} of {parent}, got {', '.join(plain)}")
-        return "float8" if self.is_fp8 and not plain else "plain"
+        stored = "plain" if plain else self.format
+        return MatrixFormat(stored, stored if plain else self.quantized_to or stored)
 
     def ordinal(self, layer: int) -> int:
         """Of a layer among those of its kind."""

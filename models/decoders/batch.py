@@ -11,6 +11,7 @@ import torch
 from models.cache.layout import AttentionLayout
 from models.cache.states import RowStates
 from models.kernels.ops import StateRows
+from models.kernels.stream import RowClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class ForwardBatch:
     rows: StateRows | None = None  # of models with states
     padding_slot: int | None = None  # that of tokens which are padding; None: there are none
     hidden_TD: torch.Tensor | None = None  # where the final hidden states of all tokens go, for the model's head
+    row_class: RowClass | None = None  # of all products; None: that of the step's tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,12 @@ from models.decoders.drafter import HeadDrafter
 from models.decoders.text import TextModel
 from models.kernels.backend import Backend
 from models.kernels.paged import AttentionBackend
+from models.kernels.stream import RowClass
 from models.layers.decoder import DecoderLayer, SelfAttention
 from models.layers.head import PredictionHead
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.parallel.group import TensorParallel
+from models.weights.matrix import matrices_of
 
 
 class CausalLM(nn.Module):
@@ -31,8 +33,7 @@ class CausalLM(nn.Module):
         self.tp = tp
         self.dtype = dtype
         self.device = backend.device
-        self.ops = backend.ops
-        setup = Setup(tp, self.ops, dtype, self.device, self.norm_offset)
+        setup = Setup.on(backend, tp, dtype, self.norm_offset)
         self.language_model = TextModel(config, setup, self.make_layer)
         self.mtp = PredictionHead(config.text, setup, self.make_layer) if config.text.has_head else None
         self.lm_head = self.language_model.embed_tokens
@@ -41,7 +42,7 @@ class CausalLM(nn.Module):
         self.tower: Tower | None = None
         self.drafter: Drafter | None = None
         if self.mtp is not None:
-            self.drafter = HeadDrafter(self.mtp, self.language_model.rope, self.lm_head, self.ops, tp)
+            self.drafter = HeadDrafter(self.mtp, self.language_model.rope, self.lm_head, tp)
 
     @staticmethod
     def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
@@ -51,10 +52,9 @@ class CausalLM(nn.Module):
     def cache_spec(self) -> CacheSpec:
         return self.config.text.cache_spec(self.tp.size, self.dtype.itemsize)
 
-    def quantize_(self) -> None:
-        self.language_model.quantize_()
-        if self.mtp is not None:
-            self.mtp.quantize_()
+    def finish(self) -> None:
+        for _, matrix in matrices_of(self):
+            matrix.finish()
 
     def tie_embeddings(self) -> None:
         self.lm_head.weight = self.language_model.embed_tokens.weight
@@ -70,9 +70,10 @@ class CausalLM(nn.Module):
     def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         if len(hidden_SD) == 0:
             return hidden_SD.new_empty((0, self.config.text.vocab_size), dtype=torch.float32)
+        matrix_VD, rows = self.lm_head.as_matrix(), RowClass.of(len(hidden_SD))
         if self.tp.size == 1:
-            return self.ops.linear_f32(hidden_SD, self.lm_head.weight, out_SV)
-        logits_SV = self.tp.all_gather_columns(self.ops.linear_f32(hidden_SD, self.lm_head.weight))
+            return matrix_VD.product_f32(hidden_SD, rows, out_SV)
+        logits_SV = self.tp.all_gather_columns(matrix_VD.product_f32(hidden_SD, rows))
         return logits_SV if out_SV is None else out_SV.copy_(logits_SV)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointPart]:

@@ -89,10 +89,10 @@ class LanguageModel(Protocol):
         """As `torch.nn.Module`: for made-up weights."""
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The same; some hold matrices in float8."""
+        """The same; some hold a `Matrix`."""
 
     def tie_embeddings(self) -> None:
         """Use the input embedding as output matrix, in place of its own."""
 
-    def quantize_(self) -> None:
-        """Make the decoder's matrices float8; once, before anything is captured."""
+    def finish(self) -> None:
+        """Quantize matrices as the configuration says; once, after weights are loaded and before anything is captured."""

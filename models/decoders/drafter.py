@@ -3,36 +3,42 @@
 import torch
 
 from models.decoders.batch import HeadTokens
-from models.kernels.ops import Ops
 from models.kernels.paged import AttentionBackend
+from models.kernels.stream import RowClass
 from models.layers.decoder import LayerContext
 from models.layers.head import PredictionHead
 from models.layers.linear import VocabParallelEmbedding
 from models.layers.rotary import MRope
 from models.parallel.group import TensorParallel
-from models.weights.float8 import BLOCK, BlockScaled
+from models.weights.matrix import Matrix, storage_of
+
+ROUNDED = "float8"  # what the output matrix is for draft tokens
 
 
 class HeadDrafter:
     """See `Drafter`."""
 
-    def __init__(self, head: PredictionHead, rope: MRope, lm_head: VocabParallelEmbedding, ops: Ops, tp: TensorParallel) -> None:
+    def __init__(self, head: PredictionHead, rope: MRope, lm_head: VocabParallelEmbedding, tp: TensorParallel) -> None:
         self._head, self._rope, self._lm_head = head, rope, lm_head
-        self._ops, self._tp = ops, tp
-        self._rounded: BlockScaled | None = None
+        self._tp = tp
+        self._rounded: Matrix | None = None
 
     def predict(
         self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, places: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
     ) -> torch.Tensor:
-        context = LayerContext(attention, None, self._rope.rows(places.positions_3T), places.slots_T, None)
+        rows = RowClass.of(len(hidden_TD)), RowClass.of(len(wanted_S))
+        context = LayerContext(attention, None, *rows, self._rope.rows(places.positions_3T), places.slots_T, None)
         hidden_SD: torch.Tensor = self._head(embedded_TD, hidden_TD, context, wanted_S)
         return hidden_SD
 
     def guesses(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        matrix_VD = self._lm_head.weight if self._rounded is None else self._rounded
-        return self._tp.all_gather_columns(self._ops.linear_f32(hidden_SD, matrix_VD)).argmax(dim=-1)
+        matrix_VD = self._rounded or self._lm_head.as_matrix()
+        return self._tp.all_gather_columns(matrix_VD.product_f32(hidden_SD, RowClass.of(len(hidden_SD)))).argmax(dim=-1)
 
     def round_guesses(self) -> None:
-        matrix_VD = self._lm_head.weight
-        if not any(size % BLOCK for size in matrix_VD.shape):
-            self._rounded = BlockScaled.quantized(matrix_VD)
+        rows, columns = self._lm_head.weight.shape
+        try:
+            storage_of(ROUNDED).check(columns, (rows,))
+        except ValueError:
+            return
+        self._rounded = self._lm_head.as_matrix(ROUNDED)

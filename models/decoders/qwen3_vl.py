@@ -18,7 +18,7 @@ class Qwen3VL(CausalLM):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__(config, tp, backend, dtype)
-        setup = Setup(tp, backend.ops, dtype, backend.device)
+        setup = Setup.on(backend, tp, dtype)
         self.visual = make_tower(config, backend, setup)
         self.tower = ImageEncoder(config, backend, setup, self.visual)
 

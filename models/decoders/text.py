@@ -5,8 +5,8 @@ from torch import nn
 
 from models.config.types import ModelConfig
 from models.decoders.batch import ForwardBatch
-from models.kernels.ops import Residual
 from models.kernels.paged import AttentionBackend, FusedAttention
+from models.kernels.stream import Residual, RowClass
 from models.layers.decoder import LayerContext, MakeLayer, RMSNorm
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.layers.rotary import MRope
@@ -22,15 +22,11 @@ class TextModel(nn.Module):
         self._is_sparse = text.moe is not None
         self.num_deepstack_levels = config.num_visual_levels - 1
         assert text.num_layers > self.num_deepstack_levels, "DeepStack follows a layer whose tokens are all computed"
-        self.rope = MRope(text, setup.ops, setup.device)
+        self.rope = MRope(text, setup.ops, setup.place.device)
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, setup)
         self._layers = [make_layer(i, text, setup) for i in range(text.num_layers)]
         self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
-
-    def quantize_(self) -> None:
-        for layer in self._layers:
-            layer.quantize_()
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """(S, D): normalised hidden states of `batch.logits_indices`. After the last layer's keys are stored, only the wanted tokens go
@@ -43,7 +39,8 @@ class TextModel(nn.Module):
         real_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
         fused = attention if isinstance(attention, FusedAttention) else None
         states = batch.states[0] if batch.states else None
-        context = LayerContext(attention, fused, self.rope.rows(batch.positions_3T), slots_T, real_T, states, batch.rows)
+        rows = batch.row_class or RowClass.of(len(hidden_TD)), batch.row_class or RowClass.of(len(batch.logits_indices))
+        context = LayerContext(attention, fused, *rows, self.rope.rows(batch.positions_3T), slots_T, real_T, states, batch.rows)
         *layers, last = self._layers
         for i, layer in enumerate(layers):
             layer(residual, context)

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from models.config.formats import Format
 from models.kernels.heads import Heads
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.ops import KVPool, Ops
@@ -21,13 +22,16 @@ from models.vision.shares import SplitCosts
 class Backend(Protocol):
     """All that depends on the kind of device. `torch` is the reference."""
 
+    name: str
     device: torch.device
     ops: Ops
     transfers: Transfers
     step_sizes: StepSizes
     split_costs: SplitCosts  # of an image that several ranks encode
     captures_graphs: bool  # whether what runs here may be recorded in CUDA graphs
-    has_float8: bool  # whether products of float8 run here
+
+    def runs(self, format: Format) -> bool:
+        """Whether this device has products with matrices of the format."""
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         """Compiles what a model of these heads needs; `vision_head_dim` is 0 without a tower. RuntimeError if a compiler fails."""

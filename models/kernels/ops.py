@@ -1,5 +1,4 @@
-"""The operations that each backend implements. A norm is computed by the product that reads it; a product may leave parts for the next
-norm to add."""
+"""The operations that each backend implements, besides products with a matrix, which are of its format: see `models.weights.matrix`."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,7 +6,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from models.weights.float8 import GroupScaled, Weight
+from models.kernels.stream import Normed, Residual, RowClass
+from models.weights.matrix import Matrix
 
 KVPool = tuple[torch.Tensor, torch.Tensor]  # k and v, each (num_blocks, page_size, KV heads, K), contiguous
 
@@ -23,41 +23,6 @@ class Taps:
 
     first: torch.Tensor  # (new size,)
     weights: torch.Tensor  # (new size, taps)
-
-
-@dataclass(slots=True)
-class Residual:
-    """The residual stream of a step, (T, D), and what the next norm adds to it: the sum of `parts_STD` over S."""
-
-    sum_TD: torch.Tensor
-    parts_STD: torch.Tensor | None = None
-
-    def add_(self, parts_STD: torch.Tensor) -> None:
-        """residual += the sum over S. A norm comes before the next."""
-        assert self.parts_STD is None, "the parts of the product before were not added"
-        self.parts_STD = parts_STD
-
-    def take_parts(self) -> torch.Tensor | None:
-        """The caller adds them to `sum_TD`."""
-        parts_STD, self.parts_STD = self.parts_STD, None
-        return parts_STD
-
-    def keep_(self, tokens_S: torch.Tensor) -> None:
-        """Drops all other tokens."""
-        assert self.parts_STD is None
-        self.sum_TD = self.sum_TD[tokens_S]
-
-
-@dataclass(frozen=True, slots=True)
-class Normed:
-    """RMSNorm of a stream, x / sqrt(mean(x ** 2) + eps) * weight, computed by its reader before the stream changes."""
-
-    residual: Residual
-    weight_D: torch.Tensor
-    eps: float
-
-
-Activation = torch.Tensor | Normed | GroupScaled  # (T, X)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +101,8 @@ class Experts:
     and further ones mean nothing."""
 
     router_ED: torch.Tensor
-    gate_up: Weight  # (count * 2 * inner, D)
-    down: Weight  # (count * D, inner)
+    gate_up: Matrix  # (count * 2 * inner, D)
+    down: Matrix  # (count * D, inner), of the same format
     first: int
     count: int
     num_experts: int  # that the router chooses from, of all ranks
@@ -151,21 +116,12 @@ class Experts:
 
 
 class Ops(Protocol):
-    """Names that end in an underscore change an argument. A float8 `Weight` rounds its input as `fp8.GroupScaled` says."""
+    """Names that end in an underscore change an argument."""
 
     def norm(self, x_TD: Normed) -> torch.Tensor:
         """Its values."""
 
-    def linear(self, x_TX: Activation, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ weight.T, in `out_TD` if given."""
-
-    def add_product_(self, residual: Residual, x_TX: Activation, weight_DX: Weight) -> None:
-        """residual += x @ weight.T."""
-
-    def swiglu(self, x_TX: Activation, weight_NX: Weight) -> torch.Tensor | GroupScaled:
-        """silu(first half) * second half of x @ weight.T."""
-
-    def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
+    def sparse_swiglu(self, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> torch.Tensor:
         """(S, T, D) whose sum over S is what these experts give their tokens, times the router's weights.
 
         Weights: a float32 softmax of the logits x @ router.T, which have x's dtype; its `num_chosen` largest are divided by their sum;
@@ -173,14 +129,11 @@ class Ops(Protocol):
         those of other experts, get 0.
         """
 
-    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> None:
+    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> None:
         """residual += the sum of `sparse_swiglu`."""
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """gelu_tanh(x @ weight.T + bias) for x of two dimensions."""
-
-    def linear_f32(self, x_SD: torch.Tensor, weight_VD: Weight, out_SV: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ weight.T in float32, since rounded logits would tie; in `out_SV` if given."""
 
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """LayerNorm of x + offset over the last of two dimensions. `offset_D` is float32, repeated if x is wider."""

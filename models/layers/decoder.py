@@ -10,12 +10,12 @@ from torch import nn
 from models.cache.states import RowStates
 from models.checkpoint.names import CheckpointTensor
 from models.config.types import TextConfig
-from models.kernels.ops import NewHeads, Normed, Residual, StateRows
+from models.kernels.ops import NewHeads, StateRows
 from models.kernels.paged import AttentionBackend, FusedAttention
+from models.kernels.stream import Normed, Residual, RowClass
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part
 from models.layers.moe import MLP, SparseMoe
 from models.parallel.group import kv_heads_of
-from models.weights.matrix import convert_
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class LayerContext:
 
     attention: AttentionBackend
     fused: FusedAttention | None  # the same, if it also makes and stores heads
+    row_class: RowClass  # of the tokens
+    wanted_class: RowClass  # of those that go on after the last layer's keys are stored
     cos_sin_TK: torch.Tensor  # rotary rows of the tokens
     slots_T: torch.Tensor  # KV slots of the tokens
     real_T: torch.Tensor | None  # which are not padding, for layers of experts; None: all
@@ -42,7 +44,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, residual: Residual) -> Normed:
         """The normalised stream, for the products of one layer."""
-        return Normed(residual, self.weight, self.eps)
+        return residual.normed(self.weight, self.eps)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(f"{prefix}.weight", tuple(self.weight.shape), (slice(None),), self.weight.data, self.offset)
@@ -60,12 +62,8 @@ class Mixer(nn.Module, ABC):
         """Only that: nobody wants the layer's output."""
 
     @abstractmethod
-    def add_(self, residual: Residual, mixed_TX: torch.Tensor) -> None:
+    def add_(self, residual: Residual, mixed_TX: torch.Tensor, rows: RowClass) -> None:
         """residual += the last product."""
-
-    @abstractmethod
-    def quantize_(self) -> None:
-        """Makes its large matrices float8."""
 
 
 class SelfAttention(Mixer):
@@ -107,16 +105,12 @@ class SelfAttention(Mixer):
     def store(self, x_TD: Normed, context: LayerContext) -> None:
         self._store(self._new_heads(x_TD, context)[0], context)
 
-    def add_(self, residual: Residual, mixed_TX: torch.Tensor) -> None:
-        self.o_proj.add_(residual, mixed_TX)
-
-    def quantize_(self) -> None:
-        convert_(self.qkv_proj, "float8")
-        convert_(self.o_proj, "float8")
+    def add_(self, residual: Residual, mixed_TX: torch.Tensor, rows: RowClass) -> None:
+        self.o_proj.add_(residual, mixed_TX, rows)
 
     def _new_heads(self, x_TD: Normed, context: LayerContext) -> tuple[NewHeads, torch.Tensor | None]:
         """And their gates (T, H * K), if they have such."""
-        qkv_TX, gate_TX = self.ops.linear(x_TD, self.qkv_proj.weight), None
+        qkv_TX, gate_TX = self.qkv_proj.weight.product(x_TD, context.row_class), None
         if self._gate_width:
             qkv_TX, gate_TX = qkv_TX.tensor_split((-self._gate_width,), dim=1)
         return NewHeads(qkv_TX, *self._norms, context.cos_sin_TK, context.slots_T), gate_TX
@@ -150,21 +144,17 @@ class DecoderLayer(nn.Module):
 
     def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
         """residual += mixed tokens, then residual += MLP. With `wanted_S`, only these tokens go on after their keys are stored."""
-        mixed_TX, real_T = self.self_attn(self.input_layernorm(residual), context), context.real_T
+        mixed_TX, real_T, rows = self.self_attn(self.input_layernorm(residual), context), context.real_T, context.row_class
         if wanted_S is not None:
-            real_T = None if real_T is None else real_T[wanted_S]
+            rows, real_T = context.wanted_class, None if real_T is None else real_T[wanted_S]
             mixed_TX = mixed_TX[wanted_S]
             residual.keep_(wanted_S)
-        self.self_attn.add_(residual, mixed_TX)
-        self.mlp.add_(residual, self.post_attention_layernorm(residual), real_T)
+        self.self_attn.add_(residual, mixed_TX, rows)
+        self.mlp.add_(residual, self.post_attention_layernorm(residual), rows, real_T)
 
     def store(self, residual: Residual, context: LayerContext) -> None:
         """What is cached of the tokens alone: of a last layer whose output nobody wants."""
         self.self_attn.store(self.input_layernorm(residual), context)
-
-    def quantize_(self) -> None:
-        self.self_attn.quantize_()
-        self.mlp.quantize_()
 
 
 MakeLayer = Callable[[int, TextConfig, Setup], DecoderLayer]  # layer i of a decoder

@@ -11,10 +11,11 @@ behind those of the model's layers, and the rotary position of the hidden state'
 import torch
 from torch import nn
 
+from models.config.formats import PLAIN
 from models.config.types import TextConfig
-from models.kernels.ops import Residual
+from models.kernels.stream import Residual
 from models.layers.decoder import LayerContext, MakeLayer, RMSNorm
-from models.layers.linear import Setup
+from models.layers.linear import FusedColumnParallelLinear, Part, Setup
 
 
 class PredictionHead(nn.Module):
@@ -24,7 +25,7 @@ class PredictionHead(nn.Module):
         super().__init__()
         self.ops, width = setup.ops, config.hidden_size
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (RMSNorm(width, config.rms_norm_eps, setup) for _ in range(3))
-        self.fc = nn.ParameterDict({"weight": setup.parameter(width, 2 * width)})
+        self.fc = FusedColumnParallelLinear(2 * width, [Part("fc", width, 0, width)], PLAIN, setup)
         self._layers = [make_layer(config.num_layers, config, setup)]
         self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
 
@@ -32,12 +33,9 @@ class PredictionHead(nn.Module):
         """(S, D) of the wanted tokens. Keys and values of all are stored."""
         embedded, hidden = self.pre_fc_norm_embedding(Residual(embedded_TD)), self.pre_fc_norm_hidden(Residual(hidden_TD))
         joined_TX = torch.cat((self.ops.norm(embedded), self.ops.norm(hidden)), dim=1)
-        residual = Residual(self.ops.linear(joined_TX, self.fc["weight"]))
+        residual = Residual(self.fc.weight.product(joined_TX, context.row_class))
         if len(wanted_S) == 0:
             self._layers[0].store(residual, context)
             return hidden_TD[:0]
         self._layers[0](residual, context, wanted_S if len(wanted_S) < len(hidden_TD) else None)
         return self.ops.norm(self.norm(residual))
-
-    def quantize_(self) -> None:
-        self._layers[0].quantize_()

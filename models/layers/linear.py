@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.checkpoint.names import CheckpointTensor
-from models.config.types import Format
-from models.kernels.ops import Activation, Ops, Residual
+from models.config.formats import Format, MatrixFormat
+from models.kernels.backend import Backend
+from models.kernels.ops import Ops
+from models.kernels.stream import Activation, Residual, RowClass
 from models.parallel.group import TensorParallel
-from models.weights.float8 import Weight
-from models.weights.matrix import FORMATS, matrix_tensors
+from models.weights.matrix import Matrix, Place, Storage, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,15 @@ class Setup:
 
     tp: TensorParallel
     ops: Ops
-    dtype: torch.dtype
-    device: torch.device
+    place: Place
     norm_offset: float = 0.0  # a checkpoint's norms are so much less than what multiplies
 
-    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
+    @classmethod
+    def on(cls, backend: Backend, tp: TensorParallel, dtype: torch.dtype, norm_offset: float = 0.0) -> "Setup":
+        return cls(tp, backend.ops, Place(backend.name, backend.device, dtype), norm_offset)
 
-    def matrix(self, rows: int, columns: int, format: Format) -> Weight:
-        return FORMATS[format].empty(rows, columns, self.dtype, self.device)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.place.dtype, device=self.place.device), requires_grad=False)
 
 
 class Linear(nn.Module):
@@ -63,11 +64,19 @@ class Linear(nn.Module):
 class FusedColumnParallelLinear(nn.Module):
     """Several matrices of the checkpoint with the same input as one; its user multiplies."""
 
-    def __init__(self, in_features: int, parts: Sequence[Part], format: Format, setup: Setup) -> None:
+    def __init__(self, in_features: int, parts: Sequence[Part], format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
         self.parts = parts
-        FORMATS[format].check(in_features, [part.rows for part in parts], [part.start for part in parts])
-        self.weight = setup.matrix(sum(part.rows for part in parts), in_features, format)
+        for each in format:
+            storage_of(each).check(in_features, [part.rows for part in parts], [part.start for part in parts])
+        self.weight = Matrix.empty(sum(part.rows for part in parts), in_features, format, setup.place)
+
+    def rows_of_parts(self) -> Iterator[tuple[Part, Storage]]:
+        """Each part, and a view of it."""
+        row = 0
+        for part in self.parts:
+            yield part, self.weight.storage.rows(row, row + part.rows)
+            row += part.rows
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         """The matrices are siblings of this layer in the checkpoint."""
@@ -75,7 +84,7 @@ class FusedColumnParallelLinear(nn.Module):
         row, width = 0, self.weight.shape[1]
         for part in self.parts:
             rows, target_rows = slice(part.start, part.start + part.rows), slice(row, row + part.rows)
-            yield from matrix_tensors(f"{parent}.{part.name}", self.weight, (part.total_rows, width), rows, slice(0, width), target_rows)
+            yield from self.weight.tensors(f"{parent}.{part.name}", (part.total_rows, width), rows, slice(0, width), target_rows)
             row += part.rows
 
 
@@ -101,23 +110,22 @@ def add_sum_(
 class RowParallelLinear(nn.Module):
     """Each rank holds some input columns; the sum of outputs over the ranks joins the residual."""
 
-    def __init__(self, in_features: int, out_features: int, format: Format, setup: Setup) -> None:
+    def __init__(self, in_features: int, out_features: int, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
         self.tp = setup.tp
-        self.ops = setup.ops
-        self.weight = setup.matrix(out_features, self.tp.share(in_features, "in_features"), format)
+        self.weight = Matrix.empty(out_features, self.tp.share(in_features, "in_features"), format, setup.place)
 
-    def add_(self, residual: Residual, x_TX: Activation) -> None:
+    def add_(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         """residual += the layer's output."""
         if self.tp.size == 1:
-            self.ops.add_product_(residual, x_TX, self.weight)
+            self.weight.add_to(residual, x_TX, rows)
         else:
-            add_sum_(residual, self.tp, len(self.weight), lambda out_TD: self.ops.linear(x_TX, self.weight, out_TD))
+            add_sum_(residual, self.tp, self.weight.shape[0], lambda out_TD: self.weight.product(x_TX, rows, out_TD))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape
         share = slice(self.tp.rank * columns, (self.tp.rank + 1) * columns)
-        yield from matrix_tensors(prefix, self.weight, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
+        yield from self.weight.tensors(prefix, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -125,8 +133,12 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, setup: Setup) -> None:
         super().__init__()
-        self.tp = setup.tp
+        self.tp, self._backend = setup.tp, setup.place.backend
         self.weight = setup.parameter(self.tp.share(vocab_size, "vocab_size"), hidden_size)
+
+    def as_matrix(self, format: Format = "plain") -> Matrix:
+        """The output head."""
+        return Matrix.of(self.weight.data, self._backend, format)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Ids (T,) of the whole vocabulary -> (T, D)."""

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from models.checkpoint.names import CheckpointPart, CheckpointTensor, Index, OneOf
-from models.config.types import Format, MoeConfig
-from models.kernels.ops import Experts, Normed, Residual
+from models.config.formats import MatrixFormat
+from models.config.types import MoeConfig
+from models.kernels.ops import Experts
+from models.kernels.stream import Normed, Residual, RowClass
 from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, Setup, add_sum_, even_part
-from models.weights.float8 import Weight
-from models.weights.matrix import FORMATS, convert_, stored
+from models.weights.matrix import Matrix, Stored, storage_of
 
 ALL = slice(None)
 ALIGNED = 8  # rows of a matrix whose products are aligned to 16 bytes
@@ -20,30 +21,22 @@ ALIGNED = 8  # rows of a matrix whose products are aligned to 16 bytes
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden_size: int, inner: int, format: Format, setup: Setup) -> None:
+    def __init__(self, hidden_size: int, inner: int, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
-        self.ops = setup.ops
         parts = [even_part(name, inner, setup.tp) for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = FusedColumnParallelLinear(hidden_size, parts, format, setup)
         self.down_proj = RowParallelLinear(inner, hidden_size, format, setup)
 
-    def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
+    def add_(self, residual: Residual, x_TD: Normed, rows: RowClass, real_T: torch.Tensor | None) -> None:
         """residual += the output."""
-        self.down_proj.add_(residual, self.ops.swiglu(x_TD, self.gate_up_proj.weight))
-
-    def quantize_(self) -> None:
-        convert_(self.gate_up_proj, "float8")
-        convert_(self.down_proj, "float8")
+        self.down_proj.add_(residual, self.gate_up_proj.weight.swiglu(x_TD, rows), rows)
 
 
 class StackedExperts(nn.Module):
     """This rank's part of all experts' matrices, see `Experts`: whole experts (`--ep`; the shared one on the last rank) or a share of each.
     ValueError if they do not divide."""
 
-    gate_up: Weight
-    down: Weight
-
-    def __init__(self, hidden_size: int, moe: MoeConfig, format: Format, setup: Setup) -> None:
+    def __init__(self, hidden_size: int, moe: MoeConfig, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
         tp, self.hidden_size, self.moe, self.inner = setup.tp, hidden_size, moe, moe.intermediate_size
         self.first, self.count, self.first_inner, self.width = 0, moe.num_experts + moe.has_shared, 0, self.inner
@@ -54,16 +47,18 @@ class StackedExperts(nn.Module):
         else:
             self.width = tp.share(self.inner, "moe_intermediate_size")
             self.first_inner = tp.rank * self.width
-        FORMATS[format].check(hidden_size, (self.width,))
-        self.gate_up = setup.matrix(self.count * 2 * self.width, hidden_size, format)
-        self.down = setup.matrix(self.count * hidden_size, self.width, format)
+        for each in format:
+            storage_of(each).check(hidden_size, (self.width,))
+        self.gate_up = Matrix.empty(self.count * 2 * self.width, hidden_size, format, setup.place)
+        self.down = Matrix.empty(self.count * hidden_size, self.width, format, setup.place)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointPart]:
         """As transformers 5 writes them (experts, outputs, inputs), as published (experts, inputs, outputs), or each expert's alone. The
         shared one's are siblings of this module."""
         shared = {prefix.rpartition(".")[0] + ".shared_expert": self.moe.num_experts} if self.moe.has_shared else {}
         single = {f"{prefix}.{expert}": expert for expert in range(self.moe.num_experts)}
-        parts = [(*of_up, of_down.tensor) for of_up, of_down in zip(stored(self.gate_up), stored(self.down), strict=True)]
+        matrices: Iterator[tuple[Stored, Stored]] = zip(self.gate_up.storage.stored, self.down.storage.stored, strict=True)
+        parts = [(*of_up, of_down.tensor) for of_up, of_down in matrices]
         stacked = (
             tuple(slot for part, turned in zip(parts, turns, strict=True) for slot in self._stacked(prefix, *part, turned))
             for turns in product((False, True), repeat=len(parts))
@@ -129,24 +124,19 @@ class SparseMoe(nn.Module):
     """The sum of the experts that the router chooses for a token, by weights that sum to one, and of the shared one, by its gate. Every
     rank has all tokens, so one sum over the ranks combines what each computes: an exchange of tokens pays where each rank has its own."""
 
-    def __init__(self, hidden_size: int, moe: MoeConfig, format: Format, setup: Setup) -> None:
+    def __init__(self, hidden_size: int, moe: MoeConfig, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
         self.ops, self.tp, self._moe = setup.ops, setup.tp, moe
         self.gate = Router(hidden_size, moe, setup)
         self.experts = StackedExperts(hidden_size, moe, format, setup)
 
-    def add_(self, residual: Residual, x_TD: Normed, real_T: torch.Tensor | None) -> None:
+    def add_(self, residual: Residual, x_TD: Normed, rows: RowClass, real_T: torch.Tensor | None) -> None:
         """residual += the output."""
         mine, moe = self.experts, self._moe
         chosen = moe.num_experts, moe.num_experts_per_tok, moe.has_shared
         experts = Experts(self.gate.weight, mine.gate_up, mine.down, mine.first, mine.count, *chosen)
         if self.tp.size == 1:
-            self.ops.add_experts_(residual, x_TD, experts, real_T)
+            self.ops.add_experts_(residual, x_TD, experts, rows, real_T)
         else:
-            parts_STD = self.ops.sparse_swiglu(x_TD, experts, real_T)
+            parts_STD = self.ops.sparse_swiglu(x_TD, experts, rows, real_T)
             add_sum_(residual, self.tp, mine.hidden_size, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD), parts_STD)
-
-    def quantize_(self) -> None:
-        """Makes the experts' matrices float8; the router's stays as it is."""
-        convert_(self.experts, "float8", "gate_up")
-        convert_(self.experts, "float8", "down")

@@ -6,6 +6,7 @@ Called by the registry (`--load-format dummy`), by tests and by `python -m model
 import json
 from pathlib import Path
 
+from models.config.formats import Format
 from models.scaffold.configs import config_json, generation_config_json, image_processor_json, quantization_json, video_processor_json
 from models.scaffold.shapes import SHAPES, Shape
 from models.scaffold.tokenizer import tokenizer_config_json, tokenizer_json
@@ -13,12 +14,12 @@ from models.scaffold.tokenizer import tokenizer_config_json, tokenizer_json
 __all__ = ["SHAPES", "Shape", "write_model_folder"]
 
 
-def write_model_folder(out: Path, shape: Shape, weights: str, seed: int, is_fp8: bool = False) -> None:
+def write_model_folder(out: Path, shape: Shape, weights: str, seed: int, format: Format = "plain") -> None:
     """Writes every file that a checkpoint of this shape has; loadable by this engine and by transformers.
 
     `weights` is "none" (the folder then needs `--load-format dummy`; torch is not imported) or "random": seeded normal values as
-    safetensors under Hugging Face names, in shards when big. With `is_fp8` the decoder's matrices are float8 in scaled blocks, as in the
-    published FP8 checkpoints. Existing files are replaced. The output is a function of the arguments.
+    safetensors under Hugging Face names, in shards when big. `format` is that of the decoder's matrices. Existing files are replaced. The
+    output is a function of the arguments.
     """
     if weights not in ("none", "random"):
         raise ValueError(f"weights must be 'none' or 'random', got {weights!r}")
@@ -26,7 +27,7 @@ def write_model_folder(out: Path, shape: Shape, weights: str, seed: int, is_fp8:
     tokenizer = json.dumps(tokenizer_json(shape.num_base_tokens), ensure_ascii=False, separators=(",", ":"))
     (out / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     files = {
-        "config.json": config_json(shape) | (quantization_json() if is_fp8 else {}),
+        "config.json": config_json(shape) | quantization_json(format),
         "generation_config.json": generation_config_json(shape),
         "tokenizer_config.json": tokenizer_config_json(shape.num_base_tokens, thinks=shape.delta is not None),
         "preprocessor_config.json": image_processor_json(),

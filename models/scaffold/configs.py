@@ -1,5 +1,6 @@
 """The JSON files of a model folder besides the tokenizer's, in the layout of the published checkpoints. Used by the scaffold."""
 
+from models.config.formats import FORMATS, Format
 from models.scaffold.shapes import Shape
 from models.scaffold.tokenizer import special_token_ids
 
@@ -115,11 +116,10 @@ def _vision_config(shape: Shape) -> dict[str, object]:
     }
 
 
-def quantization_json() -> dict[str, object]:
-    """What config.json has besides if the decoder's matrices are float8."""
-    kept = ["lm_head", "model.visual"]
-    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    return {"quantization_config": {**scheme, "modules_to_not_convert": kept}}
+def quantization_json(format: Format) -> dict[str, object]:
+    """What config.json has besides if the decoder's matrices have this format."""
+    settings = FORMATS[format].settings
+    return {"quantization_config": {**settings, "modules_to_not_convert": ["lm_head", "model.visual"]}} if settings else {}
 
 
 def generation_config_json(shape: Shape) -> dict[str, object]:

@@ -14,24 +14,28 @@ import torch
 from safetensors.torch import save_file
 
 from models.checkpoint.names import CheckpointTensor
+from models.config.formats import Format
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.make import make_model
 from models.kernels.reference.backend import TorchBackend
 from models.parallel.group import TensorParallel
-from models.weights.float8 import BlockScaled
+from models.weights.matrix import storage_of
 
 Shapes = dict[str, tuple[int, ...]]
 
 MAX_SHARD_BYTES = 4 << 30
-SCALES = "_scale_inv"
 INPUTS_FIRST = 1  # of the ways in which experts are stored, see `StackedExperts`
 LAYER = re.compile(r"model\.language_model\.layers\.(\d+)\.")
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Name and shape of every tensor of a checkpoint in the published layout, without float8 scales."""
-    return {slot.name: slot.shape for slot in _slots(replace(config, text=replace(config.text, is_fp8=False)))}
+    """Name and shape of every tensor of a checkpoint in the published layout, none of them quantized."""
+    return {slot.name: slot.shape for slot in _plain_slots(config)}
+
+
+def _plain_slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
+    return _slots(replace(config, text=replace(config.text, format="plain")))
 
 
 def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
@@ -63,7 +67,8 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
     """Writes safetensors beside the folder's config.json: one file, or shards with an index when they exceed `max_shard_bytes`."""
     config = read_config(folder, with_head=read_config(folder).text.delta is not None)
     shapes, dtype = tensor_shapes(config), torch_dtype(config.dtype)
-    float8 = {slot.name.removesuffix(SCALES) for slot in _slots(config) if slot.name.endswith(SCALES)}
+    plain = {slot.name: slot.target.dtype for slot in _plain_slots(config)}
+    quantized = {slot.name for slot in _slots(config) if plain.get(slot.name, slot.target.dtype) != slot.target.dtype}
     shards = list(_shards(shapes, dtype, max_shard_bytes))
     for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         stale.unlink()
@@ -71,8 +76,8 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: random_tensor(name, shapes[name], seed, dtype, torch.device("cpu")) for name in names}
-        if config.text.is_fp8:
-            tensors = _quantized(tensors, float8, has_input_major=config.text.delta is None)
+        if quantized:
+            tensors = _quantized(tensors, quantized, config.text.format, has_input_major=config.text.delta is None)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
     if len(shards) > 1:
@@ -81,16 +86,15 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _quantized(tensors: dict[str, torch.Tensor], float8: set[str], has_input_major: bool) -> dict[str, torch.Tensor]:
-    """Tensors of these names as float8 values and scales, the others as they are."""
-    stored = {name: tensor for name, tensor in tensors.items() if name not in float8}
-    for name in float8 & tensors.keys():
+def _quantized(tensors: dict[str, torch.Tensor], names: set[str], format: Format, has_input_major: bool) -> dict[str, torch.Tensor]:
+    """Tensors of these names in this format, the others as they are."""
+    stored = {name: tensor for name, tensor in tensors.items() if name not in names}
+    for name in names & tensors.keys():
         turns, tensor = has_input_major and _is_experts(name), tensors[name]
         rows = (tensor.transpose(1, 2) if turns else tensor).flatten(0, -2)
-        matrix = BlockScaled.quantized(rows)
-        for stored_name, part in ((name, matrix.values), (name + SCALES, matrix.scales)):
+        for suffix, _, part in storage_of(format).quantized(rows).stored:
             whole = part.unflatten(0, (len(tensor), -1)) if _is_experts(name) else part  # their scales lie as they do
-            stored[stored_name] = (whole.transpose(1, 2) if turns else whole).contiguous()
+            stored[name + suffix] = (whole.transpose(1, 2) if turns else whole).contiguous()
     return stored
 
 

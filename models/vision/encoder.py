@@ -28,8 +28,8 @@ class ImageEncoder:
     """See `Tower` of `models.decoders.contract`."""
 
     def __init__(self, config: ModelConfig, backend: Backend, setup: Setup, visual: VisionTower) -> None:
-        self.config, self.dtype, self.device = config, setup.dtype, setup.device
-        self.preprocessor = Preprocessor(config.geometry, setup.ops, setup.device)
+        self.config, self.dtype, self.device = config, setup.place.dtype, setup.place.device
+        self.preprocessor = Preprocessor(config.geometry, setup.ops, self.device)
         self._visual, self._num_ranks = visual, setup.tp.size
         self._graphs = TowerGraphs(visual) if backend.captures_graphs else None
 

@@ -168,7 +168,7 @@ class VisionTower(nn.Module):
         self.merger = PatchMerger(config, norm_after_join=False, setup=setup)
         mergers = (PatchMerger(config, norm_after_join=True, setup=setup) for _ in config.deepstack_indexes)
         self.deepstack_merger_list = nn.ModuleList(mergers)
-        self._inv_freq = inverse_frequencies(config.rope_theta, config.head_dim // 2).to(setup.device)
+        self._inv_freq = inverse_frequencies(config.rope_theta, config.head_dim // 2).to(setup.place.device)
         self._tables = TableCache(self._make_tables)
 
     def _make_tables(self, grid: Grid) -> GridTables:

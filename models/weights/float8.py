@@ -4,9 +4,12 @@ too, with a scale for each token and 128 values, and adds up in float32, as tran
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
+
+from models.kernels.reference.products import TorchProducts
+from models.kernels.stream import Rounded
+from models.weights.matrix import Stored
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
@@ -16,25 +19,22 @@ LEAST_SCALE = 1e-30  # of a group that is all zeros
 SCALE_ALIGNMENT = 4  # cuBLAS wants rows of weights' scales and columns of inputs' scales padded to a multiple
 
 
-class Stored(NamedTuple):
-    """A tensor of a matrix. Checkpoints have it under the matrix's name with this suffix; one of its values stands for block x block."""
-
-    suffix: str
-    block: int
-    tensor: torch.Tensor
-
-
 @dataclass(frozen=True)
 class BlockScaled:
-    """A matrix (N, K): float8_e4m3fn values, each to be multiplied by its block's scale, float32 (N / 128, K / 128), padded."""
+    """See `Storage`: float8_e4m3fn values, each to be multiplied by its block's scale, float32 (N / 128, K / 128), padded."""
 
     values: torch.Tensor
     padded_scales: torch.Tensor
 
+    @staticmethod
+    def check(columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+        if any(size % BLOCK for size in (columns, *rows, *starts)):
+            shapes = " and ".join(f"{count} x {columns}" for count in sorted(set(rows)))
+            raise ValueError(f"FP8 needs matrices of whole blocks, {BLOCK} x {BLOCK}, on every rank, got {shapes} (--quantization, --tp)")
+
     @classmethod
-    def empty(cls, rows: int, columns: int, device: torch.device) -> "BlockScaled":
-        """ValueError if the blocks are not whole."""
-        Float8Block().check(columns, (rows,))
+    def empty(cls, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> "BlockScaled":
+        cls.check(columns, (rows,))
         values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
         padded = -(-columns // BLOCK // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
         return cls(values, torch.zeros((rows // BLOCK, padded), device=device))
@@ -52,8 +52,14 @@ class BlockScaled:
         return made
 
     def fill_normal_(self, std: float, generator: torch.Generator) -> None:
-        fill_normal_(self.values, std, generator)
+        for stripe in self.values.split(STRIPE):
+            normal = torch.empty(stripe.shape, dtype=torch.bfloat16, device=stripe.device).normal_(generator=generator)
+            stripe.copy_(normal.mul_(UNIT).clamp_(-LARGEST, LARGEST))
         self.scales.fill_(std / UNIT)
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        return Stored("", 1, self.values), Stored("_scale_inv", BLOCK, self.scales)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -72,6 +78,9 @@ class BlockScaled:
         """Values and padded scales as cuBLAS takes them. Kept: making them takes the host as long as launching a product."""
         return self.values.t(), self.padded_scales.t()
 
+    def rows(self, first: int, last: int) -> "BlockScaled":
+        return BlockScaled(self.values[first:last], self.padded_scales[first // BLOCK : last // BLOCK])
+
     def dequantized(self) -> torch.Tensor:
         """(N, K) in float32."""
         rows, columns = self.shape
@@ -79,43 +88,8 @@ class BlockScaled:
         return blocks.view(rows, columns)
 
 
-Weight = torch.Tensor | BlockScaled
-
-
-class Float8Block:
-    """See `MatrixFormat`."""
-
-    def holds(self, weight: Weight) -> bool:
-        return isinstance(weight, BlockScaled)
-
-    def check(self, columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
-        if any(size % BLOCK for size in (columns, *rows, *starts)):
-            shapes = " and ".join(f"{count} x {columns}" for count in sorted(set(rows)))
-            raise ValueError(f"FP8 needs matrices of whole blocks, {BLOCK} x {BLOCK}, on every rank, got {shapes} (--quantization, --tp)")
-
-    def empty(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> BlockScaled:
-        return BlockScaled.empty(rows, columns, device)
-
-    def stored(self, weight: Weight) -> tuple[Stored, ...]:
-        assert isinstance(weight, BlockScaled)
-        return Stored("", 1, weight.values), Stored("_scale_inv", BLOCK, weight.scales)
-
-    def converted(self, matrix_NK: torch.Tensor) -> BlockScaled:
-        return BlockScaled.quantized(matrix_NK)
-
-
-def fill_normal_(values: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    """Random values of this standard deviation; in float8, of UNIT, as a scale of `std / UNIT` wants them."""
-    if values.dtype != torch.float8_e4m3fn:
-        values.normal_(std=std, generator=generator)
-        return
-    for stripe in values.split(STRIPE):
-        normal = torch.empty(stripe.shape, dtype=torch.bfloat16, device=stripe.device).normal_(generator=generator)
-        stripe.copy_(normal.mul_(UNIT).clamp_(-LARGEST, LARGEST))
-
-
 @dataclass(frozen=True, slots=True)
-class GroupScaled:
+class GroupScaled(Rounded):
     """Inputs (T, K) of a product: float8_e4m3fn values, each times its group's scale, float32 (T, K / 128), column-major. `padded`: the
     values with up to three rows more, which hold anything, as do their scales."""
 
@@ -150,3 +124,10 @@ class GroupScaled:
     def dequantized(self) -> torch.Tensor:
         """(T, K) in float32."""
         return (self.values.float().unflatten(1, (-1, BLOCK)) * self.scales[: self.num_tokens, :, None]).flatten(1)
+
+
+class TorchFloat8(TorchProducts[BlockScaled]):
+    """See `TorchProducts`."""
+
+    def multiply(self, x_TX: torch.Tensor, matrix: BlockScaled) -> torch.Tensor:
+        return (GroupScaled.quantized(x_TX).dequantized() @ matrix.dequantized().t()).to(x_TX.dtype)

@@ -1,55 +1,182 @@
-"""Formats of matrices: how one lies on the device and in checkpoints. A format is a file here and a line of FORMATS; its products are in
-`models.kernels`."""
+"""Matrices of a model: how one is stored, which tensors of a checkpoint it comes from, and its products.
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+`models.config.formats` registers the formats. A format's `Storage`, and its `Products` in plain torch, are a file here; products of other
+backends are in `models.kernels`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
 
 from models.checkpoint.names import CheckpointTensor
-from models.config.types import Format
-from models.weights.float8 import Float8Block, Stored, Weight
-from models.weights.plain import Plain
+from models.config.formats import FORMATS, Format, MatrixFormat
+from models.kernels.stream import Activation, Residual, Rounded, RowClass
 
 
-class MatrixFormat(Protocol):
-    def holds(self, weight: Weight) -> bool:
-        """Whether a matrix has this format."""
+class Stored(NamedTuple):
+    """A tensor of a matrix. Checkpoints have it under the matrix's name with this suffix; one of its values stands for block x block."""
 
-    def check(self, columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+    suffix: str
+    block: int
+    tensor: torch.Tensor
+
+
+class Storage(Protocol):
+    """A matrix (N, K) as one format stores it."""
+
+    @staticmethod
+    def check(columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         """ValueError if matrices with so many columns and rows, that begin at these rows of the checkpoint's, are not whole blocks."""
 
-    def empty(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Weight:
-        """A matrix without values. ValueError as `check`."""
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Self:
+        """Without values; `dtype` is the model's. ValueError as `check`."""
 
-    def stored(self, weight: Weight) -> tuple[Stored, ...]:
-        """Its tensors."""
-
-    def converted(self, matrix_NK: torch.Tensor) -> Weight:
+    @classmethod
+    def quantized(cls, matrix_NK: torch.Tensor) -> Self:
         """A matrix in the model's dtype in this format."""
 
+    @property
+    def shape(self) -> torch.Size: ...
 
-FORMATS: Mapping[Format, MatrixFormat] = {"plain": Plain(), "float8": Float8Block()}
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """The tensors of the checkpoint."""
 
+    def rows(self, first: int, last: int) -> Self:
+        """A view of these rows, which are whole blocks."""
 
-def stored(weight: Weight) -> tuple[Stored, ...]:
-    """The tensors of a matrix of any format."""
-    return next(format.stored(weight) for format in FORMATS.values() if format.holds(weight))
-
-
-def matrix_tensors(
-    name: str, weight: Weight, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice
-) -> Iterator[CheckpointTensor]:
-    """Rows `target_rows` of `weight` are these rows and columns of the checkpoint's matrix of this shape."""
-    for suffix, block, tensor in stored(weight):
-        row, column, target = (slice(cut.start // block, cut.stop // block) for cut in (rows, columns, target_rows))
-        blocks = -(-shape[0] // block), -(-shape[1] // block)
-        yield CheckpointTensor(f"{name}.weight{suffix}", blocks, (row, column), tensor[target])
+    def fill_normal_(self, std: float, generator: torch.Generator) -> None:
+        """Random values of this standard deviation."""
 
 
-def convert_(layer: nn.Module, format: Format, name: str = "weight") -> None:
-    """The layer's matrix of this name gets another format."""
-    matrix = layer.get_parameter(name)
-    delattr(layer, name)  # a registered parameter does not give way to anything else
-    setattr(layer, name, FORMATS[format].converted(matrix))
+S = TypeVar("S")
+
+
+class Products(ABC, Generic[S]):
+    """Products with matrices of one format on one backend. `rows` is the class of x's tokens."""
+
+    @abstractmethod
+    def product(self, x_TX: Activation, matrix: S, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        """See `Matrix`, as the others."""
+
+    @abstractmethod
+    def product_f32(self, x_TX: torch.Tensor, matrix: S, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor: ...
+
+    @abstractmethod
+    def swiglu(self, x_TX: Activation, matrix: S, rows: RowClass) -> torch.Tensor | Rounded: ...
+
+    @abstractmethod
+    def add_to(self, residual: Residual, x_TX: Activation, matrix: S, rows: RowClass) -> None: ...
+
+
+class HasModules(Protocol):
+    """A model, or a part of one."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+
+class Place(NamedTuple):
+    """Where matrices lie, and which backend multiplies them."""
+
+    backend: str
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Matrix:
+    """A matrix (N, K) in the format that it has now."""
+
+    def __init__(self, storage: Any, format: MatrixFormat, backend: str) -> None:
+        self.storage, self._format, self._backend = storage, format, backend
+        self.products = products_of(format.stored, backend)
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, format: MatrixFormat, place: Place) -> "Matrix":
+        """Without values. ValueError if a format that it comes to has no such matrices."""
+        for each in set(format):
+            storage_of(each).check(columns, (rows,))
+        return cls(storage_of(format.stored).empty(rows, columns, place.device, place.dtype), format, place.backend)
+
+    @classmethod
+    def of(cls, matrix_NK: torch.Tensor, backend: str, format: Format = "plain") -> "Matrix":
+        """A matrix with these values."""
+        return cls(storage_of(format).quantized(matrix_NK), MatrixFormat(format, format), backend)
+
+    @property
+    def format(self) -> Format:
+        return self._format.stored
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.storage.shape
+
+    def on(self, backend: str) -> "Matrix":
+        """The same matrix, multiplied by another backend."""
+        return Matrix(self.storage, self._format, backend)
+
+    def rows(self, first: int, last: int) -> "Matrix":
+        """A view of these rows, which are whole blocks."""
+        return Matrix(self.storage.rows(first, last), self._format, self._backend)
+
+    def tensors(self, name: str, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice) -> Iterator[CheckpointTensor]:
+        """Rows `target_rows` are these rows and columns of the checkpoint's matrix of this shape."""
+        for suffix, block, tensor in self.storage.stored:
+            row, column, target = (slice(cut.start // block, cut.stop // block) for cut in (rows, columns, target_rows))
+            blocks = -(-shape[0] // block), -(-shape[1] // block)
+            yield CheckpointTensor(f"{name}.weight{suffix}", blocks, (row, column), tensor[target])
+
+    def finish(self) -> None:
+        """After a load and before anything is captured: quantize in place."""
+        if self._format.final != self._format.stored:
+            self.storage = storage_of(self._format.final).quantized(self.storage.values)
+            self._format = MatrixFormat(self._format.final, self._format.final)
+            self.products = products_of(self._format.final, self._backend)
+
+    def product(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ matrix.T, in `out_TN` if given."""
+        return self.products.product(x_TX, self.storage, rows, out_TN)
+
+    def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        """The same in float32, since rounded logits would tie."""
+        return self.products.product_f32(x_TX, self.storage, rows, out_TN)
+
+    def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
+        """silu(first half) * second half of x @ matrix.T, for a matrix of the same format."""
+        return self.products.swiglu(x_TX, self.storage, rows)
+
+    def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
+        """residual += x @ matrix.T."""
+        assert residual.parts_STD is None, "the parts of the product before were not added"
+        self.products.add_to(residual, x_TX, self.storage, rows)
+
+
+def matrices_of(module: HasModules) -> Iterator[tuple[str, Matrix]]:
+    """Those of a module and all below it, with their paths."""
+    for path, each in module.named_modules():
+        yield from ((f"{path}.{name}", matrix) for name, matrix in vars(each).items() if isinstance(matrix, Matrix))
+
+
+@cache
+def storage_of(format: Format) -> type[Storage]:
+    found: type[Storage] = _imported(FORMATS[format].storage)
+    return found
+
+
+@cache
+def products_of(format: Format, backend: str) -> Products[Any]:
+    """ValueError if the backend has none."""
+    if (name := FORMATS[format].products_of(backend)) is None:
+        raise ValueError(f"--backend {backend} has no products of {format} matrices: --backend torch has")
+    products: Products[Any] = _imported(name)()
+    return products
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return vars(import_module(module))[name]

@@ -1,28 +1,53 @@
 """Matrices in the model's dtype."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from models.weights.float8 import Stored, Weight
+from models.kernels.reference.products import TorchProducts
+from models.kernels.stream import RowClass
+from models.weights.matrix import Stored
 
 
+@dataclass(frozen=True, slots=True)
 class Plain:
-    """See `MatrixFormat`."""
+    """See `Storage`."""
 
-    def holds(self, weight: Weight) -> bool:
-        return isinstance(weight, torch.Tensor)
+    values: torch.Tensor
 
-    def check(self, columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+    @staticmethod
+    def check(columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         """Any size fits."""
 
-    def empty(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-        return nn.Parameter(torch.empty((rows, columns), dtype=dtype, device=device), requires_grad=False)
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> "Plain":
+        return cls(torch.empty((rows, columns), dtype=dtype, device=device))
 
-    def stored(self, weight: Weight) -> tuple[Stored, ...]:
-        assert isinstance(weight, torch.Tensor)
-        return (Stored("", 1, weight.data),)
+    @classmethod
+    def quantized(cls, matrix_NK: torch.Tensor) -> "Plain":
+        return cls(matrix_NK)
 
-    def converted(self, matrix_NK: torch.Tensor) -> torch.Tensor:
-        return matrix_NK
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        return (Stored("", 1, self.values),)
+
+    def rows(self, first: int, last: int) -> "Plain":
+        return Plain(self.values[first:last])
+
+    def fill_normal_(self, std: float, generator: torch.Generator) -> None:
+        self.values.normal_(std=std, generator=generator)
+
+
+class TorchPlain(TorchProducts[Plain]):
+    """See `TorchProducts`."""
+
+    def multiply(self, x_TX: torch.Tensor, matrix: Plain) -> torch.Tensor:
+        return x_TX @ matrix.values.t()
+
+    def product_f32(self, x_TX: torch.Tensor, matrix: Plain, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        return super().product_f32(x_TX, Plain(matrix.values.float()), rows, out_TN)

@@ -104,7 +104,7 @@ def test_a_mixture_of_experts_on_two_ranks(tmp_path: Path) -> None:
 
 def test_an_fp8_checkpoint_and_rounding_at_the_start_answer_alike(tiny: Path, expected: list[str], tmp_path: Path) -> None:
     """`--quantization fp8` makes what the published FP8 checkpoints hold."""
-    write_model_folder(tmp_path / "fp8", SHAPES["tiny"], weights="random", seed=0, is_fp8=True)
+    write_model_folder(tmp_path / "fp8", SHAPES["tiny"], weights="random", seed=0, format="float8")
     found = []
     for folder, flags in ((tmp_path / "fp8", []), (tiny, ["--quantization", "fp8"])):
         with serve(folder, *flags) as engine:

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from models.kernels.backend import Backend
-from models.kernels.ops import Normed, Ops, Residual
 from models.kernels.reference.ops import TorchOps
 from models.kernels.reference.varlen import TorchVarlen
+from models.kernels.stream import Normed, Residual, RowClass
 from models.vision.preprocess import Preprocessor
-from models.weights.float8 import BlockScaled, GroupScaled
+from models.weights.float8 import GroupScaled
+from models.weights.matrix import Matrix
 from tests.gpu.generated import config_of
 
 if torch.cuda.is_available():
@@ -32,24 +33,29 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((ours.float() - expected.float()).norm() < 1e-2 * expected.float().norm())
 
 
-def normed_linear(ops: Ops, x: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor | BlockScaled) -> torch.Tensor:
-    return ops.linear(Normed(Residual(x), norm, EPS), weight)
+def normed(x: torch.Tensor | Residual, norm: torch.Tensor) -> Normed:
+    return (x if isinstance(x, Residual) else Residual(x)).normed(norm, EPS)
+
+
+def both(matrix: torch.Tensor, backend: Backend, format: str = "plain") -> tuple[Matrix, Matrix]:
+    """A matrix, multiplied by the backend and by the reference."""
+    ours = Matrix.of(matrix, backend.name, format)
+    return ours, ours.on("torch")
 
 
 @pytest.mark.parametrize(("hidden", "inner"), WIDTHS)
 @pytest.mark.parametrize("tokens", [1, 2, 200, 300])
 def test_products(backend: Backend, hidden: int, inner: int, tokens: int) -> None:
-    ops = backend.ops
     x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden), normal(tokens, hidden)
-    gate_up, down = normal(2 * inner, hidden) * hidden**-0.5, normal(hidden, inner) * inner**-0.5
-    assert close(normed_linear(ops, x, norm, gate_up), normed_linear(REFERENCE, x, norm, gate_up))
-    ours, theirs = (each.swiglu(Normed(Residual(x), norm, EPS), gate_up) for each in (ops, REFERENCE))
-    assert close(ours, theirs)
+    gate_up = both(normal(2 * inner, hidden) * hidden**-0.5, backend)
+    down, rows = both(normal(hidden, inner) * inner**-0.5, backend), RowClass.of(tokens)
     given = torch.empty((tokens, 2 * inner), device=DEVICE)
-    assert close(ops.linear(x, gate_up), REFERENCE.linear(x, gate_up))
-    assert close(ops.linear_f32(x, gate_up), REFERENCE.linear_f32(x, gate_up))
-    assert close(ops.linear_f32(x, gate_up, given), given) and close(given, REFERENCE.linear_f32(x, gate_up))
-    check_residual(ops, h, down, residual, norm, gate_up)
+    assert close(*(each.product(normed(x, norm), rows) for each in gate_up))
+    assert close(*(each.swiglu(normed(x, norm), rows) for each in gate_up))
+    assert close(*(each.product(x, rows) for each in gate_up))
+    assert close(*(each.product_f32(x, rows) for each in gate_up))
+    assert close(gate_up[0].product_f32(x, rows, given), given) and close(given, gate_up[1].product_f32(x, rows))
+    check_residual(h, down, residual, norm, gate_up)
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [*WIDTHS, (5120, 17408), *SMALL_WIDTHS])
@@ -57,23 +63,23 @@ def test_products(backend: Backend, hidden: int, inner: int, tokens: int) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int, dtype: torch.dtype) -> None:
     """`dtype` of the norm. Tokens and widths whose scales need padding, which does not get into the result."""
-    ops = backend.ops
-    scale = torch.logspace(-2, 2, hidden, device=DEVICE).bfloat16()
+    scale, rows = torch.logspace(-2, 2, hidden, device=DEVICE).bfloat16(), RowClass.of(tokens)
     x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden).to(dtype), normal(tokens, hidden)
-    gate_up, down = BlockScaled.quantized(normal(2 * inner, hidden) * scale), BlockScaled.quantized(normal(hidden, inner))
-    assert close(normed_linear(ops, x, norm, gate_up), normed_linear(REFERENCE, x, norm, gate_up))
-    assert close(ops.linear(h, down), REFERENCE.linear(h, down))
-    ours, theirs = (each.swiglu(Normed(Residual(x), norm, EPS), gate_up) for each in (ops, REFERENCE))
+    gate_up = both(normal(2 * inner, hidden) * scale, backend, "float8")
+    down = both(normal(hidden, inner), backend, "float8")
+    assert close(*(each.product(normed(x, norm), rows) for each in gate_up))
+    assert close(*(each.product(h, rows) for each in down))
+    ours, theirs = (each.swiglu(normed(x, norm), rows) for each in gate_up)
     assert isinstance(theirs, torch.Tensor)
     if isinstance(ours, GroupScaled):  # a single token's product rounds by itself
         ours, theirs = ours.dequantized(), GroupScaled.quantized(theirs).dequantized()
     assert close(ours, theirs)
     given = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=DEVICE)
-    assert close(ops.linear(h, down, given), given) and close(given, REFERENCE.linear(h, down))
+    assert close(down[0].product(h, rows, given), given) and close(given, down[1].product(h, rows))
     ours, theirs = Residual(residual.clone()), Residual(residual)
-    for each, stream in ((ops, ours), (REFERENCE, theirs)):
-        each.add_product_(stream, h, down)
-    ops.norm(Normed(ours, norm, EPS))
+    for each, stream in zip(down, (ours, theirs), strict=True):
+        each.add_to(stream, h, rows)
+    backend.ops.norm(normed(ours, norm))
     assert close(ours.sum_TD, theirs.sum_TD)
 
 
@@ -87,21 +93,27 @@ def test_rounding_to_float8(tokens: int) -> None:
     assert not ours.dequantized()[0, 128:256].any()
 
 
-def check_residual(
-    ops: Ops, h: torch.Tensor, down: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, gate_up: torch.Tensor
-) -> None:
+Pair = tuple[Matrix, Matrix]
+
+
+def check_residual(h: torch.Tensor, down: Pair, residual: torch.Tensor, norm: torch.Tensor, gate_up: Pair) -> None:
     """A product that joins the residual, and what reads it behind; then the sum of a tensor-parallel product."""
-    ours, theirs = Residual(residual.clone()), Residual(residual)
-    both, addend, again = ((ops, ours), (REFERENCE, theirs)), normal(1, *residual.shape), normal(1, *residual.shape)
-    for add in (lambda each, stream: each.add_product_(stream, h, down), lambda each, stream: stream.add_(addend)):
-        for each, stream in both:
-            add(each, stream)
-        pair = [each.linear(Normed(stream, norm, EPS), gate_up) for each, stream in both]
-        assert close(*pair) and close(ours.sum_TD, theirs.sum_TD)
-    for stream in (ours, theirs):
+    streams, rows = (Residual(residual.clone()), Residual(residual)), RowClass.of(len(h))
+    addend, again = normal(1, *residual.shape), normal(1, *residual.shape)
+
+    def is_close(matrices: Pair, name: str) -> bool:
+        results = [getattr(each, name)(normed(stream, norm), rows) for each, stream in zip(matrices, streams, strict=True)]
+        return close(*results) and close(*(stream.sum_TD for stream in streams))
+
+    for each, stream in zip(down, streams, strict=True):
+        each.add_to(stream, h, rows)
+    assert is_close(gate_up, "product")
+    for stream in streams:
+        stream.add_(addend)
+    assert is_close(gate_up, "product")
+    for stream in streams:
         stream.add_(again)
-    pair = [each.swiglu(Normed(stream, norm, EPS), gate_up) for each, stream in both]
-    assert close(*pair) and close(ours.sum_TD, theirs.sum_TD)
+    assert is_close(gate_up, "swiglu")
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 72])

@@ -85,13 +85,13 @@ def test_logits_equal_transformers(model: Qwen3VL, backend: Backend, expected: d
 def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(backend: Backend, tmp_path: Path) -> None:
     """Eight layers."""
     config = config_of(SHAPE, tmp_path)
-    config = replace(config, text=replace(config.text, num_layers=8))
+    config = replace(config, text=replace(config.text, num_layers=8, quantized_to="float8"))
     few = Qwen3VL(config, TensorParallel.single(), backend, torch.bfloat16)
     fill_generated(few)
     prompt = Prompt.build(config, PROMPTS["one image"])
     with torch.inference_mode():
         expected = whole(few, backend, prompt)
-        few.quantize_()
+        few.finish()
         rounded = whole(few, backend, prompt)
         assert 5e-3 < relative(rounded, expected) < FLOAT8_TOLERANCE
         runner = runner_of(few, backend)

@@ -15,13 +15,13 @@ from transformers import Qwen3VLMoeForConditionalGeneration
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
-from models.kernels.ops import Experts, Normed, Residual
-from models.kernels.reference.linear import linear
+from models.kernels.ops import Experts
 from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
 from models.kernels.reference.ops import TorchOps
+from models.kernels.stream import Residual, RowClass
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
-from models.weights.float8 import BlockScaled
+from models.weights.matrix import Matrix
 from tests.gpu.generated import fill_generated, reference_logits
 from tests.gpu.test_model_parity import PROMPTS, graph_logits, whole
 from tests.unit.models.harness import Prompt
@@ -57,7 +57,7 @@ def expected(model: Qwen3VL, folder: Path) -> dict[str, torch.Tensor]:
     return reference_logits(Qwen3VLMoeForConditionalGeneration._from_config, model, folder, PROMPTS)
 
 
-def make_experts(is_float8: bool, width: int = 2048, inner: int = 768, has_shared: bool = False) -> Experts:
+def make_experts(backend: str, is_float8: bool, width: int = 2048, inner: int = 768, has_shared: bool = False) -> Experts:
     """As those of a layer of 30B-A3B, or with one that all tokens share."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -66,9 +66,8 @@ def make_experts(is_float8: bool, width: int = 2048, inner: int = 768, has_share
 
     count, chosen = 128 + has_shared, (128, 8, has_shared)
     router, gate_up, down = normal(128 + 8 * has_shared, width), normal(count * 2 * inner, width), normal(count * width, inner)
-    if is_float8:
-        return Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, count, *chosen)
-    return Experts(router, gate_up, down, 0, count, *chosen)
+    matrices = [Matrix.of(matrix, backend, "float8" if is_float8 else "plain") for matrix in (gate_up, down)]
+    return Experts(router, *matrices, 0, count, *chosen)
 
 
 @pytest.mark.parametrize("is_float8", [False, True])
@@ -77,12 +76,12 @@ def test_kernels_equal_the_reference(is_float8: bool, has_shared: bool) -> None:
     """Every kind of tile, with padding that is not a number; the same twice, whatever the order of atomics."""
     from models.kernels.triton.moe import sparse_swiglu
 
-    experts = make_experts(is_float8, has_shared=has_shared)
+    experts = make_experts("portable", is_float8, has_shared=has_shared)
     for num_tokens in (1, 2, 7, 64, 128, 129, 300, 700, 2048):
         generator = torch.Generator(DEVICE).manual_seed(num_tokens)
         x = torch.randn((num_tokens, 2048), generator=generator, dtype=torch.bfloat16, device=DEVICE)
         real = torch.arange(num_tokens, device=DEVICE) % 5 != 3
-        logits = linear(x, experts.router_ED)
+        logits = x @ experts.router_ED.t()
         reference_parts = torch_sparse_swiglu(x, experts, real)
         x[~real], logits[~real] = torch.nan, torch.nan
         found = sparse_swiglu(x, logits, experts, real)
@@ -97,17 +96,17 @@ def test_kernels_equal_the_reference(is_float8: bool, has_shared: bool) -> None:
 )
 def test_a_single_token_equals_the_reference(backend: Backend, width: int, inner: int, has_shared: bool, is_float8: bool) -> None:
     """Its experts' part, and the same added to the stream; the same twice. Both sizes, whole and as a rank of several has them."""
-    experts, generator = make_experts(is_float8, width, inner, has_shared), torch.Generator(DEVICE).manual_seed(0)
+    experts, generator = make_experts(backend.name, is_float8, width, inner, has_shared), torch.Generator(DEVICE).manual_seed(0)
     ops, norm = backend.ops, torch.ones(width, dtype=torch.bfloat16, device=DEVICE)
     for turn in range(8):
         x, stream = torch.randn((2, 1, width), generator=generator, dtype=torch.bfloat16, device=DEVICE)
         mine = replace(experts, first=8 * turn)  # some of the chosen ones are another rank's, but in the first turn
-        normed, added = Normed(Residual(x), norm, 1e-6), Residual(stream.clone())
+        normed, added = Residual(x).normed(norm, 1e-6), Residual(stream.clone())
         expected = torch_sparse_swiglu(TorchOps().norm(normed), mine, None).sum(0)
-        found, again = (ops.sparse_swiglu(normed, mine, None).sum(0) for _ in range(2))
+        found, again = (ops.sparse_swiglu(normed, mine, RowClass.SINGLE, None).sum(0) for _ in range(2))
         assert found.equal(again) and median(found, expected) < (4e-2 if is_float8 else 1e-2)
-        ops.add_experts_(added, normed, mine, None)
-        ops.norm(Normed(added, norm, 1e-6))
+        ops.add_experts_(added, normed, mine, RowClass.SINGLE, None)
+        ops.norm(added.normed(norm, 1e-6))
         assert median(added.sum_TD, stream.float() + found.float()) < 5e-3
 
 

@@ -5,17 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from models.kernels.heads import Heads, hopper_takes
-from models.kernels.hopper import float8_gemv
 from models.kernels.hopper.attention import eager_attention, fixed_attention_factory
 from models.kernels.hopper.compile import NO_HEADS, load_kernels
-from models.kernels.hopper.fp8 import multiply
-from models.kernels.hopper.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES
+from models.kernels.hopper.tuned import SPLIT_COSTS, step_sizes
 from models.kernels.hopper.varlen_attention import HopperVarlen
-from models.kernels.ops import KVPool, Ops
+from models.kernels.ops import KVPool
 from models.kernels.paged import AttentionBackend, MakeFixed
 from models.kernels.triton.backend import PortableBackend
-from models.kernels.triton.float8 import Float8Products
-from models.kernels.triton.ops import TritonOps
+from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.varlen import VarlenAttention
 
 
@@ -28,12 +25,12 @@ def takes(pools: Sequence[KVPool], num_heads: int) -> bool:
 class HopperBackend(PortableBackend):
     """See `Backend`."""
 
-    step_sizes = STEP_SIZES
+    name = "hopper"
     split_costs = SPLIT_COSTS
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.ops: Ops = TritonOps(SPLIT_TOKENS, Float8Products(multiply, float8_gemv))
+        self.step_sizes = step_sizes(num_multiprocessors(device))
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)

@@ -1,8 +1,9 @@
-"""Measured numbers: on an H200, at the widths of the 8B model, with heads of 128 values."""
+"""Measured numbers: on an H200, at the widths of the 8B model, with heads of 128 values. Tile sizes of a kernel are in its source."""
 
 from typing import NamedTuple
 
 from models.kernels.step_sizes import StepSizes
+from models.kernels.triton.tuned import STEP_SIZES as ANY_STEP_SIZES
 from models.vision.shares import SplitCosts
 
 # A product loses up to a tenth at some numbers of rows, where its tiles do not fit or cuBLAS chooses badly; these lose little.
@@ -23,11 +24,17 @@ STEP_SIZES = StepSizes(
     read_bytes=192 << 30,  # more than pools have: rows that share a beginning read it once each. 60 to 80 ms
 )
 
+BY_MULTIPROCESSORS = {132: STEP_SIZES}  # H100, H200, GH200; an H20 has 78: sizes that fill the others do not fill it
+
+
+def step_sizes(num_multiprocessors: int) -> StepSizes:
+    """Those of a Hopper GPU with so many multiprocessors, or the ones that fit any GPU."""
+    return BY_MULTIPROCESSORS.get(num_multiprocessors, ANY_STEP_SIZES)
+
+
 # A patch takes 1.84 us. Two ranks encode 2K in 40 ms, one in 66; 1080p in 25 ms instead of 27, but each has to read the picture first.
 SPLIT_COSTS = SplitCosts(fixed=7600, exchanged=0.1, square=9500)
 
-SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too
-FEW_FLOAT8_TOKENS = 64  # up to here our float8 product is faster than cuBLAS's, or at least gate and up, also if it is not cut
 MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens far into a prompt to one block per KV head
 
 # Tiles of queries, in tiles of keys.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from models.config.formats import Format
 from models.kernels.heads import Heads
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.ops import KVPool, Ops
@@ -23,8 +24,8 @@ from models.kernels.varlen import VarlenAttention
 class TorchBackend:
     """See `Backend`."""
 
+    name = "torch"
     captures_graphs = False
-    has_float8 = True
     step_sizes = STEP_SIZES
     split_costs = SPLIT_COSTS
 
@@ -32,6 +33,9 @@ class TorchBackend:
         self.device = device
         self.ops: Ops = TorchOps()
         self.transfers = Transfers()
+
+    def runs(self, format: Format) -> bool:
+        return True
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         """There is nothing to compile."""

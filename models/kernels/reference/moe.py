@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from models.kernels.ops import Experts
-from models.kernels.reference.linear import linear, rows_of
+from models.kernels.stream import RowClass
+from models.weights.matrix import Matrix
 
 
 def route(logits_TE: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,14 +20,20 @@ def route(logits_TE: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torc
 
 def sparse_swiglu(x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
     """(K, T, D): see `Ops`. The k-th part of a token is that of its k-th best expert, the last that of the shared one."""
-    weights_TK, experts_TK = route(linear(x_TD, experts.router_ED), experts)
+    weights_TK, experts_TK = route(x_TD @ experts.router_ED.t(), experts)
     if real_T is not None:
         experts_TK = experts_TK.masked_fill(~real_T[:, None], -1)
     parts_KTD = x_TD.new_zeros((experts.num_given, *x_TD.shape))
     for i in range(experts.count):
         token, place = (experts_TK == experts.first + i).nonzero(as_tuple=True)
         if len(token):
-            gate, up = linear(x_TD[token], rows_of(experts.gate_up, i, experts.count)).chunk(2, dim=-1)
-            values = linear(F.silu(gate) * up, rows_of(experts.down, i, experts.count))
+            gate, up = _product(x_TD[token], experts.gate_up, i, experts.count).chunk(2, dim=-1)
+            values = _product(F.silu(gate) * up, experts.down, i, experts.count)
             parts_KTD[place, token] = values * weights_TK[token, place, None]
     return parts_KTD
+
+
+def _product(x_TX: torch.Tensor, matrices: Matrix, index: int, count: int) -> torch.Tensor:
+    """x times matrix `index` of `count` equal ones that lie below each other."""
+    size = matrices.shape[0] // count
+    return matrices.on("torch").rows(index * size, (index + 1) * size).product(x_TX, RowClass.MANY)

@@ -3,45 +3,26 @@
 import torch
 import torch.nn.functional as F
 
-from models.kernels.ops import PIXEL_OFFSET, TAP_BITS, Activation, Experts, KVPool, NewHeads, Normed, Residual, Taps
+from models.kernels.ops import PIXEL_OFFSET, TAP_BITS, Experts, KVPool, NewHeads, Taps
 from models.kernels.reference.delta import delta_rule_
-from models.kernels.reference.linear import linear
 from models.kernels.reference.moe import sparse_swiglu
-from models.weights.float8 import BlockScaled, GroupScaled, Weight
+from models.kernels.reference.norms import rms_norm, values_of
+from models.kernels.stream import Normed, Residual, RowClass
 
 
 class TorchOps:
     """See `Ops`. Arithmetic is float32 inside, results have the input's dtype."""
 
-    def norm(self, x_TD: Normed) -> torch.Tensor:
-        if (parts_STD := x_TD.residual.take_parts()) is not None:
-            x_TD.residual.sum_TD.add_(parts_STD.sum(0))
-        return rms_norm(x_TD.residual.sum_TD, x_TD.weight_D, x_TD.eps)
+    norm = staticmethod(values_of)
 
-    def linear(self, x_TX: Activation, weight_DX: Weight, out_TD: torch.Tensor | None = None) -> torch.Tensor:
-        assert not isinstance(x_TX, GroupScaled)
-        y_TD = linear(self.norm(x_TX) if isinstance(x_TX, Normed) else x_TX, weight_DX)
-        return y_TD if out_TD is None else out_TD.copy_(y_TD)
+    def sparse_swiglu(self, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> torch.Tensor:
+        return sparse_swiglu(values_of(x_TD), experts, real_T)
 
-    def add_product_(self, residual: Residual, x_TX: Activation, weight_DX: Weight) -> None:
-        residual.sum_TD.add_(self.linear(x_TX, weight_DX))
-
-    def swiglu(self, x_TX: Activation, weight_NX: Weight) -> torch.Tensor:
-        gate, up = self.linear(x_TX, weight_NX).chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def sparse_swiglu(self, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
-        return sparse_swiglu(self.norm(x_TD), experts, real_T)
-
-    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, real_T: torch.Tensor | None) -> None:
-        residual.sum_TD.add_(self.sparse_swiglu(x_TD, experts, real_T).sum(0))
+    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> None:
+        residual.sum_TD.add_(self.sparse_swiglu(x_TD, experts, rows, real_T).sum(0))
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-
-    def linear_f32(self, x_SD: torch.Tensor, weight_VD: Weight, out_SV: torch.Tensor | None = None) -> torch.Tensor:
-        y_SV = linear(x_SD.float(), weight_VD if isinstance(weight_VD, BlockScaled) else weight_VD.float())
-        return y_SV if out_SV is None else out_SV.copy_(y_SV)
 
     def layer_norm(self, x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         whole = x.float() + offset_D.repeat(x.shape[1] // len(offset_D))
@@ -86,12 +67,6 @@ class TorchOps:
         blocks = pixels_HWC.unflatten(1, size).unflatten(0, size)  # Y, i, y, X, j, x, C
         ordered = blocks.permute(0, 3, 1, 4, 6, 2, 5)  # Y, X, i, j, C, y, x
         out_PX.view(ordered.shape).copy_(ordered).sub_(PIXEL_OFFSET)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension."""
-    values = x.float()
-    return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos_sin_TK: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from models.config.formats import FORMATS, Format
 from models.kernels.heads import Heads
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.ops import KVPool, Ops
@@ -18,7 +19,7 @@ from models.kernels.triton.paged_attention import eager_attention, fixed_attenti
 from models.kernels.triton.sampling import TritonSampling
 from models.kernels.triton.self_check import check_kernels
 from models.kernels.triton.transfers import TritonTransfers
-from models.kernels.triton.tuned import SPLIT_COSTS, SPLIT_TOKENS, STEP_SIZES, attention_tiles
+from models.kernels.triton.tuned import SPLIT_COSTS, STEP_SIZES, attention_tiles
 from models.kernels.triton.varlen_attention import DenseVarlen
 from models.kernels.varlen import VarlenAttention
 
@@ -26,16 +27,19 @@ from models.kernels.varlen import VarlenAttention
 class PortableBackend:
     """See `Backend`."""
 
+    name = "portable"
     captures_graphs = True
     step_sizes = STEP_SIZES
     split_costs = SPLIT_COSTS
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ops: Ops = TritonOps(SPLIT_TOKENS)
+        self.ops: Ops = TritonOps()
         self.transfers: Transfers = TritonTransfers(device)
         self._capability = torch.cuda.get_device_capability(device)
-        self.has_float8 = self._capability >= (8, 9)
+
+    def runs(self, format: Format) -> bool:
+        return FORMATS[format].runs_on(self.name, self._capability)
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         check_kernels(self, heads.dim, vision_head_dim)

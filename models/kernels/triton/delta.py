@@ -350,7 +350,16 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
     _gated_norm[(triton.cdiv(lines, tiles.lines),)](
-        o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride, HEADS=num_heads, DIM=dim, LINES=tiles.lines,
+        o_THV,
+        heads.inputs_TX[:, channels:],
+        heads.norm_V,
+        out_TX,
+        heads.eps,
+        lines,
+        stride,
+        HEADS=num_heads,
+        DIM=dim,
+        LINES=tiles.lines,
         **early,
     )
     return out_TX

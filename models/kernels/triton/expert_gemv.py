@@ -9,7 +9,7 @@ from triton.language import constexpr, tensor
 
 from models.kernels.triton.launch import await_kernel_ahead, early_launch, num_multiprocessors
 from models.kernels.triton.tuned import EXPERT_GEMV
-from models.weights.float8 import Weight
+from models.weights.plain import Plain
 
 
 @triton.jit
@@ -80,28 +80,29 @@ def _down(
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
-def expert_swiglu(x_1D: torch.Tensor, gate_up: Weight, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
+def expert_swiglu(x_1D: torch.Tensor, gate_up: Plain, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
     """(K, I): silu(gate) * up of a token's chosen experts; void at a choice of -1."""
-    inner, width, chosen = len(gate_up) // num_experts // 2, gate_up.shape[1], len(chosen_K)
+    matrices = gate_up.values
+    inner, width, chosen = len(matrices) // num_experts // 2, matrices.shape[1], len(chosen_K)
     inner_KI, tiles, block = x_1D.new_empty((chosen, inner)), EXPERT_GEMV, triton.next_power_of_2(width)
     rows = math.gcd(inner, max(1, tiles.up_values // (2 * block)))
-    assert isinstance(gate_up, torch.Tensor) and x_1D.is_contiguous() and gate_up.is_contiguous()
+    assert x_1D.is_contiguous() and matrices.is_contiguous()
     _gate_up[(min(tiles.programs * num_multiprocessors(x_1D.device), chosen * inner // rows),)](
-        x_1D, gate_up, chosen_K, inner_KI,
+        x_1D, matrices, chosen_K, inner_KI,
         CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=block, num_warps=tiles.up_warps, **early_launch(x_1D),
     )  # fmt: skip
     return inner_KI
 
 
 def expert_sum(
-    inner_KI: torch.Tensor, down: Weight, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
+    inner_KI: torch.Tensor, down: Plain, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
 ) -> None:
     """Into `out_1D`, or added to it: the sum of weight * down @ inner over the choices that are not -1."""
     (chosen, inner), width, tiles = inner_KI.shape, out_1D.shape[1], EXPERT_GEMV
     rows = math.gcd(width, tiles.down_rows)
-    assert isinstance(down, torch.Tensor) and inner_KI.is_contiguous() and down.is_contiguous() and out_1D.is_contiguous()
+    assert inner_KI.is_contiguous() and down.values.is_contiguous() and out_1D.is_contiguous()
     _down[(width // rows,)](
-        inner_KI, down, chosen_K, weights_K, out_1D,
+        inner_KI, down.values, chosen_K, weights_K, out_1D,
         CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=triton.next_power_of_2(inner),
         AHEAD=min(chosen, tiles.down_ahead), ADD=adds, num_warps=tiles.down_warps, **early_launch(out_1D),
     )  # fmt: skip

@@ -1,49 +1,42 @@
 """Products of float8 matrices in scaled blocks, of inputs that are rounded likewise."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
-
 import torch
 
-from models.kernels.ops import Activation, Residual
+from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
-from models.kernels.triton.fp8 import MOST_TOKENS, multiply, multiply_in_parts
-from models.kernels.triton.products import ExpertGemv, Products
+from models.kernels.triton.fp8 import multiply, multiply_in_parts
+from models.kernels.triton.products import ExpertOperands, TritonProducts
 from models.kernels.triton.text import quantized, swiglu_quantized
+from models.kernels.triton.tuned import ExpertTiles, expert_tiles
 from models.weights.float8 import BlockScaled, GroupScaled
 
 
-class SingleFloat8(ExpertGemv, Protocol):
-    """Products of a single token."""
+class TritonFloat8(TritonProducts[BlockScaled]):
+    """See `TritonProducts`. Products of few tokens that join the residual are cut along the inner dimension."""
 
-    MAX_CHOSEN: int  # experts of a token
-    gemv: Callable[..., Any]
+    def multiply(self, x_TX: GroupScaled, matrix: BlockScaled, rows: RowClass) -> torch.Tensor:
+        """x @ matrix.T in bfloat16, for any number of tokens."""
+        return multiply(x_TX, matrix)
 
-
-class Float8Products(Products):
-    """`multiply` is for any number of tokens, `single` for one, if there is such a kernel."""
-
-    def __init__(
-        self, multiply: Callable[[GroupScaled, BlockScaled], torch.Tensor] = multiply, single: SingleFloat8 | None = None
-    ) -> None:
-        self._multiply, self._single = multiply, single
-        self.gemv = None if single is None else single.gemv
-
-    def linear_of_many(self, x_TX: Activation, weight: BlockScaled, out_TD: torch.Tensor | None) -> torch.Tensor:
-        y_TD = self._multiply(rounded(x_TX), weight)
-        return y_TD if out_TD is None else out_TD.copy_(y_TD)
+    def product_of_many(self, x_TX: Activation, matrix: BlockScaled, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        y_TN = self.multiply(rounded(x_TX), matrix, rows)
+        return y_TN if out_TN is None else out_TN.copy_(y_TN)
 
     def activated(self, gate_up_TN: torch.Tensor) -> GroupScaled:
         return swiglu_quantized(gate_up_TN)
 
-    def add_many_(self, residual: Residual, x_TX: Activation, weight: BlockScaled) -> None:
+    def add_many_to(self, residual: Residual, x_TX: Activation, matrix: BlockScaled, rows: RowClass) -> None:
         x_TX = rounded(x_TX)
-        few = len(x_TX) <= MOST_TOKENS
-        residual.add_(multiply_in_parts(x_TX, weight) if few else self._multiply(x_TX, weight)[None])
+        is_cut = rows <= RowClass.SOME
+        residual.add_(multiply_in_parts(x_TX, matrix) if is_cut else self.multiply(x_TX, matrix, rows)[None])
 
-    def linear_f32(self, x_SD: torch.Tensor, weight: BlockScaled, out_SV: torch.Tensor | None = None) -> torch.Tensor:
-        assert out_SV is None
-        return multiply(quantized(x_SD), weight, torch.float32)
+    def product_f32(self, x_TX: torch.Tensor, matrix: BlockScaled, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        assert out_TN is None
+        return multiply(quantized(x_TX), matrix, torch.float32)
 
-    def single_experts(self, num_given: int) -> ExpertGemv | None:
-        return self._single if self._single is not None and num_given <= self._single.MAX_CHOSEN else None
+    def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:
+        return expert_tiles(num_tokens, True, capability)
+
+    def expert_operands(self, x_TX: torch.Tensor, matrices: BlockScaled) -> ExpertOperands:
+        x, scales = quantized(x_TX), matrices.padded_scales
+        return ExpertOperands(x.padded, x.scales, matrices.values, scales, scales.shape[1], len(x.padded))

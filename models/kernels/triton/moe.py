@@ -14,10 +14,10 @@ from triton.language.extra.cuda import gdc_wait
 
 from models.kernels.ops import Experts
 from models.kernels.triton.launch import capability_of, early_launch
+from models.kernels.triton.products import triton_products
 from models.kernels.triton.routing import Choices, route
-from models.kernels.triton.text import quantized
-from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles, expert_tiles
-from models.weights.float8 import BlockScaled, GroupScaled, Weight
+from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles
+from models.weights.matrix import Matrix
 
 TURNED_ROWS = 64  # with fewer, float8 values would be multiplied as wider ones
 
@@ -126,7 +126,7 @@ def _multiply_experts(
 def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
     """(K, T, D): see `Ops`; `logits_TE` are the router's. At least one token."""
     num_tokens, width = x_TD.shape
-    tiles = expert_tiles(num_tokens, isinstance(experts.gate_up, BlockScaled), capability_of(x_TD.device))
+    tiles = triton_products(experts.gate_up).expert_tiles(num_tokens, capability_of(x_TD.device))
     parts_KTD = x_TD.new_empty((experts.num_given, num_tokens, width))
     choices = route(logits_TE, experts, real_T, tiles.rows, parts_KTD)
     inner_SI = x_TD.new_empty((num_tokens * experts.num_given, experts.down.shape[1]))
@@ -135,13 +135,13 @@ def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts,
     return parts_KTD
 
 
-def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool) -> None:
+def _launch(x: torch.Tensor, matrices: Matrix, choices: Choices, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool) -> None:
     """x are tokens if it `is_gated`, else values of each choice."""
-    (num_tokens, chosen), width = choices.experts_TK.shape, weight.shape[1]
-    rows_out = len(weight) // choices.num_experts
-    values, x_scales, matrices, scales, num_scales, stride = _operands(x, weight)
+    (num_tokens, chosen), width = choices.experts_TK.shape, matrices.shape[1]
+    rows_out = matrices.shape[0] // choices.num_experts
+    given = triton_products(matrices).expert_operands(x, matrices.storage)
     columns = math.gcd(rows_out, tiles.up_columns if is_gated else tiles.down_columns)
-    depth, is_scaled = math.gcd(width, tiles.depth), isinstance(weight, BlockScaled)
+    depth, is_scaled = math.gcd(width, tiles.depth), given.num_scales > 0
     num_tiles, num_slots = rows_out // columns, num_tokens * chosen
     if choices.slots is not None and choices.blocks is not None:
         grid, places, lists = (len(choices.blocks) * num_tiles, 1), 0, (choices.slots, choices.blocks)
@@ -149,16 +149,9 @@ def _launch(x: torch.Tensor, weight: Weight, choices: Choices, out: torch.Tensor
         grid, places = (num_slots, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
         lists = choices.experts_TK, choices.experts_TK
     _multiply_experts[grid](
-        values, x_scales, matrices, scales, choices.weights_TK, out, *lists, num_slots, num_tokens, stride, SLOTS=places,
-        GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
-        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
+        given.inputs, given.input_scales, given.matrices, given.scales, choices.weights_TK, out, *lists,
+        num_slots, num_tokens, given.scale_stride,
+        SLOTS=places, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
+        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=given.num_scales,
         ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(out),
     )  # fmt: skip
-
-
-def _operands(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-    """x, its scales, the matrices, theirs, how many of these a row of blocks has, and how far apart columns of x's scales are."""
-    if not isinstance(weight, BlockScaled):
-        return x, x, weight, weight, 0, 0
-    rounded: GroupScaled = quantized(x)
-    return rounded.padded, rounded.scales, weight.values, weight.padded_scales, weight.padded_scales.shape[1], len(rounded.padded)

@@ -2,41 +2,48 @@
 
 import torch
 
-from models.kernels.ops import Activation, Residual
+from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton import expert_gemv
 from models.kernels.triton.activations import values_of
-from models.kernels.triton.gemv import gemv
-from models.kernels.triton.products import ExpertGemv, Products
-from models.kernels.triton.text import swiglu
+from models.kernels.triton.gemv import Norm, gemv
+from models.kernels.triton.products import ExpertGemv, ExpertOperands, TritonProducts
+from models.kernels.triton.tuned import ExpertTiles, expert_tiles
+from models.weights.plain import Plain
 
 SPLITS = 2  # of the inner dimension
 
 
-class PlainProducts(Products):
-    """Products of up to `split_tokens` tokens that join the residual have few tiles: they are cut along the inner dimension."""
+class TritonPlain(TritonProducts[Plain]):
+    """Products of several tokens that join the residual have few tiles: they are cut along the inner dimension."""
 
-    gemv = staticmethod(gemv)
+    @staticmethod
+    def gemv(
+        x_1X: torch.Tensor, matrix: Plain, out_1N: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False
+    ) -> torch.Tensor:
+        return gemv(x_1X, matrix.values, out_1N, norm, gated, adds)
 
-    def __init__(self, split_tokens: int) -> None:
-        self._split_tokens = split_tokens
+    def product_of_many(self, x_TX: Activation, matrix: Plain, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        return torch.mm(values_of(x_TX), matrix.values.t(), out=out_TN)
 
-    def linear_of_many(self, x_TX: Activation, weight: torch.Tensor, out_TD: torch.Tensor | None) -> torch.Tensor:
-        return torch.mm(values_of(x_TX), weight.t(), out=out_TD)
-
-    def activated(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
-        return swiglu(gate_up_TN)
-
-    def add_many_(self, residual: Residual, x_TX: Activation, weight: torch.Tensor) -> None:
-        if len(x_TX := values_of(x_TX)) <= self._split_tokens:
+    def add_many_to(self, residual: Residual, x_TX: Activation, matrix: Plain, rows: RowClass) -> None:
+        x_TX, weight = values_of(x_TX), matrix.values
+        if rows <= RowClass.SEVERAL:
             parts_STX, parts_SXD = x_TX.unflatten(1, (SPLITS, -1)).transpose(0, 1), weight.unflatten(1, (SPLITS, -1)).permute(1, 2, 0)
             residual.add_(torch.bmm(parts_STX, parts_SXD, out_dtype=torch.float32))
         else:
             residual.sum_TD.addmm_(x_TX, weight.t())
 
-    def linear_f32(self, x_SD: torch.Tensor, weight: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
-        if len(x_SD) == 1:
-            return gemv(x_SD, weight, x_SD.new_empty((1, len(weight)), dtype=torch.float32) if out_SV is None else out_SV)
-        return torch.mm(x_SD, weight.t(), out_dtype=torch.float32, out=out_SV)
+    def product_f32(self, x_TX: torch.Tensor, matrix: Plain, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        weight = matrix.values
+        if rows == RowClass.SINGLE:
+            return gemv(x_TX, weight, x_TX.new_empty((1, len(weight)), dtype=torch.float32) if out_TN is None else out_TN)
+        return torch.mm(x_TX, weight.t(), out_dtype=torch.float32, out=out_TN)
 
-    def single_experts(self, num_given: int) -> ExpertGemv:
+    def expert_gemv(self, num_given: int) -> ExpertGemv:
         return expert_gemv
+
+    def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:
+        return expert_tiles(num_tokens, False, capability)
+
+    def expert_operands(self, x_TX: torch.Tensor, matrices: Plain) -> ExpertOperands:
+        return ExpertOperands(x_TX, x_TX, matrices.values, matrices.values)

@@ -1,14 +1,19 @@
-"""Products of matrices of one format: a GEMV for a single token, with the norm that its input still lacks, or a product of many."""
+"""Products of matrices on NVIDIA GPUs: a GEMV for a single token, with the norm that its input still lacks, or a product of many. A format
+adds how it multiplies."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from models.kernels.ops import Activation, Residual
+from models.kernels.stream import Activation, Residual, Rounded, RowClass
 from models.kernels.triton.activations import single_of
-from models.weights.float8 import GroupScaled
+from models.kernels.triton.text import swiglu
+from models.kernels.triton.tuned import ExpertTiles
+from models.weights.matrix import Matrix, Products
+
+S = TypeVar("S")
 
 
 class ExpertGemv(Protocol):
@@ -21,42 +26,69 @@ class ExpertGemv(Protocol):
     ) -> None: ...
 
 
-class Products(ABC):
-    """See the methods of `Ops`; `add_` is `add_product_`. `weight` has the format of the class."""
+class ExpertOperands(NamedTuple):
+    """What the kernel of `moe` reads: inputs and matrices, each with its scales if there are such."""
 
-    gemv: Callable[..., torch.Tensor] | None  # x, weight, out, norm, whether it is gated, or adds; None: there is none
+    inputs: torch.Tensor
+    input_scales: torch.Tensor
+    matrices: torch.Tensor
+    scales: torch.Tensor
+    num_scales: int = 0  # of a row of blocks; 0: nothing is scaled
+    scale_stride: int = 0  # between columns of the inputs' scales
 
-    def linear(self, x_TX: Activation, weight: Any, out_TD: torch.Tensor | None = None) -> torch.Tensor:
-        if self.gemv is None or (single := single_of(x_TX)) is None:
-            return self.linear_of_many(x_TX, weight, out_TD)
+
+class TritonProducts(Products[S]):
+    """See `Products`. For bfloat16 and contiguous tensors."""
+
+    gemv: Callable[..., torch.Tensor] | None = None  # x, matrix, out, norm, whether it is gated, or adds; None: there is none
+
+    @abstractmethod
+    def product_of_many(self, x_TX: Activation, matrix: S, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor: ...
+
+    def product(self, x_TX: Activation, matrix: S, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        if self.gemv is None or (single := single_of(x_TX, rows)) is None:
+            return self.product_of_many(x_TX, matrix, rows, out_TN)
         x_1X, norm = single
-        return self.gemv(x_1X, weight, x_1X.new_empty((1, len(weight))) if out_TD is None else out_TD, norm)
+        return self.gemv(x_1X, matrix, x_1X.new_empty((1, width_of(matrix))) if out_TN is None else out_TN, norm)
 
-    def swiglu(self, x_TX: Activation, weight: Any) -> torch.Tensor | GroupScaled:
-        if self.gemv is None or (single := single_of(x_TX)) is None:
-            return self.activated(self.linear_of_many(x_TX, weight, None))
+    def swiglu(self, x_TX: Activation, matrix: S, rows: RowClass) -> torch.Tensor | Rounded:
+        if self.gemv is None or (single := single_of(x_TX, rows)) is None:
+            return self.activated(self.product_of_many(x_TX, matrix, rows, None))
         x_1X, norm = single
-        return self.gemv(x_1X, weight, x_1X.new_empty((1, len(weight) // 2)), norm, gated=True)
+        return self.gemv(x_1X, matrix, x_1X.new_empty((1, width_of(matrix) // 2)), norm, gated=True)
 
-    def add_(self, residual: Residual, x_TX: Activation, weight: Any) -> None:
-        if self.gemv is None or (single := single_of(x_TX)) is None:
-            self.add_many_(residual, x_TX, weight)
+    def add_to(self, residual: Residual, x_TX: Activation, matrix: S, rows: RowClass) -> None:
+        if self.gemv is None or (single := single_of(x_TX, rows)) is None:
+            self.add_many_to(residual, x_TX, matrix, rows)
         else:
-            self.gemv(single[0], weight, residual.sum_TD, single[1], adds=True)
+            self.gemv(single[0], matrix, residual.sum_TD, single[1], adds=True)
 
-    @abstractmethod
-    def linear_of_many(self, x_TX: Activation, weight: Any, out_TD: torch.Tensor | None) -> torch.Tensor: ...
+    def add_many_to(self, residual: Residual, x_TX: Activation, matrix: S, rows: RowClass) -> None:
+        residual.add_(self.product_of_many(x_TX, matrix, rows, None)[None])
 
-    @abstractmethod
-    def activated(self, gate_up_TN: torch.Tensor) -> torch.Tensor | GroupScaled:
+    def activated(self, gate_up_TN: torch.Tensor) -> torch.Tensor | Rounded:
         """silu(first half) * second half, as the next product takes it."""
+        return swiglu(gate_up_TN)
 
-    @abstractmethod
-    def add_many_(self, residual: Residual, x_TX: Activation, weight: Any) -> None: ...
-
-    @abstractmethod
-    def linear_f32(self, x_SD: torch.Tensor, weight: Any, out_SV: torch.Tensor | None = None) -> torch.Tensor: ...
-
-    @abstractmethod
-    def single_experts(self, num_given: int) -> ExpertGemv | None:
+    def expert_gemv(self, num_given: int) -> ExpertGemv | None:
         """For a single token with so many experts; None: it is computed as several are."""
+        return None
+
+    def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:
+        """Of `expert_operands`."""
+        raise ValueError(f"{type(self).__name__} has no kernels for experts: --backend torch has")
+
+    def expert_operands(self, x_TX: torch.Tensor, matrices: S) -> ExpertOperands:
+        """For a product with stacked experts."""
+        raise ValueError(f"{type(self).__name__} has no kernels for experts: --backend torch has")
+
+
+def triton_products(matrix: Matrix) -> TritonProducts[Any]:
+    """Those of a matrix of this backend."""
+    assert isinstance(matrix.products, TritonProducts)
+    return matrix.products
+
+
+def width_of(matrix: Any) -> int:
+    """Of the product."""
+    return int(matrix.shape[0])

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from models.kernels.step_sizes import StepSizes
 from models.vision.shares import SplitCosts
 
-SPLIT_TOKENS = 304  # of a product that joins the residual: with more, cuBLAS fills the device with a whole one, too (H200)
-
 SPLIT_COSTS = SplitCosts(fixed=8000, exchanged=2.0, square=6600)  # computed for GPUs that exchange over PCIe
 
 # Those that fit the tiles of matrix products on any GPU.

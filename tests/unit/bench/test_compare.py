@@ -19,7 +19,7 @@ from bench.guard import PROBES, OtherStream, Target, stall
 from bench.kernels.__main__ import model_config
 from bench.kernels.expert_cases import expert_cases
 from bench.soak import CHANGED_SIDE, ChangedImage
-from models.kernels.reference.ops import TorchOps
+from models.kernels.reference.backend import TorchBackend
 
 LOAD = {"result": {"errors": [], "requests_per_s": 2.5, "tpot_ms": {"p50": 1.75, "p90": 2.0}, "output_tokens_per_s": 640.0}}
 PROBE = {"points": [{"resolution": "720p", "images": count, "ttft_sent_ms": 10.0 * count} for count in (1, 8, 32)]}
@@ -145,7 +145,7 @@ def test_operations_and_bytes(num_tokens: int) -> None:
     text = model_config("tiny-moe").text
     assert text.moe is not None
     torch.manual_seed(0)
-    plain, float8 = expert_cases(text, TorchOps(), torch.device("cpu"), num_tokens)
+    plain, float8 = expert_cases(text, TorchBackend(torch.device("cpu")), num_tokens)
     expert, router = 3 * text.hidden_size * text.moe.intermediate_size, 2 * text.hidden_size * text.moe.num_experts
     touched = 2 if num_tokens == 1 else text.moe.num_experts
     assert plain.flops == 2 * num_tokens * text.moe.num_experts_per_tok * expert and plain.num_bytes == 2 * touched * expert + router
@@ -155,4 +155,4 @@ def test_operations_and_bytes(num_tokens: int) -> None:
 
 
 def test_dense_models_have_none() -> None:
-    assert not list(expert_cases(model_config("tiny").text, TorchOps(), torch.device("cpu"), 1))
+    assert not list(expert_cases(model_config("tiny").text, TorchBackend(torch.device("cpu")), 1))

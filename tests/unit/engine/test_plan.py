@@ -91,7 +91,7 @@ def test_weights_are_counted_as_they_lie() -> None:
         model = config_of(size.removesuffix(" with head"), size.endswith(" with head"))
         matrices = sum(2 * math.prod(shape) for shape in tensor_shapes(model).values() if len(shape) > 1)
         matrices += model.text.vocab_size * model.text.hidden_size if model.text.has_head else 0
-        assert weight_bytes(model, 1, is_fp8=False) == pytest.approx(matrices, rel=1e-3), size
+        assert weight_bytes(model, 1, "plain") == pytest.approx(matrices, rel=1e-3), size
 
 
 def test_small_cards_serve_with_smaller_steps() -> None:

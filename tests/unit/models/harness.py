@@ -1,12 +1,13 @@
 """Runs a model the way the worker does, in few lines: prompts with images, paged KV cache, chunks, mixed rows. Used by tests of models."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from models.cache.layout import AttentionLayout
 from models.cache.states import RowStates
@@ -25,6 +26,7 @@ from models.media.geometry import Grid
 from models.media.mrope import mrope_positions
 from models.media.video import time_text
 from models.parallel.group import TensorParallel
+from models.weights.matrix import matrices_of
 
 Want = Literal["last", "all", "none"]
 Part = list[int] | torch.Tensor  # token ids, an image (H, W, 3) or a video (F, H, W, 3), uint8
@@ -43,11 +45,28 @@ def make(config: ModelConfig, tp: TensorParallel) -> Qwen3VL:
     return cast(Qwen3VL, make_model(config, tp, TORCH, torch.float32))
 
 
-def load(folder: Path, with_head: bool = False) -> Qwen3VL:
+def load(folder: Path, with_head: bool = False, quantized_to: str | None = None) -> Qwen3VL:
     """The whole model in float32 on the CPU."""
-    model = make(read_config(folder, with_head), TensorParallel.single())
+    config = read_config(folder, with_head)
+    model = make(replace(config, text=replace(config.text, quantized_to=quantized_to)), TensorParallel.single())
     load_weights(model, folder, lambda done, total: None)
+    model.finish()
     return model
+
+
+def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and the tensors of matrices, those of one byte as integers."""
+    stored = {path + each.suffix: each.tensor for path, matrix in matrices_of(module) for each in matrix.storage.stored}
+    return {
+        path: x.view(torch.uint8) if x.itemsize == 1 else x for path, x in (dict(module.named_parameters()) | stored).items()
+    }
+
+
+def assert_same(first: nn.Module, second: nn.Module) -> None:
+    """Every value of one is that of the other."""
+    ours, theirs = stored_tensors(first), stored_tensors(second)
+    assert ours.keys() == theirs.keys()
+    assert not [path for path in ours if not ours[path].equal(theirs[path])]
 
 
 @dataclass

@@ -88,11 +88,11 @@ def test_an_index_of_other_files_is_not_followed(tmp_path: Path) -> None:
         load_weights(make(read_config(tmp_path), TensorParallel.single()), tmp_path, lambda done, total: None)
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_dummy_weights_of_what_ranks_share_are_equal(tmp_path: Path, is_fp8: bool) -> None:
+@pytest.mark.parametrize("format", ["plain", "float8"])
+def test_dummy_weights_of_what_ranks_share_are_equal(tmp_path: Path, format: str) -> None:
     """Ranks that hold the same KV head must cache the same keys. Red if each rank makes up its own."""
     shape = replace(SHAPES["3.5-tiny"], intermediate=512, delta=Delta(4, 4, 128))
-    write_model_folder(tmp_path, shape, weights="none", seed=0, is_fp8=is_fp8)
+    write_model_folder(tmp_path, shape, weights="none", seed=0, format=format)
     config = read_config(tmp_path, with_head=True)
     models = [make(config, TensorParallel(rank, 4, None)) for rank in range(4)]
     for model in models:

@@ -12,7 +12,7 @@ from models.checkpoint.load import load_weights
 from models.config.hub import hub_id_of
 from models.config.huggingface import read_config
 from models.scaffold import SHAPES, write_model_folder
-from tests.unit.models.harness import ONE_IMAGE, Prompt, load
+from tests.unit.models.harness import ONE_IMAGE, Prompt, assert_same, load
 
 NEW_NAMES = (
     (r"(self_attn)\.([qkv])_proj", r"\1.to_\2"),
@@ -64,8 +64,7 @@ def test_the_reasoner_is_the_model_that_was_stored(tmp_path: Path, is_new: bool)
     write_cosmos3(tmp_path / "cosmos", is_new)
     write_model_folder(tmp_path / "plain", SHAPES["tiny"], weights="random", seed=3)
     ours, expected = load(tmp_path / "cosmos"), load(tmp_path / "plain")
-    for (name, mine), (_, theirs) in zip(ours.named_parameters(), expected.named_parameters(), strict=True):
-        assert mine.equal(theirs), name
+    assert_same(ours, expected)
     assert Prompt.build(ours.config, ONE_IMAGE).ids == Prompt.build(expected.config, ONE_IMAGE).ids
 
 

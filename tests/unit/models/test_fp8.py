@@ -14,15 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
+from models.config.formats import MatrixFormat
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
-from models.kernels.reference.ops import TorchOps
 from models.layers.linear import FusedColumnParallelLinear, Part, Setup
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from models.weights.float8 import BlockScaled
+from models.weights.matrix import matrices_of
 from tests.unit.models import reference
-from tests.unit.models.harness import ONE_IMAGE, TEXT, PagedRunner, Prompt, every_logit, load
+from tests.unit.models.harness import ONE_IMAGE, TEXT, TORCH, PagedRunner, Prompt, assert_same, every_logit, load
 from tests.unit.models.test_moe import difference, multiplied_out, rounded
 
 LAYERS = "model.language_model.layers."
@@ -32,7 +33,7 @@ LAYERS = "model.language_model.layers."
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint with its decoder's matrices in float8."""
     made = tmp_path_factory.mktemp("fp8")
-    write_model_folder(made, SHAPES["tiny"], weights="random", seed=1, is_fp8=True)
+    write_model_folder(made, SHAPES["tiny"], weights="random", seed=1, format="float8")
     return made
 
 
@@ -73,19 +74,8 @@ def test_chunks_change_nothing(ours: Qwen3VL) -> None:
 
 
 def test_rounding_at_the_start_is_what_such_a_checkpoint_holds(ours: Qwen3VL, tiny_folder: Path) -> None:
-    model = load(tiny_folder)
-    model.quantize_()
-    for layer, other in zip(model.language_model._layers, ours.language_model._layers, strict=True):
-        for made, read in zip(matrices_of(layer), matrices_of(other), strict=True):
-            assert torch.equal(made.values.view(torch.uint8), read.values.view(torch.uint8)) and torch.equal(made.scales, read.scales)
-    assert not any(name.startswith("language_model.layers") and "proj" in name for name, _ in model.named_parameters())
-
-
-def matrices_of(layer: nn.Module) -> list[BlockScaled]:
-    found = [getattr(module, "weight", None) for module in layer.modules()]
-    matrices = [weight for weight in found if isinstance(weight, BlockScaled)]
-    assert len(matrices) == 4
-    return matrices
+    assert_same(load(tiny_folder, quantized_to="float8"), ours)
+    assert {matrix.format for _, matrix in matrices_of(ours)} == {"float8"}
 
 
 def test_a_matrix_and_back() -> None:
@@ -104,9 +94,9 @@ def test_a_matrix_and_back() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [((192,), 128), ((128,), 192), ((64, 64), 128), ((192, 64), 128)])
 def test_blocks_are_whole(rows: tuple[int, ...], columns: int) -> None:
     parts = [Part(f"part_{i}", count, 0, count) for i, count in enumerate(rows)]
-    setup = Setup(TensorParallel.single(), TorchOps(), torch.float32, torch.device("cpu"))
+    setup = Setup.on(TORCH, TensorParallel.single(), torch.float32)
     with pytest.raises(ValueError, match=f"{min(rows)} x {columns}"):
-        FusedColumnParallelLinear(columns, parts, "float8", setup)
+        FusedColumnParallelLinear(columns, parts, MatrixFormat("plain", "float8"), setup)
 
 
 def with_plain(folder: Path, out: Path, modules: tuple[str, ...], key: str = "modules_to_not_convert") -> Path:
@@ -133,13 +123,13 @@ def test_modules_that_a_checkpoint_leaves_out_are_plain(folder: Path, tmp_path: 
     ours = load(with_plain(folder, tmp_path / "some", (first, "layers.1.self_attn.o_proj", "layers.2.mlp")))
     layers = [(layer.self_attn, layer.mlp) for layer in ours.language_model._layers]
     matrices = [(attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj) for attn, mlp in layers]
-    formats = [[isinstance(matrix.weight, BlockScaled) for matrix in of_layer] for of_layer in matrices]
+    formats = [[matrix.weight.format == "float8" for matrix in of_layer] for of_layer in matrices]
     assert formats == [[False] * 4, [True, False, True, True], [True, True, False, False], [True] * 4]
     expected, prompt = load(folder), Prompt.build(ours.config, TEXT)
     logits = [PagedRunner(model).prefill(PagedRunner(model).start(prompt), 1 << 30) for model in (ours, expected)]
     assert 0 < float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.1
     whole = load(with_plain(folder, tmp_path / "all", ("model.language_model",), "ignored_layers"))
-    assert not any(isinstance(layer.self_attn.qkv_proj.weight, BlockScaled) for layer in whole.language_model._layers)
+    assert {matrix.format for _, matrix in matrices_of(whole)} == {"plain"}
 
 
 def test_parts_of_a_matrix_have_one_format(folder: Path, tmp_path: Path) -> None:

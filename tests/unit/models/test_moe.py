@@ -14,18 +14,32 @@ from safetensors.torch import load_file
 from transformers import Qwen3VLMoeForConditionalGeneration
 
 from models.checkpoint.load import fill, init_dummy_weights, load_weights
+from models.config.formats import PLAIN, MatrixFormat
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
-from models.kernels.ops import Experts, Normed
+from models.kernels.ops import Experts
 from models.kernels.reference.ops import TorchOps
+from models.kernels.stream import Normed, RowClass
 from models.layers.linear import Setup
 from models.layers.moe import SparseMoe
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.shapes import Experts as ExpertsShape
-from models.weights.float8 import BlockScaled
+from models.weights.matrix import matrices_of
 from tests.unit.models import reference
-from tests.unit.models.harness import ONE_IMAGE, PROMPTS, TEXT, TORCH, PagedRunner, Prompt, TensorSource, every_logit, relative
+from tests.unit.models.harness import (
+    ONE_IMAGE,
+    PROMPTS,
+    TEXT,
+    TORCH,
+    PagedRunner,
+    Prompt,
+    TensorSource,
+    assert_same,
+    every_logit,
+    relative,
+    stored_tensors,
+)  # fmt: skip
 from tests.unit.models.ranks import start_ranks
 
 TINY = SHAPES["tiny-moe"]
@@ -35,6 +49,7 @@ VARIANTS = {
     "wide": replace(TINY, hidden=256, experts=ExpertsShape(4, 3, 192)),
 }
 EXPERTS = "mlp.experts."
+FLOAT8 = MatrixFormat("float8", "float8")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -85,7 +100,7 @@ def theirs(folder: Path) -> Qwen3VLMoeForConditionalGeneration:
 @pytest.fixture(scope="module")
 def float8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("moe-fp8")
-    write_model_folder(made, TINY, weights="random", seed=1, is_fp8=True)
+    write_model_folder(made, TINY, weights="random", seed=1, format="float8")
     return made
 
 
@@ -119,9 +134,9 @@ def test_padding_goes_to_no_expert(ours: Qwen3VL, monkeypatch: pytest.MonkeyPatc
     given: list[torch.Tensor] = []
     compute = TorchOps.sparse_swiglu
 
-    def noted(self: TorchOps, x: Normed, experts: Experts, real: torch.Tensor | None) -> torch.Tensor:
+    def noted(self: TorchOps, x: Normed, experts: Experts, rows: RowClass, real: torch.Tensor | None) -> torch.Tensor:
         assert real is not None
-        parts_STD = compute(self, x, experts, real)
+        parts_STD = compute(self, x, experts, rows, real)
         assert not parts_STD[:, ~real].any()
         given.append(real)
         return parts_STD
@@ -156,12 +171,6 @@ def single(tensors: Tensors) -> Tensors:
     return made
 
 
-def values_of(model: Qwen3VL) -> list[torch.Tensor]:
-    """All parameters, with the values and scales of float8 matrices."""
-    scaled = [m for module in model.modules() for m in vars(module).values() if isinstance(m, BlockScaled)]
-    return [*model.parameters(), *(part for m in scaled for part in (m.values.view(torch.uint8), m.scales))]
-
-
 RANKS = [
     TensorParallel.single(),
     *(TensorParallel(rank, 2, None, whole_experts=whole) for rank in range(2) for whole in (False, True)),
@@ -173,21 +182,21 @@ def test_every_layout_gives_the_same(folder: Path, float8_folder: Path, layout: 
     for source, tp in itertools.product((folder, float8_folder), RANKS):
         published, other, tensors = empty(source, tp), empty(source, tp), load_file(source / "model.safetensors")
         for model, stored in ((published, tensors), (other, layout(tensors))):
-            for values in values_of(model):
+            for values in stored_tensors(model).values():
                 values.fill_(torch.nan if values.is_floating_point() else 255)
             fill(model, TensorSource(stored), lambda done, total: None)
-        for first, second in zip(values_of(published), values_of(other), strict=True):
-            assert first.equal(second) and (not first.is_floating_point() or first.isfinite().all()), (source, tp)
+        assert_same(published, other)
+        assert all(not values.is_floating_point() or values.isfinite().all() for values in stored_tensors(published).values())
 
 
 def test_what_transformers_saves_gives_the_same(ours: Qwen3VL, theirs: Qwen3VLMoeForConditionalGeneration, tmp_path: Path) -> None:
     """Both in the layout that it writes today, and in that of its own parameters."""
     theirs.save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved")
-    assert all(first.equal(second) for first, second in zip(ours.parameters(), again.parameters(), strict=True))
+    assert_same(ours, again)
     own = empty(tmp_path / "saved")
     fill(own, TensorSource({name: tensor.data for name, tensor in theirs.named_parameters()}), lambda done, total: None)
-    assert all(first.equal(second) for first, second in zip(ours.parameters(), own.parameters(), strict=True))
+    assert_same(ours, own)
 
 
 def test_scales_may_lie_otherwise_than_values(float8_folder: Path) -> None:
@@ -196,7 +205,7 @@ def test_scales_may_lie_otherwise_than_values(float8_folder: Path) -> None:
     models = [empty(float8_folder) for _ in range(2)]
     for model, stored in zip(models, (tensors, tensors | scales), strict=True):
         fill(model, TensorSource(stored), lambda done, total: None)
-    assert all(first.equal(second) for first, second in zip(*map(values_of, models), strict=True))
+    assert_same(*models)
 
 
 FIRST = "model.language_model.layers.0.mlp.experts."
@@ -262,9 +271,8 @@ def test_what_does_not_divide_is_a_value_error(folder: Path, float8_folder: Path
         (TensorParallel(0, 3, None, whole_experts=True), False, r"num_experts \(8\) does not divide over 3"),
         (TensorParallel(0, 4, None), True, "64 x 128"),
     ):
-        setup = Setup(tp, TorchOps(), torch.float32, torch.device("cpu"))
         with pytest.raises(ValueError, match=message):
-            SparseMoe(text.hidden_size, text.moe, "float8" if is_fp8 else "plain", setup)
+            SparseMoe(text.hidden_size, text.moe, FLOAT8 if is_fp8 else PLAIN, Setup.on(TORCH, tp, torch.float32))
 
 
 # ---- float8 ------------------------------------------------------------------------------------------------------------------------
@@ -314,10 +322,8 @@ def test_float8_dummies_are_made_in_float8(float8_folder: Path) -> None:
     models = [empty(float8_folder) for _ in range(2)]
     for model in models:
         init_dummy_weights(model, seed=0)
-    assert all(first.equal(second) for first, second in zip(*map(values_of, models), strict=True))
-    for module in models[0].modules():
-        for matrix in vars(module).values():
-            if isinstance(matrix, BlockScaled):
-                assert float(matrix.dequantized().std()) == pytest.approx(matrix.shape[1] ** -0.5, rel=0.05)
+    assert_same(*models)
+    for _, matrix in matrices_of(models[0]):
+        assert float(matrix.storage.dequantized().std()) == pytest.approx(matrix.shape[1] ** -0.5, rel=0.05)
     logits = logits_of(models[0], TEXT)  # type: ignore[arg-type]
     assert logits.isfinite().all() and 0.1 < logits.std() < 100

@@ -13,7 +13,7 @@ from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.reference.delta import chunked, recurrent
 from models.scaffold import SHAPES, write_model_folder
-from models.weights.float8 import BlockScaled
+from models.weights.matrix import matrices_of
 from tests.unit.models import reference
 from tests.unit.models.harness import (
     ONE_IMAGE,
@@ -21,6 +21,7 @@ from tests.unit.models.harness import (
     VIDEOS,
     PagedRunner,
     Prompt,
+    assert_same,
     check_a_step_without_wanted_tokens,
     check_rows_of_one_step,
     every_logit,
@@ -110,7 +111,7 @@ def test_what_the_configuration_says(both: dict[str, tuple[Qwen3VL, Any]], tmp_p
 @pytest.mark.parametrize("name", ["3.5-tiny", "3.5-tiny-moe"])
 def test_float8_logits_equal_those_of_rounded_products(name: str, tmp_path: Path) -> None:
     write_model_folder(tmp_path / "whole", SHAPES[name], weights="random", seed=1)
-    write_model_folder(tmp_path / "fp8", SHAPES[name], weights="random", seed=1, is_fp8=True)
+    write_model_folder(tmp_path / "fp8", SHAPES[name], weights="random", seed=1, format="float8")
     ours, tensors = load(tmp_path / "fp8"), load_file(tmp_path / "fp8" / "model.safetensors")
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
     for tensor in [name for name in tensors if f"{name}_scale_inv" in tensors and not name.startswith("mtp.")]:
@@ -129,12 +130,10 @@ def test_float8_logits_equal_those_of_rounded_products(name: str, tmp_path: Path
 
 
 def test_rounding_at_the_start_is_what_such_a_checkpoint_holds(tmp_path: Path) -> None:
-    for is_fp8 in (False, True):
-        write_model_folder(tmp_path / str(is_fp8), SHAPES["3.5-tiny-moe"], weights="random", seed=1, is_fp8=is_fp8)
-    models = [load(tmp_path / str(is_fp8)) for is_fp8 in (False, True)]
-    models[0].quantize_()
-    first, second = ([matrix for module in model.modules() for matrix in vars(module).values() if isinstance(matrix, BlockScaled)]
-                     for model in models)  # fmt: skip
-    assert len(first) == len(second) == 4 * (2 + 2) and not [name for name, _ in models[0].named_parameters() if "experts.gate" in name]
-    for made, read in zip(first, second, strict=True):
-        assert made.values.view(torch.uint8).equal(read.values.view(torch.uint8)) and made.scales.equal(read.scales)
+    for format in ("plain", "float8"):
+        write_model_folder(tmp_path / format, SHAPES["3.5-tiny-moe"], weights="random", seed=1, format=format)
+    rounded, read = load(tmp_path / "plain", quantized_to="float8"), load(tmp_path / "float8")
+    for layer in (*rounded.language_model.layers, *read.language_model.layers):
+        layer.mlp.gate.weight[-7:] = 0  # behind the shared expert's row they hold anything
+    assert_same(rounded, read)
+    assert [matrix.format for _, matrix in matrices_of(rounded)].count("float8") == 4 * (2 + 2)

@@ -121,7 +121,7 @@ def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
     assert delta is not None and config.text.cache_spec(1, 2).bytes_per_row == 48 * delta.state_bytes(1, 2) == 153_944_064
     for name in ("Qwen3.5-27B", "Qwen3.6-35B-A3B-FP8", "Qwen3.8-27B"):
         assert hub_id_of(name) == f"Qwen/{name}"
-    assert read_config(resolve("Qwen3.6-35B-A3B-FP8", "dummy", hybrid).folder).text.is_fp8
+    assert read_config(resolve("Qwen3.6-35B-A3B-FP8", "dummy", hybrid).folder).text.format == "float8"
 
 
 def test_chat_template_writes_tools(published: Path) -> None:
@@ -204,7 +204,7 @@ def test_registry(tmp_path: Path, published: Path) -> None:
     resolved = resolve("Qwen3-VL-4B", "dummy", tmp_path)
     assert resolved.name == "Qwen3-VL-4B" and read_config(resolved.folder).text.hidden_size == 2560
     assert resolve(str(published), "auto", tmp_path).folder == published
-    for alias, is_fp8 in (("8B-FP8", True), ("235B-A22B-Thinking-FP8", True), ("30B-A3B", False)):
-        assert read_config(resolve(f"Qwen3-VL-{alias}", "dummy", tmp_path).folder).text.is_fp8 == is_fp8
+    for alias, format in (("8B-FP8", "float8"), ("235B-A22B-Thinking-FP8", "float8"), ("30B-A3B", "plain")):
+        assert read_config(resolve(f"Qwen3-VL-{alias}", "dummy", tmp_path).folder).text.format == format
     with pytest.raises(ValueError, match="nonsense"):
         resolve("nonsense", "auto", tmp_path)

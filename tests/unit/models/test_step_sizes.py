@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from models.kernels.hopper.tuned import step_sizes
 from models.kernels.reference.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.kernels.step_sizes import StepSizes
 from models.kernels.triton.tuned import STEP_SIZES as PORTABLE_STEP_SIZES
@@ -49,6 +50,10 @@ def test_a_long_chunk_beside_few_decodes_has_a_graph(sizes: StepSizes) -> None:
     assert few == small.few_decodes and small.chunks(few)[-1] == sizes.mixed[-1] - few == sizes.max_mixed_prefill + sizes.mixed[-1] - 1016
     assert small.chunks(more)[-1] == sizes.largest_chunk
     assert sizes.for_layers(300_000_000, max_tokens=8192).chunks(few)[-1] <= 230_000_000_000 // 300_000_000
+
+
+def test_an_h20_has_no_sizes_of_an_h200() -> None:
+    assert [step_sizes(count) for count in (132, 78)] == [HOPPER_STEP_SIZES, PORTABLE_STEP_SIZES]
 
 
 def test_sizes_around_a_number_of_tokens() -> None:

@@ -101,7 +101,7 @@ def check(model: Qwen3VL, folder: Path, out: Path, size: int, tolerance: float =
 
 def test_float8_logits_equal_those_of_one_rank(tmp_path: Path) -> None:
     """What lies between two values of float8 may go either way, so the tolerance is wider."""
-    write_model_folder(tmp_path / "fp8", SHAPES["tiny"], weights="random", seed=1, is_fp8=True)
+    write_model_folder(tmp_path / "fp8", SHAPES["tiny"], weights="random", seed=1, format="float8")
     check(load(tmp_path / "fp8"), tmp_path / "fp8", tmp_path, 2, 1.5e-2)
 
 

@@ -13,9 +13,10 @@ from engine.worker import graphs
 from engine.worker.rows import HostStep
 from engine.worker.staging import Staging
 from models.decoders.qwen3_vl import Qwen3VL
-from models.kernels.ops import Experts, Normed
+from models.kernels.ops import Experts
 from models.kernels.reference.ops import TorchOps
 from models.kernels.step_sizes import StepSizes
+from models.kernels.stream import Normed, RowClass
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.worker import in_process
 from tests.unit.worker.in_process import Engine, load_model, make_picture, run_again
@@ -85,10 +86,10 @@ def test_padding_goes_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     given = []
     padded = []
 
-    def noted(self: TorchOps, x: Normed, experts: Experts, real: torch.Tensor | None) -> torch.Tensor:
-        num_tokens = len(x.residual.sum_TD)
+    def noted(self: TorchOps, x: Normed, experts: Experts, rows: RowClass, real: torch.Tensor | None) -> torch.Tensor:
+        num_tokens = len(x.stream_TD)
         given.append((num_tokens if real is None else int(real.sum()), num_tokens))
-        return compute(self, x, experts, real)
+        return compute(self, x, experts, rows, real)
 
     def note(self: graphs.StepGraphs, step: HostStep) -> object:
         with pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,6 @@ from models.config.types import ModelConfig
 from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
 from models.scaffold import SHAPES, write_model_folder
-from models.weights.float8 import BlockScaled
 from tests.unit.models import harness, qwen3_5_checkpoints, reference
 from tests.unit.models.harness import Prompt
 from tests.unit.scheduler.simulation import Key, key_of
@@ -150,10 +149,10 @@ def test_guesses_are_those_of_the_formula(both: Both, limits: dict[str, Any], ch
 
 def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
     """Red if scales of the head's layer are not read, or wanted of its first product, which stays as it is."""
-    write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0, is_fp8=True)
+    write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0, format="float8")
     head = harness.load(tmp_path, with_head=True).mtp
-    assert head is not None and head.fc["weight"].dtype == torch.float32
-    assert all(isinstance(layer.self_attn.qkv_proj.weight, BlockScaled) for layer in head.layers)
+    assert head is not None and head.fc.weight.format == "plain"
+    assert all(layer.self_attn.qkv_proj.weight.format == "float8" for layer in head.layers)
     assert harness.load(tmp_path).mtp is None
 
 

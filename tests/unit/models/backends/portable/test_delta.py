@@ -145,7 +145,7 @@ def test_half_precision() -> None:
 def test_gate() -> None:
     from models.kernels.triton.ops import TritonOps
 
-    ops, gates = TritonOps(1), torch.randn(3, 20)
+    ops, gates = TritonOps(), torch.randn(3, 20)
     for count in (1, 10):
         x = torch.randn(3, 130)
         expected = x.clone()

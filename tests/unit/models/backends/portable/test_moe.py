@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.kernels.ops import Experts, Normed, Residual
-from models.kernels.reference.linear import linear
+from models.kernels.ops import Experts
 from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
 from models.kernels.reference.ops import TorchOps
+from models.kernels.stream import Residual, RowClass
 from models.kernels.triton.tuned import EXPERT_TILES, ExpertTiles
-from models.weights.float8 import BlockScaled, GroupScaled
+from models.weights.float8 import GroupScaled
+from models.weights.matrix import Matrix
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 NUM_EXPERTS, CHOSEN = 8, 2
@@ -45,15 +46,14 @@ def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bo
 
     count = NUM_EXPERTS + has_shared
     router, gate_up, down = normal(NUM_EXPERTS + 8 * has_shared, width), normal(count * 2 * inner, width), normal(count * width, inner)
-    if is_float8:
-        return Experts(router, BlockScaled.quantized(gate_up), BlockScaled.quantized(down), 0, count, NUM_EXPERTS, CHOSEN, has_shared)
-    return Experts(router, gate_up, down, 0, count, NUM_EXPERTS, CHOSEN, has_shared)
+    matrices = [Matrix.of(matrix, "portable", "float8" if is_float8 else "plain") for matrix in (gate_up, down)]
+    return Experts(router, *matrices, 0, count, NUM_EXPERTS, CHOSEN, has_shared)
 
 
 def ours(x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
     from models.kernels.triton.moe import sparse_swiglu
 
-    return sparse_swiglu(x_TD, linear(x_TD, experts.router_ED), experts, real_T)
+    return sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, real_T)
 
 
 def evenly(x_TD: torch.Tensor, experts: Experts) -> None:
@@ -101,7 +101,7 @@ def test_ranks_share_the_experts(num_tokens: int, has_shared: bool) -> None:
     shares = []
     for first, count in ((0, 3), (3, 5 + has_shared)):
         end = first + count
-        gate_up, down = whole.gate_up[first * 64 : end * 64], whole.down[first * 64 : end * 64]  # type: ignore[index]
+        gate_up, down = whole.gate_up.rows(first * 64, end * 64), whole.down.rows(first * 64, end * 64)
         shares.append(ours(x, replace(whole, gate_up=gate_up, down=down, first=first, count=count), None))
     assert all((share == 0).any() and (share != 0).any() for share in shares)
     torch.testing.assert_close(shares[0] + shares[1], torch_sparse_swiglu(x, whole, None), rtol=1e-4, atol=1e-5)
@@ -118,24 +118,24 @@ def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -
     from models.kernels.triton.ops import TritonOps
 
     torch.manual_seed(width)
-    whole, ops, stream = make_experts(width, inner, has_shared=has_shared), TritonOps(304), torch.randn(1, width)
+    whole, ops, stream = make_experts(width, inner, has_shared=has_shared), TritonOps(), torch.randn(1, width)
     whole = replace(whole, num_chosen=chosen)
-    x = Normed(Residual(torch.randn(1, width)), torch.rand(width), 1e-6)
+    x = Residual(torch.randn(1, width)).normed(torch.rand(width), 1e-6)
     expected = torch_sparse_swiglu(TorchOps().norm(x), whole, None).sum(0)
 
     def added(experts: Experts, real: torch.Tensor | None = None) -> torch.Tensor:
         found = Residual(stream.clone())
-        ops.add_experts_(found, x, experts, real)
+        ops.add_experts_(found, x, experts, RowClass.SINGLE, real)
         assert found.parts_STD is None
         return found.sum_TD - stream
 
-    torch.testing.assert_close(ops.sparse_swiglu(x, whole, None), expected[None], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ops.sparse_swiglu(x, whole, RowClass.SINGLE, None), expected[None], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(added(whole, torch.ones(1, dtype=torch.bool)), expected, rtol=1e-4, atol=1e-4)
     assert not added(whole, torch.zeros(1, dtype=torch.bool)).any()
     shares = []
     for first, count in ((0, 3), (3, 5 + has_shared)):
         end = first + count
-        gate_up, down = whole.gate_up[first * 2 * inner : end * 2 * inner], whole.down[first * width : end * width]  # type: ignore[index]
+        gate_up, down = whole.gate_up.rows(first * 2 * inner, end * 2 * inner), whole.down.rows(first * width, end * width)
         shares.append(added(replace(whole, gate_up=gate_up, down=down, first=first, count=count)))
     torch.testing.assert_close(shares[0] + shares[1], expected, rtol=1e-4, atol=1e-4)
 
@@ -144,15 +144,14 @@ def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize(("num_tokens", "has_shared"), [(1, False), pytest.param(5, True, marks=in_gate), (40, True)])
 def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.kernels.triton import moe
+    from models.kernels.triton import float8
 
-    monkeypatch.setattr(moe, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
+    monkeypatch.setattr(float8, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
     torch.manual_seed(num_tokens)
     experts = make_experts(256, 128, True, has_shared)
     x = torch.randn(num_tokens, 256) * torch.logspace(-2, 2, 256)
     for matrix in (experts.gate_up, experts.down):
-        assert isinstance(matrix, BlockScaled)
-        matrix.scales.mul_(torch.rand_like(matrix.scales) + 0.5)
+        matrix.storage.scales.mul_(torch.rand_like(matrix.storage.scales) + 0.5)
     found, expected = ours(x, experts, None), torch_sparse_swiglu(x, experts, None)
     assert float((found - expected).norm() / expected.norm()) < 1e-2  # what lies between two float8 values may go either way
 
@@ -162,9 +161,9 @@ def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("tiles", EXPERT_TILES[False, False])
 def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of GPUs with much shared memory, as they are, of few choices and of sorted ones."""
-    from models.kernels.triton import moe
+    from models.kernels.triton import plain
 
-    monkeypatch.setattr(moe, "expert_tiles", lambda count, is_float8, capability: tiles)
+    monkeypatch.setattr(plain, "expert_tiles", lambda count, is_float8, capability: tiles)
     torch.manual_seed(0)
     x, experts = torch.randn(5 if tiles.num_tokens <= 32 else 21, 128), replace(make_experts(128, 256), num_chosen=4)
     torch.testing.assert_close(ours(x, experts, None), torch_sparse_swiglu(x, experts, None), rtol=1e-4, atol=1e-5)
@@ -173,12 +172,10 @@ def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> Non
 @interpreted
 @pytest.mark.parametrize("num_parts", [0, 1, pytest.param(8, marks=in_gate)])
 def test_a_single_token_takes_all_addends(num_parts: int) -> None:
-    from models.kernels.triton.ops import TritonOps
-
     torch.manual_seed(0)
     x, parts, norm, weight = torch.randn(1, 256), torch.randn(num_parts, 1, 256), torch.randn(256), torch.randn(64, 256)
     found = []
-    for ops in (TritonOps(304), TorchOps()):
+    for backend in ("portable", "torch"):
         residual = Residual(x.clone(), parts if num_parts else None)
-        found.append((ops.linear(Normed(residual, norm, 1e-6), weight), residual.sum_TD))
+        found.append((Matrix.of(weight, backend).product(residual.normed(norm, 1e-6), RowClass.SINGLE), residual.sum_TD))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)

@@ -13,9 +13,11 @@ import torch
 
 from engine.wire.params import SamplingParams
 from engine.worker.sampling.draws import draws_of
+from models.config.formats import MatrixFormat
 from models.kernels.make import notify_compilation
 from models.kernels.ops import NewHeads
 from models.weights.float8 import BlockScaled, GroupScaled
+from models.weights.matrix import Matrix, Place
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -143,8 +145,9 @@ def launch_experts(capability: int, is_float8: bool) -> None:
     from models.kernels.triton import expert_gemv, moe, routing
     from models.kernels.triton.tuned import EXPERT_TILES
 
-    def matrix(rows: int, columns: int) -> BlockScaled | torch.Tensor:
-        return BlockScaled.empty(rows, columns, torch.device("cpu")) if is_float8 else bf16(rows, columns)
+    def matrix(rows: int, columns: int) -> Matrix:
+        format = "float8" if is_float8 else "plain"
+        return Matrix.empty(rows, columns, MatrixFormat(format, format), Place("portable", torch.device("cpu"), torch.bfloat16))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "capability_of", lambda _: (capability // 10, capability % 10))
@@ -156,8 +159,8 @@ def launch_experts(capability: int, is_float8: bool) -> None:
         routing.route(bf16(1, 136), replace(experts, has_shared=True), None)
         choices = routing.route(bf16(1, 128), experts, None)
         if not is_float8:
-            inner = expert_gemv.expert_swiglu(bf16(1, 512), experts.gate_up, choices.experts_TK[0], 128)
-            expert_gemv.expert_sum(inner, experts.down, choices.experts_TK[0], choices.weights_TK[0], bf16(1, 512), adds=True)
+            inner = expert_gemv.expert_swiglu(bf16(1, 512), experts.gate_up.storage, choices.experts_TK[0], 128)
+            expert_gemv.expert_sum(inner, experts.down.storage, choices.experts_TK[0], choices.weights_TK[0], bf16(1, 512), adds=True)
 
 
 def launch_exchange() -> None:

@@ -1,0 +1,80 @@
+"""Formats of matrices: how a checkpoint names each one, and which classes store and multiply it. Imports no torch.
+
+A format is a line of FORMATS and a file for each backend that supports it: docs/architecture.md has the recipe.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Format = str  # a key of FORMATS
+
+
+class MatrixFormat(NamedTuple):
+    """How checkpoints store a matrix, and what becomes of it after a load."""
+
+    stored: Format
+    final: Format
+
+
+PLAIN = MatrixFormat("plain", "plain")
+
+METHOD = "quant_method"
+ANY_GPU = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FormatEntry:
+    """`storage` and `products` are `module:name` of a `Storage` and of `Products`, see `models.weights.matrix`; a worker imports them."""
+
+    storage: str
+    products: Mapping[str, str]  # by the name of the backend; `hopper` uses those of `portable` unless it has its own
+    value_bytes: float  # of a stored value and its share of scales
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of quantization_config: the values that are supported
+    required: frozenset[str] = frozenset()  # of the settings: those that have no default
+    capability: tuple[int, int] = ANY_GPU  # the oldest GPUs whose kernels know it
+
+    def products_of(self, backend: str) -> str | None:
+        """The class for this backend, if it has one."""
+        return self.products.get(backend, self.products.get("portable") if backend == "hopper" else None)
+
+    def runs_on(self, backend: str, capability: tuple[int, int]) -> bool:
+        return self.products_of(backend) is not None and (backend == "torch" or capability >= self.capability)
+
+
+FLOAT8_PRODUCTS = {
+    "torch": "models.weights.float8:TorchFloat8",
+    "portable": "models.kernels.triton.float8:TritonFloat8",
+    "hopper": "models.kernels.hopper.float8:HopperFloat8",
+}
+FLOAT8_SETTINGS = {METHOD: "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+FORMATS: Mapping[Format, FormatEntry] = {
+    "plain": FormatEntry(
+        "models.weights.plain:Plain", {"torch": "models.weights.plain:TorchPlain", "portable": "models.kernels.triton.plain:TritonPlain"}, 2
+    ),
+    "float8": FormatEntry(
+        "models.weights.float8:BlockScaled",
+        FLOAT8_PRODUCTS,
+        1 + 4 / 128**2,
+        FLOAT8_SETTINGS,
+        frozenset((METHOD, "weight_block_size")),
+        (8, 9),
+    ),
+}
+
+
+def stored_format(quantization: Mapping[str, Any] | None) -> Format:
+    """The format that a checkpoint's quantization_config names. ValueError for others."""
+    if quantization is None:
+        return "plain"
+    by_method = {entry.settings[METHOD]: name for name, entry in FORMATS.items() if entry.settings}
+    if (method := quantization.get(METHOD)) is None:
+        raise ValueError(f"quantization_config must name {METHOD}")
+    if method not in by_method:
+        raise ValueError(f"quantization_config.{METHOD} must be {' or '.join(map(repr, by_method))}, got {method!r}")
+    entry = FORMATS[by_method[method]]
+    for name, supported in entry.settings.items():
+        if (found := quantization.get(name, None if name in entry.required else supported)) != supported:
+            raise ValueError(f"quantization_config.{name} must be {supported!r}, got {found!r}")
+    return by_method[method]
