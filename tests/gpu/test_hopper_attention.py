@@ -179,25 +179,6 @@ def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
         assert out.equal(first), tokens  # parts are merged in one order, whoever is last
 
 
-def test_large_chunks_in_a_graph() -> None:
-    """One graph for all mixes of 300 tokens in up to five rows."""
-    batches = {(300, 0, 0, 0, 0): [300, 0, 0, 0, 0], (1, 200, 33, 60, 6): [20_000, 4000, 33, 61, 7], (0, 0, 0, 0, 300): [9, 0, 1, 0, 9000]}
-    steps = [build(lengths, (32, 8), 128, tokens=tokens) for tokens, lengths in batches.items()]
-    pool = largest_pool(steps)
-    piece = Prefill(PrefillKernel([pool], 32), 300, num_rows=5)
-    backend, graph = PagedAttention([pool], [piece], max_pages=4096), torch.cuda.CUDAGraph()
-    q, plan = steps[0].q.clone(), fixed_plan(backend, steps[0].layout)
-    backend.run(0, q)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out = backend.run(0, q)
-    for step in [*steps, steps[0]]:
-        copy((*step.pool, step.q), (*pool, q))
-        plan(step.layout)
-        graph.replay()
-        assert all_close(out, step.expected())
-
-
 MIXES = {(184, 0, 0): [1100, 0, 0], (100, 60, 24): [100, 3000, 24], (1, 0, 183): [9, 0, 20_000], (0, 184, 0): [0, 184, 0]}  # of prompts
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Qwen3VLForConditionalGeneration
+from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText
 
 from models.config.formats import MatrixFormat
 from models.config.huggingface import read_config
-from models.decoders.qwen3_vl import Qwen3VL
 from models.layers.linear import FusedColumnParallelLinear, Part, Setup
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
@@ -24,9 +24,9 @@ from models.weights.float8 import BlockScaled
 from models.weights.matrix import matrices_of
 from tests.unit.models import reference
 from tests.unit.models.harness import ONE_IMAGE, TEXT, TORCH, PagedRunner, Prompt, assert_same, every_logit, load
-from tests.unit.models.test_moe import difference, multiplied_out, rounded
+from tests.unit.models.test_moe import EXPERTS, difference
 
-LAYERS = "model.language_model.layers."
+PLAIN_GATES = ("in_proj_a", "in_proj_b", "shared_expert_gate")
 
 
 @pytest.fixture(scope="module")
@@ -37,45 +37,57 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def ours(folder: Path) -> Qwen3VL:
-    return load(folder)
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """To float8 and back, 128 neighbouring values at a time."""
+    groups = x.reshape(-1, 128)
+    scale = groups.abs().max(dim=1, keepdim=True).values / 448
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view_as(x)
 
 
-@pytest.fixture(scope="module")
-def theirs(tiny_folder: Path, folder: Path) -> Qwen3VLForConditionalGeneration:
-    """transformers' model with the matrices of the FP8 checkpoint."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(tiny_folder, dtype=torch.float32).eval()
-    tensors = load_file(folder / "model.safetensors")
-    names = [name for name in tensors if f"{name}_scale_inv" in tensors]
-    assert len(names) == 7 * model.config.text_config.num_hidden_layers
-    for name in names:
-        model.get_parameter(name).data.copy_(multiplied_out(tensors, name))
-    return model
+def rounding_experts(experts: nn.Module, args: tuple[torch.Tensor, torch.Tensor, torch.Tensor], _: object) -> torch.Tensor:
+    """transformers' experts in few lines, with the inputs of products rounded."""
+    hidden, chosen, weights = args
+    out = torch.zeros_like(hidden)
+    for token in range(len(hidden)):
+        for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
+            gate, up = F.linear(rounded(hidden[token]), experts.get_parameter("gate_up_proj")[expert]).chunk(2)
+            out[token] += weight * F.linear(rounded(F.silu(gate) * up), experts.get_parameter("down_proj")[expert])
+    return out
 
 
-@pytest.mark.parametrize("parts", [TEXT, ONE_IMAGE])
-def test_logits_equal_those_of_rounded_products(ours: Qwen3VL, theirs: Qwen3VLForConditionalGeneration, parts: list[object]) -> None:
-    prompt = Prompt.build(ours.config, parts)  # type: ignore[arg-type]
-    found = every_logit(ours, prompt)
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "3.5-tiny", "3.5-tiny-moe"])
+def test_logits_equal_those_of_rounded_products(name: str, tmp_path: Path) -> None:
+    """Whole and in chunks. A value between two of float8 goes either way, and changes all tokens behind it: the first ones are compared."""
+    for format in ("plain", "float8"):
+        write_model_folder(tmp_path / format, SHAPES[name], weights="random", seed=1, format=format)
+    ours, tensors = load(tmp_path / "float8"), load_file(tmp_path / "float8" / "model.safetensors")
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    for tensor in [name for name in tensors if f"{name}_scale_inv" in tensors and not name.startswith("mtp.")]:
+        scales, target = tensors[f"{tensor}_scale_inv"].repeat_interleave(128, -1).repeat_interleave(128, -2), theirs.get_parameter(tensor)
+        matrix = tensors[tensor].float() * scales
+        target.data.copy_(matrix.mT if EXPERTS in tensor and not name.startswith("3.5") else matrix)
+    prompt = Prompt.build(ours.config, ONE_IMAGE)
     unrounded = reference.logits(theirs, ours.config, prompt)
-    linears = [module for name, module in theirs.named_modules() if isinstance(module, nn.Linear) and name.startswith(LAYERS)]
-    hooks = [linear.register_forward_pre_hook(lambda _, args: (rounded(args[0]),)) for linear in linears]
-    expected = reference.logits(theirs, ours.config, prompt)
-    for hook in hooks:
-        hook.remove()
+    for path, module in theirs.model.language_model.layers.named_modules():
+        if isinstance(module, nn.Linear) and not path.endswith(PLAIN_GATES):
+            module.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
+        elif path.endswith(".experts"):
+            module.register_forward_hook(rounding_experts)
+    expected, found = reference.logits(theirs, ours.config, prompt), every_logit(ours, prompt)
     assert difference(found, expected, 0.1) < 1e-4
     assert difference(found, unrounded, 0.1) > 2e-2
+    assert difference(every_logit(ours, prompt, 37), found, 0.1) < 1e-4
 
 
-def test_chunks_change_nothing(ours: Qwen3VL) -> None:
-    prompt = Prompt.build(ours.config, ONE_IMAGE)
-    assert difference(every_logit(ours, prompt, 37), every_logit(ours, prompt), 0.1) < 1e-4
-
-
-def test_rounding_at_the_start_is_what_such_a_checkpoint_holds(ours: Qwen3VL, tiny_folder: Path) -> None:
-    assert_same(load(tiny_folder, quantized_to="float8"), ours)
-    assert {matrix.format for _, matrix in matrices_of(ours)} == {"float8"}
+@pytest.mark.parametrize("name", ["tiny", "3.5-tiny-moe"])
+def test_rounding_at_the_start_is_what_such_a_checkpoint_holds(name: str, tmp_path: Path) -> None:
+    for format in ("plain", "float8"):
+        write_model_folder(tmp_path / format, SHAPES[name], weights="random", seed=1, format=format)
+    rounded, read = load(tmp_path / "plain", quantized_to="float8"), load(tmp_path / "float8")
+    for layer in (*rounded.language_model.layers, *read.language_model.layers) if name == "3.5-tiny-moe" else ():
+        layer.mlp.gate.weight[-7:] = 0  # after the shared expert's row they hold anything
+    assert_same(rounded, read)
+    assert [matrix.format for _, matrix in matrices_of(rounded)].count("float8") == 4 * 4
 
 
 def test_a_matrix_and_back() -> None:
@@ -135,18 +147,6 @@ def test_modules_that_a_checkpoint_leaves_out_are_plain(folder: Path, tmp_path: 
 def test_parts_of_a_matrix_have_one_format(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"all or none of gate_proj, up_proj, down_proj of .*layers\.3\.mlp, got down_proj"):
         load(with_plain(folder, tmp_path / "odd", ("layers.3.mlp.down_proj",)))
-
-
-def test_a_checkpoint_without_scales_is_refused(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if not name.endswith("0.mlp.up_proj.weight_scale_inv")},
-        tmp_path / "model.safetensors",
-    )
-    with pytest.raises(ValueError, match=r"misses tensor model\.language_model\.layers\.0\.mlp\.up_proj\.weight_scale_inv"):
-        load(tmp_path)
 
 
 def test_other_quantizations_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,27 +1,20 @@
 """Qwen3.5 against transformers with the same weights, float32 on the CPU: whole, in chunks, from states of other rows, with pictures."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
 
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.reference.delta import chunked, recurrent
-from models.scaffold import SHAPES, write_model_folder
-from models.weights.matrix import matrices_of
 from tests.unit.models import reference
 from tests.unit.models.harness import (
     ONE_IMAGE,
     SEVERAL_TURNS,
     VIDEOS,
-    PagedRunner,
     Prompt,
-    assert_same,
     check_a_step_without_wanted_tokens,
     check_rows_of_one_step,
     every_logit,
@@ -29,7 +22,6 @@ from tests.unit.models.harness import (
     relative,
 )  # fmt: skip
 from tests.unit.models.qwen3_5_checkpoints import write
-from tests.unit.models.test_moe import difference, multiplied_out, rounded, rounding_experts
 
 PROMPTS = {"text": [list(range(5, 2500, 13))], "one image": ONE_IMAGE, "several turns": SEVERAL_TURNS, "videos": VIDEOS}
 KINDS = ("dense", "sparse")
@@ -54,18 +46,6 @@ def test_logits_equal_the_reference_whole_and_in_chunks(both: dict[str, tuple[Qw
     expected = reference.logits(theirs, ours.config, prompt)
     for chunk in (1 << 30, 64, 7):
         assert relative(every_logit(ours, prompt, chunk), expected) < 1e-4, f"chunks of {chunk}"
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [pytest.param(*case, marks=() if case == ("dense", "several turns") else pytest.mark.nightly) for case in product(KINDS, PROMPTS)],
-)
-def test_greedy_tokens_equal_the_reference(both: dict[str, tuple[Qwen3VL, Any]], kind: str, name: str) -> None:
-    ours, theirs = both[kind]
-    prompt = Prompt.build(ours.config, PROMPTS[name])
-    expected = reference.greedy(theirs, ours.config, prompt, steps=24)
-    for chunk in (1 << 30, 64):
-        assert PagedRunner(ours).greedy(prompt, steps=24, chunk=chunk) == expected, f"chunks of {chunk}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,34 +86,3 @@ def test_what_the_configuration_says(both: dict[str, tuple[Qwen3VL, Any]], tmp_p
             (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=next(iter(change))):
             read_config(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["3.5-tiny", "3.5-tiny-moe"])
-def test_float8_logits_equal_those_of_rounded_products(name: str, tmp_path: Path) -> None:
-    write_model_folder(tmp_path / "whole", SHAPES[name], weights="random", seed=1)
-    write_model_folder(tmp_path / "fp8", SHAPES[name], weights="random", seed=1, format="float8")
-    ours, tensors = load(tmp_path / "fp8"), load_file(tmp_path / "fp8" / "model.safetensors")
-    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
-    for tensor in [name for name in tensors if f"{name}_scale_inv" in tensors and not name.startswith("mtp.")]:
-        theirs.get_parameter(tensor).data.copy_(multiplied_out(tensors, tensor))
-    prompt = Prompt.build(ours.config, ONE_IMAGE)
-    unrounded = reference.logits(theirs, ours.config, prompt)
-    for path, module in theirs.model.language_model.layers.named_modules():
-        if isinstance(module, torch.nn.Linear) and not path.endswith(("in_proj_a", "in_proj_b", "shared_expert_gate")):
-            module.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
-        elif path.endswith(".experts"):
-            module.register_forward_hook(lambda module, args, _: rounding_experts(module, args))
-    expected = reference.logits(theirs, ours.config, prompt)
-    found = every_logit(ours, prompt)
-    assert difference(found, expected, 0.1) < 1e-4  # see `test_moe`
-    assert difference(found, unrounded, 0.1) > 2e-2
-
-
-def test_rounding_at_the_start_is_what_such_a_checkpoint_holds(tmp_path: Path) -> None:
-    for format in ("plain", "float8"):
-        write_model_folder(tmp_path / format, SHAPES["3.5-tiny-moe"], weights="random", seed=1, format=format)
-    rounded, read = load(tmp_path / "plain", quantized_to="float8"), load(tmp_path / "float8")
-    for layer in (*rounded.language_model.layers, *read.language_model.layers):
-        layer.mlp.gate.weight[-7:] = 0  # behind the shared expert's row they hold anything
-    assert_same(rounded, read)
-    assert [matrix.format for _, matrix in matrices_of(rounded)].count("float8") == 4 * (2 + 2)

@@ -17,6 +17,7 @@ SPECIAL_IDS = {
     "<|vision_pad|>": 151654, "<|image_pad|>": 151655, "<|video_pad|>": 151656, "<tool_call>": 151657, "</tool_call>": 151658,
     "<think>": 151667, "</think>": 151668,
 }  # fmt: skip
+MOE = {"model_type": "qwen3_vl_moe"}
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +56,6 @@ def test_typed_placeholders_become_special_ids_unless_specials_are_off(published
     tokenizer.encode_special_tokens = True
     as_text = tokenizer.encode("<|image_pad|>").ids
     assert 151_655 not in as_text and tokenizer.decode(as_text) == "<|image_pad|>"
-
-
-def test_chat_template_writes_chatml(published: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(published)
-    messages = [
-        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}, {"type": "video"}]},
-        {"role": "assistant", "content": "A cat."},
-        {"role": "user", "content": [{"type": "text", "text": "Now "}, {"type": "image_url", "image_url": {"url": "x"}}]},
-    ]
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>And this?<|vision_start|><|video_pad|><|vision_end|><|im_end|>\n"
-        "<|im_start|>assistant\nA cat.<|im_end|>\n"
-        "<|im_start|>user\nNow <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -124,24 +108,27 @@ def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
     assert read_config(resolve("Qwen3.6-35B-A3B-FP8", "dummy", hybrid).folder).text.format == "float8"
 
 
-def test_chat_template_writes_tools(published: Path) -> None:
+def test_chat_template_writes_chatml_and_tools(published: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(published)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     messages = [
-        {"role": "user", "content": "q"},
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}, {"type": "video"}]},
         {"role": "assistant", "content": "", "tool_calls": [call, call]},
         {"role": "tool", "content": "r1"},
         {"role": "tool", "content": "r2"},
     ]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert (
-        text.startswith("<|im_start|>system\n# Tools\n\n") and '<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools>' in text
-    )
     block = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    assert text.endswith(
+    rest = (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>And this?<|vision_start|><|video_pad|><|vision_end|><|im_end|>\n"
         f"<|im_start|>assistant\n{block}\n{block}<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
+    for tools, system in ((None, "Be brief."), ([call], "Be brief.\n\n# Tools\n\n")):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=tools)
+        assert text.startswith(f"<|im_start|>system\n{system}") and text.endswith("<|im_end|>\n" + rest)
+        assert (f"<tools>\n{json.dumps(call)}\n</tools>" in text) == (tools is not None)
 
 
 @pytest.mark.parametrize("name", ["3.5-tiny", "3.5-tiny-moe"])
@@ -181,6 +168,13 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
         ({"text_config": {"hidden_act": "gelu"}}, "hidden_act"),
         ({"text_config": {"attention_bias": True}}, "attention_bias"),
         ({"text_config": {"rope_scaling": {"rope_type": "yarn"}}}, "yarn"),
+        *(
+            (
+                {"text_config": {"num_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2, name: value}, **MOE},
+                f"{name} must be",
+            )
+            for name, value in {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0], "num_experts_per_tok": 9}.items()
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(published: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:

@@ -123,19 +123,3 @@ def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, size: int, is_spa
 def test_what_does_not_divide_is_a_value_error(tiny: Qwen3VL) -> None:
     with pytest.raises(ValueError, match=r"vocab_size \(4096\) does not divide over 3"):
         Qwen3VL(tiny.config, TensorParallel(0, 3, None), TORCH, torch.float32)
-
-
-def test_every_collective_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: set[tuple[str, int]] = set()
-
-    class Recorder:
-        def __getattr__(self, name: str) -> object:
-            return lambda *values, **options: used.add((name, len(values[min(1, len(values) - 1)])))
-
-    monkeypatch.setattr("models.parallel.group.dist", Recorder())
-    TensorParallel(0, 2, None).warm_up(40, 3, torch.float32, torch.device("cpu"))
-    expected = {(name, count) for name in ("all_reduce", "broadcast", "all_gather_into_tensor") for count in (1, 40)}
-    assert used == expected | {("all_to_all_single", 2), ("all_to_all_single", 80)}
-    used.clear()
-    TensorParallel.single().warm_up(40, 3, torch.float32, torch.device("cpu"))
-    assert not used

@@ -63,33 +63,6 @@ def test_what_the_reference_refuses(num_frames: int, size: tuple[int, int]) -> N
         PUBLISHED.grid(num_frames, *size)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "fps", "size", "num_frames", "pixels", "num_tokens"),
-    [
-        (30, 1, (374, 374), 30, (384, 384), 2290),
-        (30, 2, (374, 374), 60, (384, 384), 4580),
-        (30, 4, (374, 374), 120, (384, 384), 9160),
-        (30, 8, (374, 374), 240, (320, 320), 13040),
-        (10, 2, (720, 1280), 20, (704, 1280), 8880),
-        (30, 2, (720, 1280), 60, (480, 832), 11960),
-        (60, 2, (720, 1280), 120, (320, 608), 11930),
-        (60, 2, (1080, 1920), 120, (320, 608), 11930),
-        (600, 2, (720, 1280), 768, (128, 224), 14521),
-        (3600, 2, (720, 1280), 768, (128, 224), 14857),
-    ],
-)
-def test_tokens_of_common_clips(
-    seconds: int, fps: int, size: tuple[int, int], num_frames: int, pixels: tuple[int, int], num_tokens: int
-) -> None:
-    geometry = VideoGeometry(16, 2, 2, 4096, 25_165_824, fps=fps)
-    indices = geometry.sample(30 * seconds, 30.0)
-    pairs, rows, columns = geometry.grid(len(indices), *size)
-    assert (len(indices), 16 * rows, 16 * columns) == (num_frames, *pixels)
-    times = [time_text(time) for time in geometry.pair_times([index / 30.0 for index in indices])]
-    # "<", " seconds", ">", and each digit and the point are a token.
-    assert sum(len(text) - len(" seconds") + 1 for text in times) + pairs * (2 + rows * columns // 4) == num_tokens
-
-
 def test_times_are_written_as_the_reference_does() -> None:
     for num_frames, source_fps in itertools.product([2, 3, 4, 5, 7, 8, 60], [24.0, 29.97, 30000 / 1001, 60.0]):
         indices = PUBLISHED.sample(1799, source_fps)[:num_frames]
