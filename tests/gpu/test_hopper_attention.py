@@ -43,25 +43,20 @@ def copy(sources: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> No
         target[: len(source)] = source
 
 
-@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (64, 8), (16, 1)])
-def test_split_attention_in_a_graph(heads: tuple[int, int]) -> None:
-    """One graph for all lengths, replayed twice each; then without a graph, as in a mixed step. Keys that no row owns are NaN."""
-    batches = [[1] * 16, [1, 15, 16, 17, 64, 65, 1000, 5000] * 2, [20_000, *[384] * 15], [384] * 16, [2000] * 15 + [1]]
-    check_in_a_graph([build(lengths, heads, 128) for lengths in batches], max_groups=16)
+ROWS = [[1] * 16, [1, 15, 16, 17, 64, 65, 1000, 5000] * 2, [20_000, *[384] * 15], [384] * 16, [2000] * 15 + [1]]
+MIXED = {(9, 55, 1, 1): [28_000, 55, 700, 1], (16, 48, 1, 1): [28_000, 900, 1, 20_000], (64, 0, 1, 1): [28_000, 0, 5000, 33]}
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (64, 8), (16, 1)])
-def test_chunks_in_a_graph(heads: tuple[int, int]) -> None:
-    """As above, 66 tokens in four rows: chunks far into a prompt, with padding and empty rows, then decode rows."""
-    batches = {(9, 55, 1, 1): [28_000, 55, 700, 1], (16, 48, 1, 1): [28_000, 900, 1, 20_000], (64, 0, 1, 1): [28_000, 0, 5000, 33]}
-    check_in_a_graph([build(lengths, heads, 128, tokens=tokens) for tokens, lengths in batches.items()], max_groups=66)
-
-
-def check_in_a_graph(steps: list[Step], max_groups: int) -> None:
-    """Steps of equally many tokens against torch in float64 and against the backend of steps outside graphs."""
-    pool, num_heads = largest_pool(steps), steps[0].q.shape[1]
-    q, kernel = steps[0].q.clone(), SplitKernel([pool], num_heads)
-    backend, graph = PagedAttention([pool], [Split(kernel, max_groups)], max_pages=4096), torch.cuda.CUDAGraph()
+@pytest.mark.parametrize("has_chunks", [False, True])
+def test_few_tokens_in_a_graph(heads: tuple[int, int], has_chunks: bool) -> None:
+    """One graph for all steps of as many tokens, replayed twice each, against torch in float64; then without a graph, as in a mixed step.
+    Keys that no row owns are NaN. With chunks: 66 tokens, far into a prompt, with padding and empty rows, then decode rows."""
+    steps = [build(lengths, heads, 128, tokens=tokens) for tokens, lengths in MIXED.items()]
+    steps = steps if has_chunks else [build(lengths, heads, 128) for lengths in ROWS]
+    pool, q, num_heads = largest_pool(steps), steps[0].q.clone(), heads[0]
+    kernel, graph = SplitKernel([pool], num_heads), torch.cuda.CUDAGraph()
+    backend = PagedAttention([pool], [Split(kernel, len(q))], max_pages=4096)
     plan = fixed_plan(backend, steps[0].layout)
     backend.run(0, q)
     torch.cuda.synchronize()

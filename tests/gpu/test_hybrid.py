@@ -1,5 +1,8 @@
-"""Gated DeltaNet and attention of 256 values a head on one GPU: kernels at the published sizes against plain torch, and a few layers of 9B
-and 35B-A3B against transformers with the same random weights, eager and through graphs."""
+"""Gated DeltaNet and attention of 256 values a head on one GPU: kernels at the published sizes against plain torch; and a few layers of
+30B-A3B, 3.5-9B and 3.5-35B-A3B against transformers with the same random weights, eager and through graphs.
+
+A router's near ties may go either way in bfloat16, and then a token has another expert: medians of tokens are compared.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from models.config.huggingface import read_config
-from models.decoders.qwen3_5 import Qwen35
+from models.decoders.make import make_model
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
 from models.kernels.ops import DeltaHeads, DeltaState, StateRows
@@ -19,10 +22,10 @@ from models.kernels.reference.delta import delta_rule_
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from tests.gpu.generated import fill_generated, reference_logits
-from tests.gpu.test_model_parity import PROMPTS, graph_logits, whole
+from tests.gpu.test_model_parity import PROMPTS, TOLERANCE, graph_logits, whole
 from tests.gpu.test_moe import median
 from tests.unit.models.backends.hopper.attention_step import Step
-from tests.unit.models.harness import Prompt
+from tests.unit.models.harness import Prompt, relative
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
@@ -32,10 +35,6 @@ Expected = dict[str, tuple[torch.Tensor, float]]
 HEADS = {"2B": (16, 16), "9B": (16, 32), "27B": (16, 48), "27B over four": (4, 12), "122B": (16, 64)}  # of keys and values
 STEPS = {"decode": ([1] * 64, 0), "verify": ([4] * 8, 0), "a prompt": ([3000], 1), "mixed": ([700, 0, 65, 1, *[1] * 20], 4)}
 ATTENTION = {"2B": (8, 2), "9B": (16, 4), "27B": (24, 4), "27B over four": (6, 1), "35B": (16, 2), "122B": (32, 2)}
-
-
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -65,7 +64,7 @@ def test_the_delta_rule_equals_the_reference(backend: Backend, size: str, step: 
     for _ in range(1 + (step == "verify")):  # then behind what was accepted of each row's three drafts
         expected = delta_rule_(given, states[0], rows)
         found, again = (backend.ops.delta_rule_(given, state, rows) for state in states[1:])
-        assert relative(found, expected) < 2e-2 and relative(states[1].recurrent_RHKV, states[0].recurrent_RHKV) < 1e-2
+        assert relative(found.float(), expected.float()) < 2e-2 and relative(states[1].recurrent_RHKV, states[0].recurrent_RHKV) < 1e-2
         assert states[1].inputs_RWC.equal(states[0].inputs_RWC)
         assert found.equal(again) and states[1].recurrent_RHKV.equal(states[2].recurrent_RHKV)
         accepted[rows.rows_R] = torch.arange(len(counts), device=DEVICE) % 4
@@ -80,14 +79,15 @@ def test_attention_of_large_heads_equals_the_reference(backend: Backend, size: s
     for attention in (backend.attention([step.pool], heads[0]), TorchAttention([step.pool])):
         attention.plan(layout)
         found.append(attention.run(0, step.q))
-    assert relative(*found) < 1e-2
+    assert relative(found[0].float(), found[1].float()) < 1e-2
 
 
-@pytest.fixture(scope="module", params=["3.5-9B", "3.5-35B-A3B"])
+@pytest.fixture(scope="module", params=["30B-A3B", "3.5-9B", "3.5-35B-A3B"])
 def model(request: pytest.FixtureRequest, backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Qwen3VL, Path]]:
     folder = tmp_path_factory.mktemp(request.param)
-    write_model_folder(folder, replace(SHAPES[request.param], layers=8), weights="none", seed=0)
-    ours = Qwen35(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
+    write_model_folder(folder, replace(SHAPES[request.param], layers=4 if request.param == "30B-A3B" else 8), weights="none", seed=0)
+    ours = make_model(read_config(folder), TensorParallel.single(), backend, torch.bfloat16)
+    assert isinstance(ours, Qwen3VL)
     fill_generated(ours)
     with torch.inference_mode():
         yield ours, folder
@@ -95,21 +95,24 @@ def model(request: pytest.FixtureRequest, backend: Backend, tmp_path_factory: py
 
 @pytest.fixture(scope="module")
 def expected(model: tuple[Qwen3VL, Path]) -> Expected:
-    """The reference's logits in float32, and how far from these ours may be: a little farther than its own in bfloat16."""
-    ours, folder = model
-    make = AutoModelForImageTextToText.from_config
-    exact, rounded = (reference_logits(make, ours, folder, PROMPTS, dtype) for dtype in (torch.float32, torch.bfloat16))
+    """The reference's logits and how far from these ours may be. Of hybrids in float32, and a little farther than its own in bfloat16."""
+    (ours, folder), make = model, AutoModelForImageTextToText.from_config
+    rounded = reference_logits(make, ours, folder, PROMPTS)
+    if ours.config.text.delta is None:
+        return {name: (rounded[name], TOLERANCE) for name in rounded}
+    exact = reference_logits(make, ours, folder, PROMPTS, torch.float32)
     return {name: (exact[name], SLACK * median(rounded[name], exact[name])) for name in exact}
 
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_logits_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: Expected, name: str) -> None:
     ours, _ = model
-    exact, limit = expected[name]
-    assert median(whole(ours, backend, Prompt.build(ours.config, PROMPTS[name])), exact) < limit
+    reference, limit = expected[name]
+    assert median(whole(ours, backend, Prompt.build(ours.config, PROMPTS[name])), reference) < limit
 
 
-def test_graphs_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: Expected) -> None:
+@pytest.mark.parametrize("decodes", [(4,), (1, 4)])
+def test_graphs_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: Expected, decodes: tuple[int, ...]) -> None:
     """Red if a graph keeps the states, rows or starts of its capture."""
-    (found, ends), (exact, limit) = graph_logits(model[0], backend), expected["text"]
-    assert median(found, exact[ends]) < limit
+    (found, ends), (reference, limit) = graph_logits(model[0], backend, decodes), expected["text"]
+    assert median(found, reference[ends]) < limit

@@ -25,7 +25,7 @@ from models.kernels.backend import Backend
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from models.parallel.group import TensorParallel
 from tests.gpu.generated import config_of, fill_generated, reference_logits
-from tests.unit.models.harness import PagedRunner, Part, Prompt, Session, Want, noise_image, smooth_image
+from tests.unit.models.harness import PagedRunner, Part, Prompt, Session, Want, noise_image, relative, smooth_image
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
@@ -62,10 +62,6 @@ def model(backend: Backend, folder: Path) -> Iterator[Qwen3VL]:
 @pytest.fixture(scope="module")
 def expected(model: Qwen3VL, folder: Path) -> dict[str, torch.Tensor]:
     return reference_logits(Qwen3VLForConditionalGeneration._from_config, model, folder, PROMPTS)
-
-
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())
 
 
 def runner_of(model: Qwen3VL, backend: Backend) -> PagedRunner:

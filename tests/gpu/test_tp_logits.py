@@ -15,8 +15,8 @@ from models.kernels.make import make_backend
 from models.parallel.group import TensorParallel
 from models.parallel.symmetric import SymmetricSums
 from tests.gpu.generated import config_of, fill_generated
-from tests.gpu.test_model_parity import PROMPTS, SHAPE, TOLERANCE, relative
-from tests.unit.models.harness import PagedRunner, Prompt
+from tests.gpu.test_model_parity import PROMPTS, SHAPE, TOLERANCE
+from tests.unit.models.harness import PagedRunner, Prompt, relative
 
 pytestmark = [pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"), pytest.mark.timeout(600)]
 

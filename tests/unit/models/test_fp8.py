@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from models.config.formats import MatrixFormat
-from models.config.huggingface import read_config
 from models.layers.linear import FusedColumnParallelLinear, Part, Setup
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
@@ -147,13 +146,3 @@ def test_modules_that_a_checkpoint_leaves_out_are_plain(folder: Path, tmp_path: 
 def test_parts_of_a_matrix_have_one_format(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"all or none of gate_proj, up_proj, down_proj of .*layers\.3\.mlp, got down_proj"):
         load(with_plain(folder, tmp_path / "odd", ("layers.3.mlp.down_proj",)))
-
-
-def test_other_quantizations_are_refused(folder: Path, tmp_path: Path) -> None:
-    changes = ("quant_method", "awq"), ("weight_block_size", [64, 64]), ("weight_block_size", None), ("activation_scheme", "static")
-    for name, value in changes:
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"][name] = value
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match=f"quantization_config.{name} must be"):
-            read_config(tmp_path)

@@ -23,13 +23,6 @@ def test_smart_resize_equals_the_reference() -> None:
         assert smart_resize(*args) == reference_smart_resize(*args)
 
 
-@pytest.mark.parametrize(("width", "height", "tokens"), [(1280, 720, 880), (1920, 1080, 2040), (2560, 1440, 3600), (1, 1, 64)])
-def test_token_counts_of_common_sizes(width: int, height: int, tokens: int) -> None:
-    grid = PUBLISHED.grid(height, width)
-    assert PUBLISHED.num_tokens(grid) == tokens
-    assert np.prod(PUBLISHED.merged(grid)) == tokens
-
-
 @pytest.mark.parametrize(("height", "width"), [(0, 10), (10, 0), (1, 201), (20_000, 1)])
 def test_impossible_sizes_are_value_errors(height: int, width: int) -> None:
     with pytest.raises(ValueError, match=f"{width}x{height}"):

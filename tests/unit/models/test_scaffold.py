@@ -17,6 +17,7 @@ SPECIAL_IDS = {
     "<|vision_pad|>": 151654, "<|image_pad|>": 151655, "<|video_pad|>": 151656, "<tool_call>": 151657, "</tool_call>": 151658,
     "<think>": 151667, "</think>": 151668,
 }  # fmt: skip
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MOE = {"model_type": "qwen3_vl_moe"}
 
 
@@ -164,6 +165,10 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
         ({"quantization_config": {}}, "quantization_config must name quant_method"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt"),
+        *(
+            ({"quantization_config": FP8 | {name: value}}, f"quantization_config.{name} must be")
+            for name, value in (("weight_block_size", [64, 64]), ("weight_block_size", None), ("activation_scheme", "static"))
+        ),
         ({"model_type": "qwen4_exp"}, "qwen4_exp"),  # Qwen3.8-Flash-Next
         ({"text_config": {"hidden_act": "gelu"}}, "hidden_act"),
         ({"text_config": {"attention_bias": True}}, "attention_bias"),

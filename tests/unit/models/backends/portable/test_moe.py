@@ -167,15 +167,3 @@ def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.manual_seed(0)
     x, experts = torch.randn(5 if tiles.num_tokens <= 32 else 21, 128), replace(make_experts(128, 256), num_chosen=4)
     torch.testing.assert_close(ours(x, experts, None), torch_sparse_swiglu(x, experts, None), rtol=1e-4, atol=1e-5)
-
-
-@interpreted
-@pytest.mark.parametrize("num_parts", [0, 1, pytest.param(8, marks=in_gate)])
-def test_a_single_token_takes_all_addends(num_parts: int) -> None:
-    torch.manual_seed(0)
-    x, parts, norm, weight = torch.randn(1, 256), torch.randn(num_parts, 1, 256), torch.randn(256), torch.randn(64, 256)
-    found = []
-    for backend in ("portable", "torch"):
-        residual = Residual(x.clone(), parts if num_parts else None)
-        found.append((Matrix.of(weight, backend).product(residual.normed(norm, 1e-6), RowClass.SINGLE), residual.sum_TD))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
