@@ -16,8 +16,7 @@ from models.demo import CHECKPOINT, smalltalk
 from models.demo.questions import TASKS
 from models.demo.render import IMAGE_GEOMETRY
 from models.demo.scenes import COLOURS, SHAPES, WORDS, random_scene
-from models.scaffold.chat_template import CHAT_TEMPLATE
-from models.scaffold.tokenizer import NUM_SKIPPED_SPECIALS, SPECIAL_TOKENS, SPLIT_PATTERN
+from models.scaffold.tokenizer import NUM_SKIPPED_SPECIALS, SPECIAL_TOKENS, SPLIT_PATTERN, chat_template
 
 VOCAB_SIZE = 768
 NUM_BASE_TOKENS = VOCAB_SIZE - len(SPECIAL_TOKENS)
@@ -127,7 +126,7 @@ def tokenizer_config_json() -> dict[str, object]:
         "errors": "replace",
         "split_special_tokens": False,
         "model_max_length": 32768,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template(),
     }
 
 

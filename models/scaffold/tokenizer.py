@@ -6,8 +6,9 @@ so English words take about as many tokens as with the real one, but other ones.
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
-from models.scaffold.chat_template import CHAT_TEMPLATE, THINKING_TEMPLATE
+TEMPLATES = Path(__file__).parent  # the ChatML text that Qwen3-VL and Qwen3.5 were trained on, written anew; render.jinja begins both
 
 # In the order of their ids; the first 14 are "special" (skipped when text is decoded), the rest are plain markers of tools and thoughts.
 SPECIAL_TOKENS = (
@@ -78,8 +79,16 @@ def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[st
         "errors": "replace",
         "split_special_tokens": False,
         "model_max_length": 262_144,
-        "chat_template": THINKING_TEMPLATE if thinks else CHAT_TEMPLATE,
+        "chat_template": chat_template(thinks),
     }
+
+
+def chat_template(thinks: bool = False) -> str:
+    """Qwen3-VL's, or Qwen3.5's: thoughts of turns before the last user's are left out unless `preserve_thinking`. Nobody compared the latter
+    with the original."""
+    return "".join(
+        (TEMPLATES / name).read_text(encoding="utf-8") for name in ("render.jinja", "thinking.jinja" if thinks else "chat.jinja")
+    )
 
 
 def byte_alphabet() -> list[str]:

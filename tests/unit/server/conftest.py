@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from models.scaffold import SHAPES, write_model_folder
-from models.scaffold.chat_template import CHAT_TEMPLATE
+from models.scaffold.tokenizer import chat_template
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.processor.text.detokenize import TokenTable
 from tests.unit.server.loading import Loading
@@ -30,7 +30,7 @@ def thinking_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("thinking")
     for file in model_folder.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{{- '<think>\\n' if add_generation_prompt -}}\n")
+    (folder / "chat_template.jinja").write_text(chat_template() + "{{- '<think>\\n' if add_generation_prompt -}}\n")
     return folder
 
 
