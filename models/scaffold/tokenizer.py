@@ -84,8 +84,8 @@ def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[st
 
 
 def chat_template(thinks: bool = False) -> str:
-    """Qwen3-VL's, or Qwen3.5's: thoughts of turns before the last user's are left out unless `preserve_thinking`. Nobody compared the latter
-    with the original."""
+    """Qwen3-VL's, or Qwen3.5's, which nobody compared with the original. It thinks unless `enable_thinking` is false, and drops thoughts
+    before the last user's message unless `preserve_thinking`."""
     return "".join(
         (TEMPLATES / name).read_text(encoding="utf-8") for name in ("render.jinja", "thinking.jinja" if thinks else "chat.jinja")
     )
