@@ -42,7 +42,7 @@ MAX_DRAFTS = 7  # of a chunk
 MAX_GUESSES = 3  # of a model's head behind a row
 DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -88,6 +88,7 @@ class Submit(msgspec.Struct, tag=True):
     prompt_field: str = "messages"  # of the client's request, for errors
     truncated_to: int | None = None  # most tokens of the prompt, the last ones; -1: as many as leave room for the answer
     keeps_beginning: bool = False  # the first ones instead
+    last_text_tokens: int | None = None  # most tokens of the last text of a conversation
     deadline: float | None = None  # after which nobody waits for an answer
     prediction: str = ""  # of the answer, by the client
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt

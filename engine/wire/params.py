@@ -47,7 +47,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
     echo: bool = False  # text and log-probabilities begin with the prompt's
     bad_words: list[str] = []  # as they are and behind a space
     token_ids: bool = False  # beside the text, the prompt's with the first token
-    names_ids: bool = False  # log-probabilities are told by `token_id:5` instead of by text
+    names: Literal["texts", "ids", "both"] = "texts"  # of tokens in log-probabilities: text, `token_id:5`, or `5:text`
     prompt_logprobs: bool = False  # beside the answer, not as its beginning
 
 

@@ -26,14 +26,11 @@ from engine.wire.arena import Arena
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.checkpoint import read_checkpoint
-from server.dialects.anthropic import endpoint as messages
-from server.dialects.generate import endpoint as sglang
-from server.dialects.pooling import endpoint as pooling
-from server.dialects.responses import endpoint as responses
+from server.dialects import anthropic, generate, pooling, responses
 from server.errors import RequestError, error_type
 from server.http.client import Client
 from server.http.connection import ConnectionLimiter
-from server.http.guards import ApiKeyGuard, HostGuard, JsonGuard, error_response
+from server.http.guards import ApiKeyGuard, ErrorDialects, HostGuard, JsonGuard, error_response
 from server.http.listen import BACKLOG, make_server, url_of
 from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
@@ -44,7 +41,9 @@ from server.openai.openapi import DescribedRoute
 from server.openai.status import Status
 from server.warm import warm_up
 
-ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **messages.ROUTES, **responses.ROUTES, **pooling.ROUTES, **sglang.ROUTES}
+# Registration of the dialects: routes, and bodies of errors that differ from OpenAI's, by the beginning of the path.
+ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
+ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 METRICS_PATH = "/metrics"
 TITLE = "A small serving engine for Qwen3-VL"
@@ -88,7 +87,7 @@ class Api:
             separate_input_output_schemas=False,
         )  # fmt: skip
         app.router.routes += [self.endpoint(path).route(path) for path in ENDPOINTS]
-        app.router.routes += sglang.Native(self._service).routes()
+        app.router.routes += generate.Native(self._service).routes()
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
         is_making, made = threading.Lock(), list[bytes]()
@@ -117,7 +116,7 @@ class Api:
             from server.http.tracing import traced  # with the extra of that name alone
 
             guarded = traced(guarded, config.otlp_traces_endpoint)
-        return RequestLog(guarded, is_silent=not config.access_log)
+        return RequestLog(ErrorDialects(guarded, ERROR_BODIES), is_silent=not config.access_log)
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
         """Hands the processor's events out; the first heartbeat makes us ready. At idle the arena must be empty."""

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from engine.wire.arena import Arena
 from engine.wire.ipc import Outbox
-from engine.wire.messages import Abort, ErrorInfo, Event, Events, Forget, Payload, Region, Submit, ToProcessor
+from engine.wire.messages import Abort, ErrorInfo, Event, Events, Payload, Region, Submit, ToProcessor
 from engine.wire.stats import EngineStats
 from server.errors import RequestError, overloaded
 
@@ -27,7 +27,8 @@ class Stream:
     """The events of one client's choices, in order; the last one of a choice is terminal. A choice is (rid, index) in the engine's terms, a
     number in the client's."""
 
-    def __init__(self, answers: list[tuple[int, int]]):
+    def __init__(self, answers: list[tuple[int, int]], name: str | None = None):
+        self.name = name  # by the client
         self.choices = {answer: number for number, answer in enumerate(answers)}
         self.open = set(answers)  # whose terminal event has not come
         self._events: list[Event] = []
@@ -147,10 +148,10 @@ class Client:
         finally:
             self.num_reading -= 1
 
-    def submit(self, messages: list[Submit]) -> Stream:
+    def submit(self, messages: list[Submit], name: str | None = None) -> Stream:
         """Sends one client's requests. RequestError as `check_open`; a body is then still the caller's."""
         self.check_open()
-        stream = Stream([(message.rid, index) for message in messages for index in range(message.n)])
+        stream = Stream([(message.rid, index) for message in messages for index in range(message.n)], name)
         self.replies.add(stream)
         for message in messages:
             self._outbox.send(message)
@@ -164,8 +165,8 @@ class Client:
         """Wait until the engine has generated a token, for any request."""
         await self._token.wait()
 
-    def forget(self, images: bool) -> None:
-        self._outbox.send(Forget(images))
+    def send(self, message: ToProcessor) -> None:
+        self._outbox.send(message)
 
     def check_open(self) -> None:
         """RequestError 503 as `EngineHealth.check`, and while the server has as many requests as it may have."""

@@ -2,6 +2,7 @@
 
 import hmac
 import re
+from collections.abc import Callable, Mapping
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
@@ -9,11 +10,24 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.wire.messages import ErrorInfo
-from server.dialects.anthropic.format import MESSAGES_PATH, message_error_body
 from server.errors import error_body, error_type
 
 PORT = re.compile(r":\d*$")
+ERROR_BODY = "engine.error_body"
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
+
+
+class ErrorDialects:
+    """Errors of paths that begin with a key of `bodies` are written by its value."""
+
+    def __init__(self, app: ASGIApp, bodies: Mapping[str, Callable[[ErrorInfo], bytes]]):
+        self._app, self._bodies = app, bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for beginning, body in self._bodies.items():
+            if scope["type"] == "http" and get_route_path(scope).startswith(beginning):
+                scope[ERROR_BODY] = body
+        await self._app(scope, receive, send)
 
 
 def is_open(scope: Scope) -> bool:
@@ -33,8 +47,7 @@ def credentials_of(scope: Scope) -> bytes:
 def error_response(info: ErrorInfo, scope: Scope) -> Response:
     """An error before the headers are out, in the dialect of the path."""
     headers = {} if info.retry_after is None else {"Retry-After": str(info.retry_after)}
-    body = message_error_body(info) if get_route_path(scope).startswith(MESSAGES_PATH) else error_body(info)
-    return Response(body, info.status, headers, "application/json")
+    return Response(scope.get(ERROR_BODY, error_body)(info), info.status, headers, "application/json")
 
 
 def is_authorised(scope: Scope, keys: list[bytes]) -> bool:

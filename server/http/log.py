@@ -11,7 +11,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.wire.messages import ErrorInfo
-from server.dialects.anthropic.format import MESSAGES_PATH
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +80,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers[HEADER] = record.request_id
-                if get_route_path(scope).startswith(MESSAGES_PATH):
-                    headers["request-id"] = record.request_id
+                headers[HEADER] = headers["request-id"] = record.request_id
             await send(message)
 
         try:

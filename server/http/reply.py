@@ -5,6 +5,7 @@ first event ──▶ error: JSON with its status
 """
 
 import asyncio
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -34,7 +35,7 @@ CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
 class Answer(ABC):
     """An ASGI response. Gives its stream back however it ends. Whoever does not have it WRITE_S after `deadline` is cut off."""
 
-    def __init__(self, stream: Stream, client: Client, metrics: Metrics, num_images: int, deadline: float | None):
+    def __init__(self, *, stream: Stream, client: Client, metrics: Metrics, num_images: int, deadline: float | None):
         self._stream = stream
         self._client = client
         self._metrics = metrics
@@ -88,8 +89,8 @@ class Answer(ABC):
 class Reply(Answer):
     """What the model generates, as a stream or as one document."""
 
-    def __init__(self, *answer: Any, format: Format, options: ReplyOptions):
-        super().__init__(*answer)
+    def __init__(self, *, format: Format, options: ReplyOptions, **exchange: Any):
+        super().__init__(**exchange)
         self._options, self._format = options, format
         self._choices = {answer: Choice(number) for answer, number in self._stream.choices.items()}
         self._stages = Stages(received=options.received)
@@ -165,10 +166,9 @@ class Reply(Answer):
             events = await self._stream.next()
         choices = list(self._choices.values())
         self._reason = choices[-1].finish_reason or "error"
-        arguments = choices, self._total(), self._extra()
         is_large = sum(len(choice.logprobs) + len(choice.prompt_logprobs) for choice in choices) > LARGE_LOGPROBS
-        document = self._format.document
-        body = await asyncio.to_thread(document, *arguments) if is_large else document(*arguments)
+        document = functools.partial(self._format.document, choices, self._total(), self._extra())
+        body = await asyncio.to_thread(document) if is_large else document()
         return Response(body, media_type="application/json")
 
     def _total(self) -> Usage:
@@ -208,8 +208,8 @@ class Reply(Answer):
 class GatheredReply(Answer):
     """What `show` makes of the one event of every choice, in the choices' order. An error comes at once."""
 
-    def __init__(self, *answer: Any, show: Callable[[list[Event]], Response]):
-        super().__init__(*answer)
+    def __init__(self, *, show: Callable[[list[Event]], Response], **exchange: Any):
+        super().__init__(**exchange)
         self._show = show
 
     async def respond(self, send: Send) -> Response | ErrorInfo | None:

@@ -4,7 +4,6 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -154,7 +153,6 @@ class ReplyOptions:
     include_usage: bool = False
     continuous_usage: bool = False
     timings: bool = False
-    echo: dict[str, Any] = field(default_factory=dict)  # of the request
     warnings: list[str] = field(default_factory=list)  # what the answer lacks of what was asked for
     custom_tools: frozenset[str] = frozenset()  # which take one text
     has_grammar: bool = False
@@ -202,8 +200,8 @@ class BlockFormat(Format):
         """Ends the open block and begins another one."""
 
     @abstractmethod
-    def delta(self, piece: str) -> bytes:
-        """More of the open block."""
+    def delta(self, piece: str, event: Event) -> bytes:
+        """More of the open block, a piece of this event."""
 
     def kind_of(self, call: Call) -> str:
         """Of the block of a call."""
@@ -216,13 +214,13 @@ class BlockFormat(Format):
             kind = "thinking" if event.is_reasoning else "text"
             if self._open != kind:
                 chunks.append(self._begin(kind, None))
-            chunks.append(self.delta(event.text))
+            chunks.append(self.delta(event.text, event))
         for piece in event.calls:
             if piece.name is not None:
                 call = choice.calls[piece.index]
                 chunks.append(self._begin(self.kind_of(call), call))
             if piece.arguments:
-                chunks.append(self.delta(piece.arguments))
+                chunks.append(self.delta(piece.arguments, event))
         return b"".join(chunks)
 
     def _begin(self, kind: str, call: Call | None) -> bytes:

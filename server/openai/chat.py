@@ -1,19 +1,22 @@
 """`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
 
 import json
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from engine.wire.messages import ChatPrompt, Event, MediaRef, TextPrompt, TokenPrompt
 from engine.wire.params import OutputOptions, SamplingParams
 from server.http.body import Body
-from server.http.sse import Format, encode
-from server.http.validate import bad_value
+from server.http.scan import Scanner
+from server.http.sse import Format, ReplyOptions, encode
+from server.http.validate import bad_value, check
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
-from server.openai.conversation import locate, read_conversation
-from server.openai.endpoint import Endpoint, GatheringEndpoint, GenerationEndpoint, Job, Prompt, json_response, submits_of
+from server.openai.conversation import Conversation, locate, read_conversation
+from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Prompt, json_response, submits_of
 from server.openai.format import ChatFormat, CompletionFormat
 from server.openai.grammar import check_strict_tools, read_grammar
 from server.openai.schema import (
@@ -27,6 +30,8 @@ from server.openai.schema import (
     Tool,
 )
 
+Show = Callable[[list[Event]], Response]
+
 
 class ChatEndpoint(GenerationEndpoint):
     """An answer to messages with text and images."""
@@ -38,12 +43,12 @@ class ChatEndpoint(GenerationEndpoint):
     format: type[Format] = ChatFormat
     prompt_field = "messages"
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
+    def read(self, value: dict[str, Any], body: Body) -> Generation:
         return self.job(self.check(ChatRequest, value), body)
 
-    def job(self, request: ChatRequest, body: Body) -> Job:
+    def job(self, request: ChatRequest, body: Body) -> Generation:
         """What a checked request is to the processor. RequestError 400."""
-        conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
+        conversation = conversation_of(request, body)
         job = self.job_of(
             request,
             body,
@@ -54,11 +59,49 @@ class ChatEndpoint(GenerationEndpoint):
             called=request.called,
         )
         check_strict_tools(request)
-        job.warnings, job.custom_tools = request.warnings, request.custom_tools
         submit = job.submits[0]
         submit.media, job.used = conversation.media, conversation.used_references
         submit.grammar_field = submit.grammar_field or "tools"
         return job
+
+
+class Translated(Endpoint):
+    """An endpoint of a dialect whose requests become those of chat completions."""
+
+    dropped: Collection[str] = ()  # fields for what a vendor does around its models
+
+    @abstractmethod
+    def translate(self, request: Any, scanner: Scanner) -> dict[str, Any]:
+        """As chat completions have it. RequestError 400."""
+
+    def chat(self, request: Any, body: Body) -> ChatRequest:
+        return self.check(ChatRequest, self.translate(request, body.scanner))
+
+
+class TranslatedChat(Translated, ChatEndpoint):
+    """An answer to such a request."""
+
+    last_data = ""
+
+    def read(self, value: dict[str, Any], body: Body) -> Generation:
+        request = check(self.takes, value)
+        job = self.job(self.chat(request, body), body)
+        job.options.warnings.extend(self.note_dropped(value.keys() & self.dropped))
+        job.format = self.format_of(request, job)
+        return job
+
+    def format_of(self, request: Any, job: Generation) -> Callable[[ReplyOptions], Format]:
+        return self.format
+
+
+class TranslatedCount(Translated):
+    """The length of the prompt of such a request, images included."""
+
+    head: Mapping[str, str] = {}
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = self.chat(check(self.takes, value), body)
+        return counted_chat(request, body, lambda events: JSONResponse({**self.head, "input_tokens": len(events[0].prompt_ids)}))
 
 
 class BatchChatEndpoint(ChatEndpoint):
@@ -66,7 +109,7 @@ class BatchChatEndpoint(ChatEndpoint):
 
     takes: Any = BatchChatRequest
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
+    def read(self, value: dict[str, Any], body: Body) -> Generation:
         conversations = value.get("messages")
         if not isinstance(conversations, list) or not 1 <= len(conversations) <= MAX_PROMPTS:
             raise bad_value("messages", f"must be a list of 1 to {MAX_PROMPTS} conversations")
@@ -99,7 +142,7 @@ class CompletionEndpoint(GenerationEndpoint):
         return job
 
 
-class TokenizeEndpoint(GatheringEndpoint):
+class TokenizeEndpoint(Endpoint):
     """Token ids of messages, as chat completions would make them, or of a text."""
 
     takes = ChatRequest | TokenizeRequest
@@ -107,16 +150,16 @@ class TokenizeEndpoint(GatheringEndpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         if "messages" in value:
-            return counted_chat(self.check(ChatRequest, value), body)
+            return counted_chat(self.check(ChatRequest, value), body, self._show)
         request = self.check(TokenizeRequest, value)
-        return counted(request, body, TextPrompt(request.prompt), "prompt")
+        return counted(request, body, TextPrompt(request.prompt), "prompt", self._show)
 
-    def answer(self, job: Job, events: list[Event]) -> Response:
+    def _show(self, events: list[Event]) -> Response:
         ids, limit = events[0].prompt_ids, self.service.client.stats.max_model_len
         return json_response(encode({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}))
 
 
-class DetokenizeEndpoint(GatheringEndpoint):
+class DetokenizeEndpoint(Endpoint):
     """The text of token ids, special ones included."""
 
     takes = DetokenizeRequest
@@ -124,13 +167,11 @@ class DetokenizeEndpoint(GatheringEndpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(DetokenizeRequest, value)
-        return counted(request, body, TokenPrompt(request.tokens), "tokens")
-
-    def answer(self, job: Job, events: list[Event]) -> Response:
-        return json_response(encode({"prompt": events[0].text}))
+        show = lambda events: json_response(encode({"prompt": events[0].text}))  # noqa: E731
+        return counted(request, body, TokenPrompt(request.tokens), "tokens", show)
 
 
-def _vary_seeds(job: Job) -> None:
+def _vary_seeds(job: Generation) -> None:
     """Give equal prompts different answers, unless the request has a seed."""
     for i, submit in enumerate(job.submits if job.request.seed is None else ()):
         submit.params = msgspec.structs.replace(submit.params, seed=(submit.params.seed + i) % (1 << 63))
@@ -159,15 +200,26 @@ def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> Chat
     )
 
 
-def counted(request: GenerationRequest, body: Body, prompt: Prompt, field: str) -> Job:
+def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a turn of the assistant in a history."""
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def conversation_of(request: ChatRequest, body: Body) -> Conversation:
+    return read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
+
+
+def counted(request: GenerationRequest, body: Body, prompt: Prompt, field: str, show: Show) -> Gathering:
     """A request that goes no further than the processor; `field` holds its prompt. RequestError 400."""
     read_grammar(request)  # for what is wrong with it
-    return Job(request, submits_of(body, [prompt], field, SamplingParams(), OutputOptions(echo=True), is_counted_only=True))
+    submits = submits_of(body, [prompt], field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
+    return Gathering(request=request, submits=submits, show=show)
 
 
-def counted_chat(request: ChatRequest, body: Body) -> Job:
+def counted_chat(request: ChatRequest, body: Body, show: Show) -> Gathering:
     """The same, of messages and their images."""
-    conversation = read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
-    job = counted(request, body, chat_prompt(request, conversation.messages), "messages")
+    conversation = conversation_of(request, body)
+    job = counted(request, body, chat_prompt(request, conversation.messages), "messages", show)
     job.submits[0].media, job.used = conversation.media, conversation.used_references
     return job

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,6 +35,14 @@ def check_url(url: str, scanner: Scanner, path: str) -> None:
     """RequestError 400 for a URL that no loader knows."""
     if scanner.index_of(url) is None and not url.lower().startswith(URL_SCHEMES):
         raise bad_value(path, "expected a data:, http://, https:// or file:// URL")
+
+
+def check_urls(content: str | list[Any], name: str, scanner: Scanner) -> None:
+    """The same for all parts of content that is called `name`."""
+    for j, part in enumerate(content if isinstance(content, list) else ()):
+        for kind in {"image_url", "video_url"} & type(part).model_fields.keys():
+            if (url := getattr(part, kind).url) is not None:
+                check_url(url, scanner, f"{name}.{j}.{kind}")
 
 
 def locate(url: str, path: str, body: Body, used: set[int]) -> tuple[Region | None, str | None]:

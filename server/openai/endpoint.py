@@ -11,7 +11,7 @@ import hashlib
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -36,12 +36,13 @@ from server.http.sse import Format, ReplyOptions
 from server.http.validate import check, read_object
 from server.openai.fields import UnknownFields
 from server.openai.grammar import read_grammar
-from server.openai.openapi import BodyRoute, ErrorAnswer
-from server.openai.schema import GenerationRequest, StreamOptions
+from server.openai.openapi import BodyRoute
+from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 
-Checked = TypeVar("Checked", bound=GenerationRequest)
+Checked = TypeVar("Checked", bound=AnyRequest)
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
+MAX_WARNINGS = 20  # of unknown fields
 LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 
 
@@ -57,20 +58,48 @@ class Service:
     seeds: random.Random  # of requests that have none
 
 
-@dataclass(slots=True)
-class Job:
-    """A checked request: one Submit a prompt. `used` are the scanner's references in it."""
+@dataclass(slots=True, kw_only=True)
+class Job(ABC):
+    """A checked request: one Submit per prompt. `used` are the scanner's references in it."""
 
-    request: GenerationRequest
+    request: AnyRequest
     submits: list[Submit]
     used: set[int] = field(default_factory=set)
-    echo: dict[str, object] = field(default_factory=dict)  # what its answer repeats of it
-    warnings: list[str] = field(default_factory=list)  # what its answer lacks
-    custom_tools: frozenset[str] = frozenset()  # which take one text
 
     @property
     def num_images(self) -> int:
         return sum(len(submit.media) for submit in self.submits)
+
+    @abstractmethod
+    def reply(self, stream: Stream, service: Service) -> ASGIApp:
+        """Return the answer. It gives the stream back however it ends."""
+
+    def _exchange(self, stream: Stream, service: Service) -> dict[str, Any]:
+        """Arguments of every `Answer`."""
+        counted = {"num_images": self.num_images, "deadline": self.submits[0].deadline}
+        return {"stream": stream, "client": service.client, "metrics": service.metrics, **counted}
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation(Job):
+    """It is answered with what the model generates."""
+
+    request: GenerationRequest
+    options: ReplyOptions
+    format: Callable[[ReplyOptions], Format]
+
+    def reply(self, stream: Stream, service: Service) -> ASGIApp:
+        return Reply(format=self.format(self.options), options=self.options, **self._exchange(stream, service))
+
+
+@dataclass(slots=True, kw_only=True)
+class Gathering(Job):
+    """It is answered with one document when all choices have their one event: `show` makes it of these, in the choices' order."""
+
+    show: Callable[[list[Event]], Response]
+
+    def reply(self, stream: Stream, service: Service) -> ASGIApp:
+        return GatheredReply(show=self.show, **self._exchange(stream, service))
 
 
 class Endpoint(ABC):
@@ -81,7 +110,6 @@ class Endpoint(ABC):
     gives: Any  # a document
     streams: Any = None  # the data of an event, if answers may be streamed
     last_data = ""  # what the last event holds instead
-    fails: Any = ErrorAnswer
 
     def __init__(self, service: Service):
         self.service = service
@@ -91,25 +119,22 @@ class Endpoint(ABC):
     def read(self, value: dict[str, Any], body: Body) -> Job:
         """In any thread. RequestError."""
 
-    @abstractmethod
-    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        """Gives the stream back however it ends."""
-
     def route(self, path: str) -> BodyRoute:
         return BodyRoute(path, self)
 
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         """RequestError 400."""
         request = check(model, value)
-        self.note_unknown(request.model_extra or {})
+        self.note_unknown(request.model_extra)
         request.check_together(self.service.checkpoint.vocab_size)
         for words in request.remarks:
             self._unknown.once(words)
         return request
 
-    def note_unknown(self, extra: dict[str, Any]) -> None:
-        """RequestError 400 for a field that would change the answer."""
-        self._unknown.check(extra)
+    def note_unknown(self, extra: dict[str, Any] | None) -> list[str]:
+        """Return warnings of unknown fields. RequestError 400 for a field that would change the answer."""
+        names = self._unknown.check(extra or {})
+        return [f"The field '{name[:100]}' is unknown to this server, which ignored it." for name in names[:MAX_WARNINGS]]
 
     def note_dropped(self, names: Iterable[str]) -> list[str]:
         """Warnings for fields that ask for what a vendor does around its models."""
@@ -136,7 +161,7 @@ class Endpoint(ABC):
             body.credentials = credentials_of(request.scope)
             body.client = hashlib.sha256(body.credentials + b"\0" + address_of(request.scope).encode()).digest()
             stream, job = await self.submit(body)
-            return self.reply(stream, job, body)
+            return job.reply(stream, service)
 
     async def submit(self, body: Body) -> tuple[Stream, Job]:
         """The body is the processor's from then on. RequestError; then it is given up."""
@@ -146,7 +171,7 @@ class Endpoint(ABC):
             body.seed = service.seeds.getrandbits(63)  # in the order of arrival: large bodies are read in threads
             job = await self._parse(body)
             if job.request.model not in (None, "", *service.model_names):
-                raise RequestError(404, f"The model '{str(job.request.model)[:100]}' does not exist.", "model", "model_not_found")
+                raise unknown_model(str(job.request.model), service.model_names)
             limit = service.config.max_images_per_request
             if job.num_images > limit:
                 raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", job.submits[0].prompt_field)
@@ -156,7 +181,7 @@ class Endpoint(ABC):
             if job.used or body.num_announced:
                 for submit in job.submits:  # the last one that has read it lets go of it
                     submit.body = body.region.offset
-            stream = service.client.submit(job.submits)
+            stream = service.client.submit(job.submits, job.request.rid)
             if job.submits[0].body is not None:
                 undo.pop_all()  # from now on it is the processor that releases the body
         return stream, job
@@ -188,51 +213,36 @@ class GenerationEndpoint(Endpoint):
 
     format: type[Format]
 
-    def job_of(self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, **output: Any) -> Job:
+    def job_of(self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, **output: Any) -> Generation:
         """`output` are OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.sampling, body.seed)
-        options = OutputOptions(
+        told = OutputOptions(
             stop=request.stop, min_tokens=request.min_tokens or 0, bad_words=request.bad_words or [],
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
             skip_special_tokens=request.skip_special_tokens is not False, token_ids=bool(request.return_token_ids),
-            names_ids=bool(request.return_tokens_as_token_ids), prompt_logprobs=request.prompt_logprobs is not None, **output,
+            prompt_logprobs=request.prompt_logprobs is not None,
+            **{"names": "ids" if request.return_tokens_as_token_ids else "texts", **output},
         )  # fmt: skip
         submits = submits_of(
-            body, prompts, field, params, options, cache_salt=request.cache_salt or "", n=request.n or 1,
+            body, prompts, field, params=params, output=told, cache_salt=request.cache_salt or "", n=request.n or 1,
             priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
             truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
             prediction=request.prediction.text if request.prediction else "",
         )  # fmt: skip
-        return Job(request, submits)
-
-    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        request, service = job.request, self.service
-        wanted, first = request.stream_options or StreamOptions(), job.submits[0]
+        wanted = request.stream_options or StreamOptions()
         options = ReplyOptions(
-            request.model or service.model_names[0], int(time.time()), body.started, body.received, bool(request.stream),
-            bool(wanted.include_usage), bool(wanted.continuous_usage_stats), bool(request.timings),
-            job.echo, job.warnings, job.custom_tools, has_grammar=first.grammar is not None or first.output.must_call,
-            drops_empty=first.output.calls != "none",
+            model=request.model or self.service.model_names[0], created=int(time.time()), started=body.started, received=body.received,
+            is_streamed=bool(request.stream), include_usage=bool(wanted.include_usage), timings=bool(request.timings),
+            continuous_usage=bool(wanted.continuous_usage_stats), warnings=[*request.warnings, *self.note_unknown(request.model_extra)],
+            custom_tools=request.custom_tools, has_grammar=grammar is not None or told.must_call, drops_empty=told.calls != "none",
         )  # fmt: skip
-        answer = stream, service.client, service.metrics, job.num_images, first.deadline
-        return Reply(*answer, format=self.format_of(options, job), options=options)
-
-    def format_of(self, options: ReplyOptions, job: Job) -> Format:
-        return self.format(options)
+        return Generation(request=request, submits=submits, options=options, format=self.format)
 
 
-class GatheringEndpoint(Endpoint):
-    """Answers with one document when all choices have their one event."""
-
-    def reply(self, stream: Stream, job: Job, body: Body) -> ASGIApp:
-        service = self.service
-        answer = stream, service.client, service.metrics, job.num_images, job.submits[0].deadline
-        return GatheredReply(*answer, show=lambda events: self.answer(job, events))
-
-    @abstractmethod
-    def answer(self, job: Job, events: list[Event]) -> Response:
-        """The document, of the choices' events in their order."""
+def unknown_model(name: str, served: Sequence[str]) -> RequestError:
+    words = f"The model '{name[:100]}' does not exist. This server has: {', '.join(served)}."
+    return RequestError(404, words, "model", "model_not_found")
 
 
 def json_response(document: bytes) -> Response:
@@ -250,10 +260,11 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed
     return SamplingParams(**given | {"top_k": max(0, given["top_k"])})
 
 
-def submits_of(
-    body: Body, prompts: Sequence[Prompt], field: str, params: SamplingParams, output: OutputOptions, **others: Any
-) -> list[Submit]:
-    """One a prompt, which stands in this field; `others` are more of `Submit`."""
+def submits_of(body: Body, prompts: Sequence[Prompt], field: str, **others: Any) -> list[Submit]:
+    """Return one Submit per prompt, which stands in this field; `others` are fields of `Submit`."""
     rids = [body.rid, *(body.new_rid() for _ in prompts[1:])]
-    pairs = zip(rids, prompts, strict=True)
-    return [Submit(rid, prompt, [], params, output, Stages(body.received), prompt_field=field, **others) for rid, prompt in pairs]
+    fields = {"prompt_field": field, **others}
+    return [
+        Submit(rid=rid, prompt=prompt, media=[], stages=Stages(body.received), **fields)
+        for rid, prompt in zip(rids, prompts, strict=True)
+    ]

@@ -48,7 +48,7 @@ INSTEAD = {
 }
 HARMLESS = frozenset(limits_of(((),
     """add_special_tokens bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key
-    guided_decoding_backend metadata prompt_cache_key prompt_cache_options prompt_cache_retention request_id return_mm_kwargs rid
+    guided_decoding_backend metadata prompt_cache_key prompt_cache_options prompt_cache_retention request_id return_mm_kwargs
     routed_dp_rank routed_experts_prompt_start routed_experts_start_len safety_identifier service_tier session_id
     spaces_between_special_tokens store stream_interval"""
 )))  # fmt: skip
@@ -79,11 +79,13 @@ class UnknownFields:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def check(self, extra: dict[str, Any]) -> None:
-        """RequestError 400 as `check_limited`."""
+    def check(self, extra: dict[str, Any]) -> list[str]:
+        """Return the names of unknown fields. RequestError 400 as `check_limited`."""
         check_limited(extra, LIMITED)
-        for name in extra.keys() - LIMITED.keys() - HARMLESS:
+        names = [name for name in extra if name not in LIMITED and name not in HARMLESS]
+        for name in names:
             self.once(f"requests carry the unknown field {name[:100]!r}, which is ignored")
+        return names
 
     def once(self, words: str) -> None:
         """Log a line once, within the same limit."""

@@ -90,7 +90,7 @@ class ChatFormat(OpenAIFormat):
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         value = encode(event.text)
-        logprobs = encode(_chat_logprobs(event.logprobs)) if event.logprobs else b"null"
+        logprobs = encode(_token_list(event.logprobs)) if event.logprobs else b"null"
         delta = b'"reasoning":' + value + b',"reasoning_content":' + value if event.is_reasoning else b'"content":' + value
         if event.calls:
             calls = encode([self._delta_json(choice, call) for call in event.calls])
@@ -113,7 +113,7 @@ class ChatFormat(OpenAIFormat):
             message |= {"content": content or None, "reasoning": reasoning, "reasoning_content": reasoning}
         if choice.calls:
             message |= {"content": content or None, "tool_calls": [self._call_json(call) for call in choice.calls]}
-        return {"message": message, "logprobs": _chat_logprobs(choice.logprobs) if choice.logprobs else None}
+        return {"message": message, "logprobs": _token_list(choice.logprobs) if choice.logprobs else None}
 
     def _call_json(self, call: Call) -> dict[str, object]:
         if call.name in self._custom_tools:
@@ -200,12 +200,14 @@ def _custom_json(call: Call, text: str) -> dict[str, object]:
     return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
 
 
-def _chat_logprobs(entries: list[Logprob]) -> dict[str, object]:
-    content = []
-    for entry in entries:
-        top = [_token_json(token, value) for token, value in entry.top]
-        content.append({**_token_json(entry.token, entry.logprob), "top_logprobs": top})
-    return {"content": content, "refusal": None}
+def _token_list(entries: list[Logprob]) -> dict[str, object]:
+    return {"content": logprobs_json(entries), "refusal": None}
+
+
+def logprobs_json(entries: list[Logprob]) -> list[dict[str, object]]:
+    """Return tokens with their log-probabilities, as chat completions and responses have them."""
+    tops = ([_token_json(token, value) for token, value in entry.top] for entry in entries)
+    return [{**_token_json(entry.token, entry.logprob), "top_logprobs": top} for entry, top in zip(entries, tops, strict=True)]
 
 
 def _token_json(token: bytes, logprob: float | None) -> dict[str, object]:

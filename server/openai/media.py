@@ -10,6 +10,7 @@ from server.http.validate import OneOf, Open, Strict
 LOW_DETAIL_PIXELS = 512 * 512
 MAX_FRAMES = 4096  # of one video
 
+Detail = Literal["auto", "low", "high", "original"]
 Pixels = Annotated[int, Field(ge=1, lt=1 << 31)]
 Rate = Annotated[float, Field(gt=0, le=1000)]
 FrameCount = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
@@ -95,7 +96,7 @@ class ImageUrl(PixelLimits, Open):
     `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
 
     url: str | None
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Detail | None = None
 
 
 class VideoUrl(VideoOptions, Open):
@@ -119,11 +120,12 @@ class ImagePart(PixelLimits, Open):
 
     type: Literal["image_url", "input_image"]
     image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=ImageUrl | str | None)]
+    detail: Detail | None = None  # as Responses have it
     uuid: Uuid | None = None
 
     def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
         """Least and most pixels: what stands nearest to the image counts, `others` last. And what low detail bounds it by besides."""
-        return *nearest((self.image_url, self, others)), LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None
+        return *nearest((self.image_url, self, others)), LOW_DETAIL_PIXELS if "low" in (self.image_url.detail, self.detail) else None
 
 
 class FrameOptions(VideoOptions, Open):

@@ -31,8 +31,8 @@ class ErrorAnswer(BaseModel):
 class DescribedRoute(APIRoute):
     """A route whose errors and keys are described."""
 
-    def __init__(self, path: str, endpoint: Any, method: str, gives: Any = None, fails: Any = ErrorAnswer, **others: Any):
-        responses = {"4XX": {"model": fails}, "5XX": {"model": fails}, **others.pop("responses", {})}
+    def __init__(self, path: str, endpoint: Any, method: str, gives: Any = None, **others: Any):
+        responses = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}, **others.pop("responses", {})}
         name = re.sub(r"(:path)?\W+", "_", path).strip("_") or "page"
         keys = [] if path in OPEN_PATHS else KEYS
         summary = (endpoint.__doc__ or "").partition("\n")[0].strip()
@@ -67,7 +67,7 @@ class BodyRoute(DescribedRoute):
             event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
             description = "A document; with `stream: true`, events, each of this schema"
             responses[200] = {"description": description, "content": {"text/event-stream": {"schema": event}}}
-        super().__init__(path, endpoint, "POST", app.gives, app.fails, responses=responses)
+        super().__init__(path, endpoint, "POST", app.gives, responses=responses)
         if app.streams is not None:
             self.response_fields["stream"] = create_model_field("stream", app.streams, mode="serialization")  # for `reference`
         self.app = app

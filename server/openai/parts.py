@@ -16,7 +16,7 @@ ToolList = Field(max_length=MAX_TOOLS, fail_fast=True)
 
 
 class TextPart(Strict):
-    type: Literal["text", "input_text"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
 
 

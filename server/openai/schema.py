@@ -92,14 +92,35 @@ FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'st
 PROMPTS = "must be text, a list of token ids, or a list of either that is not empty"
 
 
+class AnyRequest(Open):
+    """Fields of every request that the engine answers."""
+
+    model: str | None = None
+    cache_salt: Salt | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave room for the answer
+    truncation_side: Literal["left", "right"] | None = None
+    user: str | None = None
+    rid: str | None = None  # SGLang's name of the request, for /abort_request
+
+    @property
+    def remarks(self) -> list[str]:
+        """For the log, once each."""
+        return []
+
+    def check_together(self, vocab_size: int) -> None:
+        """What no single field shows. RequestError 400."""
+        if self.truncate_prompt_tokens == 0:
+            raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
+
+
 PARAMETER_FIELDS: dict[str, Any] = {name: (parameter.json | None, None) for name, parameter in PARAMETERS.items()}
-ParameterFields: Any = create_model("ParameterFields", __base__=Open, **PARAMETER_FIELDS)
+ParameterFields: Any = create_model("ParameterFields", __base__=AnyRequest, **PARAMETER_FIELDS)
 
 
 class GenerationRequest(ParameterFields):
     """Fields of chat and text completions: those of the table `SamplingParams`, and these."""
 
-    model: str | None = None
     stop: Stop = Field(default=[])
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name for it
@@ -117,14 +138,9 @@ class GenerationRequest(ParameterFields):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Salt | None = None
     timings: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave room for the answer
-    truncation_side: Literal["left", "right"] | None = None
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    user: str | None = None
     prediction: Prediction | None = None
 
     @property
@@ -142,12 +158,17 @@ class GenerationRequest(ParameterFields):
         return MAX_TOP_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
 
     @property
-    def remarks(self) -> list[str]:
-        """For the log, once each."""
+    def warnings(self) -> list[str]:
+        """What the answer lacks of what was asked for."""
         return []
 
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of tools that take one text."""
+        return frozenset()
+
     def check_together(self, vocab_size: int) -> None:
-        """What no single field shows. RequestError 400."""
+        super().check_together(vocab_size)
         for field, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
             for i, token_id in enumerate(ids or ()):
                 if token_id >= vocab_size:
@@ -161,8 +182,6 @@ class GenerationRequest(ParameterFields):
             raise bad_value("stream_options", "is for requests with `stream: true` only")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_value("prompt_logprobs", "is for requests without `stream: true`")
-        if self.truncate_prompt_tokens == 0:
-            raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
 
 class ChatRequest(GenerationRequest):
@@ -215,12 +234,10 @@ class ChatRequest(GenerationRequest):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Names of tools that take one text."""
         return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
     def warnings(self) -> list[str]:
-        """What the answer lacks of what was asked for."""
         return [f"The tool '{kind}' is its vendor's: this server does not have it, and dropped it." for kind in self._dropped]
 
     @property
@@ -276,7 +293,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         str | Ids | Annotated[list[Annotated[str | Ids, OneOf()]], Field(min_length=1, fail_fast=True)], OneOf(), Worded(PROMPTS)
     ]
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: nothing but the echo
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: nothing but the prompt's echo and log-probabilities
     echo: bool | None = None
     images: list[str] | None = None  # URLs for the placeholders of one prompt
     logprobs: NumLogprobs | None = None
@@ -287,7 +304,8 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else super().num_prompt_logprobs
+        wanted = [super().num_prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in wanted if number is not None), default=None)
 
     @property
     def token_limit(self) -> int:
@@ -301,10 +319,6 @@ class CompletionRequest(GenerationRequest):
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        if self.max_tokens == 0 and not self.echo:
-            raise bad_value("max_tokens", "must be at least 1 for requests without `echo: true`")
-        if self.echo and self.prompt_logprobs is not None:
-            raise bad_value("prompt_logprobs", "excludes `echo: true`, with which `logprobs` are the prompt's too")
         if self.images and len(self.prompts) > 1:
             raise bad_value("images", "is for one prompt")
         if len(self.prompts) > MAX_PROMPTS:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
 from engine.launch.config import VERSION
+from engine.wire.messages import Forget
 from server.errors import RequestError
 from server.openai.endpoint import Service
 from server.openai.openapi import DescribedRoute
@@ -98,12 +99,12 @@ class Status:
 
     async def reset_prefix_cache(self) -> Response:
         """Later requests find no beginning computed, as vLLM has it."""
-        self._service.client.forget(images=False)
+        self._service.client.send(Forget(images=False))
         return Response()
 
     async def flush_cache(self) -> Response:
         """Later requests find nothing, embeddings of images included, as SGLang has it."""
-        self._service.client.forget(images=True)
+        self._service.client.send(Forget(images=True))
         return Response("Cache flushed.\n", media_type="text/plain")
 
     async def server_info(self) -> Any:

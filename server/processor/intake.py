@@ -238,12 +238,15 @@ class Intake:
     def _encode(self, submit: Submit) -> Encoded:
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
             return Encoded(submit.prompt.ids, [], self._tokens.text_of(submit.prompt.ids))
+        prompt = submit.prompt
+        if submit.last_text_tokens is not None and isinstance(prompt, ChatPrompt):
+            prompt = self._prompts.cut_last_text(prompt, submit.last_text_tokens)
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
-        ids = self._prompts.encode(submit.prompt, are_videos, limit, submit.pooled_words is not None)
+        ids = self._prompts.encode(prompt, are_videos, limit, submit.pooled_words is not None)
         is_used = bool(submit.prediction) and self.config.draft == "lookup"
         predicted = self._prompts.predicted(submit.prediction, limit) if is_used else []
-        return Encoded(ids, predicted, self._echo(submit.prompt) if submit.output.echo else "")
+        return Encoded(ids, predicted, self._echo(prompt) if submit.output.echo else "")
 
     def _echo(self, prompt: Prompt) -> str:
         """A completion's prompt as the client would read it."""
@@ -262,7 +265,7 @@ class Intake:
     def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:
         """RequestError 400 for a prompt with images: what is left of one is none."""
         limit = submit.truncated_to
-        if limit is None:
+        if limit is None or (submit.media and limit < 0):  # a longer one is refused
             return ids
         if submit.media:
             name = "truncate_prompt_tokens"

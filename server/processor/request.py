@@ -114,7 +114,9 @@ class Request:
 
     @property
     def spelling(self) -> Spelling:
-        return id_spelling if self.submit.output.names_ids else self.answers[0].text.table.spelling
+        texts = self.answers[0].text.table.spelling
+        both: Spelling = lambda token_id: b"%d:%b" % (token_id, texts(token_id))  # noqa: E731
+        return {"texts": texts, "ids": id_spelling, "both": both}[self.submit.output.names]
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -125,11 +127,14 @@ class Request:
         """Slices of them, as what an event has."""
         self.scores = output.prompt_logprobs or self.scores  # the first answer's come alone, before any other's token
         entries = of_prompt(self.prompt_ids, self.scores)
+        options, num_top = self.submit.output, self.submit.params.logprobs
         while part := list(islice(entries, SLICE)):
-            if self.submit.output.prompt_logprobs:
-                yield {"prompt_logprobs": [ranked(self.answers[0].text.table.spelling, entry) for entry in part]}
-            else:
-                yield {"logprobs": [named(self.spelling, entry) for entry in part]}
+            found: dict[str, Any] = {}
+            if options.prompt_logprobs:
+                found["prompt_logprobs"] = [ranked(self.answers[0].text.table.spelling, entry) for entry in part]
+            if options.echo and num_top is not None:
+                found["logprobs"] = [named(self.spelling, (token_id, value, top[:num_top])) for token_id, value, top in part]
+            yield found
 
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""

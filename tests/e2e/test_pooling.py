@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from server.dialects.pooling.endpoint import EMBED, JUDGE, RERANK
+from server.dialects.pooling import EMBED, JUDGE, RERANK
 from tests.e2e.reference import Reference
 from tests.e2e.serving import Engine, image_part, picture, text_part
 
@@ -60,6 +60,8 @@ def test_embeddings_of_messages_with_images(tiny_engine: Engine, reference: Refe
     expected = unit(reference.last_hidden(messages, images, is_framed=True), 64)
     np.testing.assert_allclose(found["data"][0]["embedding"], expected, atol=2e-5)
     assert len(found["data"][0]["embedding"]) == 64
+    pooled = post(tiny_engine, "/pooling", messages=[{"role": "user", "content": parts}], dimensions=64, instruction="Find the cat")
+    assert pooled["data"] == [{"index": 0, "object": "pooling", "data": found["data"][0]["embedding"]}]
 
 
 def test_embeddings_through_openais_client(tiny_engine: Engine) -> None:
@@ -97,8 +99,13 @@ def test_scores(tiny_engine: Engine, reference: Reference) -> None:
     assert [result["relevance_score"] for result in ranked] == sorted(by_index.values(), reverse=True)
     assert max(expected) - min(expected) > 1e-3
     assert len(post(tiny_engine, "/v1/rerank", query="cats", documents=documents, top_n=1)["results"]) == 1
-    scored = post(tiny_engine, "/score", text_1="cats", text_2=documents)["data"]
-    np.testing.assert_allclose([entry["score"] for entry in scored], expected, atol=1e-5)
+    for first, second in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        scored = post(tiny_engine, "/score", **{first: "cats", second: documents}, truncate_prompt_tokens=-1)["data"]
+        np.testing.assert_allclose([entry["score"] for entry in scored], expected, atol=1e-5)
+    whole, cut = (post(tiny_engine, "/rerank", query="x", documents=["a b " * 50], max_tokens_per_doc=n)["usage"] for n in (1000, 3))
+    assert cut["prompt_tokens"] < whole["prompt_tokens"] - 50
+    (found,) = post(tiny_engine, "/classify", input="Are cats animals?")["data"]
+    assert found["label"] == ("yes" if found["probs"][0] >= 0.5 else "no") and sum(found["probs"]) == pytest.approx(1)
     other = post(tiny_engine, "/score", text_1=[{"content": [image_part(image)]}], text_2="A picture.", instruction="Is it this one?")
     single = asked_of(reference, [IMAGE], [text_part("A picture.")], [image], "Is it this one?")
     assert other["data"][0]["score"] == pytest.approx(single, abs=1e-5)
@@ -110,7 +117,7 @@ def test_bad_requests(tiny_engine: Engine) -> None:
         ("/v1/embeddings", {}, "body"), ("/v1/embeddings", {"input": "x", "messages": [message]}, "body"),
         ("/v1/embeddings", {"input": []}, "input"), ("/v1/embeddings", {"input": "x", "dimensions": 129}, "dimensions"),
         ("/v1/embeddings", {"input": [5, 4096]}, "input"), ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
-        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ("/rerank", {"query": "x", "documents": []}, "documents"), ("/score", {"text_1": ["a", "b"], "text_2": "x"}, "text_1"),
     ]  # fmt: skip
     for path, body, param in cases:

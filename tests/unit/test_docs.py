@@ -15,7 +15,7 @@ from engine.launch.config import EngineConfig
 from engine.launch.flags import make_parser
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from server import route
-from server.dialects.generate.endpoint import Native
+from server.dialects.generate import Native
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
 from server.http.connection import MAX_HEAD_BYTES

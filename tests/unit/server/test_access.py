@@ -16,11 +16,11 @@ from starlette.responses import Response
 from engine.launch.flags import parse_args
 from engine.wire.messages import ErrorInfo, Event, Events, Submit
 from engine.wire.stats import EngineStats
-from server.dialects.generate.endpoint import Native
+from server.dialects.generate import Native
 from server.errors import RequestError
 from server.http import client as client_module
 from server.http.client import Client
-from server.openai.endpoint import LARGE_JSON_BYTES, Endpoint, Job
+from server.openai.endpoint import LARGE_JSON_BYTES, Endpoint, Gathering, Job
 from server.openai.status import Status
 from tests.eventually import eventually_async
 from tests.unit.server.in_process import client_of, serving, virtual
@@ -145,7 +145,7 @@ async def test_a_full_queue_is_no_failure_and_an_idle_engine_is_asked() -> None:
 
 async def test_an_engine_without_tokens_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events without a token, such as the end of a request that was only counted, prove nothing."""
-    monkeypatch.setattr("server.dialects.generate.endpoint.HEALTH_S", 0.0)
+    monkeypatch.setattr("server.dialects.generate.HEALTH_S", 0.0)
     for service in (Service(), Service(max_requests=0), Service(is_started=False)):
         probe = service.probe()
         service.dispatch(Event(7, "text", finish_reason="stop"))
@@ -203,10 +203,8 @@ class Probe(Endpoint):
         if value["is_large"]:
             assert self.may_read.wait(60)
         self.seeds[value["name"]] = body.seed
-        return Job(SimpleNamespace(model=None, timeout=None), [SimpleNamespace(media=[], cache_salt="", body=None)])
-
-    def reply(self, stream: Any, job: Job, body: Any) -> Any:
-        raise NotImplementedError
+        request: Any = SimpleNamespace(model=None, timeout=None, rid=None)
+        return Gathering(request=request, submits=[SimpleNamespace(media=[], cache_salt="", body=None)], show=lambda events: Response())
 
 
 def body_of(name: str, is_large: bool) -> Any:
@@ -218,7 +216,7 @@ def body_of(name: str, is_large: bool) -> Any:
 
 async def test_a_large_request_does_not_take_the_seed_of_a_later_one() -> None:
     config = SimpleNamespace(max_images_per_request=1, api_key=None, api_key_file=None, request_timeout=None)
-    client = SimpleNamespace(submit=lambda submits: None)
+    client = SimpleNamespace(submit=lambda submits, name: None)
     service = SimpleNamespace(config=config, model_names=(), seeds=random.Random(1), client=client)
     probe = Probe(service)
     first = asyncio.create_task(probe.submit(body_of("first", is_large=True)))

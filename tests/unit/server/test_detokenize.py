@@ -17,9 +17,10 @@ from engine.wire.arena import Arena, create_memfd
 from engine.wire.messages import ChatPrompt, EngineOutputs, Event, Events, RequestOutput, Submit
 from engine.wire.params import OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
 from engine.wire.stats import Stages
-from server.dialects.generate import format as sglang
+from server.dialects.generate import GenerateFormat, GenerateRequest
 from server.http.sse import Choice, ReplyOptions
 from server.openai import tools
+from server.openai.schema import CompletionRequest
 from server.openai.tools import CustomText
 from server.processor.media.room import Room
 from server.processor.output import Output
@@ -119,7 +120,7 @@ def test_stop_strings_cost_the_same_per_character() -> None:
 def test_streams_that_repeat_the_answer_take_linear_time() -> None:
 
     def num_bytes(num_tokens: int) -> tuple[int, int]:
-        made = sglang.GenerateFormat(ReplyOptions("m", 0, echo={"is_list": False, "num_top": 0, "start": -1}))
+        made = GenerateFormat(ReplyOptions("m", 0), asked=GenerateRequest(text="x"), request=CompletionRequest(prompt="x"))
         choice, events = Choice(0), []
         for i in range(num_tokens):
             reason = "length" if i == num_tokens - 1 else None
@@ -211,7 +212,7 @@ def room() -> Iterator[Room]:
 
 def request(room: Room, tokenizer: Tokenizer, rid: int, num_top: int | None) -> Request:
     params = SamplingParams(logprobs=1, prompt_logprobs=num_top)
-    submit = Submit(rid, ChatPrompt(b""), [], params, OutputOptions(), Stages())
+    submit = Submit(rid, ChatPrompt(b""), [], params, OutputOptions(echo=True), Stages())
     answer = Answer(OutputText(TokenTable(tokenizer), ThinkTokens(None, None), OutputOptions()))
     made = Request(submit, [], [answer], is_in_scheduler=True, num_prompt_tokens=NUM_PROMPT)
     made.prompt = room.take(4 * NUM_PROMPT)

@@ -1,12 +1,14 @@
 """Requests that are made to cost seconds are refused before the work is done; large answers are made in threads, in slices."""
 
 import asyncio
+import functools
 import json
 import threading
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pybase64
 import pytest
@@ -15,13 +17,12 @@ from tokenizers import Tokenizer
 
 from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
 from server.checkpoint import Checkpoint
-from server.dialects.pooling import endpoint as pooling
+from server.dialects import pooling
 from server.errors import RequestError
 from server.http import validate
 from server.http.client import Stream
 from server.http.reply import LARGE_NUMBERS, GatheredReply
 from server.http.validate import MAX_VALUES, check, read_object
-from server.openai.endpoint import Job
 from server.openai.schema import MAX_IDS, DetokenizeRequest
 from server.processor.text.detokenize import NUM_AT_ONCE, TokenTable
 from server.processor.text.prompt import PromptBuilder
@@ -118,7 +119,7 @@ async def thread_of(*events: Event) -> threading.Thread:
         threads.append(threading.current_thread())
         return Response()
 
-    reply = GatheredReply(stream, None, None, 0, None, show=show)
+    reply = GatheredReply(stream=stream, client=cast(Any, None), metrics=cast(Any, None), num_images=0, deadline=None, show=show)
     making = asyncio.create_task(reply.respond(None))
     await asyncio.sleep(0)
     for event in events:
@@ -150,12 +151,12 @@ def test_vectors_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch, format:
 
     monkeypatch.setattr(pooling, "encode", encode)
     vectors = [np.random.default_rng(seed).normal(size=8).astype(np.float32) for seed in range(3)]
-    job = Job(None, [], echo={"format": format, "dimensions": 4})
-    shown = pooling.EmbeddingsEndpoint.show(SimpleNamespace(_entry=pooling.EmbeddingsEndpoint._entry), job, vectors, {"model": "m"})
-    answer = json.loads(bytes(shown.body))
-    assert shown.media_type == "application/json"
-    assert (answer["object"], answer["model"], [entry["index"] for entry in answer["data"]]) == ("list", "m", [0, 1, 2])
-    assert len(written) == 4
+    request = pooling.EmbeddingRequest(input="x", encoding_format=format, dimensions=4)
+    endpoint: Any = SimpleNamespace(_entry=functools.partial(pooling.EmbeddingsEndpoint._entry, pooling.EmbeddingsEndpoint))
+    shown = pooling.EmbeddingsEndpoint.show(endpoint, request, vectors)
+    answer = json.loads(msgspec.json.encode(shown))
+    assert [entry["index"] for entry in answer["data"]] == [0, 1, 2]
+    assert len(written) == 3
     for vector, entry in zip(vectors, answer["data"], strict=True):
         found = entry["embedding"] if format == "float" else np.frombuffer(pybase64.b64decode(entry["embedding"]), np.float32)
         assert np.allclose(found, vector[:4] / np.linalg.norm(vector[:4]), atol=1e-7)

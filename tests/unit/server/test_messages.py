@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import ErrorInfo, Event
-from server.dialects.anthropic.endpoint import LIMITED, chat_body
-from server.dialects.anthropic.format import MessageFormat, message_error_body
-from server.dialects.anthropic.schema import MessagesRequest
+from server.dialects.anthropic import LIMITED, MessageFormat, MessagesRequest, chat_body, message_error_body
 from server.errors import RequestError
 from server.http.scan import Scanner
 from server.http.sse import ReplyOptions
@@ -29,7 +27,8 @@ def translated(**fields: Any) -> dict[str, Any]:
     request = check(MessagesRequest, json.loads(scanner.json(memoryview(b""))))
     chat = chat_body(request, scanner)
     check(ChatRequest, chat).check_together(1000)
-    return {name: item for name, item in chat.items() if item is not None}
+    plain = json.loads(json.dumps(chat, default=lambda one: one.model_dump(exclude_none=True, by_alias=True)))
+    return {name: item for name, item in plain.items() if item is not None}
 
 
 def image(data: str) -> dict[str, Any]:
@@ -48,13 +47,13 @@ def test_fields_of_a_request() -> None:
     asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stream": True}
     rest = {"metadata": {"user_id": "x"}, "thinking": {"type": "disabled"}, "seed": 7, "stop_sequences": ["x"]}
     assert translated(**asked, **rest, system=[text("be short")]) == {
-        "model": "m", "max_tokens": 5, "stop": ["x"], "seed": 7, "enable_thinking": False, **asked,
+        "model": "m", "max_tokens": 5, "stop": ["x"], "seed": 7, "metadata": {"user_id": "x"}, "enable_thinking": False, **asked,
         "messages": [{"role": "system", "content": [text("be short")]}, QUESTION],
     }  # fmt: skip
     assert translated(thinking={"type": "enabled", "budget_tokens": 1024})["enable_thinking"] is True
     schema = {"type": "object"}
     told = translated(output_config={"format": {"type": "json_schema", "schema": schema}})
-    assert told["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert told["response_format"] == {"type": "json_schema", "schema": schema}
 
 
 def test_images_by_reference_by_text_and_by_url() -> None:

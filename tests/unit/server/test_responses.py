@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event
-from server.dialects.responses.endpoint import LIMITED, chat_body
-from server.dialects.responses.format import ResponseFormat
-from server.dialects.responses.schema import ResponsesRequest
+from server.dialects.responses import LIMITED, ResponseFormat, ResponsesRequest, chat_body
 from server.errors import RequestError
 from server.http.scan import Scanner
 from server.http.sse import ReplyOptions
@@ -29,7 +27,8 @@ def translated(**fields: Any) -> dict[str, Any]:
     request = check(ResponsesRequest, json.loads(scanner.json(memoryview(b""))))
     chat = chat_body(request, scanner)
     check(ChatRequest, chat).check_together(1000)
-    return {name: item for name, item in chat.items() if item is not None}
+    plain = json.loads(json.dumps(chat, default=lambda one: one.model_dump(exclude_none=True, by_alias=True)))
+    return {name: item for name, item in plain.items() if item is not None}
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -55,7 +54,10 @@ def test_fields_of_a_request() -> None:
     }  # fmt: skip
     schema = {"type": "object"}
     told = translated(text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}})
-    assert told["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert told["response_format"] == {"type": "json_schema", "schema": schema}
+    for fields in ({"include": ["message.output_text.logprobs"]}, {"top_logprobs": 3}):
+        assert translated(**fields)["logprobs"] is True and translated(**fields).get("top_logprobs") == fields.get("top_logprobs")
+    assert "logprobs" not in translated(include=["reasoning.encrypted_content"])
     assert translated(text={"format": {"type": "json_object"}})["response_format"] == {"type": "json_object"}
 
 
@@ -65,7 +67,7 @@ def test_images_by_reference_by_text_and_by_url() -> None:
     parts = [image(large, detail="low"), image("https://example.org/a.png", detail="original", max_pixels=5000)]
     shown = translated(input=[user(*parts)])["messages"][0]["content"]
     assert [part["image_url"]["url"] for part in shown] == ["nonce:0", "https://example.org/a.png"]
-    assert [part["image_url"]["detail"] for part in shown] == ["low", "high"] and shown[1]["image_url"]["max_pixels"] == 5000
+    assert [part["detail"] for part in shown] == ["low", "original"] and shown[1]["max_pixels"] == 5000
 
 
 def test_a_history_with_thoughts_and_calls() -> None:
@@ -81,10 +83,10 @@ def test_a_history_with_thoughts_and_calls() -> None:
     chat = translated(input=items, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
     calls = [{"id": id, "type": "function", "function": {"name": "weather", "arguments": CALL["arguments"]}} for id in ("c1", "c2")]
     question, turn, first, second, *last = chat["messages"]
-    assert question == {"role": "user", "content": [{"type": "text", "text": "so?"}]}
+    assert question == asked
     assert turn == {"role": "assistant", "content": "I look.", "reasoning": "hm", "tool_calls": calls}
     assert first == {"role": "tool", "tool_call_id": "c1", "content": "rain"}
-    assert second["tool_call_id"] == "c2" and [part["type"] for part in second["content"]] == ["text", "image_url"]
+    assert second["tool_call_id"] == "c2" and [part["type"] for part in second["content"]] == ["input_text", "input_image"]
     assert last == [{"role": "assistant", "content": "It rains."}, {"role": "assistant", "content": "Much."}]
     function = {name: value for name, value in TOOL.items() if name != "type"}
     assert chat["tools"] == [{"type": "function", "function": function}]
@@ -134,14 +136,15 @@ def read(stream: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(events: list[Event]) -> list[dict[str, Any]]:
-    return read(stream_of(ResponseFormat(OPTIONS), events))
+    return read(stream_of(ResponseFormat(OPTIONS, REPEATED), events))
 
 
-OPTIONS = ReplyOptions("m", 0, echo={"instructions": "be short"})
+OPTIONS = ReplyOptions("m", 0)
+REPEATED = {"instructions": "be short"}
 
 
 def document(events: list[Event]) -> dict[str, Any]:
-    return dict(json.loads(document_of(ResponseFormat(OPTIONS), events)))
+    return dict(json.loads(document_of(ResponseFormat(OPTIONS, REPEATED), events)))
 
 
 def test_events_of_a_stream() -> None:
@@ -164,6 +167,8 @@ def test_events_of_a_stream() -> None:
     assert done[2]["arguments"] == '{"a":1}' and [item["status"] for item in done] == ["completed"] * 3 + ["incomplete"]
     deltas = [event for event in found if event["type"] == "response.output_text.delta"]
     assert "".join(event["delta"] for event in deltas) == done[1]["content"][0]["text"] == "Well then"
+    (entry,) = done[1]["content"][0]["logprobs"]
+    assert deltas[0]["logprobs"] == [entry] and (entry["token"], entry["logprob"], entry["top_logprobs"]) == ("Well", -0.5, [])
     assert {event["item_id"] for event in deltas} == {done[1]["id"]}
     whole = document(EVENTS)
     for answer in (whole, last):
@@ -173,7 +178,7 @@ def test_events_of_a_stream() -> None:
 
 
 def test_an_error_after_the_headers() -> None:
-    error, failed = read(ResponseFormat(OPTIONS).error_chunk(ErrorInfo(503, "no", code="aborted")))
+    error, failed = read(ResponseFormat(OPTIONS, REPEATED).error_chunk(ErrorInfo(503, "no", code="aborted")))
     assert (error["type"], error["code"], error["message"]) == ("error", "aborted", "no")
     assert failed["response"]["status"] == "failed" and failed["response"]["error"] == {"code": "server_error", "message": "no"}
 

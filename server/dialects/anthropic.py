@@ -1,0 +1,310 @@
+"""`POST /v1/messages`, Anthropic's dialect: a request is translated into one of chat completions, whose other fields it may have too."""
+
+import secrets
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+from pydantic_core import from_json
+
+from engine.wire.messages import ErrorInfo, Event
+from engine.wire.params import NotEmpty, Temperature, TokenCount, TopK, TopP
+from server.http.scan import Scanner
+from server.http.sse import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
+from server.http.validate import OneOf, Open, Strict, bad_value
+from server.openai.chat import TranslatedChat, TranslatedCount, assistant_message
+from server.openai.conversation import check_url
+from server.openai.endpoint import Endpoint
+from server.openai.fields import limits_of, rest_of
+from server.openai.parts import FIRST, ToolList
+from server.openai.schema import MAX_STOPS, Effort, MessageList, SchemaFormat
+from server.openai.tools import HostedTool, Name
+
+MESSAGES_PATH = "/v1/messages"
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# Not implemented here, or fields of chat completions that the answers have no place for.
+LIMITED = limits_of(
+    ((), "container enable_thinking max_completion_tokens output_format parallel_tool_calls response_format stop stream_options"),
+    ((), "top_logprobs prompt_logprobs"),
+    ((False,), "logprobs return_token_ids return_tokens_as_token_ids"),
+    ((1,), "n"),
+)
+DROPPED = ("context_management", "mcp_servers")  # what a vendor does around its models
+HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
+
+
+class TextBlock(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Base64Source(Strict):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(Strict):
+    type: Literal["url"]
+    url: str
+
+
+class MediaBlock(Strict):
+    type: Literal["image", "video"]
+    source: Annotated[Base64Source | UrlSource, OneOf("must be of type 'base64' or 'url'")]
+
+
+class ThinkingBlock(Strict):
+    """Reasoning of an earlier answer. Signatures and redacted text are ignored."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+
+
+class ToolUseBlock(Strict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ResultBlock = Annotated[TextBlock | MediaBlock, OneOf("blocks of a result are of type 'text', 'image' or 'video'")]
+
+
+class ToolResultBlock(Strict):
+    """`is_error` has no effect: the content says it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[Annotated[list[ResultBlock], FIRST] | str | None, OneOf()] = None
+
+
+Block = Annotated[
+    TextBlock | MediaBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    OneOf("content blocks are of type 'text', 'image', 'video', 'tool_use', 'tool_result', 'thinking' or 'redacted_thinking'"),
+]
+OF_ROLES = {
+    "system": ("text",),
+    "user": ("text", "image", "video", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
+
+
+class Turn(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Annotated[list[Block], FIRST] | str, OneOf("must be a string or a list of blocks")]
+
+
+class ClientTool(Strict):
+    """Tools that Anthropic runs are of other types, and dropped."""
+
+    type: Literal["custom", None] = None
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] = Field(alias="input_schema")
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputConfig(Strict):
+    format: SchemaFormat | None = None
+    effort: Effort | None = None
+
+
+class CountRequest(Open):
+    """The body of `POST /v1/messages/count_tokens`."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], MessageList]
+    system: Annotated[Annotated[list[TextBlock], FIRST] | str | None, OneOf()] = None
+    tools: Annotated[list[Annotated[ClientTool | HostedTool, OneOf()]], ToolList] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of `POST /v1/messages`."""
+
+    max_tokens: TokenCount
+    stop: Annotated[list[NotEmpty], Field(max_length=MAX_STOPS)] | None = Field(alias="stop_sequences", default=None)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stream: bool | None = None
+
+
+class MessageAnswer(BaseModel):
+    id: str
+    type: Literal["message"]
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    usage: dict[str, int]
+
+
+class MessageEvent(BaseModel):
+    type: str
+    message: MessageAnswer | None = None
+
+
+def chat_body(request: CountRequest, scanner: Scanner) -> dict[str, Any]:
+    """As chat completions have it. RequestError 400."""
+    chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
+    chat |= request.model_dump(include={"model", "max_tokens", "temperature", "top_p", "top_k", "stop", "stream"})
+    chat["messages"] = list(_messages(request, scanner))
+    last = chat["messages"][-1]
+    if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    if request.tools:
+        chat["tools"] = [tool if isinstance(tool, HostedTool) else tool.as_chat() for tool in request.tools]
+    if request.tool_choice:
+        chat |= _tool_choice(request.tool_choice)
+    if request.thinking and request.thinking.type != "adaptive":
+        chat["enable_thinking"] = request.thinking.type == "enabled"
+    if request.output_config:
+        chat |= {"reasoning_effort": request.output_config.effort, "response_format": request.output_config.format}
+    return chat
+
+
+def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
+    kinds = {"any": "required", "tool": {"type": "function", "function": {"name": choice.name}}}
+    return {"tool_choice": kinds.get(choice.type, choice.type), "parallel_tool_calls": not choice.disable_parallel_tool_use}
+
+
+def _messages(request: CountRequest, scanner: Scanner) -> Iterator[dict[str, Any]]:
+    """Yield a message per turn, one per result of a tool in it, and one per run of blocks between these."""
+    if request.system:
+        yield {"role": "system", "content": _content(request.system, "system", scanner)}
+    for i, turn in enumerate(request.messages):
+        if isinstance(turn.content, str):
+            yield {"role": turn.role, "content": turn.content}
+            continue
+        parts, thoughts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
+        for j, block in enumerate(turn.content):
+            name = f"messages.{i}.content.{j}"
+            if block.type not in OF_ROLES[turn.role]:
+                raise bad_value(name, f"a message of role '{turn.role}' has no blocks of type '{block.type}'")
+            if block.type == "tool_result":
+                if parts:
+                    yield {"role": turn.role, "content": parts}
+                    parts = []
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content, f"{name}.content", scanner)}
+            elif block.type == "tool_use":
+                calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}})
+            elif isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
+            else:
+                parts.append(_part(block, name, scanner))
+        if turn.role == "assistant":
+            yield assistant_message([part["text"] for part in parts], thoughts, calls)
+        elif parts or not turn.content:
+            yield {"role": turn.role, "content": parts or ""}
+
+
+def _content(content: Any, name: str, scanner: Scanner) -> Any:
+    return [_part(block, f"{name}.{k}", scanner) for k, block in enumerate(content)] if isinstance(content, list) else content
+
+
+def _part(block: Any, name: str, scanner: Scanner) -> dict[str, Any]:
+    if block.type == "text":
+        return {"type": "text", "text": block.text}
+    source = block.source
+    if source.type == "url":
+        url = source.url
+        check_url(url, scanner, f"{name}.source.url")
+    else:
+        url = source.data if scanner.index_of(source.data) is not None else f"data:{source.media_type};base64,{source.data}"
+    return {"type": f"{block.type}_url", f"{block.type}_url": {"url": url}}
+
+
+class MessageFormat(BlockFormat):
+    def __init__(self, options: ReplyOptions):
+        self._head = {"id": f"msg_{secrets.token_hex(16)}", "type": "message", "role": "assistant", "model": options.model}
+        self._warnings = {"warnings": options.warnings} if options.warnings else {}
+        self._index = -1  # of the last block
+
+    def first_chunk(self, choice: Choice) -> bytes:
+        ending = {"stop_reason": None, "stop_sequence": None, "usage": usage_json(choice.usage)}
+        return named_event("message_start", message={**self._head, "content": [], **ending, **self._warnings})
+
+    def begin(self, kind: str, call: Call | None) -> bytes:
+        before = self._stop_block()
+        self._index += 1
+        return before + named_event("content_block_start", index=self._index, content_block=_block(kind, "", call))
+
+    def delta(self, piece: str, event: Event) -> bytes:
+        kind, name = ("input_json", "partial_json") if self._open == "call" else (self._open, self._open)
+        return named_event("content_block_delta", index=self._index, delta={"type": f"{kind}_delta", name: piece})
+
+    def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
+        return self._stop_block() + named_event("message_delta", delta=_ending(choice), usage=usage_json(choice.usage), **timings)
+
+    def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
+        return named_event("message_stop")
+
+    def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
+        content = {"content": [_block(*block) for block in choices[0].blocks()], **_ending(choices[0])}
+        return encode({**self._head, **content, "usage": usage_json(usage), **self._warnings, **timings})
+
+    def error_chunk(self, info: ErrorInfo) -> bytes:
+        return b"event: error\ndata: " + message_error_body(info) + b"\n\n"
+
+    def _stop_block(self) -> bytes:
+        return named_event("content_block_stop", index=self._index) if self._open else b""
+
+
+def message_error_body(info: ErrorInfo) -> bytes:
+    kind = ERROR_TYPES.get(info.status, "invalid_request_error" if info.status < 500 else "api_error")
+    return encode({"type": "error", "error": {"type": kind, "message": info.message}})
+
+
+def usage_json(usage: Usage) -> dict[str, int]:
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.num_cached}
+    return {"input_tokens": usage.num_prompt - usage.num_cached, **cached, "output_tokens": usage.num_generated}
+
+
+def _ending(choice: Choice) -> dict[str, Any]:
+    is_string = choice.finish_reason == "stop" and isinstance(choice.stop_reason, str)
+    reason = "stop_sequence" if is_string else STOP_REASONS.get(choice.finish_reason or "", "end_turn")
+    return {"stop_reason": reason, "stop_sequence": choice.stop_reason if is_string else None}
+
+
+def _block(kind: str, text: str, call: Call | None) -> dict[str, Any]:
+    if call is None:
+        return {"type": kind, kind: text, **({"signature": ""} if kind == "thinking" else {})}
+    try:
+        arguments = from_json(text, allow_partial=True, cache_strings="keys")  # what can be parsed of cut ones, as the SDK does
+    except ValueError:
+        arguments = None
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments if isinstance(arguments, dict) else {}}
+
+
+class MessagesEndpoint(TranslatedChat):
+    """An answer to messages in Anthropic's dialect."""
+
+    takes, gives, streams = MessagesRequest, MessageAnswer, MessageEvent
+    format, dropped = MessageFormat, DROPPED
+    translate = staticmethod(chat_body)
+
+
+class CountMessageTokens(TranslatedCount):
+    """The number of tokens of such a prompt, images included."""
+
+    takes, gives = CountRequest, dict[str, int]
+    translate = staticmethod(chat_body)
+
+
+ROUTES: dict[str, type[Endpoint]] = {MESSAGES_PATH: MessagesEndpoint, f"{MESSAGES_PATH}/count_tokens": CountMessageTokens}

@@ -1,0 +1,249 @@
+"""`POST /v1/embeddings`, `/rerank`, `/score` and their kin, with the conversations of Qwen3-VL-Embedding and Qwen3-VL-Reranker.
+
+texts, messages ──▶ conversation ──▶ hidden state, or logits of "yes" and "no" ──▶ JSON
+"""
+
+import functools
+import math
+import secrets
+import time
+import unicodedata
+from abc import abstractmethod
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pybase64
+from pydantic import AliasChoices, BaseModel, Field, model_validator
+from starlette.responses import Response
+
+from engine.wire.messages import ChatPrompt, Event, TokenPrompt
+from engine.wire.params import OutputOptions, SamplingParams, TokenId
+from server.http.body import Body
+from server.http.sse import encode
+from server.http.validate import OneOf, Strict, bad_value
+from server.openai.answers import Usage
+from server.openai.conversation import read_conversation
+from server.openai.endpoint import Endpoint, Gathering, Job, json_response, submits_of
+from server.openai.media import MediaIoKwargs, ProcessorKwargs
+from server.openai.parts import Message, Parts, TextPart
+from server.openai.schema import AnyRequest, MessageList
+
+EMBED = "Represent the user's input."
+RERANK = "Given a search query, retrieve relevant candidates that answer the query."
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+LABELS = ["yes", "no"]
+MAX_INPUTS = 1000  # as many as LangChain sends at once
+InputList = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Json = dict[str, Any]
+Floats = npt.NDArray[np.float32]
+
+
+class PoolingRequest(AnyRequest):
+    instruction: str | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+
+
+class EmbeddingRequest(PoolingRequest):
+    """`input`, or `messages` with images, which are one input."""
+
+    input: Annotated[str | Ids | Annotated[list[Annotated[str | Ids, OneOf()]], InputList], OneOf()] = ""
+    messages: Annotated[list[Message], MessageList] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "EmbeddingRequest":
+        if ("input" in self.model_fields_set) == (self.messages is not None):
+            raise ValueError("needs either `input` or `messages`")
+        return self
+
+
+class ItemContent(Strict):
+    content: Annotated[Parts | str, OneOf()]
+
+
+Item = Annotated[str | ItemContent, OneOf()]
+Items = Annotated[list[Item], InputList]
+
+
+class RerankRequest(PoolingRequest):
+    query: Item
+    documents: Items
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all
+    return_documents: bool | None = None
+
+
+class ScoreRequest(PoolingRequest):
+    """Each of the second to the one first, or both in pairs; vLLM's other names are accepted."""
+
+    text_1: Annotated[Items | str | ItemContent, OneOf()] = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: Annotated[Items | str | ItemContent, OneOf()] = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+
+
+class Pooled(BaseModel):
+    model: str
+    usage: Usage
+    data: list[Json] | None = None
+    results: list[Json] | None = None
+
+
+class PoolingEndpoint(Endpoint):
+    """An endpoint whose answers are made of numbers: the logits of LABELS, or hidden states."""
+
+    gives = Pooled
+    words = LABELS
+
+    @abstractmethod
+    def prompts(self, request: Any) -> tuple[str, list[Any]]:
+        """Return a field, and the prompts in it: each is messages, or token ids. RequestError 400."""
+
+    @abstractmethod
+    def show(self, request: Any, values: list[Floats]) -> Json:
+        """Make the answer of an array per prompt."""
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = self.check(self.takes, value)
+        field, prompts = self.prompts(request)
+        submits = submits_of(
+            body, [TokenPrompt(prompt) for prompt in prompts], field, pooled_words=self.words, cache_salt=request.cache_salt or "",
+            params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), output=OutputOptions(),
+            truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
+            last_text_tokens=request.max_tokens_per_doc,
+        )  # fmt: skip
+        job = Gathering(request=request, submits=submits, show=functools.partial(self._answer, request))
+        for submit, prompt in zip(submits, prompts, strict=True):
+            if not isinstance(prompt[0], int):
+                conversation = read_conversation(prompt, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
+                submit.prompt, submit.media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
+                job.used |= conversation.used_references
+        return job
+
+    def _answer(self, request: PoolingRequest, events: list[Event]) -> Response:
+        num_tokens = sum(event.num_prompt_tokens for event in events)
+        head = {"id": f"pool-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
+        head |= {"model": request.model or self.service.model_names[0], "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
+        return json_response(encode(head | self.show(request, [np.frombuffer(event.pooled, np.float32) for event in events])))
+
+
+class EmbeddingsEndpoint(PoolingEndpoint):
+    """A vector of a text, or of messages with images."""
+
+    takes, words = EmbeddingRequest, []
+    item, member, is_instructed = "embedding", "embedding", True
+
+    def prompts(self, request: EmbeddingRequest) -> tuple[str, list[Any]]:
+        limits = {"dimensions": (request.dimensions or 0, self.service.checkpoint.hidden_size)}
+        given = request.input
+        inputs: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+        limits["input"] = (
+            max((max(entry) for entry in inputs if isinstance(entry, list)), default=0),
+            self.service.checkpoint.vocab_size - 1,
+        )
+        for name, (value, most) in limits.items():
+            if value > most:
+                raise bad_value(name, f"must be at most {most}")
+        system = [_system(request)] if self.is_instructed else []
+        if request.messages is not None:
+            return "messages", [[*(() if request.messages[0].role in ("system", "developer") else system), *request.messages]]
+        texts = [entry if isinstance(entry, list) else [*system, Message(role="user", content=entry or "NULL")] for entry in inputs]
+        return "input", texts
+
+    def show(self, request: EmbeddingRequest, values: list[Floats]) -> Json:
+        """Each vector is written alone, so that other threads run in between."""
+        return {"data": [msgspec.Raw(encode(self._entry(request, i, hidden))) for i, hidden in enumerate(values)]}
+
+    def _entry(self, request: EmbeddingRequest, index: int, hidden: Floats) -> Json:
+        vector = hidden[: request.dimensions].astype(np.float64)
+        unit = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
+        shown = pybase64.b64encode_as_string(unit.tobytes()) if request.encoding_format == "base64" else unit.tolist()
+        return {"object": self.item, "index": index, self.member: shown}
+
+
+class VectorsEndpoint(EmbeddingsEndpoint):
+    """The same in the form of vLLM's `/pooling`."""
+
+    item, member = "pooling", "data"
+
+
+class ClassifyEndpoint(EmbeddingsEndpoint):
+    """Whether the model answers a text, or messages, with yes or with no."""
+
+    words, is_instructed = LABELS, False
+
+    def _entry(self, request: EmbeddingRequest, index: int, hidden: Floats) -> Json:
+        yes = probability_of_yes(hidden)
+        return {"index": index, "label": LABELS[yes < 0.5], "probs": [yes, 1 - yes], "num_classes": 2}
+
+
+class RerankEndpoint(PoolingEndpoint):
+    """Documents by how well they answer a query, the best first."""
+
+    takes = RerankRequest
+
+    def prompts(self, request: RerankRequest) -> tuple[str, list[Any]]:
+        return "documents", [judged(request, request.query, document) for document in request.documents]
+
+    def show(self, request: RerankRequest, values: list[Floats]) -> Json:
+        results: list[Json] = []
+        for i, (logits, document) in enumerate(zip(values, request.documents, strict=True)):
+            shown = {"document": {"text": document}} if isinstance(document, str) and request.return_documents is not False else {}
+            results.append({"index": i, "relevance_score": probability_of_yes(logits), **shown})
+        return {"results": sorted(results, key=lambda result: -result["relevance_score"])[: request.top_n or None]}
+
+
+class ScoreEndpoint(PoolingEndpoint):
+    """How well one text answers another."""
+
+    takes = ScoreRequest
+
+    def prompts(self, request: ScoreRequest) -> tuple[str, list[Any]]:
+        first, second = (items if isinstance(items, list) else [items] for items in (request.text_1, request.text_2))
+        if len(first) not in (1, len(second)):
+            raise bad_value("text_1", "must be one, or as many as text_2")
+        queries = first * len(second) if len(first) == 1 else first
+        return "text_2", [judged(request, query, document) for query, document in zip(queries, second, strict=True)]
+
+    def show(self, request: ScoreRequest, values: list[Floats]) -> Json:
+        return {"data": [{"index": i, "object": "score", "score": probability_of_yes(logits)} for i, logits in enumerate(values)]}
+
+
+ROUTES: dict[str, type[Endpoint]] = {
+    "/v1/embeddings": EmbeddingsEndpoint,
+    "/pooling": VectorsEndpoint,
+    "/classify": ClassifyEndpoint,
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankEndpoint),
+    **dict.fromkeys(("/score", "/v1/score"), ScoreEndpoint),
+}
+
+
+def probability_of_yes(logits: Floats) -> float:
+    yes, no = (float(value) for value in logits)
+    return 1 / (1 + math.exp(min(no - yes, 700.0)))
+
+
+def judged(request: PoolingRequest, query: str | ItemContent, document: str | ItemContent) -> list[Message]:
+    """The question that a reranker answers with yes or no."""
+    parts = [TextPart(type="text", text=f"<Instruct>: {request.instruction or RERANK}")]
+    return [
+        Message(role="system", content=JUDGE),
+        Message(role="user", content=[*parts, *_parts(query, "<Query>:"), *_parts(document, "\n<Document>:")]),
+    ]
+
+
+def _parts(item: str | ItemContent, opening: str) -> list[Any]:
+    said = (item if isinstance(item, str) else item.content) or "NULL"
+    return [TextPart(type="text", text=opening), *([TextPart(type="text", text=said)] if isinstance(said, str) else said)]
+
+
+def _system(request: PoolingRequest) -> Message:
+    """An instruction ends with a punctuation mark."""
+    text = (request.instruction or "").strip() or EMBED
+    return Message(role="system", content=text if unicodedata.category(text[-1]).startswith("P") else f"{text}.")

@@ -1,0 +1,366 @@
+"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated into a chat completion, whose other fields it may have too.
+
+Answers are not stored, so a request brings the whole conversation. An answer is one JSON document, or numbered events:
+response.created ──▶ output_item.added ──▶ … delta … ──▶ … done ──▶ output_item.done ──▶ … ──▶ response.completed or .incomplete
+"""
+
+import functools
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, Field
+
+from engine.wire.messages import ErrorInfo, Event
+from engine.wire.params import NumLogprobs, Temperature, TokenCount, TopP
+from server.http.scan import Scanner
+from server.http.sse import BlockFormat, Call, Choice, Format, ReplyOptions, Usage, encode, named_event
+from server.http.validate import OneOf, Open, Strict, Worded, bad_value
+from server.openai.chat import TranslatedChat, TranslatedCount, assistant_message
+from server.openai.conversation import check_urls
+from server.openai.endpoint import Endpoint, Generation
+from server.openai.fields import limits_of, rest_of
+from server.openai.format import logprobs_json
+from server.openai.media import ImagePart, VideoPart
+from server.openai.parts import FIRST, RefusalPart, TextPart, ToolList
+from server.openai.schema import FORMATS, Effort, MessageList, PlainFormat, SchemaFormat
+from server.openai.tools import CustomText, HostedTool, Name, custom_text
+
+# Not implemented here, or fields of chat completions that the dialect has other names for, or no place.
+LIMITED = limits_of(
+    ((), "background_options conversation image max_completion_tokens max_tokens messages moderation"),
+    ((), "previous_response_id prompt prompt_logprobs response_format"),
+    ((False,), "background continue_final_message logprobs return_token_ids return_tokens_as_token_ids"),
+    ((True,), "add_generation_prompt"),
+    ((1,), "n"),
+    (("disabled",), "truncation"),
+)
+DROPPED = ("context_management",)  # what a vendor does around its models
+HARMLESS = ("access_programs", "max_tool_calls", "store", "stream_options")
+REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # by answers
+LOGPROBS = "message.output_text.logprobs"
+CHOICES = "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}"
+PARTS = "parts are of type 'input_text', 'input_image', 'input_video' or 'output_text'"
+Json = dict[str, Any]
+Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, OneOf(PARTS)]
+Content = Annotated[Annotated[list[Part], FIRST] | str, OneOf("must be a string or a list of parts")]
+
+
+class MessageItem(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class CallItem(Strict):
+    """A call of an earlier answer: `arguments` of a function, or `input` of a custom tool."""
+
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str = ""
+    input: str = ""
+
+
+class ResultItem(Strict):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Content
+
+
+class ThoughtItem(Strict):
+    """Reasoning of an earlier answer. Encrypted content is ignored."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[TextPart], FIRST] | None = None
+
+
+ITEMS = "items are of type 'message', 'reasoning', or 'function_call', 'custom_tool_call' and their outputs"
+Item = Annotated[MessageItem | CallItem | ResultItem | ThoughtItem, OneOf(ITEMS)]
+
+
+class FlatTool(Strict):
+    """Tools that OpenAI runs are of other types, and dropped."""
+
+    type: Literal["function", "custom"]
+    name: Name
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+    format: Json | None = None
+
+
+class Namespace(Strict):
+    """Functions that belong together, such as those of an MCP server that the client runs."""
+
+    type: Literal["namespace"]
+    name: Name
+    tools: Annotated[list[Annotated[FlatTool | HostedTool, OneOf()]], ToolList]
+
+
+class ChosenTool(Strict):
+    type: Literal["function", "custom"]
+    name: str
+
+
+class TextOptions(Strict):
+    format: Annotated[PlainFormat | SchemaFormat | None, OneOf(FORMATS)] = None
+
+
+class Reasoning(Strict):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None  # there are none
+
+
+class ResponsesRequest(Open):
+    """The body of `POST /v1/responses`."""
+
+    model: str | None = None
+    input: Annotated[Annotated[list[Item], MessageList] | str, OneOf()]
+    instructions: str | None = None
+    max_tokens: TokenCount | None = Field(alias="max_output_tokens", default=None)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_logprobs: NumLogprobs | None = None
+    stream: bool | None = None
+    tools: Annotated[list[Annotated[FlatTool | Namespace | HostedTool, OneOf("must be an object with a `type`")]], ToolList] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenTool | None, Worded(CHOICES)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None  # LOGPROBS; what else may be included does not exist here
+    metadata: Json | None = None
+
+
+class ResponseAnswer(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[Json]
+    usage: Json | None
+
+
+class ResponseEvent(BaseModel):
+    type: str
+    sequence_number: int
+    response: ResponseAnswer | None = None
+
+
+def joined(namespace: str | None, name: str) -> str:
+    """Return the name that the model sees."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def chat_body(request: ResponsesRequest, scanner: Scanner) -> Json:
+    """As chat completions have it. RequestError 400."""
+    chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
+    chat |= request.model_dump(include={"model", "max_tokens", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls"})
+    chat["logprobs"] = bool(request.top_logprobs) or LOGPROBS in (request.include or ()) or None
+    said = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else _messages(request.input, scanner)
+    chat["messages"] = [*([{"role": "system", "content": request.instructions}] if request.instructions else ()), *said]
+    if request.tools:
+        chat["tools"] = [chat_tool for tool in request.tools for chat_tool in _tools(tool)]
+    choice = request.tool_choice
+    chat["tool_choice"] = {"type": choice.type, choice.type: {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
+    chat["response_format"] = request.text and request.text.format
+    chat["reasoning_effort"] = request.reasoning and request.reasoning.effort
+    return chat
+
+
+def _tools(tool: Any, namespace: str | None = None) -> Iterator[Any]:
+    if isinstance(tool, Namespace):
+        for inner in tool.tools:
+            yield from _tools(inner, tool.name)
+    elif isinstance(tool, FlatTool):
+        told = tool.model_dump(exclude={"type"}, exclude_unset=True) | {"name": joined(namespace, tool.name)}
+        if tool.format and tool.format.get("type") == "grammar":
+            told["format"] = {"type": "grammar", "grammar": tool.format}
+        yield {"type": tool.type, tool.type: told}
+    elif namespace is None:
+        yield tool
+
+
+def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
+    """Reasoning, the text after it and the calls after that are one message of the assistant."""
+    texts, thoughts, calls = list[str](), list[str](), list[Json]()
+    for i, item in enumerate([*items, None]):
+        is_said = isinstance(item, MessageItem) and item.role == "assistant"
+        is_next = isinstance(item, MessageItem | ThoughtItem) and (texts or calls)
+        if (texts or thoughts or calls) and (is_next or not (is_said or isinstance(item, CallItem | ThoughtItem))):
+            yield assistant_message(texts, thoughts, calls)
+            texts, thoughts, calls = [], [], []
+        if isinstance(item, CallItem):
+            kind, field = ("function", "arguments") if item.type == "function_call" else ("custom", "input")
+            told = {"name": joined(item.namespace, item.name), field: item.arguments or item.input}
+            calls.append({"id": item.call_id, "type": kind, kind: told})
+        elif isinstance(item, ThoughtItem):
+            thoughts += [part.text for part in item.content or ()]
+        elif isinstance(item, ResultItem):
+            check_urls(item.output, f"input.{i}.output", scanner)
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+        elif is_said:
+            parts = [item.content] if isinstance(item.content, str) else item.content
+            if any(isinstance(part, ImagePart | VideoPart) for part in parts):
+                raise bad_value(f"input.{i}.content", "a message of role 'assistant' has no images")
+            texts += [part if isinstance(part, str) else part.text for part in parts]
+        elif item is not None:
+            check_urls(item.content, f"input.{i}.content", scanner)
+            yield {"role": item.role, "content": item.content}
+
+
+class Kind(NamedTuple):
+    """A kind of items: prefix of ids, name of deltas, first members, and the member that has the text if it is not `content`."""
+
+    prefix: str
+    delta: str
+    start: Json
+    field: str = ""
+
+
+KINDS = {
+    "thinking": Kind("rs", "reasoning_text", {"type": "reasoning", "summary": [], "content": []}),
+    "text": Kind("msg", "output_text", {"type": "message", "role": "assistant", "content": []}),
+    "call": Kind("fc", "function_call_arguments", {"type": "function_call"}, "arguments"),
+    "custom": Kind("ctc", "custom_tool_call_input", {"type": "custom_tool_call"}, "input"),
+}
+
+
+class ResponseFormat(BlockFormat):
+    """`repeated` is what the answer repeats of its request."""
+
+    def __init__(self, options: ReplyOptions, repeated: Json):
+        self._head = {
+            "id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": options.created, "model": options.model,
+            "background": False, "truncation": "disabled", "store": False, "previous_response_id": None, "error": None,
+            "incomplete_details": None, "usage": None, **repeated, **({"warnings": options.warnings} if options.warnings else {}),
+        }  # fmt: skip
+        self._custom_tools = options.custom_tools
+        spaces = [tool for tool in repeated.get("tools", ()) if tool["type"] == "namespace"]
+        names = [(space["name"], tool["name"]) for space in spaces for tool in space["tools"] if "name" in tool]
+        self._names = {joined(*pair): {"namespace": pair[0], "name": pair[1]} for pair in names}
+        self._text = CustomText()
+        self._num_events = 0
+        self._items: list[Json] = []  # begun; the last one may be open
+        self._pieces: list[str] = []  # of the open item
+        self._logprobs: list[Json] = []  # of the open item
+
+    def first_chunk(self, choice: Choice) -> bytes:
+        response = {**self._head, "status": "in_progress", "output": []}
+        return self._event("created", response=response) + self._event("in_progress", response=response)
+
+    def begin(self, kind: str, call: Call | None) -> bytes:
+        before = self._stop_item("completed")
+        self._text, self._logprobs = CustomText(), []
+        item = {"id": f"{KINDS[kind].prefix}_{secrets.token_hex(16)}", "status": "in_progress", **KINDS[kind].start}
+        if call is not None:
+            item |= {"call_id": call.id, **self._names.get(call.name, {"name": call.name}), KINDS[kind].field: ""}
+        self._items.append(item)
+        return before + self._item_event("added") + self._part_event("added", kind, "")
+
+    def kind_of(self, call: Call) -> str:
+        return "custom" if call.name in self._custom_tools else "call"
+
+    def delta(self, piece: str, event: Event) -> bytes:
+        if self._open == "custom" and not (piece := self._text.push(piece)):
+            return b""
+        self._pieces.append(piece)
+        told = logprobs_json(event.logprobs) if self._open == "text" else []
+        self._logprobs += told
+        return self._event(f"{KINDS[self._open].delta}.delta", self._open, told, delta=piece)
+
+    def finish_chunk(self, choice: Choice, timings: Json) -> bytes:
+        last_item, response = self._finish(choice, choice.usage, timings)
+        return last_item + self._event(response["status"], response=response)
+
+    def end(self, usage: Usage, timings: Json) -> bytes:
+        return b""
+
+    def document(self, choices: list[Choice], usage: Usage, timings: Json) -> bytes:
+        for kind, text, call in choices[0].blocks():
+            self._begin(self.kind_of(call) if call else kind, call)
+            self._pieces.append(custom_text(text) if self._open == "custom" else text)
+            if kind == "text":
+                self._logprobs = logprobs_json(choices[0].logprobs[usage.num_reasoning :])
+        return encode(self._finish(choices[0], usage, timings)[1])
+
+    def error_chunk(self, info: ErrorInfo) -> bytes:
+        error = self._event("error", code=info.code or info.type, message=info.message, param=info.param)
+        failure = {"status": "failed", "error": {"code": "server_error", "message": info.message}, "output": self._items}
+        return error + self._event("failed", response={**self._head, **failure})
+
+    def _finish(self, choice: Choice, usage: Usage, timings: Json) -> tuple[bytes, Json]:
+        """Return the last item's events and the complete response. A call that a stop string cut is incomplete in a complete response."""
+        is_cut = choice.finish_reason in ("length", "abort")
+        is_half = is_cut or (self._open in ("call", "custom") and not choice.calls[-1].is_whole)
+        events = self._stop_item("incomplete" if is_half else "completed")
+        ending: Json = {"status": "completed", "completed_at": int(time.time())}
+        if is_cut:
+            ending = {"status": "incomplete", "completed_at": None, "incomplete_details": {"reason": "max_output_tokens"}}
+        return events, {**self._head, **ending, "usage": usage_json(usage), "output": self._items, **timings}
+
+    def _stop_item(self, status: str) -> bytes:
+        if not self._open:
+            return b""
+        kind, text, item, field = self._open, "".join(self._pieces), self._items[-1], KINDS[self._open].field
+        self._open = ""
+        self._pieces.clear()
+        named = {"name": item["name"]} if kind == "call" else {}
+        done = self._event(f"{KINDS[kind].delta}.done", kind, self._logprobs, **named, **{field or "text": text})
+        done += self._part_event("done", kind, text)
+        item |= {"status": status, **({field: text} if field else {"content": [self._part(kind, text)]})}
+        return done + self._item_event("done")
+
+    def _item_event(self, step: str) -> bytes:
+        return self._event(f"output_item.{step}", output_index=len(self._items) - 1, item=self._items[-1])
+
+    def _part_event(self, step: str, kind: str, text: str) -> bytes:
+        return b"" if KINDS[kind].field else self._event(f"content_part.{step}", kind, part=self._part(kind, text))
+
+    def _part(self, kind: str, text: str) -> Json:
+        return {"type": KINDS[kind].delta, "text": text, **({"annotations": [], "logprobs": self._logprobs} if kind == "text" else {})}
+
+    def _event(self, name: str, kind: str = "", logprobs: list[Json] | None = None, /, **fields: object) -> bytes:
+        """An event, of the last item if it has a kind."""
+        self._num_events += 1
+        place: Json = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1} if kind else {}
+        place |= {"content_index": 0} if kind in ("thinking", "text") else {}
+        place |= {"logprobs": logprobs or []} if kind == "text" else {}
+        return named_event(name if name == "error" else f"response.{name}", sequence_number=self._num_events - 1, **place, **fields)
+
+
+def usage_json(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.num_prompt,
+        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
+        "output_tokens": usage.num_generated,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning, **usage.draft_json()},
+        "total_tokens": usage.num_prompt + usage.num_generated,
+    }
+
+
+class ResponsesEndpoint(TranslatedChat):
+    """An answer to items of OpenAI's newer dialect."""
+
+    takes, gives, streams = ResponsesRequest, ResponseAnswer, ResponseEvent
+    format, prompt_field, dropped = ResponseFormat, "input", DROPPED
+    translate = staticmethod(chat_body)
+
+    def format_of(self, request: ResponsesRequest, job: Generation) -> Callable[[ReplyOptions], Format]:
+        said = request.model_dump(include=REPEATED, by_alias=True)
+        params = job.submits[0].params
+        said |= {"tool_choice": said["tool_choice"] or "auto", "parallel_tool_calls": request.parallel_tool_calls is not False}
+        said["tools"] = [tool.model_dump() for tool in request.tools or () if not isinstance(tool, HostedTool)]
+        return functools.partial(ResponseFormat, repeated=said | {"temperature": params.temperature, "top_p": params.top_p})
+
+
+class CountResponseTokens(TranslatedCount):
+    """The number of tokens of such a prompt, images included."""
+
+    takes, gives, head = ResponsesRequest, Json, {"object": "response.input_tokens"}
+    translate = staticmethod(chat_body)
+
+
+ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint, "/v1/responses/input_tokens": CountResponseTokens}
