@@ -61,7 +61,7 @@ def test_embeddings_of_messages_with_images(tiny_engine: Engine, reference: Refe
     np.testing.assert_allclose(found["data"][0]["embedding"], expected, atol=2e-5)
     assert len(found["data"][0]["embedding"]) == 64
     pooled = post(tiny_engine, "/pooling", messages=[{"role": "user", "content": parts}], dimensions=64, instruction="Find the cat")
-    assert pooled["data"] == [{"index": 0, "object": "pooling", "data": found["data"][0]["embedding"]}]
+    np.testing.assert_allclose(pooled["data"][0]["data"], found["data"][0]["embedding"], atol=2e-5)
 
 
 def test_embeddings_through_openais_client(tiny_engine: Engine) -> None:
