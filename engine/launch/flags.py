@@ -32,12 +32,47 @@ GROUPS = {
     "enforce_eager": "execution",
     "api_arena_bytes": "requests and media",
 }
+COMMON = (  # flags of `--help` without `all`
+    "model", "served_model_name", "load_format", "quantization", "device", "tp", "dp", "host", "port", "api_key", "max_model_len",
+    "max_num_seqs", "draft", "gpu_memory_utilization", "plan",
+)  # fmt: skip
+HELP_WIDTH = 110
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
-SUFFIX_METAVARS = {"_bytes": "SIZE", "gpu_memory": "SIZE", "_path": "PATH", "file": "FILE", "_template": "FILE", "_timeout": "SECONDS"}
+SUFFIX_METAVARS = {"_bytes": "SIZE", "_memory": "SIZE", "_path": "PATH", "file": "FILE", "_template": "FILE", "_timeout": "SECONDS"}
 
 
 class BadFlags(ValueError):
     """In one line."""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Show flags without their aliases, which docs/flags.md lists."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=34, width=HELP_WIDTH)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return str(action.metavar)
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"{action.option_strings[0]}, --no-{action.option_strings[0][2:]}"
+        return " ".join([action.option_strings[0], *([str(action.metavar)] if action.metavar else [])])
+
+
+class HelpAction(argparse.Action):
+    """`--help` shows the most common flags, `--help all` every one."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None) -> NoReturn:
+        if values == "all":
+            parser.print_help()
+        else:
+            formatter = parser._get_formatter()
+            formatter.add_usage(parser.usage, [], [])
+            formatter.add_text(parser.description)
+            formatter.add_arguments([action for action in parser._actions if action.dest in (*COMMON, "help")])
+            formatter.add_text("docs/flags.md explains all flags.")
+            print(formatter.format_help(), end="")
+        parser.exit()
 
 
 class Parser(configargparse.ArgumentParser):
@@ -54,6 +89,14 @@ class Parser(configargparse.ArgumentParser):
         return keys + [key.replace("-", "_") for key in keys if not key.startswith("-") and "-" in key]
 
 
+def shown_default(value: object, metavar: str) -> str:
+    """A default as a person would write it: 536870912 -> '512M', True -> 'on'."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    suffix = next((suffix for suffix, size in reversed(SUFFIXES.items()) if metavar == "SIZE" and int(str(value)) % size == 0), "")
+    return f"{int(str(value)) // SUFFIXES[suffix]}{suffix}" if suffix else str(value)
+
+
 def parse_bytes(text: str) -> int:
     """'512M' -> 536870912. Raises ValueError."""
     factor = SUFFIXES.get(text[-1:].upper())
@@ -63,10 +106,13 @@ def parse_bytes(text: str) -> int:
 def make_parser() -> Parser:
     parser = Parser(
         "engine.serve", usage="%(prog)s [MODEL] [--flag VALUE ...]", allow_abbrev=False,
-        description="Serve a vision-language model behind an OpenAI-compatible API. The environment may hold flags too, as ENGINE_PORT.",
+        description="Serve a vision-language model behind an OpenAI-compatible API. Environment variables set flags, too: ENGINE_PORT.",
+        formatter_class=HelpFormatter, add_help=False,
         config_file_parser_class=configargparse.YAMLConfigFileParser, auto_env_var_prefix="ENGINE_", add_env_var_help=False,
+        add_config_file_help=False,
     )  # fmt: skip
     parser.problems = []
+    parser.add_argument("--help", "-h", nargs="?", metavar="all", default=argparse.SUPPRESS, action=HelpAction, help="show common flags, or all")
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of flags, as `max-num-seqs: 64`")
     parser.add_argument("--version", action="version", version=VERSION)
@@ -117,11 +163,11 @@ def _add_flag(group: Any, name: str, annotated: Any, default: Any, problems: lis
         choices, kind = get_args(kind), str
     others = (other for flag in FLAGS if flag.field == name and flag.values == ("",) for other in flag.names)
     flags = ["--" + name.replace("_", "-"), *others]
-    shown = text if default in (None, "") else f"{text} (default: %(default)s)"
+    metavar = next((word for suffix, word in SUFFIX_METAVARS.items() if name.endswith(suffix)), METAVARS.get(kind, ""))
+    shown = text if default in (None, "") else f"{text}; default: {shown_default(default, metavar)}"
     if kind is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=default, help=shown)
         return
-    metavar = next((word for suffix, word in SUFFIX_METAVARS.items() if name.endswith(suffix)), METAVARS[kind])
     reads: Any = kind
     if kind is int and (metavar == "SIZE" or name.endswith(("_len", "_tokens"))):
         reads = parse_bytes if metavar == "SIZE" else parse_length
@@ -161,7 +207,7 @@ def parse_args(argv: list[str] | None = None) -> EngineConfig:
     try:
         config, notes = read_flags(sys.argv[1:] if argv is None else argv)
     except BadFlags as problem:
-        sys.stderr.write(f"{name}: error: {problem} (--help lists all flags)\n")
+        sys.stderr.write(f"{name}: error: {problem} (--help all lists all flags)\n")
         sys.exit(2)
     for note in notes:
         sys.stderr.write(f"{name}: {note}\n")

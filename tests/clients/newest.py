@@ -104,7 +104,8 @@ def install_node(packages: list[str], folder: Path) -> str:
     """The version of the first package."""
     (folder / "package.json").write_text('{"type": "module", "private": true}')
     run(["npm", "install", "--silent", "--no-audit", "--no-fund", "--foreground-scripts", *packages], folder, INSTALL_S)
-    version: str = json.loads((folder / "node_modules" / packages[0] / "package.json").read_text())["version"]
+    bare = packages[0][:1] + packages[0][1:].partition("@")[0]
+    version: str = json.loads((folder / "node_modules" / bare / "package.json").read_text())["version"]
     return version
 
 

@@ -79,6 +79,7 @@ def test_generated_pages_are_current() -> None:
 
 def test_flags_of_pages_exist() -> None:
     known = {"--gpus", "--init", "--shm-size", "--target", "--build", "--build-arg", "--hypothesis-profile", "--dist"}  # of other programs
+    known |= {"--tasks", "--apply_chat_template", "--model_args"}  # of lm_eval
     known |= {*make_parser()._option_string_actions, *ADDED.findall(source_text("engine", "server", "models", "bench", "tests"))}
     for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
         text = page.read_text(encoding="utf-8")

@@ -19,6 +19,17 @@ def test_every_field_is_a_flag_with_help() -> None:
     assert parse_args([]) == msgspec.structs.replace(EngineConfig(), api_key=parse_args([]).api_key)
 
 
+def test_help_fits_on_one_screen_and_lists_all_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = []
+    for words in (["--help"], ["--help", "all"]):
+        with pytest.raises(SystemExit):
+            make_parser().parse_args(words)
+        pages.append(capsys.readouterr().out)
+    assert len(pages[0].splitlines()) <= 40 and "--max-model-len" in pages[0]
+    for shown in ("--max-body-bytes SIZE", "default: 512M", "--access-log, --no-access-log"):
+        assert shown in pages[1] and shown not in pages[0]
+
+
 def test_values_arrive_typed() -> None:
     config = parse_args(["--tp", "4", "--image-cache-bytes", "1.5G", "--no-prefix-cache", "--gpu-memory-utilization", "0.5", "--port", "0"])
     assert (config.tp, config.image_cache_bytes, config.prefix_cache) == (4, int(1.5 * GIB), False)
