@@ -112,7 +112,8 @@ def make_parser() -> Parser:
         add_config_file_help=False,
     )  # fmt: skip
     parser.problems = []
-    parser.add_argument("--help", "-h", nargs="?", metavar="all", default=argparse.SUPPRESS, action=HelpAction, help="show common flags, or all")
+    how = {"nargs": "?", "metavar": "all", "default": argparse.SUPPRESS, "action": HelpAction}
+    parser.add_argument("--help", "-h", help="show common flags, or all", **how)
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of flags, as `max-num-seqs: 64`")
     parser.add_argument("--version", action="version", version=VERSION)
