@@ -25,18 +25,18 @@ class AttentionLayout:
 
     def prefill_rows(self) -> "AttentionLayout":
         """The layout of the prefill rows alone."""
-        end = self.num_prefill_rows + 1
-        indptrs = self.qo_indptr_cpu[:end], self.page_indptr_cpu[:end]
-        token, page = int(indptrs[0][-1]), int(indptrs[1][-1])
-        kv_lens, pages, slots_T = self.kv_lens_cpu[: end - 1], self.pages[:page], self.slot_mapping_T[:token]
-        return AttentionLayout(indptrs[0], kv_lens, indptrs[1], pages, slots_T, self.num_prefill_rows)
+        return self._rows(0, self.num_prefill_rows)
 
     def decode_rows(self) -> "AttentionLayout":
         """The layout of the decode rows alone."""
-        row = self.num_prefill_rows
-        token, page = int(self.qo_indptr_cpu[row]), int(self.page_indptr_cpu[row])
-        indptrs = self.qo_indptr_cpu[row:] - token, self.page_indptr_cpu[row:] - page
-        return AttentionLayout(indptrs[0], self.kv_lens_cpu[row:], indptrs[1], self.pages[page:], self.slot_mapping_T[token:], 0)
+        return self._rows(self.num_prefill_rows, len(self.kv_lens_cpu))
+
+    def _rows(self, first: int, end: int) -> "AttentionLayout":
+        tokens, pages = self.qo_indptr_cpu[first : end + 1], self.page_indptr_cpu[first : end + 1]
+        own_tokens, own_pages = (slice(int(starts[0]), int(starts[-1])) for starts in (tokens, pages))
+        starts, lengths = (tokens - tokens[0], pages - pages[0]), self.kv_lens_cpu[first:end]
+        num_prefill_rows = max(0, self.num_prefill_rows - first)
+        return AttentionLayout(starts[0], lengths, starts[1], self.pages[own_pages], self.slot_mapping_T[own_tokens], num_prefill_rows)
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,14 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
     generation = _read_json(folder / "generation_config.json")
     vision = _vision(_value(config, "vision_config")) if architecture.has_tower else None
     quantization = config.get("quantization_config")
-    plain_modules = tuple(architecture.known_name(f"{name}.").rstrip(".") for name in _plain_modules(quantization or {}))
+    plain = [name for key in ("modules_to_not_convert", "ignored_layers") for name in (quantization or {}).get(key) or () if name]
+    plain_modules = tuple(architecture.known_name(f"{name}.").rstrip(".") for name in plain)
     decoder = _text(text, has_tower=vision is not None, has_head=with_head)
     return ModelConfig(
         text=replace(decoder, format=stored_format(quantization), plain_modules=plain_modules),
         vision=vision,
         architecture=replace(architecture, dropped=None) if with_head else architecture,
-        geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision),
+        geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS),
         video=_video_geometry(folder, vision),
         sampling=_sampling(generation),
         dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
@@ -105,11 +106,6 @@ def _reject_unsupported(text: Json, model_type: str) -> None:
     ):
         if (found := _first((text,), (name,), default)) != supported:
             raise ValueError(f"text_config.{name} must be {supported!r}, got {found!r}")
-
-
-def _plain_modules(quantization: Json) -> list[str]:
-    """The modules that a quantized checkpoint has as they were."""
-    return [name for key in ("modules_to_not_convert", "ignored_layers") for name in quantization.get(key) or () if name]
 
 
 def _text(config: Json, has_tower: bool, has_head: bool) -> TextConfig:
@@ -223,52 +219,23 @@ def _vision(config: Json) -> VisionConfig:
     )
 
 
-def _check_normalisation(preprocessor: Json) -> None:
+def _geometry(settings: Json, vision: VisionConfig | None, least: int, most: int) -> VisionGeometry:
+    """How a preprocessor cuts pixels into patches; bounds of an area in either layout. Without a tower nothing is cut: published sizes."""
     for key in ("image_mean", "image_std"):  # preprocess.py computes x / 127.5 - 1 and nothing else
-        if any(value != 0.5 for value in preprocessor.get(key, ())):
-            raise ValueError(f"{key} must be 0.5 for every channel, got {preprocessor[key]}")
-
-
-def _pixels(settings: Json, least: int, most: int) -> tuple[int, int]:
-    """Bounds of an area, in either layout."""
-    size = settings.get("size") or {}
-    return (
-        int(_first((settings, size), ("min_pixels", "shortest_edge"), least)),
-        int(_first((settings, size), ("max_pixels", "longest_edge"), most)),
-    )
-
-
-def _patches(vision: VisionConfig | None) -> tuple[int, int, int]:
-    """Patch size, merge size, frames of a patch. Without a tower those of the published ones: nothing is cut into patches then."""
-    return (16, 2, 2) if vision is None else (vision.patch_size, vision.merge_size, vision.temporal_patch_size)
-
-
-def _geometry(preprocessor: Json, vision: VisionConfig | None) -> VisionGeometry:
-    _check_normalisation(preprocessor)
-    patch_size, merge_size, temporal_patch_size = _patches(vision)
-    min_pixels, max_pixels = _pixels(preprocessor, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS)
-    return VisionGeometry(
-        patch_size=patch_size,
-        merge_size=merge_size,
-        temporal_patch_size=temporal_patch_size,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-    )
+        if any(value != 0.5 for value in settings.get(key, ())):
+            raise ValueError(f"{key} must be 0.5 for every channel, got {settings[key]}")
+    sources = settings, settings.get("size") or {}
+    sizes = (16, 2, 2) if vision is None else (vision.patch_size, vision.merge_size, vision.temporal_patch_size)
+    bounds = (("min_pixels", "shortest_edge"), least), (("max_pixels", "longest_edge"), most)
+    return VisionGeometry(*sizes, *(int(_first(sources, keys, default)) for keys, default in bounds))
 
 
 def _video_geometry(folder: Path, vision: VisionConfig | None) -> VideoGeometry:
     """Of video_preprocessor_config.json, or the part of processor_config.json that takes its place."""
     saved = _read_json(folder / "processor_config.json").get("video_processor")
     settings = saved or _read_json(folder / "video_preprocessor_config.json")
-    _check_normalisation(settings)
-    patch_size, merge_size, temporal_patch_size = _patches(vision)
-    min_pixels, max_pixels = _pixels(settings, DEFAULT_MIN_VIDEO_PIXELS, DEFAULT_MAX_VIDEO_PIXELS)
     return VideoGeometry(
-        patch_size=patch_size,
-        merge_size=merge_size,
-        temporal_patch_size=temporal_patch_size,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
+        **asdict(_geometry(settings, vision, DEFAULT_MIN_VIDEO_PIXELS, DEFAULT_MAX_VIDEO_PIXELS)),
         fps=float(_first((settings,), ("fps",), 2.0)),
         min_frames=int(_first((settings,), ("min_frames",), 4)),
         max_frames=int(_first((settings,), ("max_frames",), 768)),

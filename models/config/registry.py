@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from models.config.cosmos3 import COSMOS3_DROPPED, COSMOS3_FILES, COSMOS3_RENAMES
@@ -56,6 +57,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": TEXT_ONLY,
     "cosmos3_omni": Architecture("models.decoders.qwen3_vl:Qwen3VL", COSMOS3_FILES, COSMOS3_RENAMES, COSMOS3_DROPPED),
 }
+
+
+def imported(path: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = path.partition(":")
+    return vars(import_module(module))[name]
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:

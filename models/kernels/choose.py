@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from models.kernels.heads import Heads, portable_lack
 from models.kernels.hopper.toolkit import has_compiler
@@ -87,13 +87,13 @@ def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu])
         lack = _lack_of(requested, used)
         if lack:
             raise ValueError(f"--backend {requested} {lack}")
-        return Choice(_named(requested), "cuda")
-    lacks = {name: _lack_of(name, used) for name in ("hopper", "portable", "torch")}
+        return Choice(cast(BackendName, requested), "cuda")
+    lacks: dict[BackendName, str] = {name: _lack_of(name, used) for name in get_args(BackendName)}
     best = next(name for name, lack in lacks.items() if not lack)
     is_hopper = all(gpu.capability == HOPPER for gpu in used)
     wanted = "hopper" if is_hopper else "portable"
     note = f"serving with --backend {best}; the faster --backend {wanted} {lacks[wanted]}" if lacks[wanted] else ""
-    return Choice(_named(best), "cuda", note)
+    return Choice(best, "cuda", note)
 
 
 def suit(choice: Choice, requested: str, heads: Heads) -> Choice:
@@ -111,11 +111,6 @@ def has_jpeg_decoder() -> bool:
 def gpu_decodes_jpegs(choice: Choice, jpeg_decoder: str) -> bool:
     """Whether the workers' GPUs decode plain JPEGs, not their hosts."""
     return choice.device == "cuda" and choice.backend != "torch" and jpeg_decoder != "cpu" and has_jpeg_decoder()
-
-
-def _named(name: str) -> BackendName:
-    assert name in ("hopper", "portable", "torch")
-    return name  # type: ignore[return-value]
 
 
 def _problem_of_gpus(gpus: list[Gpu], tp: int) -> str | None:

@@ -13,16 +13,27 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     transformers' `qwen2_vl` image processor. ValueError for an empty image or an aspect ratio above 200."""
     if height < 1 or width < 1:
         raise ValueError(f"an image needs at least one pixel, got {width}x{height}")
+    check_aspect_ratio(height, width, "an image")
+    return rounded_size(height, width, factor, min_pixels, max_pixels)
+
+
+def check_aspect_ratio(height: int, width: int, what: str) -> None:
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise ValueError(f"the aspect ratio of an image must not exceed {MAX_ASPECT_RATIO}, got {width}x{height}")
-    new_height = round(height / factor) * factor
-    new_width = round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        scale = math.sqrt((height * width) / max_pixels)
+        raise ValueError(f"the aspect ratio of {what} must not exceed {MAX_ASPECT_RATIO}, got {width}x{height}")
+
+
+def rounded_size(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, num_frames: int = 1, num_counted: int = 1
+) -> tuple[int, int]:
+    """Multiples of `factor` whose area over `num_counted` frames is within the limits; otherwise scaled by that of `num_frames`."""
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    pixels = num_counted * new_height * new_width
+    if pixels > max_pixels:
+        scale = math.sqrt(num_frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / scale / factor) * factor)
         new_width = max(factor, math.floor(width / scale / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
+    elif pixels < min_pixels:
+        scale = math.sqrt(min_pixels / (num_frames * height * width))
         new_height = math.ceil(height * scale / factor) * factor
         new_width = math.ceil(width * scale / factor) * factor
     return new_height, new_width

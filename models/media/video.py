@@ -1,12 +1,11 @@
 """Which frames of a video a model sees, how large, and at what times: the formulas of transformers' `Qwen3VLVideoProcessor`. No torch."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from models.media.geometry import MAX_ASPECT_RATIO, Grid
+from models.media.geometry import Grid, check_aspect_ratio, rounded_size
 
 DEFAULT_SOURCE_FPS = 24.0  # of a video that does not tell
 FLOOR_MARGIN = 1.05  # a capped video keeps a little more than the least number of pixels
@@ -52,28 +51,14 @@ class VideoGeometry:
         if self.max_frame_tokens is not None:
             share = min(self.max_frame_tokens * factor**2, max_pixels // num_frames)
             max_pixels = max(share, int(self.min_pixels * FLOOR_MARGIN)) * num_frames
-        new_height, new_width = self._resize(num_frames, height, width, factor, max_pixels)
-        pairs = -(-num_frames // self.temporal_patch_size)
-        return pairs, new_height // self.patch_size, new_width // self.patch_size
-
-    def _resize(self, num_frames: int, height: int, width: int, factor: int, max_pixels: int) -> tuple[int, int]:
-        """`smart_resize` of the reference's file, which rounds the number of frames half to even."""
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
-        if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-            raise ValueError(f"the aspect ratio of a video must not exceed {MAX_ASPECT_RATIO}, got {width}x{height}")
-        new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-        pixels = round(num_frames / self.temporal_patch_size) * self.temporal_patch_size * new_height * new_width
-        if pixels > max_pixels:
-            scale = math.sqrt(num_frames * height * width / max_pixels)
-            new_height = max(factor, math.floor(height / scale / factor) * factor)
-            new_width = max(factor, math.floor(width / scale / factor) * factor)
-        elif pixels < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (num_frames * height * width))
-            new_height = math.ceil(height * scale / factor) * factor
-            new_width = math.ceil(width * scale / factor) * factor
-        return new_height, new_width
+        check_aspect_ratio(height, width, "a video")
+        counted = round(num_frames / self.temporal_patch_size) * self.temporal_patch_size  # the reference rounds half to even
+        new_height, new_width = rounded_size(height, width, factor, self.min_pixels, max_pixels, num_frames, counted)
+        pairs = -(-num_frames // self.temporal_patch_size)
+        return pairs, new_height // self.patch_size, new_width // self.patch_size
 
     def pair_times(self, times: Sequence[float]) -> list[float]:
         """Seconds of each pair: the mean of its first and last frame's; the last frame is repeated where one is missing."""

@@ -11,7 +11,6 @@ def config_json(shape: Shape) -> dict[str, object]:
     return {
         "architectures": [f"Qwen3{'VL' if shape.delta is None else '_5'}{'Moe' if shape.experts else ''}ForConditionalGeneration"],
         "model_type": _model_type(shape),
-        "transformers_version": "4.57.0",
         "dtype": shape.dtype,
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -34,14 +33,12 @@ def _text_config(shape: Shape, bos: int, eos: int) -> dict[str, object]:
         **_delta_config(shape),
         "model_type": f"{_model_type(shape)}_text",
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "bos_token_id": bos,
         "eos_token_id": eos,
         "dtype": shape.dtype,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
-        "initializer_range": 0.02,
         "intermediate_size": shape.intermediate,
         "max_position_embeddings": 262_144,
         "num_attention_heads": shape.heads,
@@ -49,7 +46,6 @@ def _text_config(shape: Shape, bos: int, eos: int) -> dict[str, object]:
         "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": shape.tied,
-        "use_cache": True,
         "vocab_size": shape.vocab_size,
     }
 
@@ -82,18 +78,11 @@ def _delta_config(shape: Shape) -> dict[str, object]:
 def _experts_config(shape: Shape) -> dict[str, object]:
     if shape.experts is None:
         return {}
-    sizes = {
+    return {
         "moe_intermediate_size": shape.experts.intermediate,
         "num_experts": shape.experts.count,
         "num_experts_per_tok": shape.experts.per_token,
-    }
-    if shape.delta is not None:
-        return {**sizes, "shared_expert_intermediate_size": shape.experts.shared}
-    return {
-        **sizes,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
+        **({"norm_topk_prob": True} if shape.delta is None else {"shared_expert_intermediate_size": shape.experts.shared}),
     }
 
 
@@ -105,7 +94,6 @@ def _vision_config(shape: Shape) -> dict[str, object]:
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_size": shape.vision_hidden,
         "in_channels": 3,
-        "initializer_range": 0.02,
         "intermediate_size": shape.vision_intermediate,
         "num_heads": shape.vision_heads,
         "num_position_embeddings": 2304,
@@ -155,7 +143,6 @@ def video_processor_json() -> dict[str, object]:
     """video_preprocessor_config.json; `size` is an area in pixels summed over the frames."""
     return {
         **image_processor_json(),
-        "image_processor_type": "Qwen2VLImageProcessorFast",
         "video_processor_type": "Qwen3VLVideoProcessor",
         "size": {"shortest_edge": 4_096, "longest_edge": 25_165_824},
     }

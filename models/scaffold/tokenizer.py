@@ -41,8 +41,6 @@ def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{"id": num_base_tokens + i, **_added_token(i)} for i in range(len(SPECIAL_TOKENS))],
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
@@ -50,13 +48,6 @@ def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
             "vocab": {token: i for i, token in enumerate(tokens)},
             "merges": [f"{left} {right}" for left, right in merges],
         },
@@ -70,14 +61,8 @@ def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[st
         "added_tokens_decoder": {str(num_base_tokens + i): _added_token(i) for i in range(len(SPECIAL_TOKENS))},
         "additional_special_tokens": list(SPECIAL_TOKENS[1:NUM_SKIPPED_SPECIALS]),
         "add_prefix_space": False,
-        "add_bos_token": False,
-        "bos_token": None,
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "unk_token": None,
-        "clean_up_tokenization_spaces": False,
-        "errors": "replace",
-        "split_special_tokens": False,
         "model_max_length": 262_144,
         "chat_template": chat_template(thinks),
     }

@@ -7,7 +7,6 @@ backends are in `models.kernels`.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from models.checkpoint.names import CheckpointTensor
 from models.config.formats import FORMATS, Format, MatrixFormat
+from models.config.registry import imported
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 
 
@@ -164,7 +164,7 @@ def matrices_of(module: HasModules) -> Iterator[tuple[str, Matrix]]:
 
 @cache
 def storage_of(format: Format) -> type[Storage]:
-    found: type[Storage] = _imported(FORMATS[format].storage)
+    found: type[Storage] = imported(FORMATS[format].storage)
     return found
 
 
@@ -173,10 +173,5 @@ def products_of(format: Format, backend: str) -> Products[Any]:
     """ValueError if the backend has none."""
     if (name := FORMATS[format].products_of(backend)) is None:
         raise ValueError(f"--backend {backend} has no products of {format} matrices: --backend torch has")
-    products: Products[Any] = _imported(name)()
+    products: Products[Any] = imported(name)()
     return products
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return vars(import_module(module))[name]
