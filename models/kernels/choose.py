@@ -90,8 +90,7 @@ def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu])
         return Choice(cast(BackendName, requested), "cuda")
     lacks: dict[BackendName, str] = {name: _lack_of(name, used) for name in get_args(BackendName)}
     best = next(name for name, lack in lacks.items() if not lack)
-    is_hopper = all(gpu.capability == HOPPER for gpu in used)
-    wanted = "hopper" if is_hopper else "portable"
+    wanted: BackendName = "hopper" if all(gpu.capability == HOPPER for gpu in used) else "portable"
     note = f"serving with --backend {best}; the faster --backend {wanted} {lacks[wanted]}" if lacks[wanted] else ""
     return Choice(best, "cuda", note)
 
