@@ -186,6 +186,8 @@ def test_errors_name_the_field_of_the_dialect(stack: Stack) -> None:
         error = stack.http.post(path, json=fields).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param), path
         assert "maximum context length is 4096 tokens" in error["message"] and "prompt is too long" in error["message"], path
+        is_counted = fields.get("prompt") == [5] * 5000
+        assert ("more than 4096 tokens" in error["message"]) != is_counted, error  # a text is not tokenized to its end
     for path, fields, param in BAD_IMAGE:
         response = stack.http.post(path, json=fields)
         assert (response.status_code, response.json()["error"]["param"]) == (422, param), path
