@@ -24,11 +24,9 @@ class AttentionLayout:
     num_prefill_rows: int
 
     def prefill_rows(self) -> "AttentionLayout":
-        """The layout of the prefill rows alone."""
         return self._rows(0, self.num_prefill_rows)
 
     def decode_rows(self) -> "AttentionLayout":
-        """The layout of the decode rows alone."""
         return self._rows(self.num_prefill_rows, len(self.kv_lens_cpu))
 
     def _rows(self, first: int, end: int) -> "AttentionLayout":

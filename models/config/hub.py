@@ -77,7 +77,6 @@ def _published_size(hub_id: str) -> str | None:
 
 
 def _weight_patterns(folder: Path) -> tuple[str, ...]:
-    """What the architecture of a downloaded configuration reads."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return architecture_of(config).weight_files + INDEX_PATTERNS
 

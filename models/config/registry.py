@@ -21,7 +21,6 @@ class Architecture:
     has_tower: bool = True
 
     def known_name(self, stored: str) -> str:
-        """The name by which the model knows a tensor."""
         for pattern, replacement in self.renames:
             stored = re.sub(pattern, replacement, stored)
         return stored

@@ -50,7 +50,5 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class HeadTokens:
-    """Tokens of one pass of the model's head."""
-
     positions_3T: torch.Tensor  # as in `ForwardBatch`
     slots_T: torch.Tensor  # int64 on the device: where their keys and values go

@@ -27,8 +27,6 @@ MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_* of CUDA's driv
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the driver says of one."""
-
     name: str
     capability: tuple[int, int]
     total_memory: int  # bytes
@@ -47,7 +45,6 @@ class Choice:
 
 
 def list_gpus() -> list[Gpu]:
-    """The visible GPUs; none without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -113,7 +110,6 @@ def gpu_decodes_jpegs(choice: Choice, jpeg_decoder: str) -> bool:
 
 
 def _problem_of_gpus(gpus: list[Gpu], tp: int) -> str | None:
-    """Why no backend can use these GPUs."""
     if len(gpus) < tp:
         return f"--tp {tp} needs as many GPUs; there {'is' if len(gpus) == 1 else 'are'} {len(gpus) or 'none'}"
     old = next((gpu for gpu in gpus if gpu.capability < OLDEST), None)

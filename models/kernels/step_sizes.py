@@ -79,7 +79,6 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
         return list(every[: bisect_left(every, limit) + 1])
 
     def padded_decodes(self, num_decodes: int) -> int:
-        """Decode rows of the mixed graph that takes so many."""
         return self.up_to(self.mixed_decodes, num_decodes)[-1] if self.mixed_decodes else num_decodes
 
     def largest_step(self, num_tokens: int) -> int:

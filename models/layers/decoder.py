@@ -116,7 +116,6 @@ class SelfAttention(Mixer):
         return NewHeads(qkv_TX, *self._norms, context.cos_sin_TK, context.slots_T), gate_TX
 
     def _store(self, heads: NewHeads, context: LayerContext) -> torch.Tensor:
-        """Writes the tokens' keys and values into the cache. Returns their queries (T, H, K), normalised and rotated."""
         return self.ops.norm_rope_store_(heads, context.attention.pool(self.layer))
 
 

@@ -20,7 +20,7 @@ from models.config.types import DeltaConfig, TextConfig
 from models.kernels.ops import DeltaHeads, DeltaState
 from models.kernels.stream import Normed, Residual, RowClass
 from models.layers.decoder import LayerContext, Mixer
-from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part
+from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part, placed
 from models.parallel.group import TensorParallel
 
 
@@ -33,11 +33,9 @@ class Convolution(nn.Module):
         self.weight = setup.parameter(sum(part.rows for part in parts), kernel_size)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        row, width = 0, self.weight.shape[1]
-        for part in self._parts:
-            target = self.weight.data[row : row + part.rows, None]
-            yield CheckpointTensor(f"{prefix}.weight", (part.total_rows, 1, width), (slice(part.start, part.start + part.rows),), target)
-            row += part.rows
+        for part, own in placed(self._parts):
+            shape, index = (part.total_rows, 1, self.weight.shape[1]), (slice(part.start, part.start + part.rows),)
+            yield CheckpointTensor(f"{prefix}.weight", shape, index, self.weight.data[own, None])
 
 
 class HeadValues(nn.Module):

@@ -32,6 +32,14 @@ def even_part(name: str, total_rows: int, tp: TensorParallel) -> Part:
     return Part(name, total_rows, tp.rank * rows, rows)
 
 
+def placed(parts: Sequence[Part]) -> Iterator[tuple[Part, slice]]:
+    """Each part, and its rows of the matrix that joins them."""
+    end = 0
+    for part in parts:
+        end += part.rows
+        yield part, slice(end - part.rows, end)
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What the layers of a model share. Parameters are uninitialised and without gradient."""
@@ -73,19 +81,14 @@ class FusedColumnParallelLinear(nn.Module):
 
     def rows_of_parts(self) -> Iterator[tuple[Part, Storage]]:
         """Each part, and a view of it."""
-        row = 0
-        for part in self.parts:
-            yield part, self.weight.storage.rows(row, row + part.rows)
-            row += part.rows
+        return ((part, self.weight.storage.rows(own.start, own.stop)) for part, own in placed(self.parts))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         """The matrices are siblings of this layer in the checkpoint."""
-        parent = prefix.rpartition(".")[0]
-        row, width = 0, self.weight.shape[1]
-        for part in self.parts:
-            rows, target_rows = slice(part.start, part.start + part.rows), slice(row, row + part.rows)
-            yield from self.weight.tensors(f"{parent}.{part.name}", (part.total_rows, width), rows, slice(0, width), target_rows)
-            row += part.rows
+        parent, width = prefix.rpartition(".")[0], self.weight.shape[1]
+        for part, own in placed(self.parts):
+            rows = slice(part.start, part.start + part.rows)
+            yield from self.weight.tensors(f"{parent}.{part.name}", (part.total_rows, width), rows, slice(0, width), own)
 
 
 def add_sum_(
@@ -116,7 +119,6 @@ class RowParallelLinear(nn.Module):
         self.weight = Matrix.empty(out_features, self.tp.share(in_features, "in_features"), format, setup.place)
 
     def add_(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
-        """residual += the layer's output."""
         if self.tp.size == 1:
             self.weight.add_to(residual, x_TX, rows)
         else:
@@ -137,7 +139,6 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = setup.parameter(self.tp.share(vocab_size, "vocab_size"), hidden_size)
 
     def as_matrix(self, format: Format = "plain") -> Matrix:
-        """The output head."""
         return Matrix.of(self.weight.data, self._backend, format)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:

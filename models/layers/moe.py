@@ -28,7 +28,6 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden_size, format, setup)
 
     def add_(self, residual: Residual, x_TD: Normed, rows: RowClass, real_T: torch.Tensor | None) -> None:
-        """residual += the output."""
         self.down_proj.add_(residual, self.gate_up_proj.weight.swiglu(x_TD, rows), rows)
 
 
@@ -131,7 +130,6 @@ class SparseMoe(nn.Module):
         self.experts = StackedExperts(hidden_size, moe, format, setup)
 
     def add_(self, residual: Residual, x_TD: Normed, rows: RowClass, real_T: torch.Tensor | None) -> None:
-        """residual += the output."""
         mine, moe = self.experts, self._moe
         chosen = moe.num_experts, moe.num_experts_per_tok, moe.has_shared
         experts = Experts(self.gate.weight, mine.gate_up, mine.down, mine.first, mine.count, *chosen)

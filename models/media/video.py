@@ -68,5 +68,4 @@ class VideoGeometry:
 
 
 def time_text(seconds: float) -> str:
-    """What stands before a pair in the prompt."""
     return f"<{seconds:.1f} seconds>"

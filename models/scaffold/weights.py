@@ -99,12 +99,10 @@ def _quantized(tensors: dict[str, torch.Tensor], names: set[str], format: Format
 
 
 def _is_experts(name: str) -> bool:
-    """Whether a tensor has the matrices of all experts, (experts, inputs, outputs)."""
     return ".experts." in name
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a `ModelConfig.dtype`. ValueError for any other name."""
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if name not in dtypes:
         raise ValueError(f"dtype must be one of {', '.join(dtypes)}, got {name!r}")

@@ -15,7 +15,6 @@ from models.vision.tower import VisionTower
 
 
 def make_tower(config: ModelConfig, backend: Backend, setup: Setup) -> VisionTower:
-    """The tower's layers, whole on every rank."""
     assert config.vision is not None
     tp, heads, head_dim = setup.tp, config.vision.num_heads, config.vision.head_dim
     attention = backend.varlen_attention(heads, head_dim)

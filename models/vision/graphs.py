@@ -35,8 +35,6 @@ class TowerGraph:
 
 
 class TowerGraphs:
-    """The graphs of one tower."""
-
     def __init__(self, tower: VisionTower) -> None:
         self._tower = tower
         self._graphs: OrderedDict[Key, TowerGraph] = OrderedDict()

@@ -44,5 +44,4 @@ def share_out(num_patches: Sequence[int], num_ranks: int, costs: SplitCosts | No
 
 
 def part_of(total: int, rank: int, num_ranks: int) -> range:
-    """The places of `total` that are this rank's."""
     return range(total * rank // num_ranks, total * (rank + 1) // num_ranks)

@@ -81,8 +81,6 @@ class KeyValueQuery(Linear):
 
 
 class ResidualLinear(Linear):
-    """A linear layer that ends in the residual stream."""
-
     def add_(self, input_PX: torch.Tensor, x_PD: torch.Tensor) -> None:
         """x += input @ weight.T; the bias is part of the offset."""
         x_PD.addmm_(input_PX, self.weight.t())
@@ -99,7 +97,6 @@ class VisionAttention(nn.Module):
         self.proj = ResidualLinear(config.hidden_size, config.hidden_size, setup)
 
     def add_(self, normed_PD: torch.Tensor, cos_sin_PK: torch.Tensor, x_PD: torch.Tensor) -> None:
-        """x += the attention's output."""
         kvq_P3HK = self.qkv(normed_PD).view(len(normed_PD), 3, self.num_heads, -1)
         self.proj.add_(self.attention.run(kvq_P3HK, cos_sin_PK), x_PD)
 
@@ -114,7 +111,6 @@ class VisionMLP(nn.Module):
         self.linear_fc2 = ResidualLinear(config.intermediate_size, config.hidden_size, setup)
 
     def add_(self, normed_PD: torch.Tensor, x_PD: torch.Tensor) -> None:
-        """x += the MLP's output."""
         self.linear_fc2.add_(self.ops.linear_gelu(normed_PD, self.linear_fc1.weight, self.linear_fc1.bias), x_PD)
 
 
@@ -203,7 +199,6 @@ class VisionTower(nn.Module):
         self.attention.plan([t * h * w for t, h, w in grids])
 
     def tables(self, grids: Sequence[Grid]) -> Tables:
-        """What `compute` looks up."""
         tables = [self._tables.get(grid) for grid in grids]
         return Tables([table.position_PD for table in tables], torch.cat([table.cos_sin_PK for table in tables]))
 

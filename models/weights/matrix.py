@@ -82,8 +82,6 @@ class HasModules(Protocol):
 
 
 class Place(NamedTuple):
-    """Where matrices lie, and which backend multiplies them."""
-
     backend: str
     device: torch.device
     dtype: torch.dtype
@@ -105,7 +103,6 @@ class Matrix:
 
     @classmethod
     def of(cls, matrix_NK: torch.Tensor, backend: str, format: Format = "plain") -> "Matrix":
-        """A matrix with these values."""
         return cls(storage_of(format).quantized(matrix_NK), MatrixFormat(format, format), backend)
 
     @property
@@ -157,7 +154,6 @@ class Matrix:
 
 
 def matrices_of(module: HasModules) -> Iterator[tuple[str, Matrix]]:
-    """Those of a module and all below it, with their paths."""
     for path, each in module.named_modules():
         yield from ((f"{path}.{name}", matrix) for name, matrix in vars(each).items() if isinstance(matrix, Matrix))
 
