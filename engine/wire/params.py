@@ -178,7 +178,7 @@ class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
 
     messages: bytes
     tools: bytes | None = None
-    template_kwargs: dict[str, bool] = {}
+    template_kwargs: dict[str, Any] = {}
     ending: Literal["generation", "none", "continue"] = "generation"  # "continue": the last message stays open
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import uvloop
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from engine.launch.child import Child
@@ -63,7 +64,7 @@ class Api:
         outbox: Outbox[ToProcessor] = Outbox(child.run_dir, "processor")
         self.client = Client(outbox, self.arena, child.config.max_queued_requests)
         runtime = child.runtime
-        self._metrics = Metrics(self.client, runtime.model_names[0])
+        self._metrics = Metrics(self.client, runtime.model_names[0], child.config.block_size)
         config = child.config
         checkpoint = read_checkpoint(Path(runtime.model_folder), config.chat_template, config.generation_config == "vllm")
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
@@ -100,6 +101,7 @@ class Api:
             return Response(made[0], media_type="application/json")
 
         app.router.routes += [DescribedRoute("/openapi.json", description, "GET", dict[str, Any]), Page().route()]
+        app.router.routes.append(DescribedRoute("/docs", viewer, "GET", response_class=HTMLResponse))
         app.add_exception_handler(RequestError, self._on_request_error)
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_error)
@@ -126,6 +128,8 @@ class Api:
             self.client.dispatch(message)
             if self.client.health.started and not was_started:
                 self._child.ready(url)
+            if message.stats is not None:
+                self._metrics.note_stats(message.stats)
             if message.stats is not None and not (self.client.num_bodies or self.client.num_reading):
                 assert self.arena.is_empty(), "a request body was lost in the arena"
                 self.arena.trim()
@@ -156,11 +160,20 @@ class Api:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    info = ErrorInfo(error.status_code, str(error.detail), error_type(error.status_code))
+    words, path = str(error.detail), request.url.path
+    if error.status_code == 404:
+        known = next((one for one in (f"/v1{path}", path.removeprefix("/v1")) if one in ENDPOINTS), None)
+        words = f"{path[:100]} is not served here." + (f" Did you mean {known}?" if known else "")
+    info = ErrorInfo(error.status_code, words, error_type(error.status_code))
     note_error(request.scope, info)
     response = error_response(info, request.scope)
     response.headers.update(error.headers or {})  # `Allow` of a 405
     return response
+
+
+def viewer() -> Response:
+    """A viewer of the OpenAPI document, whose code comes from a CDN."""
+    return get_swagger_ui_html(openapi_url="openapi.json", title=TITLE)
 
 
 async def serve(child: Child) -> None:

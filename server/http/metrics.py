@@ -42,6 +42,9 @@ HISTOGRAMS = {
     "request_inference_time_seconds": ("time from the first plan to the end of the answer", SECONDS),
     "request_prompt_tokens": ("length of all prompts of one request, in tokens", TOKENS),
     "request_generation_tokens": ("length of all answers of one request, in tokens", TOKENS),
+    "request_params_n": ("answers that one request asks for", (1, 2, 4, 8, 16)),
+    "request_params_max_tokens": ("limit of one request on the tokens of an answer", TOKENS),
+    "iteration_tokens_total": ("tokens that one batch computes, on average since the previous heartbeat", TOKENS),
     "request_max_num_generation_tokens": ("length of the longest answer of one request, in tokens", TOKENS),
 }
 ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # our reasons for which vLLM has another word
@@ -50,8 +53,8 @@ ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # our reasons for which
 class StatsCollector(Collector):
     """The latest EngineStats."""
 
-    def __init__(self, client: Client, model_name: str):
-        self._client = client
+    def __init__(self, client: Client, model_name: str, block_size: int):
+        self._client, self._block_size = client, block_size
         self._values = (model_name,)
 
     def collect(self) -> Iterator[Metric]:
@@ -64,12 +67,21 @@ class StatsCollector(Collector):
         for name, value in values.items():
             family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
             yield self._one(family(NAMES.get(name, f"engine_{name}"), TEXTS[name], labels=LABELS), value)
-        queries = CounterMetricFamily("vllm:prefix_cache_queries", "tokens that were looked for in the prefix cache", labels=LABELS)
-        yield self._one(queries, stats.prompt_tokens)
+        num_hits = stats.images_hit + stats.images_skipped
+        for name, text, value in (
+            ("prefix_cache_queries", "tokens that were looked for in the prefix cache", stats.prompt_tokens),
+            ("mm_cache_queries", "images whose embeddings were looked for in the caches", num_hits + stats.images_encoded),
+            ("mm_cache_hits", "images whose embeddings a cache had", num_hits),
+        ):
+            yield self._one(CounterMetricFamily(f"vllm:{name}", text, labels=LABELS), value)
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "share of KV blocks that requests hold; 1 is all", labels=LABELS)
         yield self._one(usage, 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0)
         streams = GaugeMetricFamily("engine_open_streams", "choices that a client waits for", labels=LABELS)
         yield self._one(streams, self._client.num_streams)
+        labels = {"block_size": str(self._block_size), "num_gpu_blocks": str(stats.num_blocks)}
+        info = GaugeMetricFamily("vllm:cache_config_info", "settings of the KV cache", labels=[*LABELS, *labels])
+        info.add_metric([*self._values, *labels.values()], 1)
+        yield info
 
     def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric(self._values, value)
@@ -79,10 +91,10 @@ class StatsCollector(Collector):
 class Metrics:
     """Counters and histograms of requests."""
 
-    def __init__(self, client: Client, model_name: str):
+    def __init__(self, client: Client, model_name: str, block_size: int):
         self._registry = CollectorRegistry()
-        self._registry.register(StatsCollector(client, model_name))
-        self._name = model_name
+        self._registry.register(StatsCollector(client, model_name, block_size))
+        self._name, self._stats = model_name, EngineStats()
         self._responses = self._counter("engine_responses", "answers by HTTP status", "status")
         self._refusals = self._counter("engine_refused_requests", "requests that got an error, by its code", "reason")
         self._finished = self._counter("vllm:request_success", "accepted requests by the reason for their end", "finished_reason")
@@ -110,9 +122,18 @@ class Metrics:
         self.note_response(info.status)
         self._refusals.labels(self._name, info.code or str(info.status)).inc()
 
-    def note_finish(self, reason: str, seconds: float) -> None:
+    def note_finish(self, reason: str, seconds: float, n: int, max_tokens: int | None) -> None:
         self._finished.labels(self._name, ENDINGS.get(reason, reason)).inc()
-        self._observe(e2e_request_latency_seconds=seconds)
+        self._observe(e2e_request_latency_seconds=seconds, request_params_n=n)
+        if max_tokens is not None:
+            self._observe(request_params_max_tokens=max_tokens)
+
+    def note_stats(self, stats: EngineStats) -> None:
+        """Observe the batches since the previous statistics."""
+        num_steps, num_tokens = stats.steps - self._stats.steps, stats.computed_tokens - self._stats.computed_tokens
+        self._stats = stats
+        for _ in range(num_steps):
+            self._observe(iteration_tokens_total=num_tokens / num_steps)
 
     def note_work(self, num_prompt: int, lengths: list[int], stages: Stages, now: float) -> None:
         """Observe a request that has generated tokens; `lengths` are those of its answers."""

@@ -107,7 +107,7 @@ class Reply(Answer):
     def finish(self) -> None:
         super().finish()
         now, total = time.monotonic(), self._total()
-        self._metrics.note_finish(self._reason, now - self._options.received)
+        self._metrics.note_finish(self._reason, now - self._options.received, self._options.n, self._options.max_tokens)
         if self._has_first_token:
             lengths = [choice.usage.num_generated for choice in self._choices.values()]
             self._metrics.note_work(total.num_prompt, lengths, self._stages, now)

@@ -153,6 +153,8 @@ class ReplyOptions:
     include_usage: bool = False
     continuous_usage: bool = False
     timings: bool = False
+    n: int = 1
+    max_tokens: int | None = None
     warnings: list[str] = field(default_factory=list)  # what the answer lacks of what was asked for
     custom_tools: frozenset[str] = frozenset()  # which take one text
     has_grammar: bool = False

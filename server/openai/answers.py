@@ -118,11 +118,12 @@ class Completion(Head):
 
 
 class Tokenized(BaseModel):
-    count: int
+    count: int | list[int]
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[list[int]]
     token_strs: None = None
 
 
 class Detokenized(BaseModel):
-    prompt: str
+    prompt: str | list[str]
+    text: str | list[str]

@@ -1,8 +1,10 @@
 """`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
 
+import functools
 import json
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ from server.http.sse import Format, ReplyOptions, encode
 from server.http.validate import bad_value, check
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.openai.conversation import Conversation, locate, read_conversation
-from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Prompt, json_response, submits_of
+from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Prompt, Service, json_response, submits_of
 from server.openai.format import ChatFormat, CompletionFormat
 from server.openai.grammar import check_strict_tools, read_grammar
 from server.openai.schema import (
@@ -43,12 +45,18 @@ class ChatEndpoint(GenerationEndpoint):
     format: type[Format] = ChatFormat
     prompt_field = "messages"
 
+    def __init__(self, service: Service):
+        super().__init__(service)
+        self._names = frozenset(re.findall(r"\w+", service.checkpoint.chat_template))
+
     def read(self, value: dict[str, Any], body: Body) -> Generation:
         return self.job(self.check(ChatRequest, value), body)
 
     def job(self, request: ChatRequest, body: Body) -> Generation:
         """What a checked request is to the processor. RequestError 400."""
         conversation = conversation_of(request, body)
+        for name in (request.chat_template_kwargs or {}).keys() - self._names:
+            self._unknown.once(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
         job = self.job_of(
             request,
             body,
@@ -152,11 +160,14 @@ class TokenizeEndpoint(Endpoint):
         if "messages" in value:
             return counted_chat(self.check(ChatRequest, value), body, self._show)
         request = self.check(TokenizeRequest, value)
-        return counted(request, body, TextPrompt(request.prompt), "prompt", self._show)
+        texts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+        show = functools.partial(self._show, is_list=isinstance(request.prompt, list))
+        return counted(request, body, [TextPrompt(text) for text in texts], "prompt", show)
 
-    def _show(self, events: list[Event]) -> Response:
-        ids, limit = events[0].prompt_ids, self.service.client.stats.max_model_len
-        return json_response(encode({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}))
+    def _show(self, events: list[Event], is_list: bool = False) -> Response:
+        ids, limit = [event.prompt_ids for event in events], self.service.client.stats.max_model_len
+        shown = {"count": [len(some) for some in ids], "tokens": ids} if is_list else {"count": len(ids[0]), "tokens": ids[0]}
+        return json_response(encode({**shown, "max_model_len": limit, "token_strs": None}))
 
 
 class DetokenizeEndpoint(Endpoint):
@@ -167,8 +178,12 @@ class DetokenizeEndpoint(Endpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(DetokenizeRequest, value)
-        show = lambda events: json_response(encode({"prompt": events[0].text}))  # noqa: E731
-        return counted(request, body, TokenPrompt(request.tokens), "tokens", show)
+        return counted(request, body, [TokenPrompt(ids) for ids in request.lists], "tokens", functools.partial(self._show, request))
+
+    @staticmethod
+    def _show(request: DetokenizeRequest, events: list[Event]) -> Response:
+        text = [event.text for event in events] if request.is_list else events[0].text
+        return json_response(encode({"prompt": text, "text": text}))
 
 
 def _vary_seeds(job: Generation) -> None:
@@ -181,8 +196,8 @@ ROUTES: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": ChatEndpoint,
     "/v1/chat/completions/batch": BatchChatEndpoint,
     "/v1/completions": CompletionEndpoint,
-    "/tokenize": TokenizeEndpoint,
-    "/detokenize": DetokenizeEndpoint,
+    **dict.fromkeys(("/tokenize", "/v1/tokenize"), TokenizeEndpoint),
+    **dict.fromkeys(("/detokenize", "/v1/detokenize"), DetokenizeEndpoint),
 }
 
 
@@ -210,16 +225,16 @@ def conversation_of(request: ChatRequest, body: Body) -> Conversation:
     return read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
 
 
-def counted(request: GenerationRequest, body: Body, prompt: Prompt, field: str, show: Show) -> Gathering:
-    """A request that goes no further than the processor; `field` holds its prompt. RequestError 400."""
+def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Gathering:
+    """A request that goes no further than the processor; `field` holds its prompts. RequestError 400."""
     read_grammar(request)  # for what is wrong with it
-    submits = submits_of(body, [prompt], field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
+    submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
     return Gathering(request=request, submits=submits, show=show)
 
 
 def counted_chat(request: ChatRequest, body: Body, show: Show) -> Gathering:
     """The same, of messages and their images."""
     conversation = conversation_of(request, body)
-    job = counted(request, body, chat_prompt(request, conversation.messages), "messages", show)
+    job = counted(request, body, [chat_prompt(request, conversation.messages)], "messages", show)
     job.submits[0].media, job.used = conversation.media, conversation.used_references
     return job

@@ -34,7 +34,7 @@ class Conversation:
 def check_url(url: str, scanner: Scanner, path: str) -> None:
     """RequestError 400 for a URL that no loader knows."""
     if scanner.index_of(url) is None and not url.lower().startswith(URL_SCHEMES):
-        raise bad_value(path, "expected a data:, http://, https:// or file:// URL")
+        raise bad_value(path, "expected a data:, http://, https:// or file:// URL, such as 'data:image/jpeg;base64,/9j/4AAQ...'")
 
 
 def check_urls(content: str | list[Any], name: str, scanner: Scanner) -> None:

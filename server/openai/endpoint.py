@@ -234,7 +234,8 @@ class GenerationEndpoint(Endpoint):
         options = ReplyOptions(
             model=request.model or self.service.model_names[0], created=int(time.time()), started=body.started, received=body.received,
             is_streamed=bool(request.stream), include_usage=bool(wanted.include_usage), timings=bool(request.timings),
-            continuous_usage=bool(wanted.continuous_usage_stats), warnings=[*request.warnings, *self.note_unknown(request.model_extra)],
+            continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, max_tokens=params.max_tokens,
+            warnings=[*request.warnings, *self.note_unknown(request.model_extra)],
             custom_tools=request.custom_tools, has_grammar=grammar is not None or told.must_call, drops_empty=told.calls != "none",
         )  # fmt: skip
         return Generation(request=request, submits=submits, options=options, format=self.format)
@@ -265,6 +266,5 @@ def submits_of(body: Body, prompts: Sequence[Prompt], field: str, **others: Any)
     rids = [body.rid, *(body.new_rid() for _ in prompts[1:])]
     fields = {"prompt_field": field, **others}
     return [
-        Submit(rid=rid, prompt=prompt, media=[], stages=Stages(body.received), **fields)
-        for rid, prompt in zip(rids, prompts, strict=True)
+        Submit(rid=rid, prompt=prompt, media=[], stages=Stages(body.received), **fields) for rid, prompt in zip(rids, prompts, strict=True)
     ]

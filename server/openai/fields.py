@@ -52,7 +52,10 @@ HARMLESS = frozenset(limits_of(((),
     routed_dp_rank routed_experts_prompt_start routed_experts_start_len safety_identifier service_tier session_id
     spaces_between_special_tokens store stream_interval"""
 )))  # fmt: skip
-LIMITED_IN_IMAGES = limits_of(((), "max_dynamic_patch min_dynamic_patch resized_height resized_width"), (("image",), "modalities"))
+LIMITED_IN_IMAGES = limits_of(
+    ((), "max_dynamic_patch min_dynamic_patch resized_height resized_width"),
+    (("image", "multi-images", "video"), "modalities"),
+)
 
 
 def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> None:

@@ -12,6 +12,8 @@ from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode
 from server.openai.tools import CustomText, custom_text
 
 DONE = b"data: [DONE]\n\n"
+NO_REASONING = {"reasoning": None, "reasoning_content": None}
+PLAIN = encode(NO_REASONING)[1:-1] + b',"content":'  # before the text of a delta
 
 
 class OpenAIFormat(Format):
@@ -85,13 +87,14 @@ class ChatFormat(OpenAIFormat):
         self._texts: dict[tuple[int, int], CustomText] = {}  # of calls of custom tools, by choice and call
 
     def first_chunk(self, choice: Choice) -> bytes:
-        said = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        delta = {"role": "assistant", "content": "", **NO_REASONING}
+        said = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk(said, choice.usage, self._warnings | _prompt_ids(choice))
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         value = encode(event.text)
         logprobs = encode(_token_list(event.logprobs)) if event.logprobs else b"null"
-        delta = b'"reasoning":' + value + b',"reasoning_content":' + value if event.is_reasoning else b'"content":' + value
+        delta = b'"reasoning":' + value + b',"reasoning_content":' + value if event.is_reasoning else PLAIN + value
         if event.calls:
             calls = encode([self._delta_json(choice, call) for call in event.calls])
             delta = (delta + b"," if event.text else b"") + b'"tool_calls":' + calls
@@ -107,7 +110,7 @@ class ChatFormat(OpenAIFormat):
     def document_choice(self, choice: Choice) -> dict[str, object]:
         """A message that thought, or called, and came to no answer has no content."""
         content = "".join(choice.content)
-        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None, **NO_REASONING}
         if choice.usage.num_reasoning:
             reasoning = "".join(choice.reasoning)
             message |= {"content": content or None, "reasoning": reasoning, "reasoning_content": reasoning}
@@ -178,10 +181,8 @@ def _prompt_ids(choice: Choice) -> dict[str, object]:
 
 def _of_prompt(choice: Choice) -> dict[str, object]:
     """As vLLM has it: an object of each token's place by ids, null for the first."""
-    if not choice.prompt_logprobs:
-        return _prompt_ids(choice)
     places = [{str(token.id): _ranked_json(token) for token in place} or None for place in choice.prompt_logprobs]
-    return {**_prompt_ids(choice), "prompt_logprobs": places}
+    return {"prompt_token_ids": choice.prompt_ids or None, "prompt_logprobs": places or None}
 
 
 def _ranked_json(token: RankedToken) -> dict[str, object]:
@@ -189,7 +190,7 @@ def _ranked_json(token: RankedToken) -> dict[str, object]:
 
 
 def _ending(choice: Choice) -> dict[str, object]:
-    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason, "matched_stop": choice.stop_reason}
 
 
 def _call_json(call: Call, arguments: str) -> dict[str, object]:
@@ -215,7 +216,7 @@ def _token_json(token: bytes, logprob: float | None) -> dict[str, object]:
 
 
 def _completion_logprobs(entries: list[Logprob], choice: Choice) -> dict[str, object]:
-    """In parallel lists. A token is always among the likely ones of its place."""
+    """In parallel lists. The token itself is the first of the likely ones of its place, then come the others in descending order."""
     offsets = []
     for entry in entries:
         offsets.append(choice.num_characters)
@@ -231,7 +232,10 @@ def _completion_logprobs(entries: list[Logprob], choice: Choice) -> dict[str, ob
 def _likely(entry: Logprob) -> dict[str, float] | None:
     if entry.logprob is None:
         return None
-    return {_text(token): value for token, value in reversed(entry.top)} | {_text(entry.token): entry.logprob}
+    likely = {_text(entry.token): entry.logprob}
+    for token, value in entry.top:
+        likely.setdefault(_text(token), value)
+    return likely
 
 
 def _text(token: bytes) -> str:

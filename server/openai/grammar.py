@@ -64,7 +64,17 @@ def _grammar_of(kind: Any, value: Any, path: str) -> Grammar:
         value = _object_of(value, path)
         for place, schema in _schemas_of(value, path) if kind == "structural_tag" else ((path, value),):
             _check_schema(schema, place)
+        if kind == "structural_tag" and "structures" in value:
+            value = _present_form(value)
     return Grammar(kind, value if isinstance(value, str) else json.dumps(value))
+
+
+def _present_form(tag: dict[str, Any]) -> dict[str, Any]:
+    """Of a structural tag in the older form of `structures` and `triggers`."""
+    told: list[Any] = tag["structures"] if isinstance(tag["structures"], list) else []
+    tags = [{"begin": one.get("begin"), "content": {"type": "json_schema", "json_schema": one.get("schema", {})}, "end": one.get("end")}
+            for one in told if isinstance(one, dict)]  # fmt: skip
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}}
 
 
 def _schemas_of(tag: dict[str, Any], path: str) -> Iterator[tuple[str, object]]:

@@ -1,7 +1,7 @@
 """Images and videos in the content of messages, and what a request says of all of them."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
@@ -109,6 +109,9 @@ def _url_object(value: object) -> object:
     return {"url": value} if isinstance(value, str | None) else value
 
 
+NO_URL: Any = Field(default=None, validate_default=True)
+
+
 def nearest(options: Sequence[PixelLimits]) -> tuple[int | None, int | None]:
     """Least and most pixels of the first that tells."""
     least = next((one.min_pixels for one in options if one.min_pixels is not None), None)
@@ -116,10 +119,10 @@ def nearest(options: Sequence[PixelLimits]) -> tuple[int | None, int | None]:
 
 
 class ImagePart(PixelLimits, Open):
-    """With a `uuid`, the URL may be null the next time."""
+    """With a `uuid`, the URL may be null or missing the next time."""
 
     type: Literal["image_url", "input_image"]
-    image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=ImageUrl | str | None)]
+    image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=ImageUrl | str | None)] = NO_URL
     detail: Detail | None = None  # as Responses have it
     uuid: Uuid | None = None
 
@@ -141,7 +144,7 @@ class VideoPart(FrameOptions):
     """With a `uuid`, the URL may be null the next time."""
 
     type: Literal["video_url", "input_video"]
-    video_url: Annotated[VideoUrl, BeforeValidator(_url_object, json_schema_input_type=VideoUrl | str | None)]
+    video_url: Annotated[VideoUrl, BeforeValidator(_url_object, json_schema_input_type=VideoUrl | str | None)] = NO_URL
 
 
 class FramesPart(FrameOptions):

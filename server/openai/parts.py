@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from server.http.validate import OneOf, Strict
 from server.openai.media import FramesPart, ImagePart, VideoPart
@@ -27,15 +27,24 @@ class RefusalPart(Strict):
     text: str = Field(alias="refusal")
 
 
+def _usual(part: object) -> object:
+    """`image` parts as in Python, and `file` parts with data, become the parts that their media have here."""
+    if isinstance(part, dict) and part.get("type") == "image":
+        return {**part, "type": "image_url", "image_url": part.get("image_url") or part.get("image") or part.get("url")}
+    file = part.get("file") if isinstance(part, dict) and part.get("type") == "file" else None
+    return {"type": "image_url", "image_url": file["file_data"]} if isinstance(file, dict) and file.get("file_data") else part
+
+
 Part = Annotated[
     TextPart | RefusalPart | ImagePart | VideoPart | FramesPart,
     OneOf("content parts are of type 'text', 'image_url', 'video_url' or 'video'"),
+    BeforeValidator(_usual),
 ]
 Parts = Annotated[list[Part], FIRST]
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # the template decides which it knows
     content: Annotated[Parts | str | None, OneOf("must be a string or a list of parts")] = None
     reasoning: str | None = None
     reasoning_content: str | None = None

@@ -6,7 +6,7 @@ None means that the client left it to the checkpoint's defaults. Fields that are
 import functools
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, create_model, field_validator
+from pydantic import BeforeValidator, Field, create_model
 
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, NotEmpty, NumLogprobs, TokenCount, TokenId
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
@@ -15,11 +15,11 @@ from server.openai.parts import FIRST, Message, TextPart, ToolList
 from server.openai.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
 
 MAX_MESSAGES = 10_000
-MAX_STOPS, MAX_STOP_CHARACTERS = 4, 4096  # beginnings of one are looked for at every token
+MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # beginnings of one are looked for at every token
+MAX_VARIABLES = 64  # of a chat template
 MAX_TIMEOUT_S = 86_400
 MAX_PROMPTS, MAX_ANSWERS = 128, 16
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
-TEMPLATE_KWARGS = frozenset({"enable_thinking", "preserve_thinking", "add_vision_id"})
 # What a client says of effort, in any dialect, and whether the model thinks: templates have a switch, no levels.
 EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
 
@@ -178,7 +178,7 @@ class GenerationRequest(ParameterFields):
                 raise bad_value("logit_bias", f"'{name[:64]}' is no token id less than {vocab_size}")
         if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
             raise bad_value("min_tokens", "must not be greater than the most tokens that are asked for")
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise bad_value("stream_options", "is for requests with `stream: true` only")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_value("prompt_logprobs", "is for requests without `stream: true`")
@@ -192,7 +192,7 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[AnyTool], ToolList] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | NamedCustom | None, Worded(CHOICES)] = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, bool] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -203,14 +203,6 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
-    @field_validator("chat_template_kwargs", mode="before")  # the first bad name is enough: there may be very many
-    @classmethod
-    def _allowed_kwargs(cls, value: object) -> object:
-        for name in value if isinstance(value, dict) else ():
-            if name not in TEMPLATE_KWARGS:
-                raise ValueError(f"'{name[:64]}' is not one of {', '.join(sorted(TEMPLATE_KWARGS))}")
-        return value
-
     @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -220,7 +212,7 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def template_kwargs(self) -> dict[str, bool]:
+    def template_kwargs(self) -> dict[str, Any]:
         """The nearest to the template counts."""
         by_effort = None if self.reasoning_effort is None else EFFORTS[self.reasoning_effort]
         thinks = by_effort if self.enable_thinking is None else self.enable_thinking
@@ -333,15 +325,28 @@ class CompletionRequest(GenerationRequest):
 class TokenizeRequest(GenerationRequest):
     """The body of `POST /tokenize` without messages."""
 
-    prompt: NotEmpty
+    prompt: Annotated[NotEmpty | Annotated[list[NotEmpty], Field(min_length=1, max_length=MAX_PROMPTS)], OneOf()]
+
+
+ID_LISTS = "must be a list of token ids, or a list of such lists"
+IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
 
 
 class DetokenizeRequest(GenerationRequest):
     """The body of `POST /detokenize`."""
 
-    tokens: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
+    tokens: Annotated[IdList | Annotated[list[IdList], Field(min_length=1, max_length=MAX_PROMPTS)], OneOf(ID_LISTS)]
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.tokens[0], list)
+
+    @property
+    def lists(self) -> list[list[int]]:
+        tokens: Any = self.tokens
+        return tokens if self.is_list else [tokens]
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        if max(self.tokens) >= vocab_size:
+        if max(map(max, self.lists)) >= vocab_size:
             raise bad_value("tokens", f"holds ids outside of the vocabulary of {vocab_size}")

@@ -147,10 +147,11 @@ def test_the_ray_service_is_what_the_command_starts() -> None:
 
 def served_metrics() -> set[str]:
     """Names in a scrape after one request of each kind."""
-    metrics = Metrics(cast(Client, SimpleNamespace(stats=EngineStats(), num_streams=0)), "demo")
+    metrics = Metrics(cast(Client, SimpleNamespace(stats=EngineStats(), num_streams=0)), "demo", 16)
     metrics.note_response(200)
     metrics.note_refusal(ErrorInfo(503, "", code="overloaded"))
-    metrics.note_finish("stop", 1.0)
+    metrics.note_finish("stop", 1.0, 1, 9)
+    metrics.note_stats(EngineStats(steps=2, computed_tokens=9))
     metrics.note_first_token(1.0, {"prefill": 0.5})
     metrics.note_work(7, [3], Stages(admitted=1.0, first_token=2.0), 3.0)
     metrics.note_tokens(1, 0.1)

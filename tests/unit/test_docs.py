@@ -158,7 +158,7 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
     told = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", page))
     status = [route for route in Status(cast(Any, None), lambda: False).routes() if route.include_in_schema]
-    routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/openapi.json"}
+    routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
     routes |= {route.path for route in Native(cast(Any, None)).routes()}
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 

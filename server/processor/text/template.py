@@ -82,8 +82,9 @@ class ChatTemplate:
             raise RequestError(400, "tools: the chat template does not show tools.", "tools", "unsupported_value")
         if prompt.ending == "continue":
             _append_text(messages[-1], shield.end)
-        variables = {**self._variables, **prompt.template_kwargs, "add_generation_prompt": prompt.ending == "generation"}
-        text = self._run({"messages": messages, "tools": tools, "documents": None, **variables})
+        told = {name: self._protect(value, shield) for name, value in prompt.template_kwargs.items()}
+        fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt.ending == "generation"}
+        text = self._run({**self._variables, **told, **fixed})
         if prompt.ending == "continue":
             text, found, _ = text.rpartition(shield.end)
             if not found:

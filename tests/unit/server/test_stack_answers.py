@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from engine.wire.messages import EngineRequest, ErrorInfo, RequestOutput
 from engine.wire.stats import Stages
 from server.http.body import MAX_TEXT_BYTES
+from server.openai.format import NO_REASONING
 from tests.unit.server.pictures import PLAIN, save
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of, image, uri, user
@@ -59,7 +60,7 @@ def test_streams_interleave(stack: Stack) -> None:
     choices = [chunk["choices"][0] for chunk in chunks_of(stack.chat("x", n=3, stream=True).text)]
     for index, words in enumerate(WORDS):
         own = [choice for choice in choices if choice["index"] == index]
-        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert own[0]["delta"] == {"role": "assistant", "content": "", **NO_REASONING}
         assert "".join(choice["delta"].get("content", "") for choice in own) == words
         assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["stop"]
     order = [choice["index"] for choice in choices]
@@ -143,7 +144,7 @@ def deltas(stack: Stack) -> list[dict[str, Any]]:
 
 
 def joined(parts: list[dict[str, Any]], name: str) -> str:
-    return "".join(part.get(name, "") for part in parts)
+    return "".join(part.get(name) or "" for part in parts)
 
 
 def test_openai_python_reads_a_document(thinker: Stack, tokenizer: Tokenizer, end: int, num_thoughts: int) -> None:
@@ -166,9 +167,9 @@ def test_a_stream_has_one_chunk_per_token(thinker: Stack, tokenizer: Tokenizer, 
     for step in (1, 4, 100):
         thinker.script = answer_ids([*ids, end], step=step)
         role, *tokens, finish = deltas(thinker)
-        assert role == {"role": "assistant", "content": ""} and finish == {} and len(tokens) == len(ids)
+        assert role == {"role": "assistant", "content": "", **NO_REASONING} and finish == {} and len(tokens) == len(ids)
         assert all(part.keys() == {"reasoning", "reasoning_content"} for part in tokens[:num_thoughts])
-        assert all(part.keys() == {"content"} for part in tokens[num_thoughts:])
+        assert all(part == NO_REASONING | {"content": part["content"]} for part in tokens[num_thoughts:])
         assert joined(tokens, "reasoning") == joined(tokens, "reasoning_content") == THOUGHTS
         assert joined(tokens, "content") == ANSWER
     thinker.script = answer_ids([*ids, end])
@@ -180,7 +181,7 @@ def test_a_stream_has_one_chunk_per_token(thinker: Stack, tokenizer: Tokenizer, 
 def test_other_answers_know_nothing_of_thoughts(stack: Stack, tokenizer: Tokenizer, end: int) -> None:
     stack.script = answer_ids([end])
     answer = stack.chat("<think>").json()
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None, **NO_REASONING}
     assert answer["usage"].keys() == {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}
     stack.script = answer_ids([*ids_of(tokenizer, "\nok"), end])
-    assert all(delta.keys() == {"content"} for delta in deltas(stack)[1:-1])
+    assert all(delta == NO_REASONING | {"content": delta["content"]} for delta in deltas(stack)[1:-1])

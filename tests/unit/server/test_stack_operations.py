@@ -120,12 +120,12 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
     assert count(prompt="Grüße")["tokens"] == ids_of(tokenizer, "Grüße") and count(prompt="word " * 9000)["count"] > 4096
     text = tokenizer.decode(prompt, skip_special_tokens=False)
     padding = 4095  # an id of the model's that the tokenizer has no token for
-    assert count("/detokenize", tokens=prompt) == count("/detokenize", tokens=[*prompt, padding]) == {"prompt": text}
+    assert count("/detokenize", tokens=prompt) == count("/detokenize", tokens=[*prompt, padding]) == {"prompt": text, "text": text}
     assert len(stack.scheduler.requests) == num_requests
     assert stack.http.post("/v1/completions", json={"prompt": [*prompt[:3], padding]}).status_code == 200
     for tokens in ([1 << 20], [], ["x"], None):
         assert stack.http.post("/detokenize", json={"tokens": tokens}).status_code == 400
-    for body in ({"prompt": ["a", "b"]}, {"prompt": 5}, {"messages": user([image(uri(b"bad"))])}):
+    for body in ({"prompt": ["a", 5]}, {"prompt": 5}, {"messages": user([image(uri(b"bad"))])}):
         assert stack.http.post("/tokenize", json=body).status_code in (400, 422)
 
 

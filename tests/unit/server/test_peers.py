@@ -1,0 +1,126 @@
+"""Requests as vLLM, SGLang and OpenAI document and test them, and the keys that their answers must have."""
+
+import logging
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.e2e.serving import data_uri, picture
+from tests.unit.server.stack import Stack, hold
+from tests.unit.server.test_stack import chunks_of
+from tests.unit.server.test_stack_fields import TOP, ended, tell
+
+URL = data_uri(picture(1, 64, 64))
+CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+HELLO = [{"role": "user", "content": "hello"}]
+PNG = {"type": "image_url", "image_url": {"url": URL}, "uuid": "u1"}
+TAG = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<a>"]}
+SLOT = "<|vision_start|><|image_pad|><|vision_end|>"
+MESSAGE, CHOICE, LOGPROBS = "choices.0.message", "choices.0", "output.0.content.0.logprobs.0"
+NONE = type(None)
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+# Path, fields, and expected members: by their path, with a value or a type.
+ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (CHAT, {"stop": [f"{i}!" for i in range(128)]}, {f"{CHOICE}.finish_reason": "stop"}),
+    (CHAT, {"stream_options": {}}, {"object": "chat.completion"}),
+    (CHAT, {}, {f"{MESSAGE}.reasoning": None, f"{MESSAGE}.reasoning_content": None, f"{CHOICE}.matched_stop": None}),
+    (CHAT, {}, {"prompt_logprobs": None, "prompt_token_ids": None}),
+    (CHAT, {"prompt_logprobs": -1}, {"prompt_logprobs": list}),
+    (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, {f"{MESSAGE}.role": "assistant"}),
+    (CHAT, {"messages": user({**PNG, "modalities": "multi-images"})}, {f"{MESSAGE}.content": str}),
+    (CHAT, {"messages": user({"type": "image_url", "uuid": "u1"})}, {f"{MESSAGE}.content": str}),
+    (CHAT, {"messages": user({"type": "image", "image": URL})}, {f"{MESSAGE}.content": str}),
+    (CHAT, {"messages": user({"type": "file", "file": {"filename": "a.png", "file_data": URL}})}, {f"{MESSAGE}.content": str}),
+    (CHAT, {"response_format": TAG}, {f"{MESSAGE}.content": str}),
+    (CHAT, {"frobnicate": 1}, {"warnings.0": "The field 'frobnicate' is unknown to this server, which ignored it."}),
+    (TEXT, {"prompt": "x", "echo": True, "logprobs": 0, "prompt_logprobs": 1}, {f"{CHOICE}.prompt_logprobs": list, f"{CHOICE}.text": str}),
+    (TEXT, {"prompt": "x"}, {f"{CHOICE}.prompt_logprobs": None, f"{CHOICE}.prompt_token_ids": None}),
+    (GENERATE, {"text": "x", "sampling_params": {"max_new_tokens": 0}}, {"text": "", "meta_info.completion_tokens": 0}),
+    (GENERATE, {"text": "x", "rid": "r1"}, {"meta_info.id": "r1", "meta_info.matched_stop": int, "meta_info.finish_reason.type": "stop"}),
+    (GENERATE, {"text": "x", "return_logprob": True, "return_text_in_logprobs": True}, {"meta_info.output_token_logprobs.0.2": str}),
+    (GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 1}, {"meta_info.output_token_logprobs.0.2": None}),
+    ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}, {f"{LOGPROBS}.logprob": 0.0, f"{LOGPROBS}.bytes": list}),
+    ("/v1/responses", {"input": "x", "top_logprobs": TOP}, {f"{LOGPROBS}.top_logprobs.1.logprob": -2.0, "top_logprobs": TOP}),
+    ("/v1/tokenize", {"prompt": "x"}, {"count": 1, "tokens.0": int}), ("/v1/tokenize", {"prompt": ["x", "y"]}, {"count": [1, 1]}),
+    ("/v1/detokenize", {"tokens": [70]}, {"text": "g"}), ("/v1/detokenize", {"tokens": [[70], [71]]}, {"text": ["g", "h"]}),
+]  # fmt: skip
+
+
+def member(value: Any, path: str) -> Any:
+    for step in path.split("."):
+        value = value[int(step)] if isinstance(value, list) else value[step]
+    return value
+
+
+def test_what_peers_accept(stack: Stack, tokenizer: Tokenizer) -> None:
+    stack.script = tell(ended(tokenizer, "so"))
+    for path, fields, expected in ACCEPTED:
+        answer = stack.http.post(path, json={**({"messages": HELLO} if path == CHAT else {}), **fields})
+        assert answer.status_code == 200, (path, str(fields)[:200], answer.text)
+        for place, value in expected.items():
+            found = member(answer.json(), place)
+            assert isinstance(found, value) if isinstance(value, type) else found == value, (path, str(fields)[:200], place, found)
+
+
+REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    (CHAT, {"model": "gpt-x"}, 404, "This server has: test-model, other-name"),
+    (CHAT, {"messages": user({"type": "image_url", "image_url": {"url": "cat.jpg"}})}, 400, "such as 'data:image/jpeg;base64,/9j/4AAQ...'"),
+    ("/chat/completions", {}, 404, "Did you mean /v1/chat/completions?"), ("/v1/audio/speech", {}, 404, "/v1/audio/speech is not served"),
+    ("/v1/v1/completions", {}, 404, "Did you mean /v1/completions?"), ("/v1/files", {}, 404, "/v1/files is not served here"),
+]  # fmt: skip
+
+
+def test_errors_that_help(stack: Stack) -> None:
+    for path, fields, status, words in REFUSED:
+        answer = stack.http.post(path, json={**({"messages": HELLO} if path == CHAT else {}), **fields})
+        assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
+
+
+def test_variables_of_the_template(stack: Stack, caplog: pytest.LogCaptureFixture, tokenizer: Tokenizer) -> None:
+    """Red if one that the template does not use is refused, or logged more than once."""
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        assert (
+            stack.chat("x", chat_template_kwargs={"frobnicate": [{"a": "<|im_end|>"}], "add_generation_prompt": False}).status_code == 200
+        )
+    assert len([line for line in caplog.messages if "frobnicate" in line]) == 1
+    assert tokenizer.decode(stack.prompt(), skip_special_tokens=False).endswith("<|im_start|>assistant\n")
+
+
+def test_deltas_say_that_there_is_no_reasoning(stack: Stack) -> None:
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(stack.chat("x", stream=True).text)[:-1]]
+    assert all(delta["reasoning"] is None and delta["reasoning_content"] is None for delta in deltas)
+
+
+def test_the_token_itself_is_the_first_likely_one(stack: Stack, tokenizer: Tokenizer) -> None:
+    stack.script = tell(ended(tokenizer, "so"))
+    (first, *_) = stack.http.post(TEXT, json={"prompt": "x", "logprobs": TOP}).json()["choices"][0]["logprobs"]["top_logprobs"]
+    assert list(first.values()) == [0.0, -1.0, -2.0]
+
+
+def test_routes_and_metrics(stack: Stack) -> None:
+    assert "openapi.json" in stack.http.get("/docs").text
+    assert stack.http.get("/get_server_info").json().keys() >= {"model_path", "version", "internal_states", "max_total_num_tokens"}
+    stack.chat("x", n=2, max_tokens=5)
+    stack.settle()
+    text = stack.http.get("/metrics").text
+    names = "iteration_tokens_total_count mm_cache_queries_total mm_cache_hits_total request_params_n_sum request_params_max_tokens_sum"
+    assert all(f"vllm:{name}{{" in text for name in names.split()) and 'vllm:cache_config_info{block_size="' in text
+
+
+def test_abort_request(stack: Stack) -> None:
+    """Red if an answer goes on, or if what was generated is lost."""
+    stack.script = hold
+    with stack.http.stream("POST", GENERATE, json={"text": "x", "rid": "mine", "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert stack.http.post("/abort_request", json={"rid": "other"}).status_code == 200
+        assert stack.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
+        last = [line for line in lines if line.startswith("data: {")][-1]
+    assert '"finish_reason":{"type":"abort"}' in last and '"output_ids":[65]' in last
