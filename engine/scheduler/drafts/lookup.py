@@ -15,6 +15,7 @@ from engine.scheduler.state import State
 CONTEXTS = (16, 8, 4, 2, 1)  # tokens of a context that is looked up, the longest first
 FACTOR, PRIME = 1_000_003, (1 << 61) - 1  # of the rolling hash of a context
 _LEAVING = [pow(FACTOR, length, PRIME) for length in CONTEXTS]  # of the token that is no longer in it
+_NOTHING = [sum(pow(FACTOR, i, PRIME) for i in range(length)) for length in CONTEXTS]  # hash of zeros: tokens count from 1
 UNSURE = 0.6  # times that another token should have followed a context of one token
 MIN_PATH = 0.05  # probability of all tokens of a guess
 
@@ -31,7 +32,7 @@ class Contexts:
 
     def __init__(self) -> None:
         self._tokens = array("i", [0] * (1 + CONTEXTS[0]))
-        self._hashes = [0] * len(CONTEXTS)  # of the last tokens
+        self._hashes = list(_NOTHING)  # of the last tokens; a context's hash differs from that of a shorter one after zeros
         self._followers: dict[int, tuple[int, int, int]] = {}  # by hash of the context: token, its votes, times that the context was seen
 
     def __len__(self) -> int:
@@ -75,7 +76,7 @@ def _roll(hashes: list[int], tokens: "array[int]") -> None:
     """Update the hashes for the last token of `tokens`."""
     token = tokens[-1]
     for i, length in enumerate(CONTEXTS):
-        hashes[i] = (hashes[i] * FACTOR + token - tokens[-1 - length] * _LEAVING[i]) % PRIME
+        hashes[i] = (hashes[i] * FACTOR + token + 1 - (tokens[-1 - length] + 1) * _LEAVING[i]) % PRIME
 
 
 class Source:
