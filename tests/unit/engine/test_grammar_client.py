@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine import guests
-from engine.grammar.client import SMALL_CHARACTERS, Compiled, CompilerBusy, GrammarCompiler, GrammarError
+from engine.grammar.client import QUICK_S, SMALL_CHARACTERS, Compiled, CompilerBusy, GrammarCompiler, GrammarError
 from engine.grammar.compile import MAX_TOKEN_S, follow
 from engine.guests import MAX_CLIENTS, GuestDied, GuestKilled, GuestPool
 from engine.wire.params import Grammar
@@ -67,11 +67,12 @@ async def test_the_answer_for_a_client_that_has_left_is_remembered() -> None:
     assert await other == await compiler.compile(GRAMMAR) == b"data"
 
 
-async def test_refusal_for_cpu_time_is_remembered() -> None:
-    compiler = compiler_of(LATE, LATE)
-    for _ in range(2):  # a third job would find no answer
-        with pytest.raises(GrammarError, match="limit of 5 s CPU time"):
-            await compiler.compile(GRAMMAR)
+async def test_verdicts_on_a_grammar_are_remembered() -> None:
+    for deaths, words in (((LATE, LATE), "limit of 5 s CPU time"), ((GuestDied(-signal.SIGSEGV),), "too deep or too large")):
+        compiler = compiler_of(*deaths)
+        for _ in range(2):  # another job would find no answer
+            with pytest.raises(GrammarError, match=words):
+                await compiler.compile(GRAMMAR)
 
 
 async def test_interrupted_compilation_answers_503() -> None:
@@ -210,11 +211,11 @@ async def test_what_is_remembered_of_clients_is_bounded(clock: Any) -> None:
 
 async def test_small_grammars_are_not_large_jobs() -> None:
     """A small one that exceeds its CPU time becomes a large one."""
-    asked: list[tuple[int, bool]] = []
+    asked: list[tuple[int, bool, float]] = []
 
     class Pool:
-        async def ask(self, job: bytes, *_: object, size: int, is_large: bool, **__: object) -> bytes:
-            asked.append((size, is_large))
+        async def ask(self, job: bytes, wall: float, seconds: float, *, size: int, is_large: bool, **__: object) -> bytes:
+            asked.append((size, is_large, seconds))
             if not is_large:
                 raise LATE
             return msgspec.msgpack.encode(DONE)
@@ -223,4 +224,4 @@ async def test_small_grammars_are_not_large_jobs() -> None:
     compiler.pool = cast(Any, Pool())
     for size in (1, SMALL_CHARACTERS + 1):
         assert await compiler.compile(Grammar("regex", "a" * size)) == b"data"
-    assert asked == [(1, False), (1, True), (SMALL_CHARACTERS + 1, True)]
+    assert asked == [(1, False, QUICK_S), (1, True, 5), (SMALL_CHARACTERS + 1, True, 5)]
