@@ -1,4 +1,7 @@
-"""The page at `/`: `page.html` as it is, under a policy that lets it talk to this server only."""
+"""The page at `/`: page.html with its style and scripts, under a policy that lets it talk to this server only.
+
+vendor/ holds marked (Markdown to HTML) and DOMPurify (removes what answers must not contain), as published.
+"""
 
 import base64
 import hashlib
@@ -9,18 +12,18 @@ from starlette.responses import HTMLResponse, Response
 
 from server.openai.openapi import DescribedRoute
 
-PAGE = Path(__file__).with_name("page.html")
+FOLDER = Path(__file__).parent
 
 
 class Page:
     def __init__(self) -> None:
-        self._content = PAGE.read_bytes()
-        html = self._content.decode()
+        html = re.sub(r"\{([\w./]+)\}", lambda name: _text(name[1]), _text("page.html"))
         # Nothing but the page's own script and style may run; nothing is loaded from, or sent to, anywhere else.
         policy = (
             f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
             "img-src data: blob:; media-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
+        self._content = html.encode()
         self._headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
         self._headers |= {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
@@ -30,6 +33,10 @@ class Page:
     async def show(self) -> Response:
         """A page to try the model. It needs no API key: it asks for it and sends it with its own requests."""
         return HTMLResponse(self._content, headers=self._headers)
+
+
+def _text(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
 def _hashes(html: str, tag: str) -> str:
