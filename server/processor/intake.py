@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from array import array
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
@@ -40,9 +41,10 @@ from engine.wire.messages import (
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
 from server.processor.grammar import GrammarLoads, answer_grammar
-from server.processor.media.image import Image, ImageTools
+from server.processor.media.early import EarlyReads
+from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance
-from server.processor.media.room import wire
+from server.processor.media.room import Room, wire
 from server.processor.media.video import FrameList, VideoFile
 from server.processor.request import Answer, Medium, Request, release_all
 from server.processor.text.detokenize import TokenTable
@@ -69,7 +71,11 @@ class Intake:
     """Prepares requests."""
 
     requests: dict[int, Request]
-    tools: ImageTools
+    room: Room
+    early: EarlyReads
+    new_image: Callable[..., Image]
+    new_file: Callable[..., VideoFile]
+    new_frames: Callable[..., FrameList]
     api: Outbox[Events]
     scheduler: Outbox[ToScheduler]
     tasks: asyncio.TaskGroup  # its failure is the process's
@@ -103,7 +109,7 @@ class Intake:
     def begin(self, message: Payload) -> None:
         """An image of a body that still arrives. A Submit follows, or an Abort with the body."""
         self._note_arrival(message.rid)
-        image = Image(self.tools, MediaRef(message.payload))
+        image = self.new_image(ref=MediaRef(message.payload))
         self._early.setdefault(message.rid, {})[message.payload.offset] = image
         image.start()
 
@@ -137,20 +143,20 @@ class Intake:
     def _medium(self, ref: MediaRef | VideoRef, early: dict[int, Image]) -> Medium:
         if isinstance(ref, VideoRef):
             if ref.file is not None and not ref.holds_frames:
-                return VideoFile(self.tools, ref)
+                return self.new_file(ref=ref)
             frames = ref.frames[: self.config.max_video_frames + 1]  # more are refused when it is loaded
-            return FrameList(self.tools, ref, [self._image(frame, early, is_frame=True) for frame in frames])
+            return self.new_frames(ref=ref, frames=[self._image(frame, early, is_frame=True) for frame in frames])
         return self._image(ref, early)
 
     def _image(self, ref: MediaRef, early: dict[int, Image], is_frame: bool = False) -> Image:
         """A new one, or that which came while the body arrived."""
         if ref.payload is not None and ref.payload.offset in early:
             return early.pop(ref.payload.offset)
-        return Image(self.tools, ref, is_frame)
+        return self.new_image(ref=ref, is_frame=is_frame)
 
     def _note_arrival(self, rid: int) -> None:
         if rid not in self._early:
-            self.tools.early.arm(is_idle=not self.num_holders)
+            self.early.arm(is_idle=not self.num_holders)
 
     def _give_up(self, rid: int, body: int | None, error: ErrorInfo | None = None) -> None:
         async def end() -> None:
@@ -189,7 +195,7 @@ class Intake:
                 if encoded is None:
                     encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
         except BaseExceptionGroup as failures:
-            if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.tools.room.arena.size:
+            if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.room.arena.size:
                 raise ArenaTooSmall from None
             raise failures.exceptions[0] from None
         ids, predicted, echo = encoded
@@ -231,7 +237,7 @@ class Intake:
         )
 
     def _put(self, ids: "array[int]") -> Region:
-        region = self.tools.room.take(4 * len(ids))
+        region = self.room.take(4 * len(ids))
         region.append(ids.tobytes())
         return region
 
@@ -288,7 +294,7 @@ class Intake:
         except CompilerBusy as busy:
             raise overloaded(f"{submit.grammar_field}: {busy}") from None
 
-        region = request.grammar = self.tools.room.take(len(data))
+        region = request.grammar = self.room.take(len(data))
         region.append(data)
         await self.loads.load(wire(region))
 
@@ -310,7 +316,7 @@ class Intake:
         request.task = None
         await release_all(strays)
         if not isinstance(prepared, EngineRequest) or request.is_ended or request.submit.is_counted_only:
-            await request.release(self.tools.room)
+            await request.release(self.room)
             del self.requests[rid]
         else:
             request.is_in_scheduler = True

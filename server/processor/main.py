@@ -6,6 +6,7 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import warnings
 from pathlib import Path
@@ -32,9 +33,13 @@ from engine.wire.messages import (
 from server.checkpoint import read_checkpoint
 from server.processor.grammar import GrammarLoads
 from server.processor.intake import Intake
+from server.processor.media.decoders import Decoders, VideoDecoders
 from server.processor.media.early import EarlyReads
-from server.processor.media.image import ImageTools
+from server.processor.media.image import Image
+from server.processor.media.inspect import Inspector
 from server.processor.media.room import Room
+from server.processor.media.sources import Sources
+from server.processor.media.video import FrameList, VideoFile
 from server.processor.output import Output
 from server.processor.request import Request
 from server.warm import warm_up
@@ -57,14 +62,26 @@ class Processor:
         gpu_decodes = child.runtime.gpu_decodes_jpegs
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
         room = Room(self._arena, lambda: self._intake.num_holders > 1)
-        self._tools = ImageTools(child.config, checkpoint, bodies, room, EarlyReads(worker, checkpoint.geometry), gpu_decodes)
+        inspector = Inspector(child.config, checkpoint, gpu_decodes)
+        sources = self._sources = Sources(child.config, bodies, room)
+        decoders, video_decoders = self._decoders, self._video_decoders = (
+            Decoders(child.config, self._arena), VideoDecoders(child.config, self._arena)
+        )  # fmt: skip
+        early = EarlyReads(worker, checkpoint.geometry)
+        new_image = functools.partial(Image, sources=sources, inspector=inspector, decoders=decoders, early=early)
         max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
         self._loads = GrammarLoads(Outbox(child.run_dir, "worker-0"))
         self._intake = Intake(
-            requests=requests, tools=self._tools, api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint,
-            model_folder=folder, loads=self._loads, max_model_len=max_model_len,
+            requests=requests, room=room, early=early, new_image=new_image,
+            new_file=functools.partial(VideoFile, sources=sources, inspector=inspector, decoders=video_decoders),
+            new_frames=functools.partial(FrameList, sources=sources, inspector=inspector, decoders=decoders, new_image=new_image),
+            api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint, model_folder=folder,
+            loads=self._loads, max_model_len=max_model_len,
         )  # fmt: skip
-        self._output = Output(requests=requests, tools=self._tools, api=api, scheduler=scheduler, tasks=tasks)
+        self._output = Output(
+            requests=requests, room=room, num_decoded=lambda: decoders.num_decoded + video_decoders.num_decoded,
+            api=api, scheduler=scheduler, tasks=tasks,
+        )  # fmt: skip
 
     async def run(self) -> None:
         self._intake.start()
@@ -90,7 +107,8 @@ class Processor:
                             self._check()
         finally:
             await self._intake.close()
-            await self._tools.close()
+            for one in (self._sources, self._decoders, self._video_decoders):
+                await one.close()
 
     def _check(self) -> None:
         """At idle the arena must be empty."""

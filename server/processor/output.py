@@ -6,6 +6,7 @@
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -25,7 +26,7 @@ from engine.wire.messages import (
     WantedPixels,
 )
 from server.errors import error_type
-from server.processor.media.image import ImageTools
+from server.processor.media.room import Room
 from server.processor.request import Answer, Request
 
 ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
@@ -36,7 +37,8 @@ class Output:
     """Removes requests that the scheduler has released."""
 
     requests: dict[int, Request]
-    tools: ImageTools
+    room: Room
+    num_decoded: Callable[[], int]  # files of images and videos
     api: Outbox[Events]
     scheduler: Outbox[ToScheduler]
     tasks: asyncio.TaskGroup  # its failure is the process's
@@ -56,7 +58,7 @@ class Output:
             self._decode(wanted)
         stats = message.stats
         if stats is not None:
-            stats = msgspec.structs.replace(stats, images_decoded=self.tools.num_decoded)
+            stats = msgspec.structs.replace(stats, images_decoded=self.num_decoded())
         if events or message.heartbeat:
             self.api.send(Events(events, [], stats, message.heartbeat))
 
@@ -132,7 +134,7 @@ class Output:
             events.append(Event(rid, error=ABORTED))
 
         async def drop() -> None:
-            await request.release(self.tools.room)
+            await request.release(self.room)
             del self.requests[rid]
 
         self.tasks.create_task(drop())

@@ -12,10 +12,13 @@ from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
 from server.errors import RequestError, invalid_image, invalid_video, overloaded
 from server.processor.media.decoder import MEMORY_BYTES, Decoded, Job
-from server.processor.media.inspect import Header
+from server.processor.media.inspect import Header, VideoPlan
+from server.processor.media.recent import Recent
 from server.processor.media.video_jobs import Clip, VideoAnswer, VideoJob, VideoLimits
 from server.region import Region
 
+NUM_REMEMBERED = 4096  # files that were decoded before; a forgotten one is decoded again
+NUM_REMEMBERED_VIDEOS, NUM_REMEMBERED_PAIRS = 512, 1 << 15
 LARGE_PIXELS = 1 << 23  # from here on images share a budget, and leave a process to smaller ones
 BYTES_PER_PIXEL = 8  # the image as it was, and as RGB, each of Pillow's 4 bytes a pixel
 HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times what usual files take
@@ -54,9 +57,12 @@ def _pool(size: int, arena: Arena, module: str, *arguments: str, memory: int) ->
 
 
 class Decoders:
-    """Make it inside a running event loop."""
+    """Decoders of images. Make it inside a running event loop."""
 
     def __init__(self, config: EngineConfig, arena: Arena):
+        self.num_decoded = 0
+        self.known: Recent[bytes, tuple[Header, Size]] = Recent(NUM_REMEMBERED)  # decoded files by digest: header, and size upright
+        self.known_pairs: Recent[tuple[bytes, bytes, Size], bytes] = Recent(NUM_REMEMBERED_PAIRS)  # hashes, by two frames and their size
         self.budget = Budget(config.max_decode_bytes)
         self._timeout = config.decode_timeout
         size = max(2, config.processing_pool_size)
@@ -102,9 +108,12 @@ class Decoders:
 
 
 class VideoDecoders:
-    """Make it inside a running event loop."""
+    """Decoders of video files. Make it inside a running event loop."""
 
     def __init__(self, config: EngineConfig, arena: Arena):
+        self.num_decoded = 0
+        self.max_bytes = config.max_video_bytes
+        self.known: Recent[bytes, tuple[VideoPlan, list[bytes]]] = Recent(NUM_REMEMBERED_VIDEOS)  # by file and processing
         size = config.video_pool_size
         threads = max(1, config.processing_pool_size // size)
         limits = VideoLimits(config.max_video_frame_pixels, config.max_video_file_frames, config.max_video_memory, threads)

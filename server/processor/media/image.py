@@ -10,81 +10,25 @@ The event loop allocates; pool threads fill. Nothing is given back while a threa
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from types import MappingProxyType
 
-import numpy as np
-
-from engine.launch.config import EngineConfig
-from engine.wire.arena import ArenaFull, ArenaTooSmall, ArenaView
+from engine.wire.arena import ArenaFull, ArenaTooSmall
 from engine.wire.messages import ImageSource, ImageSpan, MediaRef
 from engine.wire.messages import Region as WireRegion
 from models.media.geometry import Grid
-from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError
-from server.processor.media.base64_text import decode_base64, decode_data_url
-from server.processor.media.decoders import Decoders, Size, VideoDecoders
+from server.processor.media.decoders import Decoders, Size
 from server.processor.media.early import EarlyReads
-from server.processor.media.fetch import Fetcher
-from server.processor.media.inspect import Allowance, Header, Inspector, VideoPlan
-from server.processor.media.named import NamedImages
-from server.processor.media.recent import Recent
-from server.processor.media.room import Room, wire
+from server.processor.media.inspect import Allowance, Header, Inspector
+from server.processor.media.room import wire
+from server.processor.media.sources import Sources
 from server.processor.text.prompt import Visual
 from server.processor.threads import result_of, run, settled
 from server.region import Region
 
-FIRST_DOWNLOAD_BYTES = 1 << 20
 AT_ONCE_BYTES = 1 << 20  # of base64 that the event loop itself takes up when a device waits for it: in a third of a millisecond
-NUM_REMEMBERED = 4096  # files that were decoded before; what is forgotten is decoded once more
-NUM_REMEMBERED_VIDEOS, NUM_REMEMBERED_PAIRS = 512, 1 << 15
-
-
-class ImageTools:
-    """What all images share. Make it inside a running event loop."""
-
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, bodies: ArenaView, room: Room, early: EarlyReads, gpu_decodes: bool):
-        self.bodies = bodies
-        self.room = room
-        self.early = early
-        self.inspector = Inspector(config, checkpoint, gpu_decodes)
-        self.fetcher = Fetcher(config)
-        self.named = NamedImages()
-        self.media_pool = ThreadPoolExecutor(config.media_pool_size, "media")
-        self.decoders = Decoders(config, room.arena)
-        self.video_decoders = VideoDecoders(config, room.arena)
-        self.max_video_bytes = config.max_video_bytes
-        self.num_decoded = 0  # images that became RGB here
-        self.known: Recent[bytes, tuple[Header, Size]] = Recent(NUM_REMEMBERED)  # files by digest: header, and size upright
-        self.known_videos: Recent[bytes, tuple[VideoPlan, list[bytes]]] = Recent(NUM_REMEMBERED_VIDEOS)  # by file and processing
-        self.known_pairs: Recent[tuple[bytes, bytes, Size], bytes] = Recent(NUM_REMEMBERED_PAIRS)  # hashes, by two frames and their size
-
-    async def close(self) -> None:
-        self.media_pool.shutdown(wait=False, cancel_futures=True)
-        await self.decoders.close()
-        await self.video_decoders.close()
-        await self.fetcher.close()
-
-    async def fetch(self, ref: MediaRef, hold: Callable[[Region], Region], max_bytes: int | None = None) -> Region:
-        """What lies at a URL, or was sent under a name; `hold` owns the region before it is filled. RequestError, ArenaFull or
-        ArenaTooSmall."""
-        url = ref.url or ""
-        scheme = url.partition(":")[0].lower()
-        if scheme in ("http", "https"):
-            encoded = hold(self.room.take(FIRST_DOWNLOAD_BYTES))
-            await self.fetcher.download(url, encoded.append, max_bytes)
-            return encoded
-        if ref.url is None:
-            data = self.named.get(ref.name or b"")
-            if data is None:
-                raise RequestError(400, "nothing is known by this uuid (any more): send it with its URL", code="unknown_uuid")
-        else:
-            data = await run(self.media_pool, lambda: decode_data_url(url) if scheme == "data" else self.fetcher.read_local(url, max_bytes))
-        await self.room.arena.prepare(len(data))
-        encoded = hold(self.room.take(len(data)))
-        encoded.append(data)
-        return encoded
 
 
 class Image:
@@ -100,8 +44,11 @@ class Image:
     header: Header
     digest: bytes = b""  # of the encoded bytes
 
-    def __init__(self, tools: ImageTools, ref: MediaRef, is_frame: bool = False):
-        self._tools = tools
+    def __init__(
+        self, *, sources: Sources, inspector: Inspector, decoders: Decoders, early: EarlyReads, ref: MediaRef, is_frame: bool = False
+    ):
+        self._sources, self._inspector, self._decoders, self._early = sources, inspector, decoders, early
+        self._room = sources.room
         self._ref = ref
         self._is_frame = is_frame  # which nobody encodes alone
         self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload)  # of the arena, at least, when it is loaded
@@ -114,7 +61,7 @@ class Image:
     def start(self) -> None:
         """Takes the payload up, if there is one. `load` tells how that ends."""
         if self._ref.payload is not None and self._task is None:
-            if self._tools.room.arena.has_memory(self.num_bytes):
+            if self._room.arena.has_memory(self.num_bytes):
                 with contextlib.suppress(ArenaFull, ArenaTooSmall):
                     self._take_payload(self._ref.payload)  # now: a thread begins while others still have the event loop
             self._task = start_task(self._encode())
@@ -124,8 +71,7 @@ class Image:
         self._index = index
         with naming(f"Image {self._index + 1}"):
             await self.encode(ref, allowance)
-            if ref.name is not None and self._tools.named.bind(ref.name, self.digest):
-                self._tools.named.put(ref.name, await run(self._tools.media_pool, lambda: bytes(self.encoded.view)))
+            await self._sources.keep(ref.name, self.digest, self.encoded)
             await self._settle()
 
     async def encode(self, ref: MediaRef, allowance: Allowance) -> None:
@@ -165,7 +111,7 @@ class Image:
             await settled(self._job)
         self._task = self._job = None  # what they raised names this image
         for region in self._regions:
-            self._tools.room.give_back(region)
+            self._room.give_back(region)
 
     def _hold(self, region: Region) -> Region:
         self._regions.append(region)
@@ -173,62 +119,59 @@ class Image:
 
     async def _encode(self) -> None:
         """payload or URL -> encoded"""
-        payload, tools = self._ref.payload, self._tools
+        payload = self._ref.payload
         if payload is not None:
             if self._job is None:
-                await tools.room.arena.prepare(decoded_bytes(payload))
+                await self._room.arena.prepare(decoded_bytes(payload))
             digest, header = await result_of(self._job or self._take_payload(payload))
         else:
-            self.encoded = await tools.fetch(self._ref, self._hold)
-            digest, header = await run(tools.media_pool, lambda: self._identify(self._look()))
+            self.encoded = await self._sources.fetch(self._ref, self._hold)
+            digest, header = await run(self._sources.pool, lambda: self._identify(self._look()))
         self.encoded.trim()
         if header is None:
-            known = tools.known.get(digest)
-            header = known[0] if known is not None else await tools.decoders.read_header(self.encoded)
-            tools.inspector.check_size(header.height, header.width)
+            known = self._decoders.known.get(digest)
+            header = known[0] if known is not None else await self._decoders.read_header(self.encoded)
+            self._inspector.check_size(header.height, header.width)
         self.digest, self.header = digest, header
 
     def _take_payload(self, payload: WireRegion) -> "Future[tuple[bytes, Header | None]]":
         """Base64 of a body is decoded into our arena and looked at. ArenaFull or ArenaTooSmall."""
-        tools = self._tools
-        text = tools.bodies.view(payload.offset, payload.length)
-        encoded = self.encoded = self._hold(tools.room.take(decoded_bytes(payload)))
-        room = np.frombuffer(encoded.room, np.uint8)
+        early = self._early
+        self.encoded = self._hold(self._room.take(decoded_bytes(payload)))
+        unpack_bytes = self._sources.unpacking(payload, self.encoded)
 
         def unpack() -> Header | None:
-            data = decode_base64(text)
-            encoded.used = len(data)
-            np.copyto(room[: len(data)], np.frombuffer(data, np.uint8))  # without the interpreter lock, unlike a slice assignment
+            unpack_bytes()
             return self._look()
 
-        is_urgent, tools.early.is_urgent = tools.early.is_urgent and payload.length <= AT_ONCE_BYTES, False
+        is_urgent, early.is_urgent = early.is_urgent and payload.length <= AT_ONCE_BYTES, False
         begun = []
         if is_urgent:  # here in the event loop, since a change of threads takes longer
             with contextlib.suppress(RequestError):  # the job meets it again
                 begun.append(unpack())
-        self._job = tools.media_pool.submit(lambda: self._identify(begun[0] if begun else unpack()))
+        self._job = self._sources.pool.submit(lambda: self._identify(begun[0] if begun else unpack()))
         return self._job
 
     def _look(self) -> Header | None:
         """The header of a plain JPEG, which rank 0 is told of before anything else is done."""
-        data, tools = self.encoded.view, self._tools
-        header = tools.inspector.plain_header(data)
+        data = self.encoded.view
+        header = self._inspector.plain_header(data)
         if header is not None and not self._is_frame:
-            self._ticket = tools.early.announce(data, self._jpeg_source(header))
+            self._ticket = self._early.announce(data, self._jpeg_source(header))
         return header
 
     def _identify(self, header: Header | None) -> tuple[bytes, Header | None]:
         """Digest and header, in a pool."""
-        return self._tools.inspector.identify(self.encoded.view, header is not None), header
+        return self._inspector.identify(self.encoded.view, header is not None), header
 
     async def _settle(self) -> None:
         """encoded -> jpeg, file or rgb"""
-        header, inspector = self.header, self._tools.inspector
+        header, inspector = self.header, self._inspector
         geometry = self._geometry = inspector.geometry_of(self._ref)
         self._stored = inspector.size_for_workers(geometry, header.height, header.width)  # checks its grid before anything is decoded
-        self._tools.early.geometry = geometry
+        self._early.geometry = geometry
         self.hash = inspector.identity(self.digest, geometry)
-        known = self._tools.known.get(self.digest)
+        known = self._decoders.known.get(self.digest)
         if header.stays_encoded:
             size = header.height, header.width
             self.source = self._jpeg_source(header)
@@ -236,10 +179,10 @@ class Image:
             _, size = known
             self.source = ImageSource("file", wire(self.encoded), *inspector.size_for_workers(geometry, *size))
         else:
-            self._tools.decoders.check(header)
+            self._decoders.check(header)
             self.num_bytes = 3 * math.prod(self._stored)
-            await self._tools.room.arena.prepare(self.num_bytes)
-            size = await self._decode(self._tools.room.take(self.num_bytes))
+            await self._room.arena.prepare(self.num_bytes)
+            size = await self._decode(self._room.take(self.num_bytes))
         self.grid = inspector.grid(geometry, *size)
         self.num_tokens = geometry.num_tokens(self.grid)
 
@@ -249,18 +192,18 @@ class Image:
     async def _make_pixels(self) -> None:
         """file -> rgb"""
         with naming(f"Image {self._index + 1}"):
-            await self._decode(await self._tools.room.take_patiently(3 * math.prod(self._stored)))
+            await self._decode(await self._room.take_patiently(3 * math.prod(self._stored)))
 
     async def _decode(self, pixels: Region) -> Size:
         self._hold(pixels)
-        header, tools = self.header, self._tools
-        size = await tools.decoders.decode(header, self.encoded, (pixels.offset, pixels.capacity), self._stored)
+        header = self.header
+        size = await self._decoders.decode(header, self.encoded, (pixels.offset, pixels.capacity), self._stored)
         pixels.used = 3 * math.prod(self._stored)
         self._regions.remove(self.encoded)
-        tools.room.give_back(self.encoded)
-        tools.num_decoded += 1
-        tools.known.put(self.digest, (header, size))
-        self.source = ImageSource("rgb", wire(pixels), *tools.inspector.size_for_workers(self._geometry, *size))
+        self._room.give_back(self.encoded)
+        self._decoders.num_decoded += 1
+        self._decoders.known.put(self.digest, (header, size))
+        self.source = ImageSource("rgb", wire(pixels), *self._inspector.size_for_workers(self._geometry, *size))
         return size
 
 

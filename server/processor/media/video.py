@@ -11,7 +11,8 @@ Pixels are resized where they are decoded, and a pair's hash is of them: the sam
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,12 +22,13 @@ from engine.wire.messages import ImageSource, ImageSpan, MediaRef, VideoRef
 from engine.wire.messages import Region as WireRegion
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry
 from server.errors import RequestError
-from server.processor.media.base64_text import decode_base64
-from server.processor.media.decoders import Size
-from server.processor.media.image import Image, ImageTools, decoded_bytes, naming, start_task
-from server.processor.media.inspect import PAIR, Allowance, VideoPlan
+from server.processor.media.decoders import Decoders, Size, VideoDecoders
+from server.processor.media.fetch import too_large
+from server.processor.media.image import Image, decoded_bytes, naming, start_task
+from server.processor.media.inspect import PAIR, Allowance, Inspector, VideoPlan
 from server.processor.media.pixels import pair_hash
 from server.processor.media.room import wire
+from server.processor.media.sources import Sources
 from server.processor.text.prompt import Visual
 from server.processor.threads import run
 from server.region import Region
@@ -43,8 +45,8 @@ class Video(ABC):
     hashes: list[bytes]
     sources: list[ImageSource]
 
-    def __init__(self, tools: ImageTools, ref: VideoRef):
-        self._tools = tools
+    def __init__(self, *, sources: Sources, inspector: Inspector, ref: VideoRef):
+        self._sources, self._inspector, self._room = sources, inspector, sources.room
         self._ref = ref
         self._video: VideoGeometry
         self._index = 0  # in its request
@@ -56,9 +58,9 @@ class Video(ABC):
         """As medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index = index
         with naming(f"Video {self._index + 1}", CODES):
-            if not self._tools.inspector.takes_videos:
+            if not self._inspector.takes_videos:
                 raise RequestError(400, "this model takes no videos", code="invalid_value")
-            self._video = self._tools.inspector.video_of(self._ref)
+            self._video = self._inspector.video_of(self._ref)
             await self._load(allowance)
 
     @property
@@ -94,7 +96,7 @@ class Video(ABC):
             await asyncio.wait(tasks)
         self._tasks = {}  # what they raised names this video
         for region in self._regions:
-            self._tools.room.give_back(region)
+            self._room.give_back(region)
 
     @abstractmethod
     async def _load(self, allowance: Allowance) -> None:
@@ -131,79 +133,71 @@ class VideoFile(Video):
     _encoded: Region
     _digest: bytes
 
+    def __init__(self, *, decoders: VideoDecoders, **shared: Any):
+        super().__init__(**shared)
+        self._decoders = decoders
+
     async def _load(self, allowance: Allowance) -> None:
-        tools, ref = self._tools, self._ref
+        ref = self._ref
         assert ref.file is not None
         await self._read(ref.file, allowance)
-        if ref.file.name is not None and tools.named.bind(ref.file.name, self._digest):
-            tools.named.put(ref.file.name, await run(tools.media_pool, lambda: bytes(self._encoded.view)))
+        await self._sources.keep(ref.file.name, self._digest, self._encoded)
         self._key = msgspec.msgpack.encode((self._digest, self._video, ref.source_fps))
-        known = tools.known_videos.get(self._key)
+        known = self._decoders.known.get(self._key)
         if known is not None:
             self.plan, self.hashes = known
             self.sources = [self._file(self._encoded)] * len(self.hashes)
             return
-        clip = await tools.video_decoders.look(self._encoded)
+        clip = await self._decoders.look(self._encoded)
         fps = clip.fps or ref.source_fps or DEFAULT_SOURCE_FPS
         indices = self._video.sample(clip.num_frames, fps)
         times = [index / fps for index in indices]
-        self.plan = tools.inspector.plan_video(self._video, indices, times, (clip.height, clip.width))
+        self.plan = self._inspector.plan_video(self._video, indices, times, (clip.height, clip.width))
         self.num_bytes = self.plan.pair_bytes * len(self.plan.indices) // PAIR
-        await self._decode(await tools.room.take_patiently(self.num_bytes))
+        await self._decode(await self._room.take_patiently(self.num_bytes))
 
     async def _read(self, file: MediaRef, allowance: Allowance) -> None:
-        tools = self._tools
         if file.payload is not None:
             await self._unpack(file.payload)
         else:
             async with allowance.downloads:
-                self._encoded = await tools.fetch(file, self._hold, tools.max_video_bytes)
+                self._encoded = await self._sources.fetch(file, self._hold, self._decoders.max_bytes)
         self._encoded.trim()
-        self._digest = await run(tools.media_pool, lambda: tools.inspector.identify(self._encoded.view, False))
+        self._digest = await run(self._sources.pool, lambda: self._inspector.identify(self._encoded.view, False))
 
     async def _unpack(self, payload: WireRegion) -> None:
         """Base64 of a body."""
-        tools = self._tools
-        if decoded_bytes(payload) > tools.max_video_bytes + 3:
-            raise RequestError(413, f"it is larger than {tools.max_video_bytes} bytes", code="media_too_large")
-        text = tools.bodies.view(payload.offset, payload.length)
-        await tools.room.arena.prepare(decoded_bytes(payload))
-        encoded = self._encoded = self._hold(tools.room.take(decoded_bytes(payload)))
-        room = np.frombuffer(encoded.room, np.uint8)
-
-        def unpack() -> None:
-            data = decode_base64(text)
-            encoded.used = len(data)
-            np.copyto(room[: len(data)], np.frombuffer(data, np.uint8))  # without the interpreter lock
-
-        await run(tools.media_pool, unpack)
+        if decoded_bytes(payload) > self._decoders.max_bytes + 3:
+            raise too_large(self._decoders.max_bytes)
+        await self._room.arena.prepare(decoded_bytes(payload))
+        self._encoded = self._hold(self._room.take(decoded_bytes(payload)))
+        await run(self._sources.pool, self._sources.unpacking(payload, self._encoded))
 
     async def _make(self, item: int) -> None:
-        await self._decode(await self._tools.room.take_patiently(self.plan.pair_bytes * len(self.hashes)))
+        await self._decode(await self._room.take_patiently(self.plan.pair_bytes * len(self.hashes)))
 
     def _task_of(self, item: int) -> int:
         return 0
 
     async def _decode(self, pixels: Region) -> None:
         """All pairs; the file is not needed any more."""
-        tools, plan = self._tools, self.plan
+        plan = self.plan
         self._hold(pixels)
-        parameters = tools.inspector.pair_parameters
-        self.hashes = await tools.video_decoders.read(self._encoded, plan.indices, pixels, plan.size, parameters)
+        self.hashes = await self._decoders.read(self._encoded, plan.indices, pixels, plan.size, self._inspector.pair_parameters)
         pixels.used = pixels.capacity
         self.sources = [self._rgb(pixels, pair) for pair in range(len(self.hashes))]
         self._regions.remove(self._encoded)
-        tools.room.give_back(self._encoded)
-        tools.num_decoded += 1
-        tools.known_videos.put(self._key, (plan, self.hashes))
+        self._room.give_back(self._encoded)
+        self._decoders.num_decoded += 1
+        self._decoders.known.put(self._key, (plan, self.hashes))
 
 
 class FrameList(Video):
     """Frames as images, all of which are seen."""
 
-    def __init__(self, tools: ImageTools, ref: VideoRef, frames: list[Image]):
-        super().__init__(tools, ref)
-        self._frames = frames
+    def __init__(self, *, decoders: Decoders, new_image: Callable[..., Image], frames: list[Image], **shared: Any):
+        super().__init__(**shared)
+        self._decoders, self._new_image, self._frames = decoders, new_image, frames
         self.num_bytes = sum(frame.num_bytes for frame in frames)
 
     async def release(self) -> None:
@@ -211,11 +205,11 @@ class FrameList(Video):
         await asyncio.gather(*(frame.release() for frame in self._frames))
 
     async def _load(self, allowance: Allowance) -> None:
-        tools, ref = self._tools, self._ref
+        ref = self._ref
         refs = ref.frames
         if ref.file is not None:
             refs = await self._cut(ref.file)
-            self._frames = [Image(tools, frame, is_frame=True) for frame in refs]
+            self._frames = [self._new_image(ref=frame, is_frame=True) for frame in refs]
         self._check_number(len(refs))
         for frame in self._frames:
             frame.start()
@@ -227,20 +221,19 @@ class FrameList(Video):
             raise failures.exceptions[0] from None
         indices = list(range(len(self._frames)))
         self._frame_size = self._frames[0].header.upright_size
-        self.plan = tools.inspector.plan_video(self._video, indices, self._times(), self._frame_size)
+        self.plan = self._inspector.plan_video(self._video, indices, self._times(), self._frame_size)
         await self._load_pairs()
 
     async def _load_pairs(self) -> None:
         """Known pairs stay files; the others are decoded."""
-        tools = self._tools
         num_pairs = len(self.plan.indices) // PAIR
-        known = [tools.known_pairs.get(self._pair_key(pair)) for pair in range(num_pairs)]
+        known = [self._decoders.known_pairs.get(self._pair_key(pair)) for pair in range(num_pairs)]
         self.hashes = [digest or b"" for digest in known]
         self.sources = [self._file(self._frame(PAIR * pair).encoded) for pair in range(num_pairs)]
         new = [pair for pair in range(num_pairs) if known[pair] is None]
         if not new:
             return
-        pixels = self._hold(await tools.room.take_patiently(self.plan.pair_bytes * len(new)))
+        pixels = self._hold(await self._room.take_patiently(self.plan.pair_bytes * len(new)))
         pixels.used = pixels.capacity
         try:
             async with asyncio.TaskGroup() as group:
@@ -251,7 +244,7 @@ class FrameList(Video):
 
     def _check_number(self, num_frames: int) -> None:
         """Of frames, and of what was said of each. RequestError 400."""
-        self._tools.inspector.check_frames(num_frames)
+        self._inspector.check_frames(num_frames)
         for name, told in (("frames_indices", self._ref.indices), ("timestamps", self._ref.times)):
             if told is not None and len(told) != num_frames:
                 raise RequestError(400, f"it has {num_frames} frames, but {len(told)} {name}", code="invalid_value")
@@ -270,8 +263,8 @@ class FrameList(Video):
             self._check_number(1 + texts.count(","))
             encoding = ";base64" if header.lower().rstrip().endswith(";base64") else ""
             return [MediaRef(url=f"data:{encoding},{text}") for text in texts.split(",")]
-        text = np.frombuffer(self._tools.bodies.view(payload.offset, payload.length), np.uint8)
-        commas = await run(self._tools.media_pool, lambda: self._find_commas(text))
+        text = np.frombuffer(self._sources.bodies.view(payload.offset, payload.length), np.uint8)
+        commas = await run(self._sources.pool, lambda: self._find_commas(text))
         starts, ends = [0, *(comma + 1 for comma in commas)], [*commas, payload.length]
         pieces = zip(starts, ends, strict=True)
         return [MediaRef(WireRegion(payload.arena, payload.offset + start, end - start)) for start, end in pieces]
@@ -294,7 +287,7 @@ class FrameList(Video):
         return self._frame(PAIR * pair).digest, self._frame(PAIR * pair + 1).digest, self.plan.size
 
     async def _make(self, item: int) -> None:
-        pixels = self._hold(await self._tools.room.take_patiently(self.plan.pair_bytes))
+        pixels = self._hold(await self._room.take_patiently(self.plan.pair_bytes))
         pixels.used = pixels.capacity
         await self._decode(item, self._rgb(pixels, 0))
 
@@ -303,20 +296,20 @@ class FrameList(Video):
 
     async def _decode(self, pair: int, source: ImageSource) -> None:
         """Both frames of a pair, to where the source says."""
-        tools, plan, place = self._tools, self.plan, source.region
+        plan, place = self.plan, source.region
         half = plan.pair_bytes // PAIR
         for i in range(PAIR):
             with _frame_named(plan.indices[PAIR * pair + i]):
                 frame = self._frame(PAIR * pair + i)
-                size = await tools.decoders.decode(frame.header, frame.encoded, (place.offset + i * half, half), plan.size, is_upright=True)
+                size = await self._decoders.decode(frame.header, frame.encoded, (place.offset + i * half, half), plan.size, is_upright=True)
                 if size != self._frame_size:
                     (height, width), (first_height, first_width) = size, self._frame_size
                     words = f"it has {width}x{height} pixels, the first frame {first_width}x{first_height}"
                     raise RequestError(400, words, code="invalid_video")
-        pixels = tools.room.arena.view(place.offset, place.length)
-        self.hashes[pair] = await run(tools.media_pool, lambda: pair_hash(tools.inspector.pair_parameters, plan.size, pixels))
+        pixels, parameters = self._room.arena.view(place.offset, place.length), self._inspector.pair_parameters
+        self.hashes[pair] = await run(self._sources.pool, lambda: pair_hash(parameters, plan.size, pixels))
         self.sources[pair] = source
-        tools.known_pairs.put(self._pair_key(pair), self.hashes[pair])
+        self._decoders.known_pairs.put(self._pair_key(pair), self.hashes[pair])
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Images that are loaded between two real arenas, for tests."""
 
 import base64
+import functools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ from engine.wire.arena import Arena, ArenaView, create_memfd
 from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
+from server.processor.media.decoders import Decoders, VideoDecoders
 from server.processor.media.early import EarlyReads
-from server.processor.media.image import Image, ImageTools
-from server.processor.media.inspect import Allowance
+from server.processor.media.image import Image
+from server.processor.media.inspect import Allowance, Inspector
 from server.processor.media.room import Room
+from server.processor.media.sources import Sources
 from server.processor.media.video import FrameList, Video, VideoFile
 from server.processor.request import Medium, release_all
 
@@ -34,12 +37,19 @@ class Loading:
         room = Room(self.arena, is_shared=lambda: False)
         self.announced: list[Prefetch] = []
         worker: Any = SimpleNamespace(send=self.announced.append)
-        early = EarlyReads(worker, checkpoint.geometry)
-        self.tools = ImageTools(EngineConfig(**settings), checkpoint, ArenaView(self.bodies_fd, SIZE), room, early, True)
+        config = EngineConfig(**settings)
+        self.early = EarlyReads(worker, checkpoint.geometry)
+        self.sources, self.inspector = Sources(config, ArenaView(self.bodies_fd, SIZE), room), Inspector(config, checkpoint, True)
+        self.decoders, self.video_decoders = Decoders(config, self.arena), VideoDecoders(config, self.arena)
+        shared: Any = {"sources": self.sources, "inspector": self.inspector}
+        self.new_image = functools.partial(Image, **shared, decoders=self.decoders, early=self.early)
+        self.new_file = functools.partial(VideoFile, **shared, decoders=self.video_decoders)
+        self.new_frames = functools.partial(FrameList, **shared, decoders=self.decoders, new_image=self.new_image)
         self._images: list[Medium] = []
 
     async def close(self) -> None:
-        await self.tools.close()
+        for one in (self.sources, self.decoders, self.video_decoders):
+            await one.close()
         await self.release()
         self.arena.check()
         assert self.arena.is_empty()
@@ -57,7 +67,7 @@ class Loading:
         return MediaRef(Region(API_ARENA, 0, len(text)))
 
     async def load(self, ref: MediaRef) -> Image:
-        image = Image(self.tools, ref)
+        image = self.new_image(ref=ref)
         self._images.append(image)
         if ref.payload is not None:
             image.start()
@@ -71,7 +81,7 @@ class Loading:
         """A file's base64; with `holds_frames`, that of images with commas between."""
         file = self.body(text)
         ref = VideoRef(file=file, **fields)
-        video = FrameList(self.tools, ref, []) if ref.holds_frames else VideoFile(self.tools, ref)
+        video = self.new_frames(ref=ref, frames=[]) if ref.holds_frames else self.new_file(ref=ref)
         self._images.append(video)
         await video.load(0, Allowance(self.max_request_pixels, 8))
         return video

@@ -83,7 +83,7 @@ async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
     with pytest.raises(RequestError, match=r"4 of its frames would be seen, the limit is 3"):
         await few.load_video(b"AA==,AA==,AA==,AA==", holds_frames=True)
     assert "20 of its frames would be seen, the limit is 3" in (await refusal(few, CLIP, samples=False)).info.message
-    few.tools.video_decoders._is_installed = False
+    few.video_decoders._is_installed = False
     error = await refusal(few, CLIP)
     assert (error.info.status, error.info.code) == (400, "no_video_decoder")
     assert (await few.load_video(joined(frames_of(2)), holds_frames=True)).hashes  # Pillow reads frames
@@ -102,7 +102,7 @@ def test_ten_clients_at_once(stack_of: StackOf, model_folder: Path) -> None:
     """Red if text waits for decoders, answers are swapped, or clips do not wait for each other's memory."""
     small = stack_of(model_folder, max_video_bytes=1 << 20, video_timeout=120)
     assert small.chat([video(CLIP)]).status_code == 200
-    pool = small.local.processor._tools.video_decoders._pool
+    pool = small.local.processor._video_decoders._pool
     started = [guest.process.pid for guest in pool.guests if guest.process is not None]
     for pid in started:
         os.kill(pid, signal.SIGSTOP)

@@ -196,13 +196,6 @@ class Sent:
         self.events += message.events
 
 
-class Tools:
-    num_decoded = 0
-
-    def __init__(self, room: Room):
-        self.room = room
-
-
 @pytest.fixture
 def room() -> Iterator[Room]:
     arena = Arena(create_memfd("test", 1 << 20), 1 << 20)
@@ -231,7 +224,7 @@ async def test_a_long_prompts_scores_let_others_pass(room: Room, tokenizer: Toke
     requests = {1: request(room, tokenizer, 1, 0), 2: request(room, tokenizer, 2, None)}
     sent = Sent()
     async with asyncio.TaskGroup() as tasks:
-        output = Output(requests, cast(Any, Tools(room)), cast(Any, sent), cast(Any, Sent()), tasks)
+        output = Output(requests, room, lambda: 0, cast(Any, sent), cast(Any, Sent()), tasks)
         output.forward(EngineOutputs([drawn(1, None)], []))
         await asyncio.sleep(0)
         requests[1].is_ended = is_abandoned

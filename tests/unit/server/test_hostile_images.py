@@ -166,7 +166,7 @@ async def test_what_is_dear_to_read_costs_no_other(
     make, expected = HOSTILE[name]
     data, statuses = make(), []
     loading = Loading(checkpoint, processing_pool_size=2, decode_timeout=HANG_GUARD_S)
-    pool = loading.tools.decoders._pool
+    pool = loading.decoders._pool
     monkeypatch.setattr(Image, "open", None)  # decoders are other processes
     processes = [(await guest.start()).pid for guest in pool.guests]
     text = base64.b64encode(data)

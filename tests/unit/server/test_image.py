@@ -23,10 +23,8 @@ from engine.wire.arena import ArenaFull, ArenaTooSmall
 from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media import image as image_module
-from server.processor.media import inspect
+from server.processor.media import inspect, sources
 from server.processor.media.base64_text import decode_base64, decode_data_url
-from server.processor.media.image import Image as ServerImage
 from server.processor.media.inspect import Allowance
 from server.processor.media.recent import Recent
 from tests.unit.server.loading import SIZE, Loading
@@ -43,7 +41,7 @@ def shown(data: bytes) -> np.ndarray:
 async def test_unusual_files_are_decoded_once_and_then_on_demand(loading: Loading) -> None:
     """Red if Pillow would show something else, or if tokens or pixels differ the second time."""
     for name, data in DECODED.items():
-        count, expected = loading.tools.num_decoded, shown(data)
+        count, expected = loading.decoders.num_decoded, shown(data)
         size = expected.shape[:2]
         first = await loading.load_bytes(data)
         source = first.source
@@ -51,12 +49,12 @@ async def test_unusual_files_are_decoded_once_and_then_on_demand(loading: Loadin
         assert loading.bytes_of(first) == expected.tobytes(), name
         await loading.release()
         known = await loading.load_bytes(data)
-        assert (known.source.encoding, loading.bytes_of(known), loading.tools.num_decoded) == ("file", data, count + 1), name
+        assert (known.source.encoding, loading.bytes_of(known), loading.decoders.num_decoded) == ("file", data, count + 1), name
         assert (known.hash, known.grid, known.num_tokens) == (first.hash, first.grid, first.num_tokens), name
         assert (known.source.height, known.source.width) == size, name
         await known.make_pixels()
         assert (known.source.encoding, (known.source.height, known.source.width)) == ("rgb", size), name
-        assert loading.bytes_of(known) == expected.tobytes() and loading.tools.num_decoded == count + 2, name
+        assert loading.bytes_of(known) == expected.tobytes() and loading.decoders.num_decoded == count + 2, name
         await loading.release()
 
 
@@ -118,7 +116,7 @@ async def test_low_detail_never_makes_an_image_larger(loading: Loading) -> None:
     for bounds in ({}, {"max_pixels": 1 << 30}, {"min_pixels": 1 << 19}, {"max_pixels": 1 << 12}):
         usual = await loading.load(MediaRef(payload, **bounds))
         low = await loading.load(MediaRef(payload, cap=512 * 512, **bounds))
-        assert low.num_tokens == min(usual.num_tokens, loading.tools.inspector.geometry.num_tokens((1, 32, 32))), bounds
+        assert low.num_tokens == min(usual.num_tokens, loading.inspector.geometry.num_tokens((1, 32, 32))), bounds
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -126,9 +124,9 @@ async def test_the_first_image_of_an_idle_engine_waits_for_no_thread(loading: Lo
     data = PLAIN["4:2:0"]
     held = threading.Event()
     for _ in range(EngineConfig().media_pool_size):
-        loading.tools.media_pool.submit(held.wait)
-    loading.tools.early.arm(is_idle)
-    image = ServerImage(loading.tools, loading.body(base64.b64encode(data)))
+        loading.sources.pool.submit(held.wait)
+    loading.early.arm(is_idle)
+    image = loading.new_image(ref=loading.body(base64.b64encode(data)))
     image.start()
     assert len(loading.announced) == is_idle
     held.set()
@@ -182,7 +180,7 @@ async def test_bad_data_is_a_4xx_also_in_a_hurry(loading: Loading) -> None:
     files = PLAIN["4:2:0"][:-20], PLAIN["4:2:0"][:40], DECODED["png"][:60]
     for ref in itertools.chain((MediaRef(url=url) for url in urls), map(loading.body, (*texts, *map(base64.b64encode, files)))):
         calm = await loading.refusal(ref)
-        loading.tools.early.arm(is_idle=True)
+        loading.early.arm(is_idle=True)
         hurried = await loading.refusal(ref)
         assert calm.info == hurried.info and calm.info.status in (400, 422) and not loading.announced, ref
 
@@ -217,8 +215,8 @@ class SlowDecoding:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()
-        self._decode = image_module.decode_base64
-        monkeypatch.setattr(image_module, "decode_base64", self)
+        self._decode = sources.decode_base64
+        monkeypatch.setattr(sources, "decode_base64", self)
 
     def __call__(self, text: memoryview | bytes) -> bytes:
         self.has_begun.set()
@@ -242,7 +240,7 @@ async def test_a_cancelled_load_waits_for_its_thread(loading: Loading, monkeypat
 
 async def test_a_release_waits_for_a_thread_that_began_before_its_task(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowDecoding(monkeypatch)
-    image = image_module.Image(loading.tools, loading.body(base64.b64encode(PLAIN["4:2:0"])))
+    image = loading.new_image(ref=loading.body(base64.b64encode(PLAIN["4:2:0"])))
 
     async def start_and_leave() -> None:
         image.start()
@@ -262,7 +260,7 @@ async def test_what_a_download_did_not_fill_is_given_back(loading: Loading, monk
     async def download(url: str, append: Callable[[bytes], None], max_bytes: object) -> None:
         append(PLAIN["4:2:0"])
 
-    monkeypatch.setattr(loading.tools.fetcher, "download", download)
+    monkeypatch.setattr(loading.sources.fetcher, "download", download)
     image = await loading.load(MediaRef(url="https://x.org/a.jpg"))
     assert loading.bytes_of(image) == PLAIN["4:2:0"]
     assert SIZE - loading.arena.num_free < len(PLAIN["4:2:0"]) + 4096

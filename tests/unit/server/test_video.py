@@ -17,8 +17,8 @@ from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.intake import Intake
-from server.processor.media import image, video, video_file
-from server.processor.media.video import FrameList, Video
+from server.processor.media import video, video_file
+from server.processor.media.video import Video
 from tests.unit.server.clips import encode, frames_of, gif, joined, trimmed
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import turned
@@ -100,7 +100,7 @@ async def test_a_known_file_is_not_decoded(loading: Loading) -> None:
     await loading.release()
     known = await loading.load_video(data)
     assert {source.encoding for source in known.sources} == {"file"}
-    assert (known.hashes, known.plan, loading.tools.num_decoded) == (hashes, first.plan, 1)
+    assert (known.hashes, known.plan, loading.video_decoders.num_decoded) == (hashes, first.plan, 1)
     tasks = {known.make_pixels(item) for item in (1, 0)}
     assert len(tasks) == 1  # a file is decoded at once
     await tasks.pop()
@@ -186,7 +186,7 @@ async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Check
     for file in (made.body(commas), MediaRef(url="data:video/jpeg;base64," + commas.decode())):
         with monkeypatch.context() as patch:
             patch.setattr(video, "MediaRef", cut)
-            frames = FrameList(made.tools, video.VideoRef(file=file, holds_frames=True), [])
+            frames = made.new_frames(ref=video.VideoRef(file=file, holds_frames=True), frames=[])
             with pytest.raises(RequestError, match=f"{NUM_COMMAS + 1} of its frames would be seen, the limit is") as caught:
                 await frames._load(video.Allowance(1 << 30, 8))
             await frames.release()
@@ -197,9 +197,9 @@ async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Check
 
 async def test_listed_frames_are_counted_before_they_become_images(checkpoint: Checkpoint) -> None:
     made = Loading(checkpoint, max_video_frames=3)
-    intake: Any = SimpleNamespace(config=SimpleNamespace(max_video_frames=3), tools=made.tools)
+    intake: Any = SimpleNamespace(config=SimpleNamespace(max_video_frames=3), new_frames=made.new_frames)
     created: list[MediaRef] = []
-    intake._image = lambda ref, early, is_frame: created.append(ref) or image.Image(made.tools, ref, is_frame)
+    intake._image = lambda ref, early, is_frame: created.append(ref) or made.new_image(ref=ref, is_frame=is_frame)
     listed = Intake._medium(intake, video.VideoRef(frames=[MediaRef(url="data:,x")] * 1000), {})
     assert len(created) == 4
     with pytest.raises(RequestError, match="1000 of its frames would be seen, the limit is 3"):
@@ -210,7 +210,7 @@ async def test_listed_frames_are_counted_before_they_become_images(checkpoint: C
 
 async def test_a_long_header_is_not_copied_to_each_frame(checkpoint: Checkpoint) -> None:
     made = Loading(checkpoint)
-    frames = FrameList(made.tools, video.VideoRef(), [])
+    frames = made.new_frames(ref=video.VideoRef(), frames=[])
     for url in ("data:video/jpeg;x=%s;base64,a,b" % ("y" * 5000), "data:video/jpeg;base64,a,b"):
         assert [ref.url for ref in await frames._cut(MediaRef(url=url))] == ["data:;base64,a", "data:;base64,b"]
     await frames.release()

@@ -1,0 +1,70 @@
+"""Encoded bytes of media, from request bodies, URLs and earlier requests."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from engine.launch.config import EngineConfig
+from engine.wire.arena import ArenaView
+from engine.wire.messages import MediaRef
+from engine.wire.messages import Region as WireRegion
+from server.errors import RequestError
+from server.processor.media.base64_text import decode_base64, decode_data_url
+from server.processor.media.fetch import Fetcher
+from server.processor.media.named import NamedImages
+from server.processor.media.room import Room
+from server.processor.threads import run
+from server.region import Region
+
+FIRST_DOWNLOAD_BYTES = 1 << 20
+
+
+class Sources:
+    """Bytes are written to regions of `room`, in threads of `pool`. Make it inside a running event loop."""
+
+    def __init__(self, config: EngineConfig, bodies: ArenaView, room: Room):
+        self.bodies, self.room = bodies, room
+        self.pool = ThreadPoolExecutor(config.media_pool_size, "media")
+        self.fetcher = Fetcher(config)
+        self._named = NamedImages()
+
+    async def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        await self.fetcher.close()
+
+    def unpacking(self, payload: WireRegion, encoded: Region) -> Callable[[], None]:
+        """Return a job for any thread that decodes base64 of a body to `encoded`, which has space for it. It raises RequestError 422."""
+        text, target = self.bodies.view(payload.offset, payload.length), np.frombuffer(encoded.room, np.uint8)
+
+        def unpack() -> None:
+            data = decode_base64(text)
+            encoded.used = len(data)
+            np.copyto(target[: len(data)], np.frombuffer(data, np.uint8))  # without the interpreter lock, unlike a slice assignment
+
+        return unpack
+
+    async def fetch(self, ref: MediaRef, hold: Callable[[Region], Region], max_bytes: int | None = None) -> Region:
+        """Return the bytes of a URL, or those that were sent under a name; `hold` owns the region before it is filled. RequestError,
+        ArenaFull or ArenaTooSmall."""
+        url = ref.url or ""
+        scheme = url.partition(":")[0].lower()
+        if scheme in ("http", "https"):
+            encoded = hold(self.room.take(FIRST_DOWNLOAD_BYTES))
+            await self.fetcher.download(url, encoded.append, max_bytes)
+            return encoded
+        if ref.url is None:
+            data = self._named.get(ref.name or b"")
+            if data is None:
+                raise RequestError(400, "nothing is known by this uuid (any more): send it with its URL", code="unknown_uuid")
+        else:
+            data = await run(self.pool, lambda: decode_data_url(url) if scheme == "data" else self.fetcher.read_local(url, max_bytes))
+        await self.room.arena.prepare(len(data))
+        encoded = hold(self.room.take(len(data)))
+        encoded.append(data)
+        return encoded
+
+    async def keep(self, name: bytes | None, digest: bytes, encoded: Region) -> None:
+        """Remember the bytes under the name, if the client gave one. RequestError 400 if it is that of other content."""
+        if name is not None and self._named.bind(name, digest):
+            self._named.put(name, await run(self.pool, lambda: bytes(encoded.view)))
