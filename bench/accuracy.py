@@ -1,4 +1,4 @@
-"""Asks a running server freshly drawn questions and counts correct answers: `python -m bench.accuracy --url ... --questions 500`.
+"""Asks a running server freshly drawn questions and counts correct answers: `python -m bench accuracy --url ... --questions 500`.
 
 Works with any OpenAI-compatible URL that serves the demo model. The e2e tests use `ask_server` with a few dozen questions.
 """
@@ -9,13 +9,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvloop
 
 from bench.client import ChatClient
+from bench.flags import SERVER, make_parser
 from models.demo.questions import TASKS, Question, questions
 from models.demo.score import Score, score, table
 
@@ -78,15 +78,10 @@ def report(results: Sequence[Result]) -> dict[str, object]:
 
 def main() -> None:
     """Read the flags, ask, print the table; exit status 1 if requests failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="name to ask for; the first one that the server lists if left out")
-    parser.add_argument("--api-key")
+    parser = make_parser("accuracy", __doc__, *SERVER, seed=1)
     parser.add_argument("--questions", type=int, default=300, help="over all tasks")
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(DEFAULT_TASKS))
-    parser.add_argument("--json", type=Path, help="write scores, errors and wrong answers here")
     args = parser.parse_args()
     try:
         results = uvloop.run(run(args))

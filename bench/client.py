@@ -1,5 +1,6 @@
 """A streaming chat request against any OpenAI-compatible URL, timed token by token."""
 
+import asyncio
 import json
 import time
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from bench.upload import Uploads
 
 READ_BUFFER = 1 << 20
 WORD = " the"
+HEALTH_PAUSE_S = 0.05
 
 
 @dataclass(slots=True)
@@ -146,3 +148,13 @@ class ChatClient:
         if delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):  # servers name thoughts in two ways
             answer.token_times.append(now)
         answer.text += delta.get("content") or ""
+
+
+async def watch_health(url: str, seconds: list[float]) -> None:
+    """Append the duration of each request to `/health`, infinity if the status is not 200, until the task is cancelled."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        while True:
+            started = time.perf_counter()
+            async with session.get(f"{url}/health") as response:
+                seconds.append(time.perf_counter() - started if response.status == 200 else float("inf"))
+            await asyncio.sleep(HEALTH_PAUSE_S)

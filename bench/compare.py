@@ -1,6 +1,6 @@
 """Compare this version of the engine with an older one on one machine, in turn, and exit with 1 after a loss of more than 2 %.
 
-    python -m bench.compare OLD --models Qwen3-VL-8B Qwen3-VL-8B-FP8 Qwen3-VL-30B-A3B-FP8 --json compare.json
+    python -m bench compare OLD --models Qwen3-VL-8B Qwen3-VL-8B-FP8 Qwen3-VL-30B-A3B-FP8 --json compare.json
 
 OLD is a commit or a folder with the old version. For each model both engines start at the same time and share the device; published
 sizes get dummy weights. Benchmarks of this version then measure one engine after the other, and every second round begins with the new
@@ -26,6 +26,7 @@ from typing import Any
 import uvloop
 
 from bench.faults import engine
+from bench.flags import make_parser
 from bench.report import table, write_result
 
 LIMIT = 2.0  # percent
@@ -46,14 +47,13 @@ Samples = dict[str, list[Sample]]  # engine -> one sample per round
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("compare", __doc__, "json")
     parser.add_argument("old", metavar="OLD", help="commit or folder")
     parser.add_argument("--new", type=Path, default=Path(), help="folder of the new version; default: this one")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="values of the engine's --model")
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--flags", default="", help="further flags of both engines, as one string")
-    parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(argv)
 
 
@@ -103,17 +103,22 @@ def is_loss(samples: Samples) -> bool:
     return any(percent < -LIMIT for *_, percent in compared(samples).values())
 
 
-async def measure(run: str, url: str, seed: int) -> Sample:
-    """Run one benchmark against one engine with requests made from `seed`. RuntimeError with the end of its output if it fails."""
-    module, *flags = shlex.split(RUNS[run])
+async def run_benchmark(command: str, url: str, seed: int) -> dict[str, Any]:
+    """Run a benchmark against a server and return what it writes. RuntimeError with the end of its output if it fails."""
+    module, *flags = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result.json")
-        command = [sys.executable, "-m", f"bench.{module}", "--url", url, "--json", str(path), "--seed", str(seed), *flags]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+        words = [sys.executable, "-m", f"bench.{module}", "--url", url, "--json", str(path), "--seed", str(seed), *flags]
+        process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
         output, _ = await process.communicate()
         if process.returncode:
             raise RuntimeError(f"bench.{module} failed: {output.decode()[-2000:]}")
-        return figures(run, json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+async def measure(run: str, url: str, seed: int) -> Sample:
+    """Run one benchmark against one engine with requests made from `seed`."""
+    return figures(run, await run_benchmark(RUNS[run], url, seed))
 
 
 async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples) -> None:

@@ -1,9 +1,9 @@
 """What --draft brings: milliseconds a token without and with drafts, and how many of them hold.
 
-    python -m bench.drafts --flags "--model demo" --sets demo forms --streams 1 4
-    python -m bench.drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.7 --drafts 4 --sets random
-    python -m bench.drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.0 --sets random
-    python -m bench.drafts --flags "--model Qwen3.5-27B --load-format dummy" --draft mtp --accept 0.8 --drafts 3 --sets random
+    python -m bench drafts --flags "--model demo" --sets demo forms --streams 1 4
+    python -m bench drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.7 --drafts 4 --sets random
+    python -m bench drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.0 --sets random
+    python -m bench drafts --flags "--model Qwen3.5-27B --load-format dummy" --draft mtp --accept 0.8 --drafts 3 --sets random
 
 Starts an engine without and one with drafts. With --accept, for dummy weights, drafts hold with that probability (`bench.accepting`): the
 second engine answers every prompt twice and the second time counts. Without --drafts it adapts to that, as always.
@@ -14,13 +14,13 @@ import asyncio
 import random
 import shlex
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
 from bench.faults import engine
+from bench.flags import make_parser
 from bench.load import drive
 from bench.report import environment, table, write_json
 from models.demo.questions import question
@@ -84,7 +84,7 @@ TOTALS = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.drafts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("drafts", __doc__, "json")
     parser.add_argument("--flags", default="", help="of both engines, as one string")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["forms", "code", "random"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1], help="clients at once")
@@ -93,7 +93,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft", choices=("lookup", "mtp"), default="lookup", help="of the second engine")
     parser.add_argument("--accept", type=float, help="probability that a draft holds; needs no weights")
     parser.add_argument("--drafts", type=int, default=0, help="with --accept: so many in every step of a row; 0: as the engine adapts")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
 

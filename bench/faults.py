@@ -1,6 +1,6 @@
 """Sends a signal to each process of an engine in each phase of a request, and checks the client, the engine and what is left behind.
 
-    python -m bench.faults --roles worker api --phases decode upload --signals SIGKILL SIGSTOP [--flags "--kv-cache-memory-bytes 1G"]
+    python -m bench faults --roles worker api --phases decode upload --signals SIGKILL SIGSTOP [--flags "--kv-cache-memory-bytes 1G"]
 
 Serves the demo model, a fresh engine for every case. SIGKILL and SIGTERM of a part must end everything with an exit code other than 0
 within 15 s, and with an answer to the client unless it was the api; SIGTERM of the launcher ends all cleanly. SIGSTOP must show in
@@ -29,6 +29,7 @@ import uvloop
 from PIL import Image
 
 from bench.client import chat_body, text_of, user_message
+from bench.flags import make_parser
 from bench.pictures import data_uri, make_jpegs
 from bench.processes import is_running, roles_of
 from bench.report import table, write_result
@@ -42,12 +43,11 @@ READY = re.compile(r"ready after .*: (http://\S+) serves")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("faults", __doc__, "json")
     for name, choices in (("roles", ROLES), ("phases", PHASES), ("signals", SIGNALS)):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
     parser.add_argument("--pause", type=float, default=60.0, help="seconds that a stopped process stands still")
     parser.add_argument("--flags", default="", help="further flags of the engine, as one string")
-    parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(argv)
 
 

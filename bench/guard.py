@@ -1,10 +1,10 @@
 """Measure the promises of docs/promises.md: stalls of other streams, limits, latency of `/health`, memory. Nothing here is a verdict.
 
-    python -m bench.guard --seconds 6 --json guard.json
+    python -m bench guard --seconds 6 --json guard.json
 
 Starts an engine with the demo model, or measures a running one (`--url`, `--api-key`; `--pid` of its launcher for memory). A stall is the
-longest gap between chunks of another client's stream during an attack, above the longest gap of an idle engine. `bench.overload`,
-`bench.soak` and `bench.faults` measure what is promised about overload, long runs and signals.
+longest gap between chunks of another client's stream during an attack, above the longest gap of an idle engine. `bench load --rate`,
+`bench stress` and `bench faults` measure what is promised about overload, long runs and signals.
 """
 
 import argparse
@@ -25,11 +25,11 @@ import aiohttp
 import uvloop
 from PIL import Image
 
-from bench.client import chat_body, text_of, user_message
+from bench.client import chat_body, text_of, user_message, watch_health
 from bench.faults import engine
-from bench.overload import memory, watch_health
+from bench.flags import make_parser
 from bench.pictures import data_uri
-from bench.processes import roles_of
+from bench.processes import memory_mib, roles_of
 from bench.report import table, write_result
 
 CHAT = "/v1/chat/completions"
@@ -59,13 +59,9 @@ Measure = Callable[[Target], Awaitable[str]]  # a probe: what was measured; an a
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.guard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="of a running engine")
-    parser.add_argument("--api-key", default="guard")
-    parser.add_argument("--pid", type=int, help="its launcher, on this machine")
+    parser = make_parser("guard", __doc__, "url", "api-key", "pid", "json", url=None, api_key="guard")
     parser.add_argument("--seconds", type=float, default=6.0, help="of an attack")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="of names of probes")
-    parser.add_argument("--json", type=Path, help="write all findings here")
     return parser.parse_args(argv)
 
 
@@ -114,7 +110,7 @@ async def longest(target: Target, attack: Measure) -> tuple[float, float, str]:
 async def idle(target: Target) -> str:
     """Set what the attacks are compared with."""
     target.idle_gap, health, _ = await longest(target, lambda target: asyncio.sleep(target.seconds, ""))
-    target.memory = memory(target.pid)
+    target.memory = memory_mib(target.pid)
     return f"longest gap {target.idle_gap:.3f} s, /health {health:.3f} s"
 
 
@@ -260,7 +256,7 @@ async def arenas(target: Target) -> str:
 
 
 async def growth(target: Target) -> str:
-    grown = {role: size - target.memory.get(role, size) for role, size in memory(target.pid).items()}
+    grown = {role: size - target.memory.get(role, size) for role, size in memory_mib(target.pid).items()}
     return ", ".join(f"{role} {size:+d} MiB" for role, size in grown.items()) or UNKNOWN
 
 

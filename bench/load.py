@@ -1,20 +1,21 @@
 """Many clients at once: requests per second, and percentiles of TTFT, time per output token, inter-token latency and end-to-end time.
 
-    python -m bench.load --url http://127.0.0.1:8000 --concurrency 32 --requests 128 --images 1 --input-tokens 256 --output-tokens 128
+    python -m bench load --url http://127.0.0.1:8000 --concurrency 32 --requests 128 --images 1 --input-tokens 256 --output-tokens 128
 
-Every request has fresh images and its own text; a client sends its next request after its last answer.
+Every request has fresh images and its own text; a client sends its next request after its last answer. With `--rate`, requests are
+sent at a fixed rate instead: several times the capacity shows how many an overloaded server serves and refuses, and how long they wait.
 """
 
 import argparse
 import asyncio
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from bench.client import Answer, ChatClient, chat_body, text_of, user_message
+from bench.client import Answer, ChatClient, chat_body, text_of, user_message, watch_health
+from bench.flags import SERVER, make_parser
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
 from bench.report import percentile, table, write_result
 
@@ -23,11 +24,9 @@ MAX_ERRORS = 3  # different ones, of failed requests, that are shown
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="default: the first one that the server lists")
-    parser.add_argument("--api-key")
+    parser = make_parser("load", __doc__, *SERVER)
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--rate", type=float, help="requests per second, regardless of answers; default: --concurrency clients")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--warm-ups", type=int, default=8, help="requests that are not counted")
     parser.add_argument("--images", type=int, default=0)
@@ -36,8 +35,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input-tokens", type=int, default=256, help="text tokens, about")
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--fields", type=json.loads, default={}, help="JSON laid over each request's body; null takes a field away")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(argv)
 
 
@@ -65,16 +62,29 @@ async def drive(client: ChatClient, bodies: list[dict[str, Any]], concurrency: i
     return answers
 
 
+async def drive_at_rate(client: ChatClient, bodies: list[dict[str, Any]], per_second: float) -> list[Answer]:
+    """Send all bodies at a fixed rate; answers in the order of the bodies."""
+    tasks, started = [], time.perf_counter()
+    for number, body in enumerate(bodies):
+        await asyncio.sleep(max(0.0, started + number / per_second - time.perf_counter()))
+        tasks.append(asyncio.create_task(client.chat(body)))
+    return await asyncio.gather(*tasks)
+
+
 async def load(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run as numbers."""
     async with ChatClient(args.url, args.api_key) as client:
         model = args.model or await client.model()
         await drive(client, make_bodies(args, model, args.warm_ups, args.seed + 500_000), args.concurrency)
-        bodies = make_bodies(args, model, args.requests, args.seed)
+        bodies, health = make_bodies(args, model, args.requests, args.seed), list[float]()
+        watcher = asyncio.create_task(watch_health(args.url, health)) if args.rate else None
         started = time.perf_counter()
-        answers = await drive(client, bodies, args.concurrency)
+        answers = await (drive_at_rate(client, bodies, args.rate) if args.rate else drive(client, bodies, args.concurrency))
         seconds = time.perf_counter() - started
-    return measure(answers, seconds)
+        if watcher is not None:
+            watcher.cancel()
+    quantiles = {f"p{q}": round(1e3 * percentile(health, q), 1) for q in PERCENTILES} if health else {}
+    return measure(answers, seconds) | ({"health_ms": quantiles} if quantiles else {})
 
 
 def measure(answers: list[Answer], seconds: float) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def main() -> None:
     """Entry point."""
     args = parse_args()
     result = uvloop.run(load(args))
-    names = [name for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms") if name in result]
+    names = [name for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "health_ms") if name in result]
     print(f"{result['requests']} requests ({result['failed']} failed) in {result['seconds']} s", *result["errors"], sep="\n")
     print(f"{result['requests_per_s']} requests/s, {result['output_tokens_per_s']} output tokens/s")
     print(table(["", *(f"p{q}" for q in PERCENTILES)], [[name, *result[name].values()] for name in names]))

@@ -1,6 +1,6 @@
 """The image-limit probe: time to first token against the number of images in one request, on any OpenAI-compatible URL.
 
-    python -m bench.probe --url http://127.0.0.1:8000 --resolutions 720p,1080p,2k --max-images 64
+    python -m bench images --url http://127.0.0.1:8000 --resolutions 720p,1080p,2k --max-images 64
 
 Rules: uniform-noise JPEGs (quality 85), fresh at every step, images first, then 256 text tokens, temperature 0, 32 tokens out, ignore_eos,
 streaming, three warm-up requests, one request at a time. TTFT ends at the first non-empty text; it is given with the client's
@@ -10,13 +10,13 @@ own serialisation inside ("ttft") and after it ("ttft sent"), and in the consecu
 import argparse
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from bench.breakdown import part_cells, part_names, ttft_figures
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
+from bench.flags import SERVER, make_parser
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
 from bench.report import environment, table, write_json
 
@@ -26,18 +26,13 @@ WARM_UPS = 3
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="default: the first one that the server lists")
-    parser.add_argument("--api-key")
+    parser = make_parser("images", __doc__, *SERVER)
     parser.add_argument("--resolutions", default="720p,1080p,2k", help="of " + ", ".join(RESOLUTIONS))
     parser.add_argument("--counts", help="numbers of images, such as 1,8,32; default: powers of two up to --max-images")
     parser.add_argument("--max-images", type=int, default=64)
     parser.add_argument("--content", choices=["noise", "smooth"], default="noise")
     parser.add_argument("--clock", choices=["before", "after"], default="before", help="TTFT of the table: before or after serialisation")
     parser.add_argument("--repeats", type=int, default=3, help="fresh requests per point; the median is shown")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(argv)
 
 

@@ -43,3 +43,8 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def memory_mib(launcher: int | None) -> dict[str, int]:
+    """Return the private memory of each role in MiB; empty without a process id."""
+    return {role: own_memory(pid) >> 20 for role, pid in roles_of(launcher).items()} if launcher else {}

@@ -1,11 +1,10 @@
 """What `server.route` costs: the time until a large body's first byte is passed on, bytes per second, and CPU time of a streamed chunk.
 
-    python -m bench.proxy --json proxy.json
+    python -m bench proxy --json proxy.json
 
 It starts the proxy and a replica that computes nothing, as separate processes that need a core each.
 """
 
-import argparse
 import multiprocessing
 import os
 import re
@@ -18,6 +17,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from bench.flags import make_parser
 from bench.report import environment, table, write_json
 
 MIB = 1 << 20
@@ -124,11 +124,10 @@ class Measured:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser("bench.proxy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("proxy", __doc__, "json")
     parser.add_argument("--bodies", type=int, default=30)
     parser.add_argument("--body-bytes", type=int, default=30 * MIB)
     parser.add_argument("--chunks", type=int, default=20_000, help="of all streams")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with Measured() as proxy:
         bodies = proxy.bodies(args.bodies, args.body_bytes)

@@ -1,7 +1,4 @@
-"""Several engines behind the affinity proxy with the demo model: are answers correct, is the load even, is every image encoded once?
-
-    python -m engine.serve --dp 2 &
-    python -m bench.replicas --url http://127.0.0.1:8000 --json replicas.json
+"""Checks several engines behind the affinity proxy with the demo model: correct answers, an even load, one encode per image.
 
 Every client asks a question several times before its next one, as turns of a conversation follow each other; then each engine is asked
 directly. The model is not always right; an answer that differs between engines is an error.
@@ -9,22 +6,19 @@ directly. The model is not always right; an answer that differs between engines 
 
 import argparse
 import asyncio
-import json
 import re
 import time
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-import uvloop
 
 from bench.accuracy import Result, ask_server
 from bench.client import ChatClient
-from bench.report import write_result
 from models.demo.questions import Question, questions
 
 TASKS = ("number", "list", "colour", "shape", "which")
+ROUNDS = 4  # how often each question is asked
 STATISTICS_S = 2.5  # engines publish theirs once a second
 
 
@@ -59,10 +53,11 @@ async def engines(url: str) -> dict[str, dict[str, float]]:
     return found
 
 
-async def run(args: argparse.Namespace) -> dict[str, Any]:
+async def check_replicas(args: argparse.Namespace) -> dict[str, Any]:
+    """Ask `--questions` questions `--repeat` times each. Exit with an error if requests failed or engines disagree."""
     items = list(islice(questions(args.seed, TASKS), args.questions))
     before, started = await engines(args.url), time.perf_counter()
-    results = await asked(args.url, items, args.rounds, args.concurrency)
+    results = await asked(args.url, items, (args.repeat or ROUNDS), args.concurrency)
     seconds = time.perf_counter() - started
     after = await engines(args.url)
     direct = [result for url in after for result in await asked(url, items, 1, args.concurrency)]
@@ -71,7 +66,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         said[index].add(result.error or result.said)
     work = {url: {name: after[url][name] - before[url][name] for name in after[url]} for url in after}
     counts = [of["requests"] for of in work.values()]
-    return {
+    found: dict[str, Any] = {
         "requests": len(results),
         "requests_per_s": round(len(results) / seconds, 2),
         "failed": sum(result.error is not None for _, result in results),
@@ -82,24 +77,6 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         "most_requests_over_mean": round(max(counts) * len(counts) / sum(counts), 3),
         "engines": work,
     }
-
-
-def main() -> None:
-    """Entry point; exit status 1 if anything failed or differed."""
-    parser = argparse.ArgumentParser("bench.replicas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the proxy's")
-    parser.add_argument("--questions", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=4, help="how often each is asked")
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    result = uvloop.run(run(args))
-    print(json.dumps(result, indent=1))
-    write_result(args, result=result)
-    if result["failed"] or result["questions_with_other_answers_elsewhere"]:
-        raise SystemExit("requests failed, or engines do not agree")
-
-
-if __name__ == "__main__":
-    main()
+    if found["failed"] or found["questions_with_other_answers_elsewhere"]:
+        raise SystemExit(f"requests failed, or engines disagree: {found}")
+    return found

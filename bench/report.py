@@ -32,9 +32,9 @@ def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def module_command() -> list[str]:
-    """`bench.probe --flags` as typed."""
+    """Return the command as typed: `bench images --flags`."""
     script = Path(sys.argv[0])
-    return [f"{script.parent.name}.{script.stem}", *sys.argv[1:]]
+    return [*(sys.argv[0].split() if sys.argv[0].startswith("bench ") else [f"{script.parent.name}.{script.stem}"]), *sys.argv[1:]]
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,32 +1,40 @@
-"""Mixed stress of a server: dialects, texts, new and known images, structured output, streams and clients that leave, all at once.
+"""Mixed traffic for a long time: dialects, texts, new and known images, structured output, streams and clients that leave, all at once.
 
-    python -m bench.stress --url http://127.0.0.1:8000 --seconds 150 --concurrency 48 --pid LAUNCHER
+    python -m bench stress --duration 150 --concurrency 48 --pid LAUNCHER
+    python -m bench stress --duration 1800 --concurrency 8 --traffic changed-image --pid LAUNCHER
 
-Reports how requests ended, the blocks that are free at the end, how long `/health` took meanwhile, and what processes grew by.
+`changed-image` sends the same image with a few changed pixels, which is new to all caches, in every request (the load of vLLM's issue
+35191). The output shows how requests ended, the blocks that are free at the end, the latency of `/health`, and the private memory of each
+process: its growth compares the medians of the third and the last sixth of the time.
 """
 
 import argparse
 import asyncio
+import io
 import itertools
 import random
 import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
+import numpy as np
 import uvloop
+from PIL import Image
 
-from bench.client import text_of, user_message
-from bench.pictures import RESOLUTIONS, data_uri, make_jpeg
-from bench.processes import own_memory, roles_of
+from bench.client import text_of, user_message, watch_health
+from bench.flags import make_parser
+from bench.pictures import QUALITY, RESOLUTIONS, data_uri, make_jpeg
+from bench.processes import memory_mib
 from bench.report import percentile, table, write_result
 
 NUM_KNOWN = 16
 LEFT_PART = 0.15  # of requests whose client leaves
-HEALTH_PAUSE_S = 0.05
+CHANGED_SIDE = 3  # pixels
+SAMPLE_S = 2.0
 IDLE_S = 60.0  # for the engine to come to rest
 SCHEMA = {
     "type": "object",
@@ -39,14 +47,10 @@ Request = tuple[str, dict[str, Any]]  # path, body
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.stress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser = make_parser("stress", __doc__, "url", "duration", "pid", "seed", "json", duration=150.0)
+    parser.add_argument("--traffic", choices=("mixed", "changed-image"), default="mixed")
     parser.add_argument("--concurrency", type=int, default=48)
     parser.add_argument("--resolution", choices=sorted(RESOLUTIONS), default="720p")
-    parser.add_argument("--pid", type=int, help="the launcher, on this machine")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(argv)
 
 
@@ -118,14 +122,35 @@ async def client(session: aiohttp.ClientSession, model: str, mixture: Mixture, e
             ends[f"{path}: {type(error).__name__}"] += 1
 
 
-async def watch_health(session: aiohttp.ClientSession, seconds: list[float]) -> None:
-    """For ever."""
+class ChangedImage(Mixture):
+    """The same image in each request, with a few changed pixels."""
+
+    def __init__(self, resolution: str, seed: int):
+        super().__init__(resolution, seed)
+        self._pixels = np.asarray(Image.open(io.BytesIO(make_jpeg(seed, resolution, "smooth"))))
+
+    def next(self) -> Request:
+        pixels, side = self._pixels.copy(), CHANGED_SIDE
+        y, x = (self.rng.randrange(size - side) for size in pixels.shape[:2])
+        pixels[y : y + side, x : x + side] = [self.rng.randrange(256) for _ in range(3)]
+        jpeg = io.BytesIO()
+        Image.fromarray(pixels).save(jpeg, "JPEG", quality=QUALITY["smooth"])
+        content = [user_message([data_uri(jpeg.getvalue())], text_of(32, 0))]
+        return "/v1/chat/completions", {"messages": content, "max_tokens": 32, "stream": True}
+
+
+async def sample_memory(pid: int | None, samples: dict[str, list[int]]) -> None:
+    """Append the memory of each role until the task is cancelled."""
     while True:
-        started = time.perf_counter()
-        async with session.get("/health") as answer:
-            assert answer.status == 200, answer.status
-        seconds.append(time.perf_counter() - started)
-        await asyncio.sleep(HEALTH_PAUSE_S)
+        for role, size in memory_mib(pid).items():
+            samples.setdefault(role, []).append(size)
+        await asyncio.sleep(SAMPLE_S)
+
+
+def growth(values: list[int]) -> float:
+    """Growth in percent between the third and the last sixth of the samples."""
+    sixth = max(1, len(values) // 6)
+    return round(100 * (median(values[-sixth:]) / median(values[2 * sixth : 3 * sixth] or values) - 1), 2)
 
 
 async def at_rest(session: aiohttp.ClientSession) -> dict[str, float]:
@@ -141,23 +166,20 @@ async def at_rest(session: aiohttp.ClientSession) -> dict[str, float]:
     return found
 
 
-def memory(pid: int | None) -> dict[str, int]:
-    """MiB by role."""
-    return {role: own_memory(child) >> 20 for role, child in roles_of(pid).items()} if pid else {}
-
-
 async def stress(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run as numbers."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(args.url, connector=connector, timeout=aiohttp.ClientTimeout(total=3600)) as session:
         async with session.get("/v1/models") as answer:
             model = (await answer.json())["data"][0]["id"]
-        mixture, ends, health = Mixture(args.resolution, args.seed), Counter[str](), list[float]()
-        before, watcher = memory(args.pid), asyncio.create_task(watch_health(session, health))
-        end = time.monotonic() + args.seconds
+        kind = ChangedImage if args.traffic == "changed-image" else Mixture
+        mixture, ends, health, samples = kind(args.resolution, args.seed), Counter[str](), list[float](), dict[str, list[int]]()
+        watchers = [asyncio.create_task(watch_health(args.url, health)), asyncio.create_task(sample_memory(args.pid, samples))]
+        end = time.monotonic() + args.duration
         await asyncio.gather(*(client(session, model, mixture, end, ends) for _ in range(args.concurrency)))
-        assert not watcher.done(), watcher.exception()
-        watcher.cancel()
+        for watcher in watchers:
+            assert not watcher.done(), watcher.exception()
+            watcher.cancel()
         rest = await at_rest(session)
     quantiles = {"p50": percentile(health, 50), "p99": percentile(health, 99), "max": max(health)}
     return {
@@ -166,7 +188,8 @@ async def stress(args: argparse.Namespace) -> dict[str, Any]:
         "errors": dict(ends),
         "at_rest": rest,
         "health_ms": {name: round(1e3 * value, 1) for name, value in quantiles.items()},
-        "memory_mib": {role: [before[role], after] for role, after in memory(args.pid).items()},
+        "memory_mib": {role: [values[0], values[-1]] for role, values in samples.items()},
+        "growth_percent": {role: growth(values) for role, values in samples.items()},
     }
 
 

@@ -1,7 +1,7 @@
 """Writes the tables of README.md and docs/benchmarks.md from `bench/results`. Works in a clone only: a wheel carries no results.
 
-    python -m bench.tables                                   # write the tables
-    python -m bench.tables --add h200/8B 1a2b3c4 out/*.json  # first store new runs, measured at that commit
+    python -m bench tables                                   # write the tables
+    python -m bench tables --add h200/8B 1a2b3c4 out/*.json  # first store new runs, measured at that commit
 
 `bench/results/GPU/MODEL.json` holds the current runs of one model on one kind of machine: name of the run -> what the benchmark
 wrote (a list where several clients ran at the same time, or a run was repeated). The names and their commands are in docs/benchmarks.md.
@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,29 +53,29 @@ def figure(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def first_tokens(name: str, probes: Sequence[str], clock: str) -> dict[tuple[str, int], tuple[float, str]]:
+def first_tokens(found: Sequence[Run], clock: str) -> dict[tuple[str, int], tuple[float, str]]:
     """(resolution, number of images) -> milliseconds to the first token, and the kind of image. `clock`: the field of a point."""
-    found: dict[tuple[str, int], tuple[float, str]] = {}
-    for run in (run for probe in probes for run in runs(name, probe)):
+    times: dict[tuple[str, int], tuple[float, str]] = {}
+    for run in found:
         for point in run["points"]:
             if "error" not in point:
-                found.setdefault((point["resolution"], point["images"]), (float(point[clock]), run["content"]))
-    return found
+                times.setdefault((point["resolution"], point["images"]), (float(point[clock]), run["content"]))
+    return times
 
 
-def rates(name: str, run: str, figure_of: str) -> float:
+def rates(found: Sequence[Run], name: str) -> float:
     """A rate, summed over the clients that ran at the same time."""
-    return sum(float(one["result"][figure_of]) for one in runs(name, run))
+    return sum(float(one["result"][name]) for one in found)
 
 
-def median(name: str, run: str, figure_of: str) -> float:
+def median(found: Sequence[Run], name: str) -> float:
     """A median in milliseconds: the median over the clients' medians."""
-    return statistics.median(float(one["result"][figure_of]["p50"]) for one in runs(name, run))
+    return statistics.median(float(one["result"][name]["p50"]) for one in found)
 
 
 def against_others() -> str:
     """Time to first token by the rules of the image-limit probe, ours beside published figures and the bound."""
-    ours = {key: value for key, (value, _) in first_tokens("h200/8B", ("noise", "noise64"), "ttft_ms").items()}
+    ours = {key: value for key, (value, _) in first_tokens(runs("h200/8B", "noise") + runs("h200/8B", "noise64"), "ttft_ms").items()}
     columns = sorted(ours, key=lambda key: (("720p", "1080p", "2k").index(key[0]), key[1]))
     references = content("references")
     bound = references["bounds"]["ttft_ms"]["8B"]
@@ -100,11 +100,18 @@ def loads() -> str:
     units = {"requests_per_s": "requests/s", "output_tokens_per_s": "tokens/s", "ttft_ms": "ms to the first token", "tpot_ms": "ms a token"}
     rows = []
     for label, run, figures in shown:
-        ours = [rates("h200/8B", run, name) if name.endswith("_s") and "per" in name else median("h200/8B", run, name) for name in figures]
+        ours = [rates(runs("h200/8B", run), name) if "_per_" in name else median(runs("h200/8B", run), name) for name in figures]
         measured = [other["loads"].get(run, {}) for other in others]
         cells = ["; ".join(figure(of_run[name]) for name in figures) if of_run else "-" for of_run in measured]
         rows.append([f"{label}: {', '.join(units[name] for name in figures)}", f"**{'; '.join(map(figure, ours))}**", *cells])
     return table(["load", "this engine", *(other["name"] for other in others)], rows)
+
+
+def of_one_commit(name: str) -> tuple[str, dict[str, list[Run]]]:
+    """Return commit and date of a row, and its runs measured at that commit: others are left out. It is the commit of the stream alone."""
+    alone = runs(name, "one")[0]
+    found = {run: [one for one in runs(name, run) if one["commit"] == alone["commit"]] for run in (*PROBES, "one", "text", "image")}
+    return " ".join([alone["commit"], *([alone["date"]] if "date" in alone else [])]), found
 
 
 def size_row(name: str) -> list[str]:
@@ -113,28 +120,30 @@ def size_row(name: str) -> list[str]:
     bounds, gpus = content("references")["bounds"], int(GPUS[folder][0])
     of_images = {} if folder == "h100" else bounds["ttft_ms"].get(model.removesuffix("-portable"), {}).get("720p", {})
     of_token = None if folder == "h100" else bounds["token_ms"].get(model.removesuffix("-portable"))
-    cells, times = [], first_tokens(name, PROBES, "ttft_sent_ms")
+    origin, found = of_one_commit(name)
+    cells, times = [], first_tokens([run for probe in PROBES for run in found[probe]], "ttft_sent_ms")
     for count in (1, 8, 32):
         value, kind = times.get(("720p", count), (None, ""))
         bound = f" ({of_images[str(count)] / gpus:.0f})" if str(count) in of_images else ""
         cells.append("-" if value is None else figure(value) + ("*" if kind == "noise" else "") + bound)
-    token = figure(median(name, "one", "tpot_ms")) + (f" ({of_token / gpus:.2f})" if of_token else "")
-    text = f"{rates(name, 'text', 'output_tokens_per_s'):,.0f}" if runs(name, "text") else "-"
-    image = f"{rates(name, 'image', 'requests_per_s'):.1f}" if runs(name, "image") else "-"
-    return [model, GPUS[folder], *cells, token, text, image, f"[file]({{}}bench/results/{name}.json)"]
+    token = figure(median(found["one"], "tpot_ms")) + (f" ({of_token / gpus:.2f})" if of_token else "")
+    text = f"{rates(found['text'], 'output_tokens_per_s'):,.0f}" if found["text"] else "-"
+    image = f"{rates(found['image'], 'requests_per_s'):.1f}" if found["image"] else "-"
+    return [model, GPUS[folder], *cells, token, text, image, f"[{origin}]({{}}bench/results/{name}.json)"]
 
 
 def sizes(names: Sequence[str], link: str) -> str:
-    header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms a token", "64 x text, tokens/s", "32 x image, requests/s", ""]
-    return table(header, [size_row(name) for name in names]).replace("{}", link)
+    header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms per token", "64 x text, tokens/s", "32 x image, requests/s"]
+    return table([*header, "commit"], [size_row(name) for name in names]).replace("{}", link)
 
 
 def four_gpus() -> str:
     """Ways to use four GPUs for a model that fits on one."""
     ways = {"`--tp 4`": "h200-x4/8B", "`--dp 2 --tp 2`": "h200-x4/8B-dp2-tp2", "`--dp 4`": "h200-x4/8B-dp4"}
-    images = [f"{figure(rates(name, 'images', 'requests_per_s'))}; {figure(median(name, 'images', 'ttft_ms'))}" for name in ways.values()]
-    texts = [f"{rates(name, 'texts', 'output_tokens_per_s'):,.0f}" for name in ways.values()]
-    alone = [figure(median(name, "one", "tpot_ms")) for name in ("h200-x4/8B", "h200-x2/8B", "h200/8B")]
+    loaded = [runs(name, "images") for name in ways.values()]
+    images = [f"{figure(rates(found, 'requests_per_s'))}; {figure(median(found, 'ttft_ms'))}" for found in loaded]
+    texts = [f"{rates(runs(name, 'texts'), 'output_tokens_per_s'):,.0f}" for name in ways.values()]
+    alone = [figure(median(runs(name, "one"), "tpot_ms")) for name in ("h200-x4/8B", "h200-x2/8B", "h200/8B")]
     rows = [
         ["128 clients with an image: requests/s; ms to the first token", *images],
         ["256 clients with text: tokens/s", *texts],
@@ -146,7 +155,7 @@ def four_gpus() -> str:
 def two_engines() -> str:
     """`--dp 2` against one engine, each engine with the same number of clients."""
     name = "h200-x2/8B-dp2"
-    one, two = rates(name, "images_of_one_engine", "requests_per_s"), rates(name, "images", "requests_per_s")
+    one, two = rates(runs(name, "images_of_one_engine"), "requests_per_s"), rates(runs(name, "images"), "requests_per_s")
     talks = [
         sum(run["rows"][-1]["requests_per_s"] for run in runs(name, kind)) for kind in ("conversations_of_one_engine", "conversations")
     ]
@@ -194,13 +203,18 @@ def placeless(run: Run) -> Run:
 
 def add(name: str, commit: str, files: Sequence[Path]) -> None:
     """Stores each file as the run of its stem (`probe.json` is the run "probe"); `images-1.json`, `images-2.json` are one run's clients."""
-    path = RESULTS / f"{name}.json"
     new: dict[str, list[Run]] = {}
     for file in sorted(files):
-        run = placeless(json.loads(file.read_text(encoding="utf-8")))
-        new.setdefault(re.sub(r"-\d+$", "", file.stem), []).append({"commit": commit, **run})
+        new.setdefault(re.sub(r"-\d+$", "", file.stem), []).append({"commit": commit, **json.loads(file.read_text(encoding="utf-8"))})
+    store(name, new)
+
+
+def store(name: str, new: Mapping[str, Sequence[Run]]) -> None:
+    """Replace runs in bench/results/NAME.json."""
+    path = RESULTS / f"{name}.json"
     old = content(name) if path.exists() else {}
-    write_json(path, old | {run: found if len(found) > 1 else found[0] for run, found in new.items()})
+    placed = {run: [placeless(one) for one in found] for run, found in new.items()}
+    write_json(path, old | {run: found if len(found) > 1 else found[0] for run, found in placed.items()})
     content.cache_clear()
 
 

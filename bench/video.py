@@ -1,8 +1,8 @@
 """Videos: time to the first token of new clips, of another question about them, and of frames that overlap with the last ones.
 
-    python -m bench.video --url http://127.0.0.1:8000 --shape 8B --clip 374 --fps 1,2,4,8
-    python -m bench.video --url http://127.0.0.1:8000 --shape 8B --clip 720p --fps 2
-    python -m bench.video --url http://127.0.0.1:8000 --shape 8B --clip 374 --fps 2 --clients 32 --requests 128 --output-tokens 100
+    python -m bench video --url http://127.0.0.1:8000 --shape 8B --clip 374 --fps 1,2,4,8
+    python -m bench video --url http://127.0.0.1:8000 --shape 8B --clip 720p --fps 2
+    python -m bench video --url http://127.0.0.1:8000 --shape 8B --clip 374 --fps 2 --clients 32 --requests 128 --output-tokens 100
 
 Clips are made here: H.264 at 30 frames a second, 374 is 30 s of 374 x 374 (as in TensorRT-LLM's issue 15598), 720p is 10 s. Beside a first
 request stand the compute bound and the time in which the server made pixels of the file (its `prepare` stage). Lists of frames are sent by
@@ -15,7 +15,6 @@ import io
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import av
@@ -24,6 +23,7 @@ import uvloop
 from PIL import Image
 
 from bench.client import Answer, ChatClient, chat_body, text_of
+from bench.flags import SERVER, make_parser
 from bench.load import drive, measure
 from bench.report import table, write_result
 from models.media.video import VideoGeometry, time_text
@@ -38,10 +38,7 @@ LIST_RATE, OVERLAP_FRAMES = 8, 16  # of the list of frames that is sent twice, t
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.video", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="default: the first one that the server lists")
-    parser.add_argument("--api-key")
+    parser = make_parser("video", __doc__, *SERVER)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8B", help="of the model that is served, for the bound")
     parser.add_argument("--tflops", type=float, default=790.0, help="of the device in bf16, for the bound")
     parser.add_argument("--clip", choices=list(CLIPS), default="374")
@@ -49,8 +46,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--requests", type=int, default=5)
     parser.add_argument("--output-tokens", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
 

@@ -1,1 +1,1 @@
-"""Each kernel of the model against its bound: `python -m bench.kernels`."""
+"""Each kernel of the model against its bound: `python -m bench kernels`."""

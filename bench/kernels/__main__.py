@@ -1,6 +1,6 @@
 """Times each kernel of the model against its bound, so that a regression is found in a minute of GPU time.
 
-    python -m bench.kernels --size 8B --json kernels.json
+    python -m bench kernels --size 8B --json kernels.json
 
 The bound of a kernel is the larger of its operations and its bytes divided by what the device achieved just before.
 """

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from bench import tables
+from bench.flags import FLAGS
 from engine.launch.config import EngineConfig
 from engine.launch.flags import make_parser
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
@@ -80,6 +81,7 @@ def test_generated_pages_are_current() -> None:
 def test_flags_of_pages_exist() -> None:
     known = {"--gpus", "--init", "--shm-size", "--target", "--build", "--build-arg", "--hypothesis-profile", "--dist"}  # of other programs
     known |= {"--tasks", "--apply_chat_template", "--model_args"}  # of lm_eval
+    known |= {f"--{name}" for name in FLAGS}  # of benchmarks
     known |= {*make_parser()._option_string_actions, *ADDED.findall(source_text("engine", "server", "models", "bench", "tests"))}
     for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
         text = page.read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_namespace_packages
 
+from bench import BENCHMARKS
 from engine import cli
 from engine.launch.config import VERSION
 
@@ -19,9 +20,6 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FIND = PROJECT["tool"]["setuptools"]["packages"]["find"]
 SHIPPED = find_namespace_packages(str(ROOT), include=FIND["include"], exclude=FIND["exclude"])  # as setuptools does for `packages.find`
-
-
-FROM_A_CLONE = {"bench/tokens.py"}  # says so: it drives the server with the tests' stand-in for a scheduler
 
 
 def modules_of(package: str) -> list[Path]:
@@ -55,8 +53,6 @@ def test_nothing_that_is_carried_imports_what_is_not() -> None:
     ours = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in ROOT.glob("bench/demo_training/*.py")}
     carried = {path.relative_to(ROOT).as_posix(): path for package in SHIPPED for path in modules_of(package)}
     for name, path in carried.items():
-        if name in FROM_A_CLONE:
-            continue
         left_behind = {found for found in imported(path) if found in ours or found.split(".")[0] == "tests"}
         assert not left_behind, f"{name} imports {left_behind}"
 
@@ -115,10 +111,15 @@ def test_the_version_stands_in_one_place() -> None:
     assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_every_benchmark_of_the_command_is_a_module() -> None:
-    for name in cli.BENCHMARKS:
-        paths = [ROOT / "bench" / f"{name}.py", ROOT / "bench" / name / "__main__.py"]
-        assert any(path.exists() and "__main__" in str(path.read_text()) + str(path) for path in paths), name
+def test_the_list_of_benchmarks_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    programs = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
+    listed = {module for module, _ in BENCHMARKS.values()}
+    assert listed == programs - {"bench.__main__", "bench.accepting"} | {"bench.kernels"}
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert not [name for name in BENCHMARKS if f"`{name}`" not in page]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench"])
+    assert not stopped.value.code and all(name in capsys.readouterr().out for name in [*BENCHMARKS][:1])
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")

@@ -1,11 +1,10 @@
 """Does the GPU ever wait for Python? Profiles one request with many images, in one process, and lists the longest idle gaps.
 
-    python -m bench.gaps --images 32 --resolution 720p
+    python -m bench profile --images 32 --resolution 720p
 
 The scheduler core and the runner are the real ones, two steps ahead as in production; weights are dummies of the 8B shape. Needs a GPU.
 """
 
-import argparse
 import tempfile
 from collections import deque
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from bench.flags import make_parser
 from bench.pictures import RESOLUTIONS, make_jpegs
 from bench.report import environment, table, write_json
 from engine.launch.config import GIB, EngineConfig
@@ -140,11 +140,10 @@ def gaps_of(events: list[FunctionEvent]) -> tuple[float, float, list[tuple[float
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser("bench.gaps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("profile", __doc__, "json")
     parser.add_argument("--shape", default="8B", choices=list(SHAPES))
     parser.add_argument("--images", type=int, default=32)
     parser.add_argument("--resolution", default="720p", choices=list(RESOLUTIONS))
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     bench = Bench(args.shape)
     for rid in range(2):

@@ -1,26 +1,28 @@
 """Conversations that grow: each turn adds one image and resends all; and one long shared document with many questions.
 
-    python -m bench.multiturn --url http://127.0.0.1:8000 --resolution 720p --turns 8 --clients 1
-    python -m bench.multiturn --url http://127.0.0.1:8000 --document 16 --questions 32 --concurrency 8
-    python -m bench.multiturn --url http://127.0.0.1:8000 --repeat 32
+    python -m bench chat --url http://127.0.0.1:8000 --resolution 720p --turns 8 --clients 1
+    python -m bench chat --url http://127.0.0.1:8000 --document 16 --questions 32 --concurrency 8
+    python -m bench chat --url http://127.0.0.1:8000 --repeat 32
+    python -m bench chat --url http://127.0.0.1:8000 --replicas    # the address of `engine.serve --dp 2` with the demo model
 
 The second form sends the same questions twice: each about fresh images (cold), then all about one new document.
-The last form sends one request with that many images several times. For a cold server use a seed that it has not seen.
+`--repeat` sends one request with that many images several times. For a cold server use a seed that it has not seen.
 """
 
 import argparse
 import asyncio
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from bench.breakdown import part_cells, part_names, ttft_figures
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
+from bench.flags import SERVER, make_parser
 from bench.load import drive
 from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
+from bench.replicas import check_replicas
 from bench.report import table, write_result
 
 TURN_TOKENS = 32
@@ -28,10 +30,7 @@ REPEATS = 4
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("bench.multiturn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="default: the first one that the server lists")
-    parser.add_argument("--api-key")
+    parser = make_parser("chat", __doc__, *SERVER)
     parser.add_argument("--resolution", choices=list(RESOLUTIONS), default="720p")
     parser.add_argument("--content", choices=["noise", "smooth"], default="noise")
     parser.add_argument("--turns", type=int, default=8)
@@ -40,8 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=32)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=0, help="send one request with this many images several times")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--replicas", action="store_true", help="check several engines behind the affinity proxy instead")
     return parser.parse_args(argv)
 
 
@@ -132,6 +130,11 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Entry point."""
     args = parse_args()
+    if args.replicas:
+        found = uvloop.run(check_replicas(args))
+        print(table(["", "value"], [[name, str(value)] for name, value in found.items()]))
+        write_result(args, result=found)
+        return
     rows = uvloop.run(run(args))
     names = [name for name in rows[-1] if name not in ("stages_ms", "parts_ms")]
     parts = part_names(rows)
