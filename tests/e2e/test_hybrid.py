@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from models.scaffold import SHAPES, write_model_folder
-from tests.e2e.reference import Reference
-from tests.e2e.serving import Engine, data_uri, image_part, picture, serve, text_part
+from tests.e2e.serving import Engine, image_part, picture, serve, text_part
 
 pytestmark = pytest.mark.e2e
 
@@ -52,17 +51,6 @@ def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> 
         assert cached >= 0.95 * before, "most of the previous prompt must be cached"
         before = usage["prompt_tokens"]
         messages.append({"role": "assistant", "content": "It is like this.", "reasoning_content": "I look."})
-
-
-def test_a_video_is_seen_as_transformers_sees_it(engine: Engine, folder: Path) -> None:
-    clip, still = [picture(20 + i, 70, 110) for i in range(5)], picture(2, 200, 120)
-    question = text_part("What changes?")
-    shown = [{"type": "video"}, {"type": "image"}, question]
-    said = Reference(folder).text([{"role": "user", "content": shown}], [still], 16, True, [clip])
-    frames = {"type": "video", "video": [data_uri(frame) for frame in clip]}
-    for _ in range(2):  # fresh, and from the caches
-        message = ask(engine, [{"role": "user", "content": [frames, image_part(still), question]}], max_tokens=16)["choices"][0]["message"]
-        assert (message.get("reasoning_content") or "") + (message["content"] or "") == said
 
 
 def test_drafts_change_no_answer(engine: Engine, folder: Path) -> None:

@@ -204,11 +204,9 @@ Qwen/Qwen3.5-27B -tp 2 --speculative-config.method qwen3_next_mtp --speculative-
 
 --model-path Qwen/Qwen3-VL-235B-A22B-Instruct-FP8 --tp 8 --ep 8 --keep-mm-feature-on-device --mm-max-concurrent-calls 4
 
---model-path Qwen/Qwen3.5-35B-A3B --tp-size 8 --mem-fraction-static 0.8 --context-length 262144 --speculative-algo NEXTN
---speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --mamba-scheduler-strategy extra_buffer
---page-size 64 --ep-size 1
-
---model Qwen/Qwen3-VL-8B-Instruct --chunked-prefill-size 4096 --mm-attention-backend fa3 --attention-backend fa3 --cuda-graph-max-bs 64
+--model-path Qwen/Qwen3.5-35B-A3B --speculative-algo NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1
+--speculative-num-draft-tokens 4 --mamba-scheduler-strategy extra_buffer --page-size 64 --ep-size 1 --mm-attention-backend fa3
+--cuda-graph-max-bs 64
 """
 OBSTACLES = """
 Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --attention-backend FLASH_ATTN --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --headless |

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import resource
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +19,10 @@ from server.dialects.generate import Native
 from server.errors import RequestError
 from server.http import client as client_module
 from server.http.client import Client
-from server.openai.endpoint import LARGE_JSON_BYTES, Endpoint, Gathering, Job
+from server.openai.endpoint import LARGE_JSON_BYTES
 from server.openai.status import Status
 from tests.eventually import eventually_async
-from tests.unit.server.in_process import client_of, serving, virtual
+from tests.unit.server.in_process import client_of, serving, settle, virtual
 from tests.unit.server.stack import Stack
 
 
@@ -191,38 +190,26 @@ def test_retry_after_follows_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.advise(ErrorInfo(503, "", code="shutting_down", retry_after=5)).retry_after == 5
 
 
-class Probe(Endpoint):
-    """Keeps the seeds of its requests; large bodies are read in a thread that waits for `may_read`."""
+@virtual
+async def test_a_large_request_does_not_take_the_seed_of_a_later_one(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large bodies are read in threads."""
+    may_read, to_thread = asyncio.Event(), asyncio.to_thread
 
-    def __init__(self, service: Any) -> None:
-        super().__init__(service)
-        self.may_read = threading.Event()
-        self.seeds: dict[str, int] = {}
+    async def wait_and_read(read: Any) -> Any:
+        await may_read.wait()
+        return await to_thread(read)
 
-    def read(self, value: dict[str, Any], body: Any) -> Job:
-        if value["is_large"]:
-            assert self.may_read.wait(60)
-        self.seeds[value["name"]] = body.seed
-        request: Any = SimpleNamespace(model=None, timeout=None, rid=None)
-        return Gathering(request=request, submits=[SimpleNamespace(media=[], cache_salt="", body=None)], show=lambda events: Response())
+    monkeypatch.setattr(asyncio, "to_thread", wait_and_read)
+    with serving(model_folder, seed=1) as api:
 
+        async def ask(text: str) -> None:
+            body = {"messages": [{"role": "user", "content": text}]}
+            assert (await api.http.post("/v1/chat/completions", json=body)).status_code == 200
 
-def body_of(name: str, is_large: bool) -> Any:
-    padding = "x" * (LARGE_JSON_BYTES if is_large else 0)
-    document = f'{{"name": "{name}", "is_large": {str(is_large).lower()}, "padding": "{padding}"}}'.encode()
-    scanner = SimpleNamespace(json=lambda payloads: document, references=[])
-    return SimpleNamespace(scanner=scanner, payloads=b"", client=b"", num_announced=0, give_up=lambda: None, received=0.0)
-
-
-async def test_a_large_request_does_not_take_the_seed_of_a_later_one() -> None:
-    config = SimpleNamespace(max_images_per_request=1, api_key=None, api_key_file=None, request_timeout=None)
-    client = SimpleNamespace(submit=lambda submits, name: None)
-    service = SimpleNamespace(config=config, model_names=(), seeds=random.Random(1), client=client)
-    probe = Probe(service)
-    first = asyncio.create_task(probe.submit(body_of("first", is_large=True)))
-    await asyncio.sleep(0)
-    await probe.submit(body_of("second", is_large=False))
-    probe.may_read.set()
-    await first
+        first = asyncio.create_task(ask("x" * LARGE_JSON_BYTES))
+        await settle()
+        await ask("x")
+        may_read.set()
+        await first
     expected = random.Random(1)
-    assert [probe.seeds[name] for name in ("first", "second")] == [expected.getrandbits(63) for _ in range(2)]
+    assert [submit.params.seed for submit in reversed(api.submits)] == [expected.getrandbits(63) for _ in range(2)]
