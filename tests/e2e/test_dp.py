@@ -6,10 +6,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.e2e.serving import Engine, LongAnswer, chat_body, children_of, image_part, is_alive, picture, role_of, run_dir_of, text_part
+from tests.e2e.serving import Engine, LongAnswer, children_of, image_part, is_alive, picture, role_of, run_dir_of, text_part
 from tests.eventually import HANG_GUARD_S, eventually
 
 pytestmark = pytest.mark.faults
@@ -62,25 +61,6 @@ def test_engines_share_the_host(fleet: Fleet) -> None:
     settings = [dict(settings) for settings in fleet.settings]
     assert settings[0].pop("port") != settings[1].pop("port") and settings[0] == settings[1]
     assert settings[0]["api-arena-bytes"] == 64 << 20 and "media-pool-size" not in settings[0]
-
-
-def test_a_conversation_stays_and_its_image_is_encoded_once(fleet: Fleet) -> None:
-    images = [image_part(picture(seed, 64, 64)) for seed in range(8)]
-    before = fleet.numbers("num_taken")
-    asked = [chat_body([image, text_part(f"Question {turn}")]) for image in images for turn in range(3)]
-    texts = [fleet.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"] for body in asked]
-    assert [new - old for new, old in zip(fleet.numbers("num_taken"), before, strict=True)] == [12, 12]
-    urls = [str(backend["url"]) for backend in fleet.backends()]
-
-    def num_encoded() -> float:
-        text = "".join(httpx.get(f"{url}/metrics").text for url in urls)
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("engine_images_encoded_total{"))
-
-    eventually(lambda: num_encoded() >= 8, "the encoding of 8 images")
-    assert num_encoded() == 8
-    for url in urls:
-        direct = [httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"] for body in asked]
-        assert direct == texts
 
 
 def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fleet) -> None:

@@ -127,29 +127,6 @@ def test_many_rows_get_fewer_drafts_and_at_last_none() -> None:
         assert len(sim.core.state.counters.accepted_by_position) == most
 
 
-def test_a_stream_beside_drafts_keeps_its_pace() -> None:
-    """Red if a row whose text cannot be guessed misses a step because of another one's drafts."""
-    sim = simulate()
-    add(sim, 0, max_tokens=200)
-    sim.language = (1, 5)
-    add(sim, 1, max_tokens=400)
-    steps: list[tuple[set[int], bool]] = []
-    plan = sim._plan
-
-    def note_plan() -> object:
-        planned = plan()
-        if planned is not None:
-            step = planned[0]
-            steps.append(({request.rid for request in step.requests}, any(chunk.drafts for chunk in step.plan.chunks)))
-        return planned
-
-    sim._plan = note_plan  # type: ignore[method-assign, assignment]
-    sim.run()
-    first, last = (find(i for i, (rids, _) in enumerate(steps) if 0 in rids) for find in (min, max))
-    assert last - first + 1 == 200, "the stream missed a step"
-    assert sum(has_drafts for _, has_drafts in steps[first : last + 1]) > 30
-
-
 def test_a_context_does_not_reach_across_an_image() -> None:
     """Red if placeholders are text, or text before an image goes on behind it."""
     prompt = [30, 31, 32, *[PLACEHOLDER] * 5, 33, 34, 30, 31, 32, 33, *[PLACEHOLDER] * 5, 31, 32]
