@@ -1,9 +1,6 @@
-"""SGLang's own dialect, which frameworks for evaluation and reinforcement learning use: `POST /generate` is translated into a text
-completion, with images where its prompt has their placeholders. Also the other routes that SGLang's clients ask.
-"""
+"""SGLang's own dialect: `POST /generate` is translated into a text completion, with images where its prompt has their placeholders."""
 
 import asyncio
-import contextlib
 import functools
 import re
 import secrets
@@ -65,18 +62,16 @@ class GenerateRequest(Open):
     stream: bool | None = None
 
     @property
-    def field(self) -> str:
-        return "text" if self.input_ids is None else "input_ids"
-
-    @property
-    def prompts(self) -> list[Any]:
-        value: Any = self.text if self.input_ids is None else self.input_ids
-        return list(value) if self.is_batch else [value]
+    def value(self) -> Any:
+        return self.text if self.input_ids is None else self.input_ids
 
     @property
     def is_batch(self) -> bool:
-        value: Any = self.text if self.input_ids is None else self.input_ids
-        return isinstance(value, list) and isinstance(value[0], str | list)
+        return isinstance(self.value, list) and isinstance(self.value[0], str | list)
+
+    @property
+    def prompts(self) -> list[Any]:
+        return list(self.value) if self.is_batch else [self.value]
 
     def images(self, num_prompts: int) -> list[list[str]]:
         """Of each prompt. RequestError 400."""
@@ -192,14 +187,15 @@ class GenerateEndpoint(GenerationEndpoint):
         asked = check(GenerateRequest, value)
         if (asked.text is None) == (asked.input_ids is None):
             raise bad_value("text", "or `input_ids` must be there, and not both")
-        if not (asked.text or asked.input_ids):
-            raise bad_value(asked.field, "must not be empty")
+        field = "text" if asked.input_ids is None else "input_ids"
+        if not asked.value:
+            raise bad_value(field, "must not be empty")
         try:
             request = self.check(CompletionRequest, completion_body(asked))
         except RequestError as error:
-            raise error if error.info.param != "prompt" else bad_value(asked.field, error.info.message.partition(": ")[2]) from None
+            raise error if error.info.param != "prompt" else bad_value(field, error.info.message.partition(": ")[2]) from None
         prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in asked.prompts]
-        job = self.job_of(request, body, prompts, asked.field, names="both")
+        job = self.job_of(request, body, prompts, field, names="both")
         job.format = functools.partial(GenerateFormat, asked=asked, request=request)
         for submit, images in zip(job.submits, asked.images(len(prompts)), strict=True):
             for i, image in enumerate(images):
@@ -248,14 +244,15 @@ class Native:
         """200 when a token has been generated: for this request, or for another one if the queue is full or long."""
         client = self._service.client
         client.health.check()
-        with contextlib.ExitStack() as undo:
-            if client.has_room:
-                params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-                submit = Submit(client.new_rid(), TextPrompt("a"), [], params, OutputOptions(), Stages(time.monotonic()))
-                undo.callback(client.close, client.submit([submit]))
-            try:
-                async with asyncio.timeout(HEALTH_S):
-                    await client.next_token()
-            except TimeoutError:
-                raise RequestError(503, "No token was generated in time.", code="stalled", retry_after=5) from None
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        submit = Submit(client.new_rid(), TextPrompt("a"), [], params, OutputOptions(), Stages(time.monotonic()))
+        stream = client.submit([submit]) if client.has_room else None
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                await client.next_token()
+        except TimeoutError:
+            raise RequestError(503, "No token was generated in time.", code="stalled", retry_after=5) from None
+        finally:
+            if stream is not None:
+                client.close(stream)
         return {"status": "ok"}

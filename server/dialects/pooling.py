@@ -1,7 +1,4 @@
-"""`POST /v1/embeddings`, `/rerank`, `/score` and their kin, with the conversations of Qwen3-VL-Embedding and Qwen3-VL-Reranker.
-
-texts, messages ──▶ conversation ──▶ hidden state, or logits of "yes" and "no" ──▶ JSON
-"""
+"""`POST /v1/embeddings`, `/rerank`, `/score` and their kin, with the conversations of Qwen3-VL-Embedding and Qwen3-VL-Reranker."""
 
 import functools
 import math
@@ -15,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
-from pydantic import AliasChoices, BaseModel, Field, model_validator
+from pydantic import AliasChoices, BaseModel, Field
 from starlette.responses import Response
 
 from engine.wire.messages import ChatPrompt, Event, TokenPrompt
@@ -52,18 +49,10 @@ class PoolingRequest(AnyRequest):
 
 
 class EmbeddingRequest(PoolingRequest):
-    """`input`, or `messages` with images, which are one input."""
-
     input: Annotated[str | Ids | Annotated[list[Annotated[str | Ids, OneOf()]], InputList], OneOf()] = ""
     messages: Annotated[list[Message], MessageList] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> "EmbeddingRequest":
-        if ("input" in self.model_fields_set) == (self.messages is not None):
-            raise ValueError("needs either `input` or `messages`")
-        return self
 
 
 class ItemContent(Strict):
@@ -82,8 +71,6 @@ class RerankRequest(PoolingRequest):
 
 
 class ScoreRequest(PoolingRequest):
-    """Each of the second to the one first, or both in pairs; vLLM's other names are accepted."""
-
     text_1: Annotated[Items | str | ItemContent, OneOf()] = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
     text_2: Annotated[Items | str | ItemContent, OneOf()] = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
@@ -96,7 +83,7 @@ class Pooled(BaseModel):
 
 
 class PoolingEndpoint(Endpoint):
-    """An endpoint whose answers are made of numbers: the logits of LABELS, or hidden states."""
+    """An endpoint whose answers are made of numbers: logits of `words`, or hidden states."""
 
     gives = Pooled
     words = LABELS
@@ -140,6 +127,8 @@ class EmbeddingsEndpoint(PoolingEndpoint):
     item, member, is_instructed = "embedding", "embedding", True
 
     def prompts(self, request: EmbeddingRequest) -> tuple[str, list[Any]]:
+        if ("input" in request.model_fields_set) == (request.messages is not None):
+            raise bad_value("input", "or `messages` must be there, and not both")
         limits = {"dimensions": (request.dimensions or 0, self.service.checkpoint.hidden_size)}
         given = request.input
         inputs: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)

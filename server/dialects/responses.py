@@ -1,7 +1,6 @@
 """`POST /v1/responses`, OpenAI's newer dialect: a request is translated into a chat completion, whose other fields it may have too.
 
-Answers are not stored, so a request brings the whole conversation. An answer is one JSON document, or numbered events:
-response.created ──▶ output_item.added ──▶ … delta … ──▶ … done ──▶ output_item.done ──▶ … ──▶ response.completed or .incomplete
+Answers are not stored, so a request brings the whole conversation. A stream is numbered events.
 """
 
 import functools
@@ -25,7 +24,7 @@ from server.openai.format import logprobs_json
 from server.openai.media import ImagePart, VideoPart
 from server.openai.parts import FIRST, RefusalPart, TextPart, ToolList
 from server.openai.schema import FORMATS, Effort, MessageList, PlainFormat, SchemaFormat
-from server.openai.tools import CustomText, HostedTool, Name, custom_text
+from server.openai.tools import CustomText, FunctionDefinition, FunctionName, HostedTool, Name, custom_text
 
 # Not implemented here, or fields of chat completions that the dialect has other names for, or no place.
 LIMITED = limits_of(
@@ -54,7 +53,7 @@ class MessageItem(Strict):
 
 
 class CallItem(Strict):
-    """A call of an earlier answer: `arguments` of a function, or `input` of a custom tool."""
+    """`arguments` are a function's, `input` is a custom tool's."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: str
@@ -71,7 +70,7 @@ class ResultItem(Strict):
 
 
 class ThoughtItem(Strict):
-    """Reasoning of an earlier answer. Encrypted content is ignored."""
+    """Encrypted content is ignored."""
 
     type: Literal["reasoning"]
     content: Annotated[list[TextPart], FIRST] | None = None
@@ -81,28 +80,23 @@ ITEMS = "items are of type 'message', 'reasoning', or 'function_call', 'custom_t
 Item = Annotated[MessageItem | CallItem | ResultItem | ThoughtItem, OneOf(ITEMS)]
 
 
-class FlatTool(Strict):
+class FlatTool(FunctionDefinition):
     """Tools that OpenAI runs are of other types, and dropped."""
 
     type: Literal["function", "custom"]
-    name: Name
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
     format: Json | None = None
 
 
 class Namespace(Strict):
-    """Functions that belong together, such as those of an MCP server that the client runs."""
+    """Functions of an MCP server that the client runs."""
 
     type: Literal["namespace"]
     name: Name
     tools: Annotated[list[Annotated[FlatTool | HostedTool, OneOf()]], ToolList]
 
 
-class ChosenTool(Strict):
+class ChosenTool(FunctionName):
     type: Literal["function", "custom"]
-    name: str
 
 
 class TextOptions(Strict):
@@ -136,8 +130,6 @@ class ResponsesRequest(Open):
 
 class ResponseAnswer(BaseModel):
     id: str
-    object: Literal["response"]
-    created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     output: list[Json]
     usage: Json | None
@@ -212,7 +204,7 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
 
 
 class Kind(NamedTuple):
-    """A kind of items: prefix of ids, name of deltas, first members, and the member that has the text if it is not `content`."""
+    """Prefix of ids, name of deltas, first members, and the member that has the text if it is not `content`."""
 
     prefix: str
     delta: str
@@ -248,7 +240,7 @@ class ResponseFormat(BlockFormat):
         self._logprobs: list[Json] = []  # of the open item
 
     def first_chunk(self, choice: Choice) -> bytes:
-        response = {**self._head, "status": "in_progress", "output": []}
+        response = self._head | {"status": "in_progress", "output": []}
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def begin(self, kind: str, call: Call | None) -> bytes:
@@ -287,19 +279,18 @@ class ResponseFormat(BlockFormat):
         return encode(self._finish(choices[0], usage, timings)[1])
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
-        error = self._event("error", code=info.code or info.type, message=info.message, param=info.param)
         failure = {"status": "failed", "error": {"code": "server_error", "message": info.message}, "output": self._items}
-        return error + self._event("failed", response={**self._head, **failure})
+        error = self._event("error", code=info.code or info.type, message=info.message, param=info.param)
+        return error + self._event("failed", response=self._head | failure)
 
     def _finish(self, choice: Choice, usage: Usage, timings: Json) -> tuple[bytes, Json]:
         """Return the last item's events and the complete response. A call that a stop string cut is incomplete in a complete response."""
         is_cut = choice.finish_reason in ("length", "abort")
         is_half = is_cut or (self._open in ("call", "custom") and not choice.calls[-1].is_whole)
         events = self._stop_item("incomplete" if is_half else "completed")
-        ending: Json = {"status": "completed", "completed_at": int(time.time())}
-        if is_cut:
-            ending = {"status": "incomplete", "completed_at": None, "incomplete_details": {"reason": "max_output_tokens"}}
-        return events, {**self._head, **ending, "usage": usage_json(usage), "output": self._items, **timings}
+        ending: Json = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, "completed_at": None}
+        ending = ending if is_cut else {"status": "completed", "completed_at": int(time.time())}
+        return events, self._head | ending | {"usage": usage_json(usage), "output": self._items, **timings}
 
     def _stop_item(self, status: str) -> bytes:
         if not self._open:

@@ -1,4 +1,4 @@
-"""What answers of chat and text completions hold, for `/openapi.json`; `format.py` makes them."""
+"""Types of answers of chat and text completions for `/openapi.json`, with the members that clients usually read; `format.py` makes them."""
 
 from typing import Any, Literal
 
@@ -15,105 +15,53 @@ class Usage(BaseModel):
     completion_tokens_details: dict[str, int] | None = None
 
 
-class Token(BaseModel):
-    token: str
-    logprob: float | None
-    bytes: list[int]
-    top_logprobs: list["Token"] | None = None
-
-
-class TokenList(BaseModel):
-    content: list[Token]
-    refusal: None = None
+class Answer(BaseModel):
+    id: str
+    object: str
+    created: int
+    model: str
+    usage: Usage | None = None
 
 
 class AnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
-    refusal: None
     reasoning: str | None = None
-    reasoning_content: str | None = None
     tool_calls: list[ToolCall | CustomCall] | None = None
 
 
-class RankedToken(BaseModel):
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-class Head(BaseModel):
-    id: str
-    created: int
-    model: str
-    usage: Usage | None = None
-    timings: dict[str, float] | None = None
-    warnings: list[str] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
-
-
-class Ending(BaseModel):
-    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatChoice(Ending):
+class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    logprobs: TokenList | None
+    finish_reason: str
+    logprobs: dict[str, Any] | None
 
 
-class ChatCompletion(Head):
-    object: Literal["chat.completion"]
+class ChatCompletion(Answer):
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatDelta(BaseModel):
-    """A piece of a message: a call's id and name come once, pieces of its arguments follow."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-
-class ChatChunkChoice(Ending):
+class ChatChunkChoice(BaseModel):
     index: int
-    delta: ChatDelta
-    logprobs: TokenList | None = None
+    delta: dict[str, Any]
+    finish_reason: str | None = None
 
 
-class ChatChunk(Head):
-    """One event's data; the last event is `[DONE]`."""
-
-    object: Literal["chat.completion.chunk"]
+class ChatChunk(Answer):
     choices: list[ChatChunkChoice]
 
 
-class TextLogprobs(BaseModel):
-    text_offset: list[int]
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class TextChoice(Ending):
+class TextChoice(BaseModel):
     index: int
     text: str
-    logprobs: TextLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
 
 
-class Completion(Head):
+class Completion(Answer):
     """A document, or one event's data of a stream whose last event is `[DONE]`."""
 
-    object: Literal["text_completion"]
     choices: list[TextChoice]
 
 

@@ -114,7 +114,7 @@ def test_scores(tiny_engine: Engine, reference: Reference) -> None:
 def test_bad_requests(tiny_engine: Engine) -> None:
     message = {"role": "user", "content": "x"}
     cases = [
-        ("/v1/embeddings", {}, "body"), ("/v1/embeddings", {"input": "x", "messages": [message]}, "body"),
+        ("/v1/embeddings", {}, "input"), ("/v1/embeddings", {"input": "x", "messages": [message]}, "input"),
         ("/v1/embeddings", {"input": []}, "input"), ("/v1/embeddings", {"input": "x", "dimensions": 129}, "dimensions"),
         ("/v1/embeddings", {"input": [5, 4096]}, "input"), ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
