@@ -1,9 +1,33 @@
-"""An answer with thoughts, text and two calls, and what a format makes of events."""
+"""Dialects: the chat that a request becomes; an answer with thoughts, text and two calls, and what a format makes of events."""
 
+import json
 from typing import Any
 
 from engine.wire.messages import CallDelta, Event, Logprob
+from server.http.scan import Scanner
 from server.http.sse import Choice
+from server.http.validate import check
+from server.openai.schema import ChatRequest
+
+
+def chat_of(dialect: Any, takes: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """A valid chat, without what was not said."""
+    scanner = Scanner("nonce", 10)
+    scanner.feed(json.dumps(value).encode())
+    chat = dialect.chat_body(check(takes, json.loads(scanner.json(memoryview(b"")))), scanner)
+    check(ChatRequest, chat).check_together(1000)
+    plain = json.loads(json.dumps(chat, default=lambda one: one.model_dump(exclude_none=True, by_alias=True)))
+    return {name: item for name, item in plain.items() if item is not None}
+
+
+def named_events(stream: bytes) -> list[dict[str, Any]]:
+    """Data of the events of a stream; every one has the line of its type."""
+    found = []
+    for message in stream.decode().removesuffix("\n\n").split("\n\n"):
+        name, body = message.split("\n")
+        found.append(json.loads(body.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 def events(reason: Any) -> list[Event]:

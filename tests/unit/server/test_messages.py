@@ -7,28 +7,18 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import ErrorInfo, Event
-from server.dialects.anthropic import LIMITED, MessageFormat, MessagesRequest, chat_body, message_error_body
+from server.dialects import anthropic
+from server.dialects.anthropic import LIMITED, MessageFormat, MessagesRequest, message_error_body
 from server.errors import RequestError
-from server.http.scan import Scanner
 from server.http.sse import ReplyOptions
-from server.http.validate import check
-from server.openai.schema import ChatRequest
-from tests.unit.server.answering import document_of, events, stream_of
+from tests.unit.server.answering import chat_of, document_of, events, named_events, stream_of
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "why?"}
 TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
 
 
 def translated(**fields: Any) -> dict[str, Any]:
-    """A valid chat, without what was not said."""
-    value = {"model": "m", "max_tokens": 5, "messages": [QUESTION], **fields}
-    scanner = Scanner("nonce", 10)
-    scanner.feed(json.dumps(value).encode())
-    request = check(MessagesRequest, json.loads(scanner.json(memoryview(b""))))
-    chat = chat_body(request, scanner)
-    check(ChatRequest, chat).check_together(1000)
-    plain = json.loads(json.dumps(chat, default=lambda one: one.model_dump(exclude_none=True, by_alias=True)))
-    return {name: item for name, item in plain.items() if item is not None}
+    return chat_of(anthropic, MessagesRequest, {"model": "m", "max_tokens": 5, "messages": [QUESTION], **fields})
 
 
 def image(data: str) -> dict[str, Any]:
@@ -113,13 +103,7 @@ USAGE = {"input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_
 
 
 def streamed(events: list[Event]) -> list[dict[str, Any]]:
-    """Data of the events of a stream; every one has the line of its type."""
-    found = []
-    for message in stream_of(MessageFormat(ReplyOptions("m", 0)), events).decode().removesuffix("\n\n").split("\n\n"):
-        name, body = message.split("\n")
-        found.append(json.loads(body.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    return named_events(stream_of(MessageFormat(ReplyOptions("m", 0)), events))
 
 
 def test_events_of_a_stream() -> None:

@@ -7,28 +7,18 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event
-from server.dialects.responses import LIMITED, ResponseFormat, ResponsesRequest, chat_body
+from server.dialects import responses
+from server.dialects.responses import LIMITED, ResponseFormat, ResponsesRequest
 from server.errors import RequestError
-from server.http.scan import Scanner
 from server.http.sse import ReplyOptions
-from server.http.validate import check
-from server.openai.schema import ChatRequest
-from tests.unit.server.answering import document_of, events, stream_of
+from tests.unit.server.answering import chat_of, document_of, events, named_events, stream_of
 
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "of a city", "parameters": {"type": "object"}, "strict": True}
 CALL: dict[str, Any] = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
 
 
 def translated(**fields: Any) -> dict[str, Any]:
-    """A valid chat, without what was not said."""
-    value = {"model": "m", "input": "why?", **fields}
-    scanner = Scanner("nonce", 10)
-    scanner.feed(json.dumps(value).encode())
-    request = check(ResponsesRequest, json.loads(scanner.json(memoryview(b""))))
-    chat = chat_body(request, scanner)
-    check(ChatRequest, chat).check_together(1000)
-    plain = json.loads(json.dumps(chat, default=lambda one: one.model_dump(exclude_none=True, by_alias=True)))
-    return {name: item for name, item in plain.items() if item is not None}
+    return chat_of(responses, ResponsesRequest, {"model": "m", "input": "why?", **fields})
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -125,12 +115,8 @@ USAGE = {
 
 
 def read(stream: bytes) -> list[dict[str, Any]]:
-    """Data of the events of a stream; every one has the line of its type, and they are numbered."""
-    found = []
-    for message in stream.decode().removesuffix("\n\n").split("\n\n"):
-        name, body = message.split("\n")
-        found.append(json.loads(body.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
+    """Events, which are numbered."""
+    found = named_events(stream)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import API_ARENA, ErrorInfo, MediaRef, Region
-from engine.wire.params import MAX_BAD_WORDS, MAX_LOGIT_EDITS, Grammar
+from engine.wire.params import MAX_BAD_WORDS, MAX_BIASED, MAX_LOGIT_EDITS, MAX_STOP_IDS, PARAMETERS, Grammar
 from server.checkpoint import SamplingDefaults
 from server.dialects import anthropic, responses
 from server.errors import RequestError
@@ -70,14 +70,12 @@ def refusal(model: type[GenerationRequest] = ChatRequest, **fields: object) -> E
 
 NAN = float("nan")
 BAD: dict[str, list[object]] = {
-    "temperature": [-1, "hot", NAN, float("inf"), True], "top_p": [0, 1.1], "top_k": [-2, NAN], "min_p": [2], "seed": [1 << 63],
-    "max_tokens": [0, True, "5", 5.5, 1 << 64], "max_completion_tokens": [0, 1 << 63], "n": [0, 17, True], "stop": [["a"] * 129, 3],
-    "stream": ["false", 1], "user": [5], "priority": ["high"], "logprobs": [0, 1], "top_logprobs": [5], "enable_thinking": ["no"],
-    "chat_template_kwargs": ["x", {str(i): 1 for i in range(65)}], "stream_options": [{"include_usage": True}],
-    "continue_final_message": [True],
-    "tools": [TOOLS * 2], "tool_choice": ["required"], "presence_penalty": [2.5], "frequency_penalty": [NAN], "repetition_penalty": [0],
-    "logit_bias": [{"x": 5}, {str(VOCAB_SIZE): 5}, [5]], "min_tokens": [-1], "bad_words": ["x", ["x"] * 65],
-    "messages": [[], "hello", HELLO * 10_001], "mm_processor_kwargs": [{"fps": 2.0, "num_frames": 3}],
+    "temperature": ["hot", NAN, float("inf"), True], "max_tokens": [True, "5", 5.5, 1 << 64], "max_completion_tokens": [0, 1 << 63],
+    "n": [0, 17, True], "stop": [["a"] * 129, 3], "stream": ["false", 1], "user": [5], "priority": ["high"], "logprobs": [0, 1],
+    "top_logprobs": [5], "enable_thinking": ["no"], "chat_template_kwargs": ["x", {str(i): 1 for i in range(65)}],
+    "stream_options": [{"include_usage": True}], "continue_final_message": [True], "tools": [TOOLS * 2], "tool_choice": ["required"],
+    "logit_bias": [{"x": 5}, {str(VOCAB_SIZE): 5}, [5]], "bad_words": ["x", ["x"] * 65], "messages": [[], "hello", HELLO * 10_001],
+    "mm_processor_kwargs": [{"fps": 2.0, "num_frames": 3}],
 }  # fmt: skip
 
 
@@ -166,10 +164,8 @@ def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> Non
 def test_defaults_come_from_the_checkpoint() -> None:
     params = sampling_params(parse(), DEFAULTS, SEED)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (0.7, 0.8, 20, 0.0, None)
-    params = sampling_params(
-        parse(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, max_tokens=5, max_completion_tokens=6), DEFAULTS, SEED
-    )
-    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed, params.max_tokens) == (0, 0.5, 0, 0.1, 7, 6)
+    params = sampling_params(parse(temperature=0, top_k=-1, max_tokens=5, max_completion_tokens=6), DEFAULTS, SEED)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0, 0, 6)
     assert [sampling_params(parse(**fields), DEFAULTS, 5).seed for fields in ({}, {"seed": 7})] == [5, 7]
     recommended = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.2, repetition_penalty=1.05)
     for fields, expected in (({}, (0.2, 1.05)), ({"min_p": 0, "repetition_penalty": 1}, (0, 1))):
@@ -177,19 +173,21 @@ def test_defaults_come_from_the_checkpoint() -> None:
         assert (params.min_p, params.repetition_penalty) == expected
 
 
-def test_what_changes_logits_reaches_the_sampler() -> None:
-    """Red if a field is read and then dropped."""
-    fields: dict[str, Any] = {
-        "presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"7": -100, "8": 0.5}, "min_tokens": 3,
-        "logprobs": True,
-    }  # fmt: skip
-    params = sampling_params(parse(**fields), DEFAULTS, SEED)
-    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2, 0.5, 1.1)
-    assert (params.logit_bias, params.min_tokens, params.logprobs) == (((7, -100), (8, 0.5)), 3, 0)
+def test_every_sampling_parameter_has_limits_and_reaches_the_sampler() -> None:
+    """Red if a field of the table is read and then dropped, or if a value beyond its limits is accepted."""
+    values = {"logit_bias": {"7": -100, "8": 0.5}, "stop_token_ids": [3, 4], "allowed_token_ids": [5], "ignore_eos": True}
+    for name, parameter in PARAMETERS.items():
+        value = values.get(name, ["x"] if name == "bad_words" else 1 if parameter.default in (None, 0) else 0.5)
+        params = sampling_params(parse(**{name: value}), DEFAULTS, SEED)
+        expected = {"logit_bias": ((7, -100), (8, 0.5)), "bad_words": ()}.get(name, tuple(value) if isinstance(value, list) else value)
+        assert getattr(params, name) == expected, name
+        for kind, bound in parameter.bounds.items():
+            if kind[1] in "et" and not isinstance(value, list | dict):
+                step = 0 if kind[1] == "t" else 1
+                assert refusal(**{name: bound - step if kind[0] == "g" else bound + step}).param == name, (name, kind)
     assert sampling_params(parse(logprobs=True, top_logprobs=20), DEFAULTS, SEED).logprobs == 20
-    assert sampling_params(parse(logprobs=False), DEFAULTS, SEED).logprobs is None
-    most = sampling_params(parse(logit_bias={str(i): 1 for i in range(500)}, stop_token_ids=list(range(256)), min_tokens=1), DEFAULTS, SEED)
-    assert len(most.logit_bias) + len(most.stop_token_ids) + MAX_BAD_WORDS + 8 < MAX_LOGIT_EDITS
+    assert [sampling_params(parse(logprobs=flag), DEFAULTS, SEED).logprobs for flag in (True, False)] == [0, None]
+    assert MAX_BIASED + MAX_STOP_IDS + MAX_BAD_WORDS + 8 < MAX_LOGIT_EDITS
 
 
 def test_images_in_any_message_become_indices() -> None:
