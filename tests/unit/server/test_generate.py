@@ -73,8 +73,5 @@ def test_bad_requests(stack: Stack) -> None:
 
 
 def test_what_its_clients_ask_first(stack: Stack) -> None:
-    for path in ("/get_model_info", "/model_info"):
-        info = stack.http.get(path).json()
-        assert info["is_generation"] and info["has_image_understanding"] and info["model_path"]
     assert stack.http.get("/health_generate").json() == {"status": "ok"}
     assert stack.last.params.max_tokens == 1

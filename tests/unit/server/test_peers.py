@@ -106,7 +106,7 @@ def test_the_token_itself_is_the_first_likely_one(stack: Stack, tokenizer: Token
 
 def test_routes_and_metrics(stack: Stack) -> None:
     assert "openapi.json" in stack.http.get("/docs").text
-    assert stack.http.get("/get_server_info").json().keys() >= {"model_path", "version", "internal_states", "max_total_num_tokens"}
+    assert stack.http.get("/get_server_info").json().keys() >= {"model_path", "version", "internal_states", "is_generation"}
     stack.chat("x", n=2, max_tokens=5)
     stack.settle()
     text = stack.http.get("/metrics").text
