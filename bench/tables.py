@@ -24,6 +24,7 @@ PAGES = ("README.md", "docs/benchmarks.md")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 PROBES = ("probe", "probe32", "probe2k")
+PHOTOS = ("720p", "smooth")
 GPUS = {"h200": "1 x H200", "h200-x2": "2 x H200", "h200-x4": "4 x H200", "h100": "1 x H100"}
 SERVED = (
     *("h200/2B", "h200/4B", "h200/8B", "h200/8B-fp8", "h200/8B-portable", "h200/30B-A3B", "h200/30B-A3B-fp8"),
@@ -31,7 +32,6 @@ SERVED = (
     *("h200-x2/8B", "h200-x2/32B", "h200-x2/235B-A22B-fp8", "h200-x2/235B-A22B-fp8-ep"),
     *("h200-x4/8B", "h200-x4/32B", "h200-x4/235B-A22B-fp8", "h100/8B", "h100/8B-portable"),
 )
-SHORT = tuple(name for name in SERVED if not name.startswith("h200-x4") and not name.endswith("-ep"))
 
 Run = dict[str, Any]
 
@@ -73,6 +73,32 @@ def median(found: Sequence[Run], name: str) -> float:
     return statistics.median(float(one["result"][name]["p50"]) for one in found)
 
 
+def summary() -> str:
+    """8B on one H200 beside the bound and the newest versions of other engines."""
+    name = "h200/8B"
+    origin, found = of_one_commit(name)
+    references = content("references")
+    bounds, others = references["bounds"], references["others"][1:]
+    times = {count: time for (size, count), (time, kind) in first_tokens(found["probe"], "ttft_sent_ms").items() if (size, kind) == PHOTOS}
+    rows = []
+    for count in ("1", "8", "32"):
+        ours = times.get(int(count))
+        rows.append([
+            f"time to first token, {count} x 720p, ms", f"**{figure(ours)}**" if ours else "-", bounds["ttft_ms"]["8B"]["720p"][count],
+            *(figure(other["ttft_ms"]["720p"][count]) for other in others),
+        ])  # fmt: skip
+    for label, run, field, bound in (
+        ("32 clients with one 720p image, requests/s", "image", "requests_per_s", "30"),
+        ("16 clients with four 720p images, requests/s", "images4", "requests_per_s", "9.5"),
+        ("64 text streams, tokens/s", "text", "output_tokens_per_s", ""),
+        ("one stream, ms per token", "one", "tpot_ms", figure(bounds["token_ms"]["8B"])),
+    ):
+        value = (rates if "_per_" in field else median)(found[run], field) if found[run] else None
+        theirs = [other["loads"].get(run, {}).get(field) for other in others]
+        rows.append([label, f"**{figure(value)}**" if value else "-", bound, *(figure(one) if one else "-" for one in theirs)])
+    return table(["", "this engine", "bound", *(other["name"] for other in others)], rows) + f"\n\nThis engine: commit {origin}."
+
+
 def against_others() -> str:
     """Time to first token by the rules of the image-limit probe, ours beside published figures and the bound."""
     ours = {key: value for key, (value, _) in first_tokens(runs("h200/8B", "noise") + runs("h200/8B", "noise64"), "ttft_ms").items()}
@@ -110,7 +136,8 @@ def loads() -> str:
 def of_one_commit(name: str) -> tuple[str, dict[str, list[Run]]]:
     """Return commit and date of a row, and its runs measured at that commit: others are left out. It is the commit of the stream alone."""
     alone = runs(name, "one")[0]
-    found = {run: [one for one in runs(name, run) if one["commit"] == alone["commit"]] for run in (*PROBES, "one", "text", "image")}
+    cells = (*PROBES, "one", "text", "image", "images4")
+    found = {run: [one for one in runs(name, run) if one["commit"] == alone["commit"]] for run in cells}
     return " ".join([alone["commit"], *([alone["date"]] if "date" in alone else [])]), found
 
 
@@ -129,12 +156,12 @@ def size_row(name: str) -> list[str]:
     token = figure(median(found["one"], "tpot_ms")) + (f" ({of_token / gpus:.2f})" if of_token else "")
     text = f"{rates(found['text'], 'output_tokens_per_s'):,.0f}" if found["text"] else "-"
     image = f"{rates(found['image'], 'requests_per_s'):.1f}" if found["image"] else "-"
-    return [model, GPUS[folder], *cells, token, text, image, f"[{origin}]({{}}bench/results/{name}.json)"]
+    return [model, GPUS[folder], *cells, token, text, image, origin]
 
 
-def sizes(names: Sequence[str], link: str) -> str:
+def sizes(names: Sequence[str]) -> str:
     header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms per token", "64 x text, tokens/s", "32 x image, requests/s"]
-    return table([*header, "commit"], [size_row(name) for name in names]).replace("{}", link)
+    return table([*header, "commit"], [size_row(name) for name in names])
 
 
 def four_gpus() -> str:
@@ -176,22 +203,21 @@ def sampling() -> str:
     return table(["streams", "fields", "ms a token, each run"], [[*key, ", ".join(values)] for key, values in cells.items()])
 
 
-TABLES: dict[str, Callable[[str], str]] = {
-    "against-others": lambda link: against_others(),
-    "loads": lambda link: loads(),
-    "sizes-short": lambda link: sizes(SHORT, link),
-    "sizes": lambda link: sizes(SERVED, link),
-    "four-gpus": lambda link: four_gpus(),
-    "two-engines": lambda link: two_engines(),
-    "sampling": lambda link: sampling(),
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
+    "against-others": against_others,
+    "loads": loads,
+    "sizes": lambda: sizes(SERVED),
+    "four-gpus": four_gpus,
+    "two-engines": two_engines,
+    "sampling": sampling,
 }
 
 
 def rendered(page: str) -> str:
     """The page with its tables written anew."""
-    link = "../" * page.count("/")
     text = (ROOT / page).read_text(encoding="utf-8")
-    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]](link)}\n{match[3]}", text)
+    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
 
 
 def placeless(run: Run) -> Run:
