@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-VERSION = "0.2.0"  # the only place
+VERSION = "0.3.0.dev0"  # the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
 UNIX_HOST = "unix:"  # internal: listen on a Unix socket in the run directory
