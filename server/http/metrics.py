@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from engine.wire.messages import ErrorInfo
@@ -21,70 +21,69 @@ TOKENS = tuple(float(1 << power) for power in range(19))
 LABELS = ("model_name",)
 TEXTS = {name: text for name, hint in get_type_hints(EngineStats, include_extras=True).items() for text in get_args(hint)[1:]}
 GAUGES = frozenset({
-    "max_model_len", "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_pinned_images", "image_cache_bytes",
-    "image_cache_budget",
+    "max_model_len", "num_requests_running", "num_requests_waiting", "num_blocks", "num_free_blocks", "num_pinned_images",
+    "image_cache_bytes", "image_cache_budget", "kv_cache_usage_perc", "open_streams", "cache_config_info",
 })  # fmt: skip
-# Fields of EngineStats that vLLM has a name for.
+# Fields of EngineStats that vLLM has a name for, which follows `vllm:`.
 NAMES = {
-    "num_running": "vllm:num_requests_running", "num_waiting": "vllm:num_requests_waiting", "prompt_tokens": "vllm:prompt_tokens",
-    "cached_prompt_tokens": "vllm:prefix_cache_hits", "generated_tokens": "vllm:generation_tokens", "preemptions": "vllm:num_preemptions",
-    "drafts": "vllm:spec_decode_num_drafts", "draft_tokens": "vllm:spec_decode_num_draft_tokens",
-    "accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "num_running": "num_requests_running", "num_waiting": "num_requests_waiting", "prompt_tokens": "prompt_tokens",
+    "cached_prompt_tokens": "prefix_cache_hits", "generated_tokens": "generation_tokens", "preemptions": "num_preemptions",
+    "drafts": "spec_decode_num_drafts", "draft_tokens": "spec_decode_num_draft_tokens",
+    "accepted_draft_tokens": "spec_decode_num_accepted_tokens",
 }  # fmt: skip
-PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-HISTOGRAMS = {
-    "time_to_first_token_seconds": ("time from the last byte of the body to the first text", SECONDS),
-    "inter_token_latency_seconds": ("time between two tokens of a choice", TOKEN_SECONDS),
-    "e2e_request_latency_seconds": ("time from the last byte of the body to the end of the answer", SECONDS),
-    "request_queue_time_seconds": ("time from the complete prompt to the first plan", SECONDS),
-    "request_prefill_time_seconds": ("time from the first plan to the first token", SECONDS),
-    "request_decode_time_seconds": ("time from the first token to the end of the answer", SECONDS),
-    "request_inference_time_seconds": ("time from the first plan to the end of the answer", SECONDS),
-    "request_prompt_tokens": ("length of all prompts of one request, in tokens", TOKENS),
-    "request_generation_tokens": ("length of all answers of one request, in tokens", TOKENS),
-    "request_params_n": ("answers that one request asks for", (1, 2, 4, 8, 16)),
-    "request_params_max_tokens": ("limit of one request on the tokens of an answer", TOKENS),
-    "iteration_tokens_total": ("tokens that one batch computes, on average since the previous heartbeat", TOKENS),
-    "request_max_num_generation_tokens": ("length of the longest answer of one request, in tokens", TOKENS),
+HISTOGRAMS = {  # buckets, and texts by name
+    SECONDS: {
+        "time_to_first_token_seconds": "from the last byte of the body to the first text",
+        "e2e_request_latency_seconds": "from the last byte of the body to the end of the answer",
+        "request_queue_time_seconds": "from the complete prompt to the first plan",
+        "request_prefill_time_seconds": "from the first plan to the first token",
+        "request_decode_time_seconds": "from the first token to the end of the answer",
+        "request_inference_time_seconds": "from the first plan to the end of the answer",
+    },
+    TOKEN_SECONDS: {"inter_token_latency_seconds": "between two tokens of a choice"},
+    TOKENS: {
+        "request_prompt_tokens": "tokens of all prompts of one request",
+        "request_generation_tokens": "tokens of all answers of one request",
+        "request_max_num_generation_tokens": "tokens of the longest answer of one request",
+        "request_params_max_tokens": "limit of one request on the tokens of an answer",
+        "request_params_n": "answers that one request asks for",
+        "iteration_tokens_total": "tokens that one batch computes, averaged between two heartbeats",
+    },
 }
-ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # our reasons for which vLLM has another word
+ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # reasons for which vLLM has another word
 
 
 class StatsCollector(Collector):
     """The latest EngineStats."""
 
     def __init__(self, client: Client, model_name: str, block_size: int):
-        self._client, self._block_size = client, block_size
-        self._values = (model_name,)
+        self._client, self._block_size, self._model_name = client, block_size, model_name
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
         values = msgspec.structs.asdict(stats)
-        accepted = CounterMetricFamily(PER_POSITION, "draft tokens in answers, by position in their row", labels=[*LABELS, "position"])
-        for position, value in enumerate(values.pop("accepted_by_position")):
-            accepted.add_metric((*self._values, str(position)), value)
-        yield accepted
-        for name, value in values.items():
-            family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-            yield self._one(family(NAMES.get(name, f"engine_{name}"), TEXTS[name], labels=LABELS), value)
-        num_hits = stats.images_hit + stats.images_skipped
-        for name, text, value in (
-            ("prefix_cache_queries", "tokens that were looked for in the prefix cache", stats.prompt_tokens),
-            ("mm_cache_queries", "images whose embeddings were looked for in the caches", num_hits + stats.images_encoded),
-            ("mm_cache_hits", "images whose embeddings a cache had", num_hits),
-        ):
-            yield self._one(CounterMetricFamily(f"vllm:{name}", text, labels=LABELS), value)
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "share of KV blocks that requests hold; 1 is all", labels=LABELS)
-        yield self._one(usage, 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0)
-        streams = GaugeMetricFamily("engine_open_streams", "choices that a client waits for", labels=LABELS)
-        yield self._one(streams, self._client.num_streams)
+        by_position = values.pop("accepted_by_position")
+        num_hits, num_held = stats.images_hit + stats.images_skipped, stats.num_blocks - stats.num_free_blocks
+        rows = [(f"vllm:{NAMES[name]}" if name in NAMES else f"engine_{name}", TEXTS[name], value) for name, value in values.items()]
+        rows += [
+            ("vllm:prefix_cache_queries", "tokens looked for in the prefix cache", stats.prompt_tokens),
+            ("vllm:mm_cache_queries", "images looked for in the caches", num_hits + stats.images_encoded),
+            ("vllm:mm_cache_hits", "images whose embeddings a cache had", num_hits),
+            ("vllm:kv_cache_usage_perc", "share of KV blocks that requests hold", num_held / (stats.num_blocks or 1)),
+            ("engine_open_streams", "choices that a client waits for", self._client.num_streams),
+        ]
+        for name, text, value in rows:
+            yield self._family(name, text, [({}, value)])
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "draft tokens in answers, by position in their row"
+        yield self._family(name, text, [({"position": str(i)}, value) for i, value in enumerate(by_position)])
         labels = {"block_size": str(self._block_size), "num_gpu_blocks": str(stats.num_blocks)}
-        info = GaugeMetricFamily("vllm:cache_config_info", "settings of the KV cache", labels=[*LABELS, *labels])
-        info.add_metric([*self._values, *labels.values()], 1)
-        yield info
+        yield self._family("vllm:cache_config_info", "settings of the KV cache", [(labels, 1)])
 
-    def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
-        family.add_metric(self._values, value)
+    def _family(self, name: str, text: str, samples: list[tuple[dict[str, str], float]]) -> Metric:
+        kind, suffix = ("gauge", "") if name.removeprefix("vllm:").removeprefix("engine_") in GAUGES else ("counter", "_total")
+        family = Metric(name, text, kind)
+        for labels, value in samples:
+            family.add_sample(name + suffix, {"model_name": self._model_name, **labels}, value)
         return family
 
 
@@ -104,7 +103,8 @@ class Metrics:
         )  # fmt: skip
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self._registry).labels(model_name)
-            for name, (text, buckets) in HISTOGRAMS.items()
+            for buckets, texts in HISTOGRAMS.items()
+            for name, text in texts.items()
         }
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
