@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, Field
 from starlette.responses import Response
 
 from engine.wire.messages import ChatPrompt, Event, TokenPrompt
@@ -20,12 +20,10 @@ from engine.wire.params import OutputOptions, SamplingParams, TokenId
 from server.http.body import Body
 from server.http.sse import encode
 from server.http.validate import OneOf, Strict, bad_value
-from server.openai.answers import Usage
-from server.openai.conversation import read_conversation
+from server.openai.chat import conversation_of
 from server.openai.endpoint import Endpoint, Gathering, Job, json_response, submits_of
-from server.openai.media import MediaIoKwargs, ProcessorKwargs
 from server.openai.parts import Message, Parts, TextPart
-from server.openai.schema import AnyRequest, MessageList
+from server.openai.schema import MediaRequest, MessageList
 
 EMBED = "Represent the user's input."
 RERANK = "Given a search query, retrieve relevant candidates that answer the query."
@@ -41,10 +39,8 @@ Json = dict[str, Any]
 Floats = npt.NDArray[np.float32]
 
 
-class PoolingRequest(AnyRequest):
+class PoolingRequest(MediaRequest):
     instruction: str | None = None
-    mm_processor_kwargs: ProcessorKwargs | None = None
-    media_io_kwargs: MediaIoKwargs | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
 
 
@@ -75,26 +71,18 @@ class ScoreRequest(PoolingRequest):
     text_2: Annotated[Items | str | ItemContent, OneOf()] = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
 
-class Pooled(BaseModel):
-    model: str
-    usage: Usage
-    data: list[Json] | None = None
-    results: list[Json] | None = None
-
-
 class PoolingEndpoint(Endpoint):
     """An endpoint whose answers are made of numbers: logits of `words`, or hidden states."""
 
-    gives = Pooled
+    gives = Json
     words = LABELS
 
     @abstractmethod
     def prompts(self, request: Any) -> tuple[str, list[Any]]:
-        """Return a field, and the prompts in it: each is messages, or token ids. RequestError 400."""
+        """Return a field, and its prompts: messages, or token ids. RequestError 400."""
 
     @abstractmethod
-    def show(self, request: Any, values: list[Floats]) -> Json:
-        """Make the answer of an array per prompt."""
+    def show(self, request: Any, values: list[Floats]) -> Json: ...
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(self.takes, value)
@@ -108,15 +96,15 @@ class PoolingEndpoint(Endpoint):
         job = Gathering(request=request, submits=submits, show=functools.partial(self._answer, request))
         for submit, prompt in zip(submits, prompts, strict=True):
             if not isinstance(prompt[0], int):
-                conversation = read_conversation(prompt, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
+                conversation = conversation_of(request, prompt, body)
                 submit.prompt, submit.media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
                 job.used |= conversation.used_references
         return job
 
     def _answer(self, request: PoolingRequest, events: list[Event]) -> Response:
-        num_tokens = sum(event.num_prompt_tokens for event in events)
-        head = {"id": f"pool-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
-        head |= {"model": request.model or self.service.model_names[0], "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
+        usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(event.num_prompt_tokens for event in events))
+        head = {"id": f"pool-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "usage": usage}
+        head["model"] = request.model or self.service.model_names[0]
         return json_response(encode(head | self.show(request, [np.frombuffer(event.pooled, np.float32) for event in events])))
 
 
@@ -129,16 +117,12 @@ class EmbeddingsEndpoint(PoolingEndpoint):
     def prompts(self, request: EmbeddingRequest) -> tuple[str, list[Any]]:
         if ("input" in request.model_fields_set) == (request.messages is not None):
             raise bad_value("input", "or `messages` must be there, and not both")
-        limits = {"dimensions": (request.dimensions or 0, self.service.checkpoint.hidden_size)}
-        given = request.input
+        checkpoint, given = self.service.checkpoint, request.input
+        if (request.dimensions or 0) > checkpoint.hidden_size:
+            raise bad_value("dimensions", f"must be at most {checkpoint.hidden_size}")
         inputs: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
-        limits["input"] = (
-            max((max(entry) for entry in inputs if isinstance(entry, list)), default=0),
-            self.service.checkpoint.vocab_size - 1,
-        )
-        for name, (value, most) in limits.items():
-            if value > most:
-                raise bad_value(name, f"must be at most {most}")
+        if any(max(entry) >= checkpoint.vocab_size for entry in inputs if isinstance(entry, list)):
+            raise bad_value("input", f"holds token ids outside of the vocabulary of {checkpoint.vocab_size}")
         system = [_system(request)] if self.is_instructed else []
         if request.messages is not None:
             return "messages", [[*(() if request.messages[0].role in ("system", "developer") else system), *request.messages]]
@@ -220,16 +204,17 @@ def probability_of_yes(logits: Floats) -> float:
 
 def judged(request: PoolingRequest, query: str | ItemContent, document: str | ItemContent) -> list[Message]:
     """The question that a reranker answers with yes or no."""
-    parts = [TextPart(type="text", text=f"<Instruct>: {request.instruction or RERANK}")]
-    return [
-        Message(role="system", content=JUDGE),
-        Message(role="user", content=[*parts, *_parts(query, "<Query>:"), *_parts(document, "\n<Document>:")]),
-    ]
+    parts = [_text(f"<Instruct>: {request.instruction or RERANK}"), *_parts(query, "<Query>:"), *_parts(document, "\n<Document>:")]
+    return [Message(role="system", content=JUDGE), Message(role="user", content=parts)]
 
 
 def _parts(item: str | ItemContent, opening: str) -> list[Any]:
     said = (item if isinstance(item, str) else item.content) or "NULL"
-    return [TextPart(type="text", text=opening), *([TextPart(type="text", text=said)] if isinstance(said, str) else said)]
+    return [_text(opening), *([_text(said)] if isinstance(said, str) else said)]
+
+
+def _text(text: str) -> Any:
+    return TextPart(type="text", text=text)
 
 
 def _system(request: PoolingRequest) -> Message:

@@ -21,6 +21,7 @@ from server.openai.conversation import Conversation, locate, read_conversation
 from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Prompt, Service, json_response, submits_of
 from server.openai.format import ChatFormat, CompletionFormat
 from server.openai.grammar import check_strict_tools, read_grammar
+from server.openai.parts import Message
 from server.openai.schema import (
     MAX_PROMPTS,
     BatchChatRequest,
@@ -28,6 +29,7 @@ from server.openai.schema import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    MediaRequest,
     TokenizeRequest,
     Tool,
 )
@@ -54,7 +56,7 @@ class ChatEndpoint(GenerationEndpoint):
 
     def job(self, request: ChatRequest, body: Body) -> Generation:
         """What a checked request is to the processor. RequestError 400."""
-        conversation = conversation_of(request, body)
+        conversation = conversation_of(request, request.messages, body)
         for name in (request.chat_template_kwargs or {}).keys() - self._names:
             self._unknown.once(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
         job = self.job_of(
@@ -221,8 +223,8 @@ def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[st
     return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def conversation_of(request: ChatRequest, body: Body) -> Conversation:
-    return read_conversation(request.messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
+def conversation_of(request: MediaRequest, messages: list[Message], body: Body) -> Conversation:
+    return read_conversation(messages, body, request.cache_salt, request.mm_processor_kwargs, request.media_io_kwargs)
 
 
 def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Gathering:
@@ -234,7 +236,7 @@ def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], f
 
 def counted_chat(request: ChatRequest, body: Body, show: Show) -> Gathering:
     """The same, of messages and their images."""
-    conversation = conversation_of(request, body)
+    conversation = conversation_of(request, request.messages, body)
     job = counted(request, body, [chat_prompt(request, conversation.messages)], "messages", show)
     job.submits[0].media, job.used = conversation.media, conversation.used_references
     return job

@@ -114,6 +114,13 @@ class AnyRequest(Open):
             raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
 
+class MediaRequest(AnyRequest):
+    """Fields of requests with conversations."""
+
+    mm_processor_kwargs: ProcessorKwargs | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
+
+
 PARAMETER_FIELDS: dict[str, Any] = {name: (parameter.json | None, None) for name, parameter in PARAMETERS.items()}
 ParameterFields: Any = create_model("ParameterFields", __base__=AnyRequest, **PARAMETER_FIELDS)
 
@@ -184,7 +191,7 @@ class GenerationRequest(ParameterFields):
             raise bad_value("prompt_logprobs", "is for requests without `stream: true`")
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, MediaRequest):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], MessageList]
@@ -196,10 +203,8 @@ class ChatRequest(GenerationRequest):
     enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    mm_processor_kwargs: ProcessorKwargs | None = None
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None  # nothing that a template could show
-    media_io_kwargs: MediaIoKwargs | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
