@@ -18,11 +18,13 @@ class RequestError(ValueError):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None):
         super().__init__(message)
-        self.info = ErrorInfo(status, message, error_type(status), param, code, retry_after)
+        self.info = ErrorInfo(status, message, type=error_type(status), param=param, code=code, retry_after=retry_after)
 
     @classmethod
     def of(cls, info: ErrorInfo) -> "RequestError":
-        return cls(info.status, info.message, info.param, info.code, info.retry_after)
+        error = cls(info.status, info.message)
+        error.info = info
+        return error
 
 
 invalid_image = functools.partial(RequestError, 422, code="invalid_image")

@@ -245,7 +245,8 @@ class Native:
         client = self._service.client
         client.health.check()
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-        submit = Submit(client.new_rid(), TextPrompt("a"), [], params, OutputOptions(), Stages(time.monotonic()))
+        fields: Json = {"params": params, "output": OutputOptions(), "stages": Stages(time.monotonic())}
+        submit = Submit(client.new_rid(), TextPrompt("a"), [], **fields)
         stream = client.submit([submit]) if client.has_room else None
         try:
             async with asyncio.timeout(HEALTH_S):

@@ -69,8 +69,9 @@ class Api:
         checkpoint = read_checkpoint(Path(runtime.model_folder), config.chat_template, config.generation_config == "vllm")
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._service = Service(
-            config, checkpoint, runtime.model_names, runtime.max_model_len, self.arena, self.client, self._metrics, seeds
-        )
+            config=config, checkpoint=checkpoint, model_names=runtime.model_names, max_model_len=runtime.max_model_len, arena=self.arena,
+            client=self.client, metrics=self._metrics, seeds=seeds,
+        )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 
     def endpoint(self, path: str) -> Endpoint:

@@ -95,7 +95,7 @@ class EngineHealth:
         if not self.started:
             raise overloaded("The engine is still starting.", retry_after=5)
         if self.refusal is not None:
-            raise RequestError(self.refusal.status, self.refusal.message, code=self.refusal.code, retry_after=self.refusal.retry_after)
+            raise RequestError.of(self.refusal)
         if not self.healthy:
             raise RequestError(503, "The engine makes no progress.", code="stalled", retry_after=5)
 

@@ -157,7 +157,9 @@ class Endpoint(ABC):
         length = int(header) if header else None
         with service.client.reading():
             direct = direct_reader(request.scope)
-            body = await read_body(request.receive, length, direct, service.arena, service.config, service.client)
+            body = await read_body(
+                request.receive, length, direct=direct, arena=service.arena, config=service.config, client=service.client
+            )
             body.credentials = credentials_of(request.scope)
             body.client = hashlib.sha256(body.credentials + b"\0" + address_of(request.scope).encode()).digest()
             stream, job = await self.submit(body)

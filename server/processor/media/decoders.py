@@ -103,7 +103,7 @@ class Decoders:
             raise invalid_image("it cannot be decoded with the time and memory that an image of its size needs") from None
         decoded = msgspec.msgpack.decode(data, type=Decoded)
         if decoded.error is not None:
-            raise RequestError(decoded.error.status, decoded.error.message, code=decoded.error.code)
+            raise RequestError.of(decoded.error)
         return decoded
 
 
@@ -132,8 +132,8 @@ class VideoDecoders:
 
     async def read(self, encoded: Region, wanted: list[int], pixels: Region, size: Size, parameters: bytes) -> list[bytes]:
         """Writes these frames to `pixels`; the hashes of their pairs. RequestError as `look`."""
-        room = pixels.offset, pixels.capacity
-        return (await self._ask(VideoJob((encoded.offset, encoded.used), wanted, room, size, parameters))).hashes
+        place = {"encoded": (encoded.offset, encoded.used), "room": (pixels.offset, pixels.capacity)}
+        return (await self._ask(VideoJob(**place, wanted=wanted, size=size, parameters=parameters))).hashes
 
     async def _ask(self, job: VideoJob) -> VideoAnswer:
         if not self._is_installed:
@@ -150,5 +150,5 @@ class VideoDecoders:
             raise invalid_video("the decoder crashed on this file") from None
         answer = msgspec.msgpack.decode(data, type=VideoAnswer)
         if answer.error is not None:
-            raise RequestError(answer.error.status, answer.error.message, code=answer.error.code)
+            raise RequestError.of(answer.error)
         return answer

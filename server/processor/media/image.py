@@ -14,6 +14,8 @@ from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from types import MappingProxyType
 
+import msgspec
+
 from engine.wire.arena import ArenaFull, ArenaTooSmall
 from engine.wire.messages import ImageSource, ImageSpan, MediaRef
 from engine.wire.messages import Region as WireRegion
@@ -214,8 +216,8 @@ def naming(medium: str, codes: Mapping[str, str] = MappingProxyType({})) -> Iter
         yield
     except RequestError as error:
         info = error.info
-        words, code = f"{medium}: {info.message}.", codes.get(info.code or "", info.code)
-        raise RequestError(info.status, words, PROMPT, code, info.retry_after) from error
+        code = codes.get(info.code or "", info.code)
+        raise RequestError.of(msgspec.structs.replace(info, message=f"{medium}: {info.message}.", param=PROMPT, code=code)) from error
 
 
 def decoded_bytes(payload: WireRegion) -> int:

@@ -317,5 +317,4 @@ def _frame_named(index: int) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        info = error.info
-        raise RequestError(info.status, f"frame {index + 1}: {info.message}", info.param, info.code, info.retry_after) from error
+        raise RequestError.of(msgspec.structs.replace(error.info, message=f"frame {index + 1}: {error.info.message}")) from error
