@@ -72,6 +72,15 @@ def test_paths_links_and_modules_of_pages_exist() -> None:
     assert not missing
 
 
+def test_pages_use_standard_terms() -> None:
+    """Red for words that readers of other projects stumble over: write draft token, reported, sampled, the client, alongside, rejected."""
+    people = "guess|guesses|guessed|told|whoever|nobody|somebody|beside|any more"
+    terms = re.compile(rf"\b({people}|lanes?|deals?|real_T|other factor|is a 4\d\d|are a 4\d\d)\b", re.IGNORECASE)
+    pages = [page for page in PAGES if page.name not in ("CHANGELOG.md", "LEVERS.md")]
+    found = [(name_of(page), match[0]) for page in pages for match in terms.finditer(page.read_text(encoding="utf-8"))]
+    assert not found
+
+
 def test_generated_pages_are_current() -> None:
     """Run `python docs/generate.py` after a change of a flag or a field."""
     for name, page in generator().PAGES.items():
@@ -149,7 +158,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
         "tokens of an image": f"{config.max_num_encoder_tokens:,}",
         "a download": f"{download}, {config.max_request_downloads} at once for a request",
         "requests in the engine": f"{config.max_queued_requests:,}",
-        "answers (`n`); log-probabilities beside a token; biased tokens; bad words": answers,
+        "answers (`n`); log-probabilities per token; biased tokens; bad words": answers,
         "messages; tools; stop strings; stop tokens; prompts of a text completion": listed,
     }
     assert {name: page.get(name) for name in expected} == expected
