@@ -251,7 +251,8 @@ def fields_page() -> str:
     return "\n".join([
         "# Fields of requests",
         "",
-        "`server/openai/schema.py` defines the values of each field; a bad value is rejected with HTTP 400, which names the field. A field not on this",
+        "`server/openai/schema.py` defines the values of each field; a bad value is rejected with HTTP 400 and the name of the field.",
+        "A field not on this",
         "page is ignored and logged once. `python docs/generate.py` writes this page.",
         "",
         "| endpoint | fields |",
