@@ -195,6 +195,27 @@ def test_the_engine_names_no_architecture() -> None:
         assert not re.search(r"Qwen3VL\b|qwen3_vl\b|Cosmos", path.read_text()), relative(path)
 
 
+# Words of an annex, its own files, and the number of other files with these words, which must only decrease.
+ANNEXES = {
+    "drafting": (r"draft|\bmtp\b", r"scheduler/drafts/|worker/head|sampling/drafts|decoders/drafter|layers/head", 37),
+    "video": (r"video", r"video", 33),
+    "grammars": (r"grammar", r"grammar", 22),
+    "pooling": (r"pool(ing|ed)|rerank", r"pooling", 11),
+    "prompt log-probabilities": (r"prompt_logprobs", r"sampling/prompt", 20),
+    "Anthropic's dialect": (r"anthropic", r"anthropic", 2),
+    "Responses": (r"/v1/responses|dialects\.responses", r"responses", 0),
+    "SGLang's dialect": (r"sglang|dialects\.generate", r"generate", 5),
+}
+
+
+def test_annexes_do_not_spread() -> None:
+    texts = {relative(path): path.read_text(encoding="utf-8") for path in SOURCES if not re.search("/(demo|kernels)/", str(path))}
+    texts = {name: text for name, text in texts.items() if not name.startswith("bench/")}
+    for annex, (words, own, most) in ANNEXES.items():
+        others = [name for name, text in texts.items() if re.search(words, text, re.IGNORECASE) and not re.search(own, name)]
+        assert len(others) <= most, f"{annex} is in {len(others)} files besides its own, {most} before: {others}"
+
+
 def test_the_scheduler_has_no_number_of_a_gpu() -> None:
     for path in (ROOT / "engine" / "scheduler").rglob("*.py"):
         assert not re.search(r"\bH[12]00\b|[Hh]opper", path.read_text()), relative(path)

@@ -163,6 +163,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
 
+    @property
+    def reads_head(self) -> bool:
+        """Whether the model's own prediction head is loaded."""
+        return self.draft == "mtp"
+
 
 def python_command(module: str, *arguments: str) -> list[str]:
     """Command line of a child process that runs a module of this project, whatever files are in the working directory. Its environment is
