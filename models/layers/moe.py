@@ -12,7 +12,7 @@ from models.config.types import MoeConfig
 from models.kernels.ops import Experts
 from models.kernels.stream import Normed, Residual, RowClass
 from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, Setup, add_sum_, even_part
-from models.weights.matrix import Matrix, Stored, storage_of
+from models.weights.matrix import Matrix, Stored, in_blocks, storage_of
 
 ALL = slice(None)
 ALIGNED = 8  # rows of a matrix whose products are aligned to 16 bytes
@@ -38,18 +38,18 @@ class StackedExperts(nn.Module):
     def __init__(self, hidden_size: int, moe: MoeConfig, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
         tp, self.hidden_size, self.moe, self.inner = setup.tp, hidden_size, moe, moe.intermediate_size
-        self.first, self.count, self.first_inner, self.width = 0, moe.num_experts + moe.has_shared, 0, self.inner
+        self.first, self.count, width, self._share = 0, moe.num_experts + moe.has_shared, self.inner, slice(0, self.inner)
         if tp.whole_experts:
             share = tp.share(moe.num_experts, "num_experts")
             self.first = tp.rank * share
             self.count = share + (moe.has_shared and tp.rank == tp.size - 1)
         else:
-            self.width = tp.share(self.inner, "moe_intermediate_size")
-            self.first_inner = tp.rank * self.width
+            width = tp.share(self.inner, "moe_intermediate_size")
+            self._share = slice(tp.rank * width, (tp.rank + 1) * width)
         for each in format:
-            storage_of(each).check(hidden_size, (self.width,))
-        self.gate_up = Matrix.empty(self.count * 2 * self.width, hidden_size, format, setup.place)
-        self.down = Matrix.empty(self.count * hidden_size, self.width, format, setup.place)
+            storage_of(each).check(hidden_size, (width,))
+        self.gate_up = Matrix.empty(self.count * 2 * width, hidden_size, format, setup.place)
+        self.down = Matrix.empty(self.count * hidden_size, width, format, setup.place)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointPart]:
         """As transformers 5 writes them (experts, outputs, inputs), as published (experts, inputs, outputs), or each expert's alone. The
@@ -57,7 +57,7 @@ class StackedExperts(nn.Module):
         shared = {prefix.rpartition(".")[0] + ".shared_expert": self.moe.num_experts} if self.moe.has_shared else {}
         single = {f"{prefix}.{expert}": expert for expert in range(self.moe.num_experts)}
         matrices: Iterator[tuple[Stored, Stored]] = zip(self.gate_up.storage.stored, self.down.storage.stored, strict=True)
-        parts = [(*of_up, of_down.tensor) for of_up, of_down in matrices]
+        parts = [(of_up.suffix, of_up.block, of_up.tensor, of_down.tensor) for of_up, of_down in matrices]
         stacked = (
             tuple(slot for part, turned in zip(parts, turns, strict=True) for slot in self._stacked(prefix, *part, turned))
             for turns in product((False, True), repeat=len(parts))
@@ -67,10 +67,10 @@ class StackedExperts(nn.Module):
             yield from self._single(shared, *part)
 
     def _stacked(
-        self, prefix: str, suffix: str, block: int, gate_up: torch.Tensor, down: torch.Tensor, is_input_major: bool
+        self, prefix: str, suffix: str, block: tuple[int, int], gate_up: torch.Tensor, down: torch.Tensor, is_input_major: bool
     ) -> Iterator[CheckpointTensor]:
-        """All matrices of experts that are not shared as one tensor; of values, or of what each block of `block` squared has one of."""
-        (hidden, inner, share), last = self._sizes(block), min(self.first + self.count, self.moe.num_experts)
+        """All matrices of experts that are not shared as one tensor; of values, or of what each block has one of."""
+        of_up, of_down, last = self._up(block), self._down(block), min(self.first + self.count, self.moe.num_experts)
         experts, ours = slice(self.first, last), slice(0, last - self.first)
 
         def tensor(name: str, shape: tuple[int, int], index: Index, target: torch.Tensor) -> CheckpointTensor:
@@ -80,27 +80,29 @@ class StackedExperts(nn.Module):
             return CheckpointTensor(name, (self.moe.num_experts, *shape), (experts, *index), target[ours])
 
         for half, target in enumerate(gate_up.unflatten(0, (self.count, 2, -1)).unbind(1)):
+            (inner, hidden), (share, _) = of_up
             rows = slice(half * inner + share.start, half * inner + share.stop)
             yield tensor("gate_up", (2 * inner, hidden), (rows, ALL), target)
-        yield tensor("down", (hidden, inner), (ALL, share), down.unflatten(0, (self.count, -1)))
+        yield tensor("down", *of_down, down.unflatten(0, (self.count, -1)))
 
     def _single(
-        self, experts: dict[str, int], suffix: str, block: int, gate_up: torch.Tensor, down: torch.Tensor
+        self, experts: dict[str, int], suffix: str, block: tuple[int, int], gate_up: torch.Tensor, down: torch.Tensor
     ) -> Iterator[CheckpointTensor]:
         """The three matrices of each of `experts` (path -> number); of other ranks' experts nothing is read."""
-        hidden, inner, share = self._sizes(block)
         halves, downs = gate_up.unflatten(0, (self.count, 2, -1)), down.unflatten(0, (self.count, -1))
         for path, expert in experts.items():
             i = expert - self.first
             targets = (*halves[i], downs[i]) if 0 <= i < self.count else (down[:0],) * 3
             for name, target in zip(("gate", "up", "down"), targets, strict=True):
-                shape, index = ((hidden, inner), (ALL, share)) if name == "down" else ((inner, hidden), (share, ALL))
+                shape, index = self._down(block) if name == "down" else self._up(block)
                 yield CheckpointTensor(f"{path}.{name}_proj.weight{suffix}", shape, index, target)
 
-    def _sizes(self, block: int) -> tuple[int, int, slice]:
-        """In blocks: hidden size, an expert's inner size, this rank's part of it."""
-        first = self.first_inner // block
-        return self.hidden_size // block, self.inner // block, slice(first, first + self.width // block)
+    def _up(self, block: tuple[int, int]) -> tuple[tuple[int, int], Index]:
+        """In blocks: the shape of an expert's gate or up projection, and this rank's part of it."""
+        return (-(-self.inner // block[0]), -(-self.hidden_size // block[1])), (in_blocks(self._share, block[0]), ALL)
+
+    def _down(self, block: tuple[int, int]) -> tuple[tuple[int, int], Index]:
+        return (-(-self.hidden_size // block[0]), -(-self.inner // block[1])), (ALL, in_blocks(self._share, block[1]))
 
 
 class Router(nn.Module):

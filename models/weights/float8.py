@@ -59,7 +59,7 @@ class BlockScaled:
 
     @property
     def stored(self) -> tuple[Stored, ...]:
-        return Stored("", 1, self.values), Stored("_scale_inv", BLOCK, self.scales)
+        return Stored("", self.values), Stored("_scale_inv", self.scales, (BLOCK, BLOCK))
 
     def __len__(self) -> int:
         return len(self.values)

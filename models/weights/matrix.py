@@ -17,13 +17,20 @@ from models.config.formats import FORMATS, Format, MatrixFormat
 from models.config.registry import imported
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 
+WHOLE = 1 << 30  # columns of a block: a value stands for all columns of its rows
+
 
 class Stored(NamedTuple):
-    """A tensor of a matrix. Checkpoints have it under the matrix's name with this suffix; one of its values stands for block x block."""
+    """A tensor of a matrix. Checkpoints have it under the matrix's name with this suffix; one of its values stands for a block."""
 
     suffix: str
-    block: int
     tensor: torch.Tensor
+    block: tuple[int, int] = (1, 1)  # rows, columns
+
+
+def in_blocks(cut: slice, block: int) -> slice:
+    """The blocks that hold these rows or columns."""
+    return slice(cut.start // block, -(-cut.stop // block))
 
 
 class Storage(Protocol):
@@ -123,10 +130,9 @@ class Matrix:
 
     def tensors(self, name: str, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice) -> Iterator[CheckpointTensor]:
         """Rows `target_rows` are these rows and columns of the checkpoint's matrix of this shape."""
-        for suffix, block, tensor in self.storage.stored:
-            row, column, target = (slice(cut.start // block, cut.stop // block) for cut in (rows, columns, target_rows))
-            blocks = -(-shape[0] // block), -(-shape[1] // block)
-            yield CheckpointTensor(f"{name}.weight{suffix}", blocks, (row, column), tensor[target])
+        for suffix, tensor, (height, width) in self.storage.stored:
+            blocks, index = (-(-shape[0] // height), -(-shape[1] // width)), (in_blocks(rows, height), in_blocks(columns, width))
+            yield CheckpointTensor(f"{name}.weight{suffix}", blocks, index, tensor[in_blocks(target_rows, height)])
 
     def finish(self) -> None:
         """After a load and before anything is captured: quantize in place."""

@@ -34,7 +34,7 @@ class Plain:
 
     @property
     def stored(self) -> tuple[Stored, ...]:
-        return (Stored("", 1, self.values),)
+        return (Stored("", self.values),)
 
     def rows(self, first: int, last: int) -> "Plain":
         return Plain(self.values[first:last])
