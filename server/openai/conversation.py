@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -13,12 +12,11 @@ from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.validate import Open, bad_value
 from server.openai.fields import LIMITED_IN_IMAGES, check_limited
-from server.openai.media import FramesPart, ImagePart, MediaIoKwargs, ProcessorKwargs, VideoIo, VideoOptions, VideoPart, nearest
+from server.openai.media import RATES, FramesPart, ImagePart, MediaIoKwargs, ProcessorKwargs, VideoIo, VideoOptions, VideoPart, merged
 from server.openai.parts import Message, RefusalPart, TextPart
 from server.openai.tools import CustomCall, ToolCall
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's: images with commas between; the rate where nobody tells it
-T = TypeVar("T")
 URL_SCHEMES = ("http://", "https://", "file://", "data:")
 
 
@@ -141,21 +139,14 @@ class _PartReader:
         return self._sampled(told, file)
 
     def _sampled(self, told: list[VideoOptions], file: MediaRef) -> VideoRef:
-        """A file. What stands nearest to it counts; of `fps` and `num_frames`, that which is there."""
-        io = self.io
-        fps = io.fps if io.fps is not None and io.fps > 0 else None
-        is_number = io.num_frames is not None and io.num_frames > 0
-        ways = [(one.fps, one.num_frames) for one in told] + [(None, io.num_frames) if is_number else (fps, None)]
-        chosen_fps, num_frames = next((way for way in ways if way != (None, None)), (None, None))
-        samples = _first([*(one.do_sample_frames for one in told), io.do_sample_frames])
-        if io.num_frames == -1 and samples is None and chosen_fps is None and num_frames is None:
+        """Options of a file, of which frames are sampled."""
+        io, options = self.io, merged(told)
+        if not options.keys() & RATES:
+            options |= {"num_frames": io.num_frames} if (io.num_frames or 0) > 0 else {"fps": io.fps} if (io.fps or 0) > 0 else {}
+        samples = options.pop("do_sample_frames", io.do_sample_frames)
+        if io.num_frames == -1 and samples is None and not options.keys() & RATES:
             samples = False
-        least, most = nearest(told)
-        return VideoRef(
-            file=file, fps=chosen_fps, num_frames=num_frames, samples=samples, min_pixels=least, max_pixels=most,
-            min_frames=_first([one.min_frames for one in told]), max_frames=_first([one.max_frames for one in told]),
-            max_frame_tokens=_first([one.max_tokens_per_frame for one in told]),
-        )  # fmt: skip
+        return VideoRef(file=file, samples=samples, max_frame_tokens=options.pop("max_tokens_per_frame", None), **options)
 
     def _frames(self, part: VideoPart | FramesPart, name: str, told: list[VideoOptions], ref: VideoRef) -> VideoRef:
         """Frames that somebody else has chosen: a rate is that of what they were chosen from."""
@@ -163,15 +154,15 @@ class _PartReader:
             raise bad_value(f"{name}.do_sample_frames", "may only be false for frames: all of them are seen")
         if part.frames_indices is not None and part.timestamps is not None:
             raise bad_value(f"{name}.timestamps", "excludes `frames_indices`")
-        times, io_fps = part.timestamps, self.io.fps if self.io.fps is not None and self.io.fps > 0 else None
-        for told_of, values in (("timestamps", times), ("frames_indices", part.frames_indices)):
+        for told_of, values in (("timestamps", part.timestamps), ("frames_indices", part.frames_indices)):
             if values is not None and values != sorted(values):
                 raise bad_value(f"{name}.{told_of}", "must not descend")
-        least, most = nearest(told)
+        options, io_fps = merged(told), self.io.fps if (self.io.fps or 0) > 0 else None
         return msgspec.structs.replace(
-            ref, source_fps=_first([*(one.fps for one in told[:-1]), io_fps, ref.source_fps]), times=times,
-            indices=_first([part.frames_indices, self.io.frames_indices]), min_pixels=least, max_pixels=most, samples=False,
-            max_frame_tokens=_first([one.max_tokens_per_frame for one in told]),
+            ref, source_fps=merged(told[:-1]).get("fps") or io_fps or ref.source_fps, times=part.timestamps, samples=False,
+            indices=self.io.frames_indices if part.frames_indices is None else part.frames_indices,
+            min_pixels=options.get("min_pixels"), max_pixels=options.get("max_pixels"),
+            max_frame_tokens=options.get("max_tokens_per_frame"),
         )  # fmt: skip
 
     def _check_extra(self, part: Open, place: Open, name: str) -> None:
@@ -195,7 +186,3 @@ class _PartReader:
         if file.payload is not None:
             return self.mimes[file.payload.offset].lower() == JOINED_TYPE
         return (file.url or "").lower().startswith(f"data:{JOINED_TYPE};")
-
-
-def _first(values: Sequence[T | None]) -> T | None:
-    return next((value for value in values if value is not None), None)

@@ -112,10 +112,16 @@ def _url_object(value: object) -> object:
 NO_URL: Any = Field(default=None, validate_default=True)
 
 
-def nearest(options: Sequence[PixelLimits]) -> tuple[int | None, int | None]:
-    """Least and most pixels of the first that tells."""
-    least = next((one.min_pixels for one in options if one.min_pixels is not None), None)
-    return least, next((one.max_pixels for one in options if one.max_pixels is not None), None)
+RATES = {"fps", "num_frames"}  # of which one counts
+
+
+def merged(options: Sequence[PixelLimits]) -> dict[str, Any]:
+    """Return what the options say together; the first of them that says something takes precedence."""
+    told: dict[str, Any] = {}
+    for one in reversed(options):
+        said = {name: value for name, value in one if name in VideoOptions.model_fields and value is not None}
+        told = {name: value for name, value in told.items() if not (said.keys() & RATES and name in RATES)} | said
+    return told
 
 
 class ImagePart(PixelLimits, Open):
@@ -128,7 +134,8 @@ class ImagePart(PixelLimits, Open):
 
     def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
         """Least and most pixels: what stands nearest to the image counts, `others` last. And what low detail bounds it by besides."""
-        return *nearest((self.image_url, self, others)), LOW_DETAIL_PIXELS if "low" in (self.image_url.detail, self.detail) else None
+        told, is_low = merged((self.image_url, self, others)), "low" in (self.image_url.detail, self.detail)
+        return told.get("min_pixels"), told.get("max_pixels"), LOW_DETAIL_PIXELS if is_low else None
 
 
 class FrameOptions(VideoOptions, Open):
