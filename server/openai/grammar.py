@@ -7,13 +7,9 @@ from typing import Any
 from engine.grammar.schema import check as check_schema
 from engine.wire.params import Grammar
 from server.http.validate import bad_value
-from server.openai.schema import ChatRequest, GenerationRequest, PlainFormat, StructuralTag
+from server.openai.schema import GRAMMARS, ChatRequest, GenerationRequest, PlainFormat, StructuralTag
 
-# Kinds of grammars by fields, and by members of `structured_outputs`.
-FIELDS = {
-    "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf", "regex": "regex",
-    "ebnf": "ebnf", "json_schema": "json_schema",
-}  # fmt: skip
+# Kinds of grammars by members of `structured_outputs`.
 MEMBERS = {
     "json_": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf", "json_object": "json_object",
     "structural_tag": "structural_tag",
@@ -23,8 +19,8 @@ ALREADY = ("disable_any_whitespace", "disable_fallback")  # what they ask for is
 
 def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
     """And the field that holds it. RequestError 400 for several, or for one that cannot be read."""
-    values = {name: getattr(request, name) for name in FIELDS}
-    told = {name: _grammar_of(FIELDS[name], value, name) for name, value in values.items() if value is not None}
+    values = {name: getattr(request, name) for name in GRAMMARS}
+    told = {name: _grammar_of(GRAMMARS[name][0], value, name) for name, value in values.items() if value is not None}
     if request.structured_outputs is not None:
         members = {name: value for name, value in request.structured_outputs if value not in (None, False) and name not in ALREADY}
         if len(members) != 1 or not members.keys() <= MEMBERS.keys():

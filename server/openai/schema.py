@@ -121,12 +121,18 @@ class MediaRequest(AnyRequest):
     media_io_kwargs: MediaIoKwargs | None = None
 
 
-PARAMETER_FIELDS: dict[str, Any] = {name: (parameter.json | None, None) for name, parameter in PARAMETERS.items()}
-ParameterFields: Any = create_model("ParameterFields", __base__=AnyRequest, **PARAMETER_FIELDS)
+# Fields that hold a grammar: its kind, and the type.
+GRAMMARS: dict[str, tuple[str, Any]] = {
+    "guided_json": ("json_schema", JsonObject), "guided_regex": ("regex", Pattern), "guided_choice": ("choice", Choices),
+    "guided_grammar": ("ebnf", Pattern), "regex": ("regex", Pattern), "ebnf": ("ebnf", Pattern), "json_schema": ("json_schema", JsonObject),
+}  # fmt: skip
+TYPES = {name: parameter.json for name, parameter in PARAMETERS.items()} | {name: json for name, (_, json) in GRAMMARS.items()}
+LISTED: dict[str, Any] = {name: (json | None, None) for name, json in TYPES.items()}
+ListedFields: Any = create_model("ListedFields", __base__=AnyRequest, **LISTED)
 
 
-class GenerationRequest(ParameterFields):
-    """Fields of chat and text completions: those of the table `SamplingParams`, and these."""
+class GenerationRequest(ListedFields):
+    """Fields of chat and text completions: those of the tables `SamplingParams` and GRAMMARS, and these."""
 
     stop: Stop = Field(default=[])
     include_stop_str_in_output: bool | None = None
@@ -135,13 +141,6 @@ class GenerationRequest(ParameterFields):
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     response_format: Annotated[PlainFormat | SchemaFormat | StructuralTag | None, OneOf(FORMATS)] = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonObject | None = None
-    guided_regex: Pattern | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Pattern | None = None
-    regex: Pattern | None = None
-    ebnf: Pattern | None = None
-    json_schema: JsonObject | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
