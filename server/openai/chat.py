@@ -55,7 +55,7 @@ class ChatEndpoint(GenerationEndpoint):
         return self.job(self.check(ChatRequest, value), body)
 
     def job(self, request: ChatRequest, body: Body) -> Generation:
-        """What a checked request is to the processor. RequestError 400."""
+        """Return the job of a checked request. RequestError 400."""
         conversation = conversation_of(request, request.messages, body)
         for name in (request.chat_template_kwargs or {}).keys() - self._names:
             self._unknown.once(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
@@ -82,7 +82,7 @@ class Translated(Endpoint):
 
     @abstractmethod
     def translate(self, request: Any, scanner: Scanner) -> dict[str, Any]:
-        """As chat completions have it. RequestError 400."""
+        """Return the JSON of a chat completion. RequestError 400."""
 
     def chat(self, request: Any, body: Body) -> ChatRequest:
         return self.check(ChatRequest, self.translate(request, body.scanner))
@@ -134,7 +134,7 @@ class BatchChatEndpoint(ChatEndpoint):
 
 
 class CompletionEndpoint(GenerationEndpoint):
-    """How texts, or token ids, may go on."""
+    """Continuations of texts or token ids."""
 
     takes = CompletionRequest
     gives = Completion
@@ -204,7 +204,7 @@ ROUTES: dict[str, type[Endpoint]] = {
 
 
 def json_of(tools: list[Tool]) -> bytes:
-    """Tools as templates see them: without what was not said."""
+    """Return the tools as JSON for the template, without unset members."""
     return json.dumps([tool.model_dump(exclude_none=True) for tool in tools], ensure_ascii=False).encode()
 
 
@@ -228,14 +228,14 @@ def conversation_of(request: MediaRequest, messages: list[Message], body: Body) 
 
 
 def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Gathering:
-    """A request that goes no further than the processor; `field` holds its prompts. RequestError 400."""
+    """Return a job that ends in the processor, which counts tokens; `field` holds the prompts. RequestError 400."""
     read_grammar(request)  # for what is wrong with it
     submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
     return Gathering(request=request, submits=submits, show=show)
 
 
 def counted_chat(request: ChatRequest, body: Body, show: Show) -> Gathering:
-    """The same, of messages and their images."""
+    """Return such a job for messages and their images."""
     conversation = conversation_of(request, request.messages, body)
     job = counted(request, body, [chat_prompt(request, conversation.messages)], "messages", show)
     job.submits[0].media, job.used = conversation.media, conversation.used_references

@@ -22,7 +22,7 @@ URL_SCHEMES = ("http://", "https://", "file://", "data:")
 
 @dataclass(slots=True)
 class Conversation:
-    """What the chat template renders, and the media in the order in which it shows them."""
+    """Messages for the chat template, and the media in the order in which it shows them."""
 
     messages: list[dict[str, object]]
     media: list[MediaRef | VideoRef]
@@ -30,13 +30,13 @@ class Conversation:
 
 
 def check_url(url: str, scanner: Scanner, path: str) -> None:
-    """RequestError 400 for a URL that no loader knows."""
+    """Raise RequestError 400 for a URL that no loader supports."""
     if scanner.index_of(url) is None and not url.lower().startswith(URL_SCHEMES):
         raise bad_value(path, "expected a data:, http://, https:// or file:// URL, such as 'data:image/jpeg;base64,/9j/4AAQ...'")
 
 
 def check_urls(content: str | list[Any], name: str, scanner: Scanner) -> None:
-    """The same for all parts of content that is called `name`."""
+    """Check the URLs of all parts of the content in field `name`, as `check_url`."""
     for j, part in enumerate(content if isinstance(content, list) else ()):
         for kind in {"image_url", "video_url"} & type(part).model_fields.keys():
             if (url := getattr(part, kind).url) is not None:
@@ -44,7 +44,7 @@ def check_urls(content: str | list[Any], name: str, scanner: Scanner) -> None:
 
 
 def locate(url: str, path: str, body: Body, used: set[int]) -> tuple[Region | None, str | None]:
-    """A payload in the api's arena, whose reference is now a used one, or a URL. RequestError 400 for one that no loader knows."""
+    """Return a payload in the api's arena, and mark its reference as used, or a URL. RequestError 400 as `check_url`."""
     check_url(url, body.scanner, path)
     index = body.scanner.index_of(url)
     if index is None:
@@ -78,7 +78,7 @@ def read_conversation(
 
 
 def _read_call(call: ToolCall | CustomCall) -> dict[str, object]:
-    """Templates take arguments apart where they are an object; what the model once got wrong stays text."""
+    """Return a call for the template: its arguments as an object, or as text if they are no JSON."""
     if isinstance(call, CustomCall):
         return {"type": "function", "function": {"name": call.custom.name, "arguments": {"input": call.custom.input}}}
     arguments = call.function.arguments
@@ -93,7 +93,7 @@ def _read_call(call: ToolCall | CustomCall) -> dict[str, object]:
 
 @dataclass(slots=True)
 class _PartReader:
-    """Parts of content, one after the other."""
+    """Converter of content parts, which collects the media."""
 
     body: Body
     owner: bytes
@@ -103,7 +103,7 @@ class _PartReader:
     mimes: dict[int, str] = field(default_factory=dict)  # of payloads, by offset
 
     def read(self, part: TextPart | RefusalPart | ImagePart | VideoPart | FramesPart, name: str) -> dict[str, object]:
-        """What the template sees. RequestError 400."""
+        """Return the part as the template gets it. RequestError 400."""
         if isinstance(part, TextPart | RefusalPart):
             return {"type": "text", "text": part.text}
         media = self.conversation.media
@@ -139,7 +139,7 @@ class _PartReader:
         return self._sampled(told, file)
 
     def _sampled(self, told: list[VideoOptions], file: MediaRef) -> VideoRef:
-        """Options of a file, of which frames are sampled."""
+        """Return the reference to a file from which frames are sampled."""
         io, options = self.io, merged(told)
         if not options.keys() & RATES:
             options |= {"num_frames": io.num_frames} if (io.num_frames or 0) > 0 else {"fps": io.fps} if (io.fps or 0) > 0 else {}
@@ -149,7 +149,7 @@ class _PartReader:
         return VideoRef(file=file, samples=samples, max_frame_tokens=options.pop("max_tokens_per_frame", None), **options)
 
     def _frames(self, part: VideoPart | FramesPart, name: str, told: list[VideoOptions], ref: VideoRef) -> VideoRef:
-        """Frames that somebody else has chosen: a rate is that of what they were chosen from."""
+        """Complete a reference to frames that the client has chosen; `fps` is the rate of their source. RequestError 400."""
         if any(one.do_sample_frames for one in told) or self.io.do_sample_frames:
             raise bad_value(f"{name}.do_sample_frames", "may only be false for frames: all of them are seen")
         if part.frames_indices is not None and part.timestamps is not None:
@@ -170,7 +170,7 @@ class _PartReader:
             check_limited(one.model_extra or {}, LIMITED_IN_IMAGES, prefix)
 
     def _place(self, url: str | None, uuid: str | None, name: str, field: str = "") -> MediaRef:
-        """Where a medium is. RequestError 400."""
+        """Return the reference to a medium. RequestError 400."""
         if url is None and uuid is None:
             raise bad_value(name, "may be null beside a `uuid` only")
         payload = None
@@ -182,7 +182,7 @@ class _PartReader:
         return MediaRef(payload, url, name=None if uuid is None else hashlib.sha256(self.owner + uuid.encode()).digest())
 
     def _holds_frames(self, file: MediaRef) -> bool:
-        """Whether it is `data:video/jpeg`."""
+        """Return whether the file is `data:video/jpeg`, frames separated by commas."""
         if file.payload is not None:
             return self.mimes[file.payload.offset].lower() == JOINED_TYPE
         return (file.url or "").lower().startswith(f"data:{JOINED_TYPE};")

@@ -82,7 +82,7 @@ class Job(ABC):
 
 @dataclass(slots=True, kw_only=True)
 class Generation(Job):
-    """It is answered with what the model generates."""
+    """A job whose answer is generated text."""
 
     request: GenerationRequest
     options: ReplyOptions
@@ -94,7 +94,7 @@ class Generation(Job):
 
 @dataclass(slots=True, kw_only=True)
 class Gathering(Job):
-    """It is answered with one document when all choices have their one event: `show` makes it of these, in the choices' order."""
+    """A job whose answer is one document, which `show` makes of the events of all choices, one per choice in their order."""
 
     show: Callable[[list[Event]], Response]
 
@@ -117,13 +117,13 @@ class Endpoint(ABC):
 
     @abstractmethod
     def read(self, value: dict[str, Any], body: Body) -> Job:
-        """In any thread. RequestError."""
+        """Return the job of a body's JSON; called in any thread. RequestError."""
 
     def route(self, path: str) -> BodyRoute:
         return BodyRoute(path, self)
 
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
-        """RequestError 400."""
+        """Return the validated request. RequestError 400."""
         request = check(model, value)
         self.note_unknown(request.model_extra)
         request.check_together(self.service.checkpoint.vocab_size)
@@ -137,7 +137,7 @@ class Endpoint(ABC):
         return [f"The field '{name[:100]}' is unknown to this server, which ignored it." for name in names[:MAX_WARNINGS]]
 
     def note_dropped(self, names: Iterable[str]) -> list[str]:
-        """Warnings for fields that ask for what a vendor does around its models."""
+        """Return warnings for fields that only a vendor's own service supports."""
         for name in names:
             self._unknown.once(f"requests carry the field '{name}', which is dropped: it is for what its vendor does")
         return [f"The field '{name}' is for what its vendor does: this server dropped it." for name in names]
@@ -166,7 +166,7 @@ class Endpoint(ABC):
             return job.reply(stream, service)
 
     async def submit(self, body: Body) -> tuple[Stream, Job]:
-        """The body is the processor's from then on. RequestError; then it is given up."""
+        """Parse the body and hand it to the processor. RequestError, after which the body is released."""
         service = self.service
         with contextlib.ExitStack() as undo:
             undo.callback(body.give_up)
@@ -189,13 +189,13 @@ class Endpoint(ABC):
         return stream, job
 
     def _limit_time(self, job: Job, body: Body) -> None:
-        """From the last byte of the body on."""
+        """Set the deadlines, counted from the last byte of the body."""
         limits = [limit for limit in (job.request.timeout, self.service.config.request_timeout) if limit is not None]
         for submit in job.submits if limits else ():
             submit.deadline = body.received + min(limits)
 
     async def _parse(self, body: Body) -> Job:
-        """A reference anywhere but in a URL field is turned back into its text first."""
+        """Read the job; references outside URL fields are replaced by their text first."""
         scanner = body.scanner
         job = await self._read(scanner.json(body.payloads), body)
         if len(job.used) < len(scanner.references):
@@ -211,7 +211,7 @@ class Endpoint(ABC):
 
 
 class GenerationEndpoint(Endpoint):
-    """Answers with what the model generates."""
+    """An endpoint that answers with generated text."""
 
     format: type[Format]
 

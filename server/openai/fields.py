@@ -18,7 +18,7 @@ Limits = dict[str, tuple[object, ...]]
 
 
 def limits_of(*rows: tuple[tuple[object, ...], str]) -> Limits:
-    """Limits by field; each row has the accepted values and the names of the fields."""
+    """Return limits by field; each row has the accepted values and the names of the fields."""
     return {name: allowed for allowed, names in rows for name in names.split()}
 
 
@@ -59,7 +59,7 @@ LIMITED_IN_IMAGES = limits_of(
 
 
 def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> None:
-    """RequestError 400 for a limited field with another value."""
+    """Raise RequestError 400 for a limited field with another value."""
     for name in fields.keys() & limits.keys():
         value, allowed = fields[name], limits[name]
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
@@ -77,7 +77,7 @@ def rest_of(fields: dict[str, Any] | None, limits: Limits, harmless: Collection[
 
 
 class UnknownFields:
-    """Logs each unknown field once, and at most MAX_LOGGED_FIELDS of them: clients choose the names."""
+    """Log of unknown fields: each once, and at most MAX_LOGGED_FIELDS, as clients choose the names."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()

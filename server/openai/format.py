@@ -32,14 +32,14 @@ class OpenAIFormat(Format):
 
     @abstractmethod
     def last_delta(self) -> dict[str, object]:
-        """In the chunk of a finish reason."""
+        """Return the delta of the chunk with the finish reason."""
 
     @abstractmethod
     def document_choice(self, choice: Choice) -> dict[str, object]:
-        """What a document says of a choice but for why it ended."""
+        """Return the members of a choice in a document, except its ending."""
 
     def document_head(self, choice: Choice) -> dict[str, object]:
-        """What a document says beside its choices, the first of which this is."""
+        """Return further members of a document; `choice` is its first one."""
         return {}
 
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
@@ -69,7 +69,7 @@ class OpenAIFormat(Format):
         return b',"usage":' + encode(usage_json(usage)) + b"}\n\n" if self._continuous_usage else self._plain_end
 
     def _opening(self, choice: Choice, rest: bytes) -> bytes:
-        """Before the text of a token; formatted once a choice."""
+        """Return the bytes before the text of a token, formatted once per choice."""
         opening = self._openings.get(choice.index)
         if opening is None:
             opening = self._openings[choice.index] = self._prefix + b',"choices":[{"index":%d,' % choice.index + rest
@@ -77,7 +77,7 @@ class OpenAIFormat(Format):
 
 
 class ChatFormat(OpenAIFormat):
-    """Messages, with thoughts and tool calls beside the content."""
+    """Format of chat completions: messages with reasoning and tool calls."""
 
     id_prefix, chunk_object, document_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
@@ -108,7 +108,7 @@ class ChatFormat(OpenAIFormat):
         return _of_prompt(choice)
 
     def document_choice(self, choice: Choice) -> dict[str, object]:
-        """A message that thought, or called, and came to no answer has no content."""
+        """The content is null if there is only reasoning, or only calls."""
         content = "".join(choice.content)
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None, **NO_REASONING}
         if choice.usage.num_reasoning:
@@ -124,7 +124,7 @@ class ChatFormat(OpenAIFormat):
         return _call_json(call, call.arguments)
 
     def _delta_json(self, choice: Choice, delta: CallDelta) -> dict[str, object]:
-        """A piece of a call: its id, type and name come once."""
+        """Return a piece of a call; only the first has its id, type and name."""
         call = choice.calls[delta.index]
         if call.name in self._custom_tools:
             text = self._texts.setdefault((choice.index, delta.index), CustomText()).push(delta.arguments)
@@ -135,7 +135,7 @@ class ChatFormat(OpenAIFormat):
 
 
 class CompletionFormat(OpenAIFormat):
-    """Plain text."""
+    """Format of text completions."""
 
     id_prefix, chunk_object, document_object = "cmpl", "text_completion", "text_completion"
 
@@ -180,7 +180,7 @@ def _prompt_ids(choice: Choice) -> dict[str, object]:
 
 
 def _of_prompt(choice: Choice) -> dict[str, object]:
-    """As vLLM has it: an object of each token's place by ids, null for the first."""
+    """Return vLLM's members about the prompt: for each token an object by ids, null for the first."""
     places = [{str(token.id): _ranked_json(token) for token in place} or None for place in choice.prompt_logprobs]
     return {"prompt_token_ids": choice.prompt_ids or None, "prompt_logprobs": places or None}
 
@@ -216,7 +216,7 @@ def _token_json(token: bytes, logprob: float | None) -> dict[str, object]:
 
 
 def _completion_logprobs(entries: list[Logprob], choice: Choice) -> dict[str, object]:
-    """In parallel lists. The token itself is the first of the likely ones of its place, then come the others in descending order."""
+    """Return parallel lists. In `top_logprobs` the token itself comes first, then the others in descending order."""
     offsets = []
     for entry in entries:
         offsets.append(choice.num_characters)

@@ -18,7 +18,7 @@ ALREADY = ("disable_any_whitespace", "disable_fallback")  # what they ask for is
 
 
 def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
-    """And the field that holds it. RequestError 400 for several, or for one that cannot be read."""
+    """Return the grammar and the field that holds it. RequestError 400 for several, or for one that cannot be read."""
     values = {name: getattr(request, name) for name in GRAMMARS}
     told = {name: _grammar_of(GRAMMARS[name][0], value, name) for name, value in values.items() if value is not None}
     if request.structured_outputs is not None:
@@ -35,7 +35,7 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
 
 
 def check_strict_tools(request: ChatRequest) -> None:
-    """RequestError 400 for a function that no grammar could hold its calls to."""
+    """Raise RequestError 400 for a strict function whose parameters cannot be enforced."""
     for tool in request.functions if request.uses_tools else ():
         if tool.function.strict:
             _check_schema(tool.function.parameters, "tools", f"the parameters of the strict function '{tool.function.name}': ")
@@ -66,7 +66,7 @@ def _grammar_of(kind: Any, value: Any, path: str) -> Grammar:
 
 
 def _present_form(tag: dict[str, Any]) -> dict[str, Any]:
-    """Of a structural tag in the older form of `structures` and `triggers`."""
+    """Convert a structural tag from the older form with `structures` and `triggers`."""
     told: list[Any] = tag["structures"] if isinstance(tag["structures"], list) else []
     tags = [{"begin": one.get("begin"), "content": {"type": "json_schema", "json_schema": one.get("schema", {})}, "end": one.get("end")}
             for one in told if isinstance(one, dict)]  # fmt: skip
@@ -74,7 +74,7 @@ def _present_form(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schemas_of(tag: dict[str, Any], path: str) -> Iterator[tuple[str, object]]:
-    """Of a structural tag, in its present form or in the older one of `structures`."""
+    """Yield the schemas in a structural tag of either form, with their paths."""
     waiting: list[tuple[str, object]] = [(path, tag)]
     while waiting:
         place, value = waiting.pop()
@@ -88,7 +88,7 @@ def _schemas_of(tag: dict[str, Any], path: str) -> Iterator[tuple[str, object]]:
 
 
 def _check_schema(schema: object, path: str, subject: str = "") -> None:
-    """Here, because beside tools the compiler does not see which part is whose."""
+    """Raise RequestError 400 that names the path: the compiler sees only the combined grammar."""
     try:
         check_schema(schema)
     except ValueError as problem:
@@ -98,7 +98,7 @@ def _check_schema(schema: object, path: str, subject: str = "") -> None:
 
 
 def _object_of(value: str | dict[str, Any], path: str) -> dict[str, Any]:
-    """Objects come as they are, or as text."""
+    """Return an object that was sent as such or as JSON text. RequestError 400."""
     try:
         told = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

@@ -22,14 +22,14 @@ FrameTimes = Annotated[list[Seconds], Field(min_length=1, max_length=MAX_FRAMES,
 
 
 class PixelLimits(Strict):
-    """The area of an image after resizing, of a video the sum over its frames; None is the checkpoint's own limit."""
+    """Limits on the area after resizing, for videos on the sum over all frames; None is the checkpoint's limit."""
 
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
 
 
 class VideoOptions(PixelLimits):
-    """Which frames of a video are seen, `fps` of them a second or `num_frames`, and how large they are."""
+    """Sampling of a video's frames, `fps` per second or `num_frames` in all, and their size."""
 
     fps: Rate | None = None
     num_frames: FrameCount | None = None
@@ -55,7 +55,7 @@ class PixelSizes(Strict):
 
 
 class ProcessorKwargs(VideoOptions):
-    """For all images and videos of a request. What else there may be for other models is refused."""
+    """Options of all images and videos of a request. Options of other models are rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -70,7 +70,7 @@ class ProcessorKwargs(VideoOptions):
 
 
 class VideoIo(Strict):
-    """vLLM's: of a file, which frames are read; of frames, where they are from. `num_frames` -1 is all."""
+    """vLLM's options: the frames to read of a file, or the origin of given frames. `num_frames` -1 reads all."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -83,7 +83,7 @@ class VideoIo(Strict):
 
 
 class MediaIoKwargs(Strict):
-    """For all videos of a request."""
+    """Options of all videos of a request."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -91,7 +91,7 @@ class MediaIoKwargs(Strict):
 
 
 class ImageUrl(PixelLimits, Open):
-    """Where the image is. What clients add is tolerated if it changes nothing: see LIMITED_IN_IMAGES.
+    """Location of an image. Further members are accepted if they change nothing: see LIMITED_IN_IMAGES.
 
     `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
 
@@ -100,7 +100,7 @@ class ImageUrl(PixelLimits, Open):
 
 
 class VideoUrl(VideoOptions, Open):
-    """Where the video is: a file, or `data:video/jpeg;base64,` and frames with commas between."""
+    """Location of a video: a file, or `data:video/jpeg;base64,` with frames separated by commas."""
 
     url: str | None
 
@@ -125,7 +125,7 @@ def merged(options: Sequence[PixelLimits]) -> dict[str, Any]:
 
 
 class ImagePart(PixelLimits, Open):
-    """With a `uuid`, the URL may be null or missing the next time."""
+    """An image. Later requests with the same `uuid` may leave out the URL."""
 
     type: Literal["image_url", "input_image"]
     image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=ImageUrl | str | None)] = NO_URL
@@ -133,14 +133,14 @@ class ImagePart(PixelLimits, Open):
     uuid: Uuid | None = None
 
     def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
-        """Least and most pixels: what stands nearest to the image counts, `others` last. And what low detail bounds it by besides."""
+        """Return the least and most pixels, and the cap of low detail. Limits beside the URL take precedence, then the part's, then `others`."""
         told, is_low = merged((self.image_url, self, others)), "low" in (self.image_url.detail, self.detail)
         return told.get("min_pixels"), told.get("max_pixels"), LOW_DETAIL_PIXELS if is_low else None
 
 
 class FrameOptions(VideoOptions, Open):
-    """Of frames that are sent one by one, `fps` is the rate of what they were taken from, of which `frames_indices` are numbers;
-    `timestamps` are seconds, and say both."""
+    """Options of frames that are sent one by one: `fps` is the rate of their source, `frames_indices` are their numbers in it;
+    `timestamps`, in seconds, replace both."""
 
     frames_indices: FrameNumbers | None = None
     timestamps: FrameTimes | None = None
@@ -148,14 +148,14 @@ class FrameOptions(VideoOptions, Open):
 
 
 class VideoPart(FrameOptions):
-    """With a `uuid`, the URL may be null the next time."""
+    """A video. Later requests with the same `uuid` may leave out the URL."""
 
     type: Literal["video_url", "input_video"]
     video_url: Annotated[VideoUrl, BeforeValidator(_url_object, json_schema_input_type=VideoUrl | str | None)] = NO_URL
 
 
 class FramesPart(FrameOptions):
-    """Frames by their URLs, in their order; or a file's URL."""
+    """A video as a list of the URLs of its frames, or as the URL of a file."""
 
     type: Literal["video"]
     video: Annotated[Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)] | str, OneOf()]

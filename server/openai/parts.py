@@ -21,14 +21,14 @@ class TextPart(Strict):
 
 
 class RefusalPart(Strict):
-    """Of an assistant's message in a history."""
+    """A refusal in an assistant's message of the history."""
 
     type: Literal["refusal"]
     text: str = Field(alias="refusal")
 
 
 def _usual(part: object) -> object:
-    """`image` parts as in Python, and `file` parts with data, become the parts that their media have here."""
+    """Convert `image` parts of the Python API and `file` parts with data to `image_url` parts."""
     if isinstance(part, dict) and part.get("type") == "image":
         return {**part, "type": "image_url", "image_url": part.get("image_url") or part.get("image") or part.get("url")}
     file = part.get("file") if isinstance(part, dict) and part.get("type") == "file" else None

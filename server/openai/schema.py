@@ -61,7 +61,7 @@ class StructuralTag(Open):
 
 
 class StructuredOutputs(Open):
-    """vLLM's: one of several members is set."""
+    """vLLM's object, of which one member is set."""
 
     json_: JsonObject | None = Field(alias="json", default=None)
     regex: Pattern | None = None
@@ -105,11 +105,11 @@ class AnyRequest(Open):
 
     @property
     def remarks(self) -> list[str]:
-        """For the log, once each."""
+        """Lines for the log, each written once."""
         return []
 
     def check_together(self, vocab_size: int) -> None:
-        """What no single field shows. RequestError 400."""
+        """Check fields against each other and the vocabulary. RequestError 400."""
         if self.truncate_prompt_tokens == 0:
             raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
@@ -155,17 +155,17 @@ class GenerationRequest(ListedFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the most likely tokens are told beside each token; None: not even its own log-probability."""
+        """Number of likely tokens reported for each token; None: no log-probabilities at all."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """The same for the prompt's tokens."""
         return MAX_TOP_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
 
     @property
     def warnings(self) -> list[str]:
-        """What the answer lacks of what was asked for."""
+        """Requested features that the answer lacks."""
         return []
 
     @property
@@ -217,14 +217,14 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """The nearest to the template counts."""
+        """Variables of the template. `chat_template_kwargs` take precedence over `enable_thinking`, and that over the effort."""
         by_effort = None if self.reasoning_effort is None else EFFORTS[self.reasoning_effort]
         thinks = by_effort if self.enable_thinking is None else self.enable_thinking
         return ({} if thinks is None else {"enable_thinking": thinks}) | (self.chat_template_kwargs or {})
 
     @functools.cached_property
     def functions(self) -> list[Tool]:
-        """The tools as the model sees them; those of a vendor are dropped."""
+        """The tools as functions, without those that a vendor runs."""
         tools = [tool.as_function() if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]
         return [tool for tool in tools if not isinstance(tool, HostedTool)]
 
@@ -250,13 +250,13 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def called(self) -> str | None:
-        """The function that must be called, if one is named."""
+        """Name of the function that must be called, if any."""
         choice = self.tool_choice
         return choice.function.name if isinstance(choice, NamedTool) else choice.custom.name if isinstance(choice, NamedCustom) else None
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the model sees the tools, and its calls are taken out of the text."""
+        """Whether the model gets the tools, and calls are parsed."""
         return bool(self.functions) and self.tool_choice != "none"
 
     def check_together(self, vocab_size: int) -> None:
@@ -309,7 +309,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[Any]:
-        """One entry a prompt: a text, or token ids."""
+        """One entry per prompt: a text, or token ids."""
         is_batch = isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list)
         return list(self.prompt) if is_batch else [self.prompt]
 

@@ -62,17 +62,17 @@ class Status:
         ]
 
     async def models(self) -> Any:
-        """What is served."""
+        """The models that are served."""
         return {"object": "list", "data": [self._card(name) for name in self._service.model_names]}
 
     async def model(self, name: str) -> Any:
-        """One model of those that are served."""
+        """One of the served models."""
         if name not in self._service.model_names:
             raise RequestError(404, f"The model '{name[:100]}' does not exist.", "model", "model_not_found")
         return self._card(name)
 
     async def health(self, response: Response) -> Any:
-        """200 only while the engine makes progress: one that starts, stops or is wedged is 503."""
+        """200 only while the engine makes progress; 503 while it starts, stops or is stalled."""
         client = self._service.client
         if client.health.healthy:
             return {"status": "ok"}
@@ -82,7 +82,7 @@ class Status:
         return {"status": "stalled" if client.health.started else "compiling" if self._is_compiling() else "starting"}
 
     async def live(self) -> Any:
-        """Whether the server lives."""
+        """200 while the server process runs."""
         return {"status": "ok"}
 
     async def version(self) -> Any:
@@ -90,20 +90,20 @@ class Status:
         return {"version": VERSION}
 
     async def metrics(self) -> Response:
-        """Numbers for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def load(self) -> Any:
-        """Choices that clients wait for."""
+        """The number of choices that clients wait for."""
         return {"server_load": self._service.client.num_streams}
 
     async def reset_prefix_cache(self) -> Response:
-        """Later requests find no beginning computed, as vLLM has it."""
+        """Empty the prefix cache, as vLLM's route does."""
         self._service.client.send(Forget(images=False))
         return Response()
 
     async def flush_cache(self) -> Response:
-        """Later requests find nothing, embeddings of images included, as SGLang has it."""
+        """Empty the prefix cache and the image cache, as SGLang's route does."""
         self._service.client.send(Forget(images=True))
         return Response("Cache flushed.\n", media_type="text/plain")
 

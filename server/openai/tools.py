@@ -24,7 +24,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """A call that the assistant has made, in a history."""
+    """A call by the assistant in the history."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -37,7 +37,7 @@ class CustomInput(Strict):
 
 
 class CustomCall(Strict):
-    """Of a tool that takes one text."""
+    """A call of a custom tool in the history."""
 
     id: str | None = None
     type: Literal["custom"]
@@ -73,13 +73,13 @@ class CustomDefinition(Strict):
 
 
 class CustomTool(Strict):
-    """It takes one text."""
+    """A tool that takes one text."""
 
     type: Literal["custom"]
     custom: CustomDefinition
 
     def as_function(self) -> Tool:
-        """A grammar is told to the model, and not held: within the JSON of a call it would be another one."""
+        """Return a function with one text parameter. A grammar is described to the model but not enforced."""
         said, words = self.custom, [self.custom.description] if self.custom.description else []
         if said.format is not None and said.format.grammar is not None:
             words.append(f"The input follows this {said.format.grammar.syntax} grammar:\n{said.format.grammar.definition}")
@@ -94,7 +94,7 @@ INPUT = re.compile(r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][
 
 
 class CustomText:
-    """The text of a custom tool's call, whose arguments come in pieces."""
+    """Parser of the text of a custom tool's call, whose arguments come in pieces."""
 
     def __init__(self) -> None:
         self._held = ""  # not decided: before the text, or a part of an escape
@@ -113,12 +113,12 @@ class CustomText:
 
 
 def custom_text(arguments: str) -> str:
-    """The same of arguments that are all there; those of another form are shown as they are."""
+    """Return the text of complete arguments; arguments of another form are returned unchanged."""
     return CustomText().push(arguments) if INPUT_BEGINS.match(arguments) else arguments
 
 
 class HostedTool(Open):
-    """What a vendor runs for its own models. It is not here."""
+    """A tool that a vendor runs for its own models, which this server drops."""
 
     type: Annotated[str, Field(json_schema_extra={"not": {"enum": ["function", "custom", "namespace"]}})]
 

@@ -61,7 +61,7 @@ class Image:
         self._task: asyncio.Task[None] | None = None  # works ahead, or on pixels
 
     def start(self) -> None:
-        """Takes the payload up, if there is one. `load` tells how that ends."""
+        """Start to decode the payload, if there is one; errors are raised by `load`."""
         if self._ref.payload is not None and self._task is None:
             if self._room.arena.has_memory(self.num_bytes):
                 with contextlib.suppress(ArenaFull, ArenaTooSmall):
@@ -69,7 +69,7 @@ class Image:
             self._task = start_task(self._encode())
 
     async def load(self, index: int, ref: MediaRef, allowance: Allowance) -> None:
-        """As image `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
+        """Load as image `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index = index
         with naming(f"Image {self._index + 1}"):
             await self.encode(ref, allowance)
@@ -77,7 +77,7 @@ class Image:
             await self._settle()
 
     async def encode(self, ref: MediaRef, allowance: Allowance) -> None:
-        """The first part of `load`, for an image or a frame that is checked otherwise."""
+        """Run the first part of `load`, for an image or a frame that is checked otherwise."""
         self._ref = ref
         if self._task is not None:
             with contextlib.suppress(ArenaFull):  # there may be room by now
@@ -92,11 +92,11 @@ class Image:
         return Visual([self.num_tokens])
 
     def spans(self, starts: list[int]) -> list[ImageSpan]:
-        """Its placeholders begin at this token."""
+        """Return the span of placeholders, which begins at `starts[0]`."""
         return [ImageSpan(self.hash, starts[0], self.num_tokens, self.grid, self.source)]
 
     def make_pixels(self, item: int = 0) -> asyncio.Task[None]:
-        """RGB of a file, once. Waits for room: the request may have streamed text. Errors as with `load`; cancelled by `release`."""
+        """Decode a file to RGB, waiting for memory. Call it once. Errors as with `load`; `release` cancels it."""
         assert self.source.encoding == "file"
         self._task = start_task(self._make_pixels())
         return self._task
@@ -105,7 +105,7 @@ class Image:
         return self.source
 
     async def release(self) -> None:
-        """Gives all memory back as soon as no thread works on it."""
+        """Free all memory as soon as no thread uses it."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -137,7 +137,7 @@ class Image:
         self.digest, self.header = digest, header
 
     def _take_payload(self, payload: WireRegion) -> "Future[tuple[bytes, Header | None]]":
-        """Base64 of a body is decoded into our arena and looked at. ArenaFull or ArenaTooSmall."""
+        """Decode the base64 of a body into the arena and read the header. ArenaFull or ArenaTooSmall."""
         early = self._early
         self.encoded = self._hold(self._room.take(decoded_bytes(payload)))
         unpack_bytes = self._sources.unpacking(payload, self.encoded)
@@ -155,7 +155,7 @@ class Image:
         return self._job
 
     def _look(self) -> Header | None:
-        """The header of a plain JPEG, which rank 0 is told of before anything else is done."""
+        """Return the header of a plain JPEG, and announce it to rank 0."""
         data = self.encoded.view
         header = self._inspector.plain_header(data)
         if header is not None and not self._is_frame:
@@ -163,7 +163,7 @@ class Image:
         return header
 
     def _identify(self, header: Header | None) -> tuple[bytes, Header | None]:
-        """Digest and header, in a pool."""
+        """Return digest and header; runs in a pool."""
         return self._inspector.identify(self.encoded.view, header is not None), header
 
     async def _settle(self) -> None:
@@ -211,7 +211,7 @@ class Image:
 
 @contextlib.contextmanager
 def naming(medium: str, codes: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Tells the client which medium of its request an error is about; of its codes, some are others for it."""
+    """Add the name of the medium to errors; `codes` maps error codes to those of this medium."""
     try:
         yield
     except RequestError as error:
@@ -221,7 +221,7 @@ def naming(medium: str, codes: Mapping[str, str] = MappingProxyType({})) -> Iter
 
 
 def decoded_bytes(payload: WireRegion) -> int:
-    """At most."""
+    """Return the most bytes that the payload decodes to."""
     return 3 * (payload.length // 4 + 1)
 
 

@@ -55,7 +55,7 @@ class Video(ABC):
         self.num_bytes = 0  # of the arena, at least, when it is loaded
 
     async def load(self, index: int, allowance: Allowance) -> None:
-        """As medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
+        """Load as medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index = index
         with naming(f"Video {self._index + 1}", CODES):
             if not self._inspector.takes_videos:
@@ -65,7 +65,7 @@ class Video(ABC):
 
     @property
     def num_frames(self) -> int:
-        """That are seen; the last one may be seen twice."""
+        """Number of frames that the model gets; the last one may be repeated."""
         return len(self.plan.indices)
 
     @property
@@ -73,12 +73,12 @@ class Video(ABC):
         return Visual([self.plan.num_tokens] * len(self.hashes), self.plan.times)
 
     def spans(self, starts: list[int]) -> list[ImageSpan]:
-        """Each pair's placeholders begin at these tokens."""
+        """Return a span per pair; their placeholders begin at `starts`."""
         plan, items = self.plan, zip(self.hashes, starts, self.sources, strict=True)
         return [ImageSpan(digest, start, plan.num_tokens, plan.grid, source) for digest, start, source in items]
 
     def make_pixels(self, item: int) -> asyncio.Task[None]:
-        """RGB of a pair that is a file, once. Waits for room. Errors as with `load`; cancelled by `release`."""
+        """Decode a pair that is a file to RGB, once, waiting for memory. Errors as with `load`; `release` cancels it."""
         key = self._task_of(item)
         if key not in self._tasks:
             self._tasks[key] = start_task(self._make_named(item))
@@ -88,7 +88,7 @@ class Video(ABC):
         return self.sources[item]
 
     async def release(self) -> None:
-        """Gives all memory back as soon as nobody works on it."""
+        """Free all memory as soon as no task uses it."""
         tasks = [task for task in self._tasks.values() if not task.done()]
         for task in tasks:
             task.cancel()
@@ -100,7 +100,7 @@ class Video(ABC):
 
     @abstractmethod
     async def _load(self, allowance: Allowance) -> None:
-        """Makes plan, hashes and sources."""
+        """Set plan, hashes and sources."""
 
     @abstractmethod
     async def _make(self, item: int) -> None:
@@ -108,7 +108,7 @@ class Video(ABC):
 
     @abstractmethod
     def _task_of(self, item: int) -> int:
-        """Items with one number become pixels together."""
+        """Return a number that is equal for items that are decoded together."""
 
     def _file(self, encoded: Region) -> ImageSource:
         return ImageSource("file", wire(encoded), *self.plan.size, num_frames=PAIR)
@@ -128,7 +128,7 @@ class Video(ABC):
 
 
 class VideoFile(Video):
-    """A file, from which frames are chosen."""
+    """A video file from which frames are sampled."""
 
     _encoded: Region
     _digest: bytes
@@ -166,7 +166,7 @@ class VideoFile(Video):
         self._digest = await run(self._sources.pool, lambda: self._inspector.identify(self._encoded.view, False))
 
     async def _unpack(self, payload: WireRegion) -> None:
-        """Base64 of a body."""
+        """Decode the base64 of a body into the arena."""
         if decoded_bytes(payload) > self._decoders.max_bytes + 3:
             raise too_large(self._decoders.max_bytes)
         await self._room.arena.prepare(decoded_bytes(payload))
@@ -180,7 +180,7 @@ class VideoFile(Video):
         return 0
 
     async def _decode(self, pixels: Region) -> None:
-        """All pairs; the file is not needed any more."""
+        """Decode all pairs and free the file."""
         plan = self.plan
         self._hold(pixels)
         self.hashes = await self._decoders.read(self._encoded, plan.indices, pixels, plan.size, self._inspector.pair_parameters)
@@ -193,7 +193,7 @@ class VideoFile(Video):
 
 
 class FrameList(Video):
-    """Frames as images, all of which are seen."""
+    """A list of frames sent as images, all of which the model gets."""
 
     def __init__(self, *, decoders: Decoders, new_image: Callable[..., Image], frames: list[Image], **shared: Any):
         super().__init__(**shared)
@@ -225,7 +225,7 @@ class FrameList(Video):
         await self._load_pairs()
 
     async def _load_pairs(self) -> None:
-        """Known pairs stay files; the others are decoded."""
+        """Decode the pairs that are not known; known pairs stay files."""
         num_pairs = len(self.plan.indices) // PAIR
         known = [self._decoders.known_pairs.get(self._pair_key(pair)) for pair in range(num_pairs)]
         self.hashes = [digest or b"" for digest in known]
@@ -243,7 +243,7 @@ class FrameList(Video):
             raise failures.exceptions[0] from None
 
     def _check_number(self, num_frames: int) -> None:
-        """Of frames, and of what was said of each. RequestError 400."""
+        """Check the number of frames, indices and timestamps. RequestError 400."""
         self._inspector.check_frames(num_frames)
         for name, told in (("frames_indices", self._ref.indices), ("timestamps", self._ref.times)):
             if told is not None and len(told) != num_frames:
@@ -256,7 +256,7 @@ class FrameList(Video):
         return [index / (ref.source_fps or DEFAULT_SOURCE_FPS) for index in ref.indices or range(len(self._frames))]
 
     async def _cut(self, file: MediaRef) -> list[MediaRef]:
-        """The frames of `data:video/jpeg;base64,f1,f2`. RequestError 400 for too many of them, before any is cut."""
+        """Split `data:video/jpeg;base64,f1,f2` into frames. RequestError 400 if there are too many."""
         payload = file.payload
         if payload is None:
             header, _, texts = (file.url or "").partition(",")
@@ -270,7 +270,7 @@ class FrameList(Video):
         return [MediaRef(WireRegion(payload.arena, payload.offset + start, end - start)) for start, end in pieces]
 
     def _find_commas(self, text: "npt.NDArray[np.uint8]") -> list[int]:
-        """Positions of commas. RequestError 400 if there are too many."""
+        """Return the positions of commas. RequestError 400 if there are too many."""
         pieces = [(start, text[start : start + PIECE_BYTES]) for start in range(0, len(text), PIECE_BYTES)]
         self._check_number(1 + sum(int(np.count_nonzero(piece == COMMA)) for _, piece in pieces))
         return [start + int(i) for start, piece in pieces for i in np.flatnonzero(piece == COMMA)]
@@ -280,7 +280,7 @@ class FrameList(Video):
             await frame.encode(ref, allowance)
 
     def _frame(self, position: int) -> Image:
-        """Of those that are seen; the last one may be seen twice."""
+        """Return a frame by its position among those that the model gets."""
         return self._frames[self.plan.indices[position]]
 
     def _pair_key(self, pair: int) -> tuple[bytes, bytes, Size]:
@@ -295,7 +295,7 @@ class FrameList(Video):
         return item
 
     async def _decode(self, pair: int, source: ImageSource) -> None:
-        """Both frames of a pair, to where the source says."""
+        """Decode both frames of a pair to the region of `source`."""
         plan, place = self.plan, source.region
         half = plan.pair_bytes // PAIR
         for i in range(PAIR):
