@@ -133,7 +133,7 @@ class ImagePart(PixelLimits, Open):
     uuid: Uuid | None = None
 
     def limits(self, others: PixelLimits) -> tuple[int | None, int | None, int | None]:
-        """Return the least and most pixels, and the cap of low detail. Limits beside the URL take precedence, then the part's, then `others`."""
+        """Return the least and most pixels, and the cap of low detail. Limits beside the URL come first, then the part's, then `others`."""
         told, is_low = merged((self.image_url, self, others)), "low" in (self.image_url.detail, self.detail)
         return told.get("min_pixels"), told.get("max_pixels"), LOW_DETAIL_PIXELS if is_low else None
 
