@@ -29,7 +29,6 @@ class RequestError(ValueError):
 
 invalid_image = functools.partial(RequestError, 422, code="invalid_image")
 no_vision = functools.partial(RequestError, 400, "this model has no vision", code="invalid_value")
-invalid_video = functools.partial(RequestError, 422, code="invalid_video")
 
 
 def error_type(status: int) -> str:

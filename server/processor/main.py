@@ -33,13 +33,15 @@ from engine.wire.messages import (
 from server.checkpoint import read_checkpoint
 from server.processor.grammar import GrammarLoads
 from server.processor.intake import Intake
-from server.processor.media.decoders import Decoders, VideoDecoders
+from server.processor.media.decoders import Decoders
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Inspector
 from server.processor.media.room import Room
 from server.processor.media.sources import Sources
 from server.processor.media.video import FrameList, VideoFile
+from server.processor.media.video_plan import VideoPlanner
+from server.processor.media.video_pool import VideoDecoders
 from server.processor.output import Output
 from server.processor.request import Request
 from server.warm import warm_up
@@ -63,6 +65,7 @@ class Processor:
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
         room = Room(self._arena, lambda: self._intake.num_holders > 1)
         inspector = Inspector(child.config, checkpoint, gpu_decodes)
+        planner = VideoPlanner(child.config, checkpoint, inspector)
         sources = self._sources = Sources(child.config, bodies, room)
         decoders, video_decoders = self._decoders, self._video_decoders = (
             Decoders(child.config, self._arena), VideoDecoders(child.config, self._arena)
@@ -73,8 +76,8 @@ class Processor:
         self._loads = GrammarLoads(Outbox(child.run_dir, "worker-0"))
         self._intake = Intake(
             requests=requests, room=room, early=early, new_image=new_image,
-            new_file=functools.partial(VideoFile, sources=sources, inspector=inspector, decoders=video_decoders),
-            new_frames=functools.partial(FrameList, sources=sources, inspector=inspector, decoders=decoders, new_image=new_image),
+            new_file=functools.partial(VideoFile, sources=sources, planner=planner, decoders=video_decoders),
+            new_frames=functools.partial(FrameList, sources=sources, planner=planner, decoders=decoders, new_image=new_image),
             api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint, model_folder=folder,
             loads=self._loads, max_model_len=max_model_len,
         )  # fmt: skip

@@ -38,7 +38,7 @@ class Output:
 
     requests: dict[int, Request]
     room: Room
-    num_decoded: Callable[[], int]  # files of images and videos
+    num_decoded: Callable[[], int]  # files of media
     api: Outbox[Events]
     scheduler: Outbox[ToScheduler]
     tasks: asyncio.TaskGroup  # its failure is the process's

@@ -1,24 +1,23 @@
-"""Pillow and PyAV run in guest processes. The memory that an image needs is known from its header, and reserved before it is decoded."""
+"""Decoders run in guest processes. The memory that an image needs is known from its header, and reserved before it is decoded."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from importlib.util import find_spec
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
-from server.errors import RequestError, invalid_image, invalid_video, overloaded
+from server.errors import RequestError, invalid_image, overloaded
 from server.processor.media.decoder import MEMORY_BYTES, Decoded, Job
-from server.processor.media.inspect import Header, VideoPlan
+from server.processor.media.inspect import Header
 from server.processor.media.recent import Recent
-from server.processor.media.video_jobs import Clip, VideoAnswer, VideoJob, VideoLimits
 from server.region import Region
 
 NUM_REMEMBERED = 4096  # files that were decoded before; a forgotten one is decoded again
-NUM_REMEMBERED_VIDEOS, NUM_REMEMBERED_PAIRS = 512, 1 << 15
+NUM_REMEMBERED_PAIRS = 1 << 15
 LARGE_PIXELS = 1 << 23  # from here on images share a budget, and leave a process to smaller ones
 BYTES_PER_PIXEL = 8  # the image as it was, and as RGB, each of Pillow's 4 bytes a pixel
 HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times what usual files take
@@ -26,6 +25,7 @@ HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times what u
 KILLED = "the decoder was killed twice, probably because the machine is out of memory"
 
 Size = tuple[int, int]  # height, width
+T = TypeVar("T")
 
 
 class Budget:
@@ -52,7 +52,7 @@ class Budget:
             self._came_back.set()
 
 
-def _pool(size: int, arena: Arena, module: str, *arguments: str, memory: int) -> GuestPool:
+def pool_of(size: int, arena: Arena, module: str, *arguments: str, memory: int) -> GuestPool:
     return GuestPool(size, module, str(arena.fd), str(arena.size), *arguments, memory=memory, fds=(arena.fd,))
 
 
@@ -66,7 +66,7 @@ class Decoders:
         self.budget = Budget(config.max_decode_bytes)
         self._timeout = config.decode_timeout
         size = max(2, config.processing_pool_size)
-        self._pool = _pool(size, arena, "server.processor.media.decoder", memory=MEMORY_BYTES)
+        self._pool = pool_of(size, arena, "server.processor.media.decoder", memory=MEMORY_BYTES)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -93,62 +93,21 @@ class Decoders:
         return decoded.height, decoded.width
 
     async def _ask(self, job: Job, cpu_seconds: int, is_large: bool = False) -> Decoded:
-        try:
-            data = await self._pool.ask(msgspec.msgpack.encode(job), self._timeout, cpu_seconds, is_large=is_large)
-        except TimeoutError:
-            raise invalid_image(f"it takes longer than {self._timeout} s to decode") from None
-        except GuestKilled:
-            raise overloaded(KILLED) from None
-        except GuestDied:
-            raise invalid_image("it cannot be decoded with the time and memory that an image of its size needs") from None
-        decoded = msgspec.msgpack.decode(data, type=Decoded)
-        if decoded.error is not None:
-            raise RequestError.of(decoded.error)
-        return decoded
+        work = self._pool.ask(msgspec.msgpack.encode(job), self._timeout, cpu_seconds, is_large=is_large)
+        words = "it cannot be decoded with the time and memory that an image of its size needs"
+        return await answer_of(work, Decoded, self._timeout, invalid_image, words)
 
 
-class VideoDecoders:
-    """Decoders of video files. Make it inside a running event loop."""
-
-    def __init__(self, config: EngineConfig, arena: Arena):
-        self.num_decoded = 0
-        self.max_bytes = config.max_video_bytes
-        self.known: Recent[bytes, tuple[VideoPlan, list[bytes]]] = Recent(NUM_REMEMBERED_VIDEOS)  # by file and processing
-        size = config.video_pool_size
-        threads = max(1, config.processing_pool_size // size)
-        limits = VideoLimits(config.max_video_frame_pixels, config.max_video_file_frames, config.max_video_memory, threads)
-        self._timeout = config.video_timeout
-        self._pool = _pool(size, arena, "server.processor.media.video_decoder", msgspec.json.encode(limits).decode(), memory=limits.memory)
-        self._is_installed = find_spec("av") is not None
-
-    async def close(self) -> None:
-        await self._pool.close()
-
-    async def look(self, encoded: Region) -> Clip:
-        """RequestError 400, 413 or 422."""
-        clip = (await self._ask(VideoJob((encoded.offset, encoded.used)))).clip
-        assert clip is not None
-        return clip
-
-    async def read(self, encoded: Region, wanted: list[int], pixels: Region, size: Size, parameters: bytes) -> list[bytes]:
-        """Writes these frames to `pixels`; the hashes of their pairs. RequestError as `look`."""
-        place = {"encoded": (encoded.offset, encoded.used), "room": (pixels.offset, pixels.capacity)}
-        return (await self._ask(VideoJob(**place, wanted=wanted, size=size, parameters=parameters))).hashes
-
-    async def _ask(self, job: VideoJob) -> VideoAnswer:
-        if not self._is_installed:
-            raise RequestError(
-                400, "this server was installed without a decoder of videos (PyAV); frames may be sent", code="no_video_decoder"
-            )
-        try:
-            data = await self._pool.ask(msgspec.msgpack.encode(job), self._timeout)
-        except TimeoutError:
-            raise invalid_video(f"it takes longer than {self._timeout} s to decode") from None
-        except GuestKilled:
-            raise overloaded(KILLED) from None
-        except GuestDied:
-            raise invalid_video("the decoder crashed on this file") from None
-        answer = msgspec.msgpack.decode(data, type=VideoAnswer)
-        if answer.error is not None:
-            raise RequestError.of(answer.error)
-        return answer
+async def answer_of(work: Awaitable[bytes], kind: type[T], timeout: float, invalid: Callable[[str], RequestError], crashed: str) -> T:
+    """Return the answer of a guest, which has a field `error`. RequestError for that, for a timeout and for a guest that died."""
+    try:
+        answer: Any = msgspec.msgpack.decode(await work, type=kind)
+    except TimeoutError:
+        raise invalid(f"it takes longer than {timeout} s to decode") from None
+    except GuestKilled:
+        raise overloaded(KILLED) from None
+    except GuestDied:
+        raise invalid(crashed) from None
+    if answer.error is not None:
+        raise RequestError.of(answer.error)
+    return cast(T, answer)

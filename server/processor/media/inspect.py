@@ -4,15 +4,13 @@ import asyncio
 import dataclasses
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from engine.launch.config import EngineConfig
 from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
-from engine.wire.messages import MediaRef, VideoRef
+from engine.wire.messages import MediaRef
 from models.media.geometry import Grid, VisionGeometry
-from models.media.video import VideoGeometry
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, invalid_image, no_vision
 from server.processor.media.pixels import read_orientation
@@ -20,7 +18,6 @@ from server.processor.media.pixels import read_orientation
 PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
 MAX_JPEG_PIXELS = 1 << 25  # that a GPU decodes within a step, with 3 bytes of its memory each; larger ones are decoded here
 MAX_JPEG_PIXELS_HOST = 1 << 18  # that a worker without such a GPU decodes in a few milliseconds
-PAIR = 2  # frames of a video's item
 SMALL_PIXELS = 1 << 18  # up to here an image is handed on as it is
 
 
@@ -42,21 +39,6 @@ class Header:
         """(height, width) as the image is shown."""
         is_turned = self.orientation >= 5 and not self.stays_encoded
         return (self.width, self.height) if is_turned else (self.height, self.width)
-
-
-@dataclass(frozen=True, slots=True)
-class VideoPlan:
-    """Frames that are seen, an even number, made as large as `size`; grid and tokens of a pair, and the time of each."""
-
-    indices: list[int]
-    size: tuple[int, int]
-    grid: Grid
-    num_tokens: int
-    times: list[float]
-
-    @property
-    def pair_bytes(self) -> int:
-        return PAIR * 3 * self.size[0] * self.size[1]
 
 
 class Allowance:
@@ -81,18 +63,14 @@ class Inspector:
         self._max_jpeg_pixels = MAX_JPEG_PIXELS if gpu_decodes else MAX_JPEG_PIXELS_HOST
         self.geometry: VisionGeometry = checkpoint.geometry
         self._max_pixels = config.max_image_pixels
-        self._max_tokens = config.max_num_encoder_tokens
+        self.max_tokens = config.max_num_encoder_tokens
         self._has_vision = checkpoint.image_token_id >= 0
         if config.image_cache_bytes is not None and self._has_vision:
             token_bytes = checkpoint.num_values_per_image_token * (4 if config.dtype == "float32" else 2)
-            self._max_tokens = min(self._max_tokens, config.image_cache_bytes // token_bytes)
+            self.max_tokens = min(self.max_tokens, config.image_cache_bytes // token_bytes)
         geometry = self.geometry = self.geometry_of(MediaRef(min_pixels=config.min_pixels, max_pixels=config.max_pixels))
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
-        self.video = checkpoint.video
-        self.takes_videos = checkpoint.video_token_id is not None
-        self.pair_parameters = msgspec.msgpack.encode((PROCESSING_VERSION, *sizes[:3]))  # of a frame pair, beside its size
-        self._max_video_frames = config.max_video_frames
 
     def plain_header(self, data: memoryview) -> Header | None:
         """Of a JPEG that stays encoded; None for other files. RequestError 400 or 422, in words that follow "Image n: "."""
@@ -127,50 +105,6 @@ class Inspector:
             raise RequestError(400, f"its min_pixels of {least} exceed its max_pixels of {most}", code="invalid_value")
         return dataclasses.replace(self.geometry, min_pixels=least, max_pixels=most)
 
-    def video_of(self, ref: VideoRef) -> VideoGeometry:
-        """With the request's limits, to which the checkpoint's give way; a number of frames excludes a rate. RequestError 400."""
-        usual = self.video
-        least = ref.min_pixels or min(usual.min_pixels, ref.max_pixels or usual.min_pixels)
-        most = ref.max_pixels or max(usual.max_pixels, least)
-        if least > most:
-            raise RequestError(400, f"its min_pixels of {least} exceed its max_pixels of {most}", code="invalid_value")
-        told = {
-            "fps": ref.fps,
-            "min_frames": ref.min_frames,
-            "max_frames": ref.max_frames,
-            "samples": ref.samples,
-            "max_frame_tokens": ref.max_frame_tokens,
-            "num_frames": ref.num_frames,
-        }
-        changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
-        if ref.fps is not None:
-            changes["num_frames"] = None
-        return dataclasses.replace(usual, min_pixels=least, max_pixels=most, **changes)
-
-    def check_frames(self, num_frames: int) -> None:
-        """RequestError 400 for more than there may be of a video."""
-        if num_frames > self._max_video_frames:
-            words = f"{num_frames} of its frames would be seen, the limit is {self._max_video_frames}: lower fps or num_frames"
-            raise RequestError(400, words, code="video_too_large")
-
-    def plan_video(self, video: VideoGeometry, indices: list[int], times: list[float], size: tuple[int, int]) -> VideoPlan:
-        """Of these frames of this size (height, width). RequestError 400 for a shape that the model cannot see, or too many frames or
-        tokens."""
-        num_frames = len(indices)
-        self.check_frames(num_frames)
-        try:
-            _, rows, columns = video.grid(num_frames, *size)
-        except ValueError as error:
-            raise RequestError(400, str(error), code="invalid_video") from None
-        num_tokens = self.geometry.num_tokens((1, rows, columns))
-        if num_tokens > self._max_tokens:
-            raise RequestError(
-                400, f"a pair of its frames takes {num_tokens} tokens, the limit is {self._max_tokens}", code="video_too_large"
-            )
-        padded = [*indices, *[indices[-1]] * (num_frames % PAIR)]
-        new_size = rows * video.patch_size, columns * video.patch_size
-        return VideoPlan(padded, new_size, (1, rows, columns), num_tokens, video.pair_times(times))
-
     def grid(self, geometry: VisionGeometry, height: int, width: int) -> Grid:
         """RequestError 400 for a shape that the model cannot see, or too many tokens, as for the transpose."""
         try:
@@ -178,8 +112,8 @@ class Inspector:
         except ValueError as error:
             raise RequestError(400, str(error), code="unsupported_image") from None
         num_tokens = geometry.num_tokens(grid)
-        if num_tokens > self._max_tokens:
-            raise RequestError(400, f"it takes {num_tokens} tokens, the limit is {self._max_tokens}", code="image_too_large")
+        if num_tokens > self.max_tokens:
+            raise RequestError(400, f"it takes {num_tokens} tokens, the limit is {self.max_tokens}", code="image_too_large")
         return grid
 
     def size_for_workers(self, geometry: VisionGeometry, height: int, width: int) -> tuple[int, int]:

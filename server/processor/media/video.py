@@ -22,13 +22,15 @@ from engine.wire.messages import ImageSource, ImageSpan, MediaRef, VideoRef
 from engine.wire.messages import Region as WireRegion
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry
 from server.errors import RequestError
-from server.processor.media.decoders import Decoders, Size, VideoDecoders
+from server.processor.media.decoders import Decoders, Size
 from server.processor.media.fetch import too_large
 from server.processor.media.image import Image, decoded_bytes, naming, start_task
-from server.processor.media.inspect import PAIR, Allowance, Inspector, VideoPlan
+from server.processor.media.inspect import Allowance
 from server.processor.media.pixels import pair_hash
 from server.processor.media.room import wire
 from server.processor.media.sources import Sources
+from server.processor.media.video_plan import PAIR, VideoPlan, VideoPlanner
+from server.processor.media.video_pool import VideoDecoders
 from server.processor.text.prompt import Visual
 from server.processor.threads import run
 from server.region import Region
@@ -45,8 +47,8 @@ class Video(ABC):
     hashes: list[bytes]
     sources: list[ImageSource]
 
-    def __init__(self, *, sources: Sources, inspector: Inspector, ref: VideoRef):
-        self._sources, self._inspector, self._room = sources, inspector, sources.room
+    def __init__(self, *, sources: Sources, planner: VideoPlanner, ref: VideoRef):
+        self._sources, self._planner, self._room = sources, planner, sources.room
         self._ref = ref
         self._video: VideoGeometry
         self._index = 0  # in its request
@@ -58,9 +60,9 @@ class Video(ABC):
         """Load as medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index = index
         with naming(f"Video {self._index + 1}", CODES):
-            if not self._inspector.takes_videos:
+            if not self._planner.takes_videos:
                 raise RequestError(400, "this model takes no videos", code="invalid_value")
-            self._video = self._inspector.video_of(self._ref)
+            self._video = self._planner.geometry_of(self._ref)
             await self._load(allowance)
 
     @property
@@ -152,7 +154,7 @@ class VideoFile(Video):
         fps = clip.fps or ref.source_fps or DEFAULT_SOURCE_FPS
         indices = self._video.sample(clip.num_frames, fps)
         times = [index / fps for index in indices]
-        self.plan = self._inspector.plan_video(self._video, indices, times, (clip.height, clip.width))
+        self.plan = self._planner.plan(self._video, indices, times, (clip.height, clip.width))
         self.num_bytes = self.plan.pair_bytes * len(self.plan.indices) // PAIR
         await self._decode(await self._room.take_patiently(self.num_bytes))
 
@@ -163,7 +165,7 @@ class VideoFile(Video):
             async with allowance.downloads:
                 self._encoded = await self._sources.fetch(file, self._hold, self._decoders.max_bytes)
         self._encoded.trim()
-        self._digest = await run(self._sources.pool, lambda: self._inspector.identify(self._encoded.view, False))
+        self._digest = await run(self._sources.pool, lambda: self._planner.inspector.identify(self._encoded.view, False))
 
     async def _unpack(self, payload: WireRegion) -> None:
         """Decode the base64 of a body into the arena."""
@@ -183,7 +185,7 @@ class VideoFile(Video):
         """Decode all pairs and free the file."""
         plan = self.plan
         self._hold(pixels)
-        self.hashes = await self._decoders.read(self._encoded, plan.indices, pixels, plan.size, self._inspector.pair_parameters)
+        self.hashes = await self._decoders.read(self._encoded, plan.indices, pixels, plan.size, self._planner.pair_parameters)
         pixels.used = pixels.capacity
         self.sources = [self._rgb(pixels, pair) for pair in range(len(self.hashes))]
         self._regions.remove(self._encoded)
@@ -221,7 +223,7 @@ class FrameList(Video):
             raise failures.exceptions[0] from None
         indices = list(range(len(self._frames)))
         self._frame_size = self._frames[0].header.upright_size
-        self.plan = self._inspector.plan_video(self._video, indices, self._times(), self._frame_size)
+        self.plan = self._planner.plan(self._video, indices, self._times(), self._frame_size)
         await self._load_pairs()
 
     async def _load_pairs(self) -> None:
@@ -244,7 +246,7 @@ class FrameList(Video):
 
     def _check_number(self, num_frames: int) -> None:
         """Check the number of frames, indices and timestamps. RequestError 400."""
-        self._inspector.check_frames(num_frames)
+        self._planner.check_frames(num_frames)
         for name, told in (("frames_indices", self._ref.indices), ("timestamps", self._ref.times)):
             if told is not None and len(told) != num_frames:
                 raise RequestError(400, f"it has {num_frames} frames, but {len(told)} {name}", code="invalid_value")
@@ -306,7 +308,7 @@ class FrameList(Video):
                     (height, width), (first_height, first_width) = size, self._frame_size
                     words = f"it has {width}x{height} pixels, the first frame {first_width}x{first_height}"
                     raise RequestError(400, words, code="invalid_video")
-        pixels, parameters = self._room.arena.view(place.offset, place.length), self._inspector.pair_parameters
+        pixels, parameters = self._room.arena.view(place.offset, place.length), self._planner.pair_parameters
         self.hashes[pair] = await run(self._sources.pool, lambda: pair_hash(parameters, plan.size, pixels))
         self.sources[pair] = source
         self._decoders.known_pairs.put(self._pair_key(pair), self.hashes[pair])

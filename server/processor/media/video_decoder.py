@@ -6,11 +6,11 @@ from collections.abc import Callable
 import msgspec
 
 from engine.wire.arena import ArenaView
-from server.errors import RequestError, invalid_video
-from server.processor.media.inspect import PAIR
+from server.errors import RequestError
 from server.processor.media.pixels import pair_hash
 from server.processor.media.video_file import Rgb, look, read_pairs
-from server.processor.media.video_jobs import VideoAnswer, VideoJob, VideoLimits
+from server.processor.media.video_jobs import VideoAnswer, VideoJob, VideoLimits, invalid_video
+from server.processor.media.video_plan import PAIR
 
 
 def prepare(arena_fd: str, arena_size: str, limits: str) -> Callable[[bytes], bytes]:

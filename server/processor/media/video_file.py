@@ -21,8 +21,8 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
-from server.errors import RequestError, invalid_video
-from server.processor.media.video_jobs import Clip, VideoLimits
+from server.errors import RequestError
+from server.processor.media.video_jobs import Clip, VideoLimits, invalid_video
 
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
 SKIPPING = frozenset({"h264", "hevc"})  # of which a packet is a frame, and frames that no other one needs can be left out

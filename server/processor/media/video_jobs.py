@@ -1,8 +1,13 @@
 """What the processor asks a decoder of videos, and what it answers."""
 
+import functools
+
 import msgspec
 
 from engine.wire.messages import ErrorInfo
+from server.errors import RequestError
+
+invalid_video = functools.partial(RequestError, 422, code="invalid_video")
 
 
 class VideoLimits(msgspec.Struct, frozen=True, array_like=True):

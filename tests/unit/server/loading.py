@@ -14,13 +14,15 @@ from engine.wire.arena import Arena, ArenaView, create_memfd
 from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media.decoders import Decoders, VideoDecoders
+from server.processor.media.decoders import Decoders
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance, Inspector
 from server.processor.media.room import Room
 from server.processor.media.sources import Sources
 from server.processor.media.video import FrameList, Video, VideoFile
+from server.processor.media.video_plan import VideoPlanner
+from server.processor.media.video_pool import VideoDecoders
 from server.processor.request import Medium, release_all
 
 SIZE = 8 << 20
@@ -41,8 +43,10 @@ class Loading:
         self.early = EarlyReads(worker, checkpoint.geometry)
         self.sources, self.inspector = Sources(config, ArenaView(self.bodies_fd, SIZE), room), Inspector(config, checkpoint, True)
         self.decoders, self.video_decoders = Decoders(config, self.arena), VideoDecoders(config, self.arena)
-        shared: Any = {"sources": self.sources, "inspector": self.inspector}
-        self.new_image = functools.partial(Image, **shared, decoders=self.decoders, early=self.early)
+        self.new_image = functools.partial(
+            Image, sources=self.sources, inspector=self.inspector, decoders=self.decoders, early=self.early
+        )
+        shared: Any = {"sources": self.sources, "planner": VideoPlanner(config, checkpoint, self.inspector)}
         self.new_file = functools.partial(VideoFile, **shared, decoders=self.video_decoders)
         self.new_frames = functools.partial(FrameList, **shared, decoders=self.decoders, new_image=self.new_image)
         self._images: list[Medium] = []

@@ -23,8 +23,9 @@ from engine.wire.arena import ArenaView, create_memfd
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.decoder import Decoded, Job, answer
-from server.processor.media.decoders import Decoders, VideoDecoders
+from server.processor.media.decoders import Decoders
 from server.processor.media.video_jobs import Clip, VideoAnswer
+from server.processor.media.video_pool import VideoDecoders
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import DECODED, animation, jpeg, pixels, png_chunk, png_header, progressive_jpeg, save

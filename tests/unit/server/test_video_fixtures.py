@@ -15,7 +15,8 @@ from engine.wire.messages import MediaRef, TokenPrompt, VideoRef
 from models.media.video import DEFAULT_SOURCE_FPS
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media.inspect import Inspector, VideoPlan
+from server.processor.media.inspect import Inspector
+from server.processor.media.video_plan import VideoPlan, VideoPlanner
 from server.processor.text.prompt import PromptBuilder, Visual
 from tests.unit.models.record_videos import CASES, PROMPT, frames_of, sampled
 
@@ -30,10 +31,10 @@ def plan_of(checkpoint: Checkpoint, case: tuple[int, int, int, float | None, dic
         file=MediaRef(), fps=asked.get("fps"), num_frames=asked.get("num_frames"), samples=asked.get("do_sample_frames"),
         min_pixels=size.get("shortest_edge"), max_pixels=size.get("longest_edge"),
     )  # fmt: skip
-    inspector = Inspector(EngineConfig(), checkpoint, gpu_decodes=False)
-    video = inspector.video_of(ref)
+    planner = VideoPlanner(EngineConfig(), checkpoint, Inspector(EngineConfig(), checkpoint, gpu_decodes=False))
+    video = planner.geometry_of(ref)
     indices = video.sample(count, rate)
-    return inspector.plan_video(video, indices, [index / (rate or DEFAULT_SOURCE_FPS) for index in indices], (height, width))
+    return planner.plan(video, indices, [index / (rate or DEFAULT_SOURCE_FPS) for index in indices], (height, width))
 
 
 @pytest.fixture(scope="module")

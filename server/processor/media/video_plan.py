@@ -1,0 +1,79 @@
+"""Which frames of a video the model gets, how large, and as how many tokens."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.launch.config import EngineConfig
+from engine.wire.messages import VideoRef
+from models.media.geometry import Grid
+from models.media.video import VideoGeometry
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
+from server.processor.media.inspect import PROCESSING_VERSION, Inspector
+
+PAIR = 2  # frames of an item
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPlan:
+    """Frames that are seen, an even number, made as large as `size`; grid and tokens of a pair, and the time of each."""
+
+    indices: list[int]
+    size: tuple[int, int]
+    grid: Grid
+    num_tokens: int
+    times: list[float]
+
+    @property
+    def pair_bytes(self) -> int:
+        return PAIR * 3 * self.size[0] * self.size[1]
+
+
+class VideoPlanner:
+    """Limits and geometry of videos. Immutable."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, inspector: Inspector):
+        self.inspector = inspector
+        self.takes_videos = checkpoint.video_token_id is not None
+        self._usual, self._max_frames = checkpoint.video, config.max_video_frames
+        sizes = inspector.geometry.patch_size, inspector.geometry.merge_size, inspector.geometry.temporal_patch_size
+        self.pair_parameters = msgspec.msgpack.encode((PROCESSING_VERSION, *sizes))  # part of a pair's identity
+
+    def geometry_of(self, ref: VideoRef) -> VideoGeometry:
+        """Return the checkpoint's geometry with the request's limits; a rate replaces a number of frames. RequestError 400."""
+        usual = self._usual
+        least = ref.min_pixels or min(usual.min_pixels, ref.max_pixels or usual.min_pixels)
+        most = ref.max_pixels or max(usual.max_pixels, least)
+        if least > most:
+            raise RequestError(400, f"its min_pixels of {least} exceed its max_pixels of {most}", code="invalid_value")
+        names = ("fps", "min_frames", "max_frames", "samples", "max_frame_tokens", "num_frames")
+        changes: dict[str, Any] = {name: value for name in names if (value := getattr(ref, name)) is not None}
+        if ref.fps is not None:
+            changes["num_frames"] = None
+        return dataclasses.replace(usual, min_pixels=least, max_pixels=most, **changes)
+
+    def check_frames(self, num_frames: int) -> None:
+        """Raise RequestError 400 for too many frames."""
+        if num_frames > self._max_frames:
+            words = f"{num_frames} of its frames would be seen, the limit is {self._max_frames}: lower fps or num_frames"
+            raise RequestError(400, words, code="video_too_large")
+
+    def plan(self, video: VideoGeometry, indices: list[int], times: list[float], size: tuple[int, int]) -> VideoPlan:
+        """Return the plan for these frames of this size (height, width). RequestError 400 for an unsupported shape, or for too many frames
+        or tokens."""
+        num_frames, most = len(indices), self.inspector.max_tokens
+        self.check_frames(num_frames)
+        try:
+            _, rows, columns = video.grid(num_frames, *size)
+        except ValueError as error:
+            raise RequestError(400, str(error), code="invalid_video") from None
+        num_tokens = self.inspector.geometry.num_tokens((1, rows, columns))
+        if num_tokens > most:
+            raise RequestError(400, f"a pair of its frames takes {num_tokens} tokens, the limit is {most}", code="video_too_large")
+        return VideoPlan(
+            indices=[*indices, *[indices[-1]] * (num_frames % PAIR)], size=(rows * video.patch_size, columns * video.patch_size),
+            grid=(1, rows, columns), num_tokens=num_tokens, times=video.pair_times(times),
+        )  # fmt: skip
