@@ -15,7 +15,7 @@ from server.http.validate import OneOf, Open, Strict, bad_value
 from server.openai.chat import TranslatedChat, TranslatedCount, assistant_message
 from server.openai.conversation import check_url
 from server.openai.endpoint import Endpoint
-from server.openai.fields import limits_of, rest_of
+from server.openai.fields import LIMITED_IN_DIALECTS, limits_of, rest_of
 from server.openai.parts import FIRST, ToolList
 from server.openai.schema import MAX_STOPS, Effort, MessageList, SchemaFormat
 from server.openai.tools import HostedTool, Name
@@ -23,12 +23,8 @@ from server.openai.tools import HostedTool, Name
 MESSAGES_PATH = "/v1/messages"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Not implemented here, or fields of chat completions that the answers have no place for.
-LIMITED = limits_of(
-    ((), "container enable_thinking max_completion_tokens output_format parallel_tool_calls response_format stop stream_options"),
-    ((), "top_logprobs prompt_logprobs"),
-    ((False,), "logprobs return_token_ids return_tokens_as_token_ids"),
-    ((1,), "n"),
+LIMITED = LIMITED_IN_DIALECTS | limits_of(
+    ((), "container enable_thinking output_format parallel_tool_calls stop stream_options top_logprobs"),
 )
 DROPPED = ("context_management", "mcp_servers")  # what a vendor does around its models
 HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")

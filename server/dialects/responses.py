@@ -19,20 +19,17 @@ from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 from server.openai.chat import TranslatedChat, TranslatedCount, assistant_message
 from server.openai.conversation import check_urls
 from server.openai.endpoint import Endpoint, Generation
-from server.openai.fields import limits_of, rest_of
+from server.openai.fields import LIMITED_IN_DIALECTS, limits_of, rest_of
 from server.openai.format import logprobs_json
 from server.openai.media import ImagePart, VideoPart
 from server.openai.parts import FIRST, RefusalPart, TextPart, ToolList
 from server.openai.schema import FORMATS, Effort, MessageList, PlainFormat, SchemaFormat
 from server.openai.tools import CustomText, FunctionDefinition, FunctionName, HostedTool, Name, custom_text
 
-# Not implemented here, or fields of chat completions that the dialect has other names for, or no place.
-LIMITED = limits_of(
-    ((), "background_options conversation image max_completion_tokens max_tokens messages moderation"),
-    ((), "previous_response_id prompt prompt_logprobs response_format"),
-    ((False,), "background continue_final_message logprobs return_token_ids return_tokens_as_token_ids"),
+LIMITED = LIMITED_IN_DIALECTS | limits_of(
+    ((), "background_options conversation image max_tokens messages moderation previous_response_id prompt"),
+    ((False,), "background continue_final_message"),
     ((True,), "add_generation_prompt"),
-    ((1,), "n"),
     (("disabled",), "truncation"),
 )
 DROPPED = ("context_management",)  # what a vendor does around its models

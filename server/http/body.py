@@ -57,7 +57,7 @@ class Body:
         """Images that are complete are decoded meanwhile, at most `limit` in all. The region may not move any more."""
         complete = self.scanner.references[self.num_announced : min(limit, self.scanner.num_complete)]
         for reference in complete:
-            if not reference.mime.lower().startswith("video/"):
+            if reference.mime.lower().startswith(("image/", "application/")) or not reference.mime:
                 self._client.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
         self.num_announced += len(complete)
 

@@ -166,7 +166,7 @@ class Reply(Answer):
             events = await self._stream.next()
         choices = list(self._choices.values())
         self._reason = choices[-1].finish_reason or "error"
-        is_large = sum(len(choice.logprobs) + len(choice.prompt_logprobs) for choice in choices) > LARGE_LOGPROBS
+        is_large = sum(choice.num_reported for choice in choices) > LARGE_LOGPROBS
         document = functools.partial(self._format.document, choices, self._total(), self._extra())
         body = await asyncio.to_thread(document) if is_large else document()
         return Response(body, media_type="application/json")

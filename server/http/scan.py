@@ -3,7 +3,7 @@
     {"url": "data:image/png;base64,iVBOR..."}   ->   {"url": "<nonce>:0"}  +  Reference(offset, length, ...) into the body
 
 A base64 `data:` string is swapped wherever it stands as a JSON string, and so is the value of a key `data` that begins like MIN_BARE
-characters of base64: `{"data": "iVBOR..."}`, as Anthropic's dialect has it. The schemas honour a reference where an image may be and ask
+characters of base64: `{"data": "iVBOR..."}`, as one dialect has it. The schemas honour a reference where an image may be and ask
 for every other one to be put back (`json(keep)`). A client cannot know the nonce, so it can neither forge a reference nor lose a text.
 """
 

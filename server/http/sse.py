@@ -132,6 +132,11 @@ class Choice:
         self.token_ids += event.token_ids
         self.prompt_logprobs += event.prompt_logprobs
 
+    @property
+    def num_reported(self) -> int:
+        """Number of tokens with log-probabilities."""
+        return len(self.logprobs) + len(self.prompt_logprobs)
+
     def blocks(self) -> Iterator[tuple[str, str, Call | None]]:
         """Kind, text and call of what it says: `thinking`, then `text`, then each `call`, whose text are its arguments."""
         for kind, pieces in (("thinking", self.reasoning), ("text", self.content)):

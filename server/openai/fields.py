@@ -1,4 +1,4 @@
-"""Fields of the OpenAI, vLLM and SGLang dialects that the schemas do not read, and their accepted values.
+"""Fields of several servers' dialects that the schemas do not read, and their accepted values.
 
 A field is *limited* (not implemented, and it would change the answer: only null and the values here are accepted), *harmless* (it never
 changes an answer of this server) or *unknown* (ignored, and logged once).
@@ -39,6 +39,12 @@ LIMITED = limits_of(
     (("none", "auto"), "function_call"),
     (("float32",), "embed_dtype"),
     (("native", "little"), "endianness"),
+)
+# Fields of chat completions for which translated dialects have other names, or no place in their answers.
+LIMITED_IN_DIALECTS = limits_of(
+    ((), "max_completion_tokens prompt_logprobs response_format"),
+    ((False,), "logprobs return_token_ids return_tokens_as_token_ids"),
+    ((1,), "n"),
 )
 WHOLE = "answers are not stored, so send the whole conversation as `input`"
 INSTEAD = {

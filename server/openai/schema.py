@@ -101,7 +101,7 @@ class AnyRequest(Open):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave room for the answer
     truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
-    rid: str | None = None  # SGLang's name of the request, for /abort_request
+    rid: str | None = None  # the client's name of the request
 
     @property
     def remarks(self) -> list[str]:
@@ -136,7 +136,7 @@ class GenerationRequest(ListedFields):
 
     stop: Stop = Field(default=[])
     include_stop_str_in_output: bool | None = None
-    no_stop_trim: bool | None = None  # SGLang's name for it
+    no_stop_trim: bool | None = None  # another name for it
     skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     response_format: Annotated[PlainFormat | SchemaFormat | StructuralTag | None, OneOf(FORMATS)] = None

@@ -103,7 +103,7 @@ class Status:
         return Response()
 
     async def flush_cache(self) -> Response:
-        """Empty the prefix cache and the image cache, as SGLang's route does."""
+        """Empty the prefix cache and the image cache, as other servers do."""
         self._service.client.send(Forget(images=True))
         return Response("Cache flushed.\n", media_type="text/plain")
 

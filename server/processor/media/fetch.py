@@ -121,7 +121,7 @@ class Fetcher:
             timeout=aiohttp.ClientTimeout(None, sock_connect=config.download_connect_timeout, sock_read=config.download_connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
-            headers={"Accept": "image/*, video/*", "Accept-Encoding": "identity", "User-Agent": "engine"},
+            headers={"Accept": "image/*, */*;q=0.8", "Accept-Encoding": "identity", "User-Agent": "engine"},
         )
 
     async def close(self) -> None:
