@@ -48,19 +48,6 @@ def test_what_published_files_leave_out(tmp_path: Path) -> None:
     assert config_of(tmp_path, rope_theta=None, rope_scaling=None).text.rope_theta == 10_000
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        *(("rope_parameters", {"rope_type": name}) for name in ("yarn", "llama3")),  # the second without its numbers
-        *((name, True) for name in ("mlp_bias", "attention_bias", "use_sliding_window")),
-    ],
-)
-def test_what_is_refused(tmp_path: Path, setting: str, value: object) -> None:
-    write(tmp_path, "llama")
-    with pytest.raises(ValueError, match="rope_type" if setting == "rope_parameters" else setting):
-        config_of(tmp_path, **{setting: value})
-
-
 def test_a_plan_has_neither_a_tower_nor_an_image_cache(tmp_path: Path) -> None:
     write(tmp_path, "llama")
     plan = make_plan(EngineConfig(), read_config(tmp_path), 24 << 30, "portable")

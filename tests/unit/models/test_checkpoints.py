@@ -14,6 +14,7 @@ from models.config.huggingface import read_config
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.shapes import Delta
+from models.weights.matrix import matrices_of
 from tests.unit.models.harness import PagedRunner, Prompt, Qwen3VL, load, make
 from tests.unit.models.text_checkpoints import write
 
@@ -97,6 +98,9 @@ def test_dummy_weights_of_what_ranks_share_are_equal(tmp_path: Path, format: str
     models = [make(config, TensorParallel(rank, 4, None)) for rank in range(4)]
     for model in models:
         init_dummy_weights(model, seed=0)
+    for _, matrix in matrices_of(models[0]):
+        values = matrix.storage.values if matrix.format == "plain" else matrix.storage.dequantized()
+        assert float(values.std()) == pytest.approx(matrix.shape[1] ** -0.5, rel=0.05)
     slots = [{(slot.name, str(slot.index)): slot.target for slot in model.checkpoint_tensors()} for model in models]
     keys = [next(target for (name, _), target in each.items() if name.endswith("layers.3.self_attn.k_proj.weight")) for each in slots]
     assert [keys[0].float().equal(other.float()) for other in keys] == [True, True, False, False]

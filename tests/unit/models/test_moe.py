@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Qwen3VLMoeForConditionalGeneration
 
-from models.checkpoint.load import fill, init_dummy_weights, load_weights
+from models.checkpoint.load import fill, load_weights
 from models.config.formats import PLAIN, MatrixFormat
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
@@ -20,12 +20,10 @@ from models.layers.moe import SparseMoe
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.shapes import Experts as ExpertsShape
-from models.weights.matrix import matrices_of
 from tests.unit.models import reference
 from tests.unit.models.harness import (
     ONE_IMAGE,
     PROMPTS,
-    TEXT,
     TORCH,
     Prompt,
     TensorSource,
@@ -215,17 +213,3 @@ def test_what_does_not_divide_is_a_value_error(folder: Path, float8_folder: Path
     ):
         with pytest.raises(ValueError, match=message):
             SparseMoe(text.hidden_size, text.moe, FLOAT8 if is_fp8 else PLAIN, Setup.on(TORCH, tp, torch.float32))
-
-
-# ---- float8 ------------------------------------------------------------------------------------------------------------------------
-
-
-def test_float8_dummies_are_made_in_float8(float8_folder: Path) -> None:
-    models = [empty(float8_folder) for _ in range(2)]
-    for model in models:
-        init_dummy_weights(model, seed=0)
-    assert_same(*models)
-    for _, matrix in matrices_of(models[0]):
-        assert float(matrix.storage.dequantized().std()) == pytest.approx(matrix.shape[1] ** -0.5, rel=0.05)
-    logits = logits_of(models[0], TEXT)  # type: ignore[arg-type]
-    assert logits.isfinite().all() and 0.1 < logits.std() < 100

@@ -171,8 +171,8 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
         ),
         ({"model_type": "qwen4_exp"}, "qwen4_exp"),  # Qwen3.8-Flash-Next
         ({"text_config": {"hidden_act": "gelu"}}, "hidden_act"),
-        ({"text_config": {"attention_bias": True}}, "attention_bias"),
-        ({"text_config": {"rope_scaling": {"rope_type": "yarn"}}}, "yarn"),
+        *(({"text_config": {name: True}}, name) for name in ("mlp_bias", "attention_bias", "use_sliding_window")),
+        *(({"text_config": {"rope_scaling": {"rope_type": name}}}, name) for name in ("yarn", "llama3")),  # the latter without its numbers
         *(
             (
                 {"text_config": {"num_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2, name: value}, **MOE},
