@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from server.http.validate import OneOf, Strict
-from server.openai.media import FramesPart, ImagePart, VideoPart
+from server.openai.media import ImagePart
 from server.openai.tools import CALLS, CustomCall, ToolCall
+from server.openai.video import FramesPart, VideoPart
 
 MAX_TOOLS = 1024
 

@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field, create_model
 
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, NotEmpty, NumLogprobs, TokenCount, TokenId
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
-from server.openai.media import MediaIoKwargs, ProcessorKwargs
 from server.openai.parts import FIRST, Message, TextPart, ToolList
 from server.openai.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
+from server.openai.video import MediaIoKwargs, ProcessorKwargs
 
 MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # beginnings of one are looked for at every token

@@ -21,8 +21,8 @@ from server.openai.conversation import Conversation, read_conversation
 from server.openai.endpoint import sampling_params
 from server.openai.fields import HARMLESS, LIMITED, UnknownFields
 from server.openai.grammar import read_grammar
-from server.openai.media import ProcessorKwargs
 from server.openai.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
+from server.openai.video import ProcessorKwargs
 
 SEED = 5
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)

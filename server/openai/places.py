@@ -1,0 +1,71 @@
+"""Where the media of a request are: payloads in its body, URLs, or names of earlier media."""
+
+import hashlib
+from typing import Any
+
+from engine.wire.messages import API_ARENA, MediaRef, Region
+from server.http.body import Body
+from server.http.scan import Scanner
+from server.http.validate import Open, bad_value
+from server.openai.fields import LIMITED_IN_IMAGES, check_limited
+
+URL_SCHEMES = ("http://", "https://", "file://", "data:")
+
+
+def check_url(url: str, scanner: Scanner, path: str) -> None:
+    """Raise RequestError 400 for a URL that no loader supports."""
+    if scanner.index_of(url) is None and not url.lower().startswith(URL_SCHEMES):
+        raise bad_value(path, "expected a data:, http://, https:// or file:// URL, such as 'data:image/jpeg;base64,/9j/4AAQ...'")
+
+
+def check_urls(content: str | list[Any], name: str, scanner: Scanner) -> None:
+    """Check the URLs of all parts of the content in field `name`, as `check_url`."""
+    for j, part in enumerate(content if isinstance(content, list) else ()):
+        for kind in type(part).model_fields:
+            if kind.endswith("_url") and (url := getattr(part, kind).url) is not None:
+                check_url(url, scanner, f"{name}.{j}.{kind}")
+
+
+def locate(url: str, path: str, body: Body, used: set[int]) -> tuple[Region | None, str | None]:
+    """Return a payload in the api's arena, and mark its reference as used, or a URL. RequestError 400 as `check_url`."""
+    check_url(url, body.scanner, path)
+    index = body.scanner.index_of(url)
+    if index is None:
+        return None, url
+    used.add(index)
+    reference = body.scanner.references[index]
+    return Region(API_ARENA, body.region.offset + reference.offset, reference.length), None
+
+
+class Places:
+    """References to the media of one request. Names of media are separate for each key that clients send, and for each salt."""
+
+    def __init__(self, body: Body, salt: str | None):
+        self._body = body
+        self._owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((salt or "").encode()).digest()
+        self.used: set[int] = set()  # references of the scanner
+        self._mimes: dict[int, str] = {}  # of payloads, by offset
+
+    def of(self, url: str | None, uuid: str | None, name: str, field: str = "") -> MediaRef:
+        """Return the reference to a medium in the part `name`. RequestError 400."""
+        if url is None and uuid is None:
+            raise bad_value(name, "may be null beside a `uuid` only")
+        payload = None
+        if url is not None:
+            index = self._body.scanner.index_of(url)
+            payload, url = locate(url, f"{name}{field}", self._body, self.used)
+            if index is not None and payload is not None:
+                self._mimes[payload.offset] = self._body.scanner.references[index].mime
+        return MediaRef(payload, url, name=None if uuid is None else hashlib.sha256(self._owner + uuid.encode()).digest())
+
+    def has_type(self, ref: MediaRef, mime: str) -> bool:
+        """Return whether it is a `data:` URL of this type."""
+        if ref.payload is not None:
+            return self._mimes[ref.payload.offset].lower() == mime
+        return (ref.url or "").lower().startswith(f"data:{mime};")
+
+
+def check_extra(part: Open, place: Open, name: str) -> None:
+    """Check further members of a part and of its URL object `name`. RequestError 400."""
+    for one, prefix in ((place, f"{name}."), (part, f"{name.rpartition('.')[0]}.")):
+        check_limited(one.model_extra or {}, LIMITED_IN_IMAGES, prefix)
