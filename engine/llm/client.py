@@ -86,7 +86,7 @@ class AsyncLLM:
             path, field = ("/v1/chat/completions/batch", "messages") if path == CHAT else (path, "prompt")
             body[field] = [ask.value()[field] for ask in asks]
         if (is_streamed or len(asks) > 1) and body.get("prompt_logprobs") is None:
-            body |= {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+            body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         n = body.get("n") or 1
         outputs = [RequestOutput(ask.prompt, [CompletionOutput(index) for index in range(n)]) for ask in asks]
         async with contextlib.aclosing(self._documents(path, msgspec.json.encode(body))) as documents:

@@ -98,6 +98,7 @@ def test_lists_of_texts(llm: LLM) -> None:
     alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts[:3]]
     assert [output.outputs[0].token_ids for output in outputs[:3]] == [output.outputs[0].token_ids for output in alone]
     assert [output.prompt_token_ids for output in outputs[:3]] == [output.prompt_token_ids for output in alone]
+    assert [output.num_prompt_tokens for output in outputs[:3]] == [output.num_prompt_tokens for output in alone] != [0] * 3
     assert isinstance(outputs[3].error, ValueError) and all(output.finished and not output.error for output in outputs[4:])
     chats = [*prompts[::2], HELLO, [{"role": "nobody"}]]
     together = llm.chat(chats, GREEDY, use_tqdm=False, errors="return")
