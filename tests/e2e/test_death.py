@@ -41,14 +41,6 @@ def test_the_launcher_dies_while_the_api_is_stopped(tiny: Path) -> None:
     assert outcome == "error"
 
 
-def test_several_signals_are_a_clean_stop(tiny: Path) -> None:
-    with doomed(tiny) as engine:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
-            engine.process.send_signal(number)
-        assert engine.process.wait(HANG_GUARD_S) == 0
-        engine.assert_gone()
-
-
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, num_signals: int) -> None:
     """Meanwhile the engine is unhealthy and refuses requests."""

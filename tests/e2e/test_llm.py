@@ -176,7 +176,6 @@ def test_schemas(llm: LLM) -> None:
 
 
 def test_more_than_the_engine_holds() -> None:
-    """Long lists and pictures beyond the arenas wait instead of being refused."""
     small = {**FLAGS, "api_arena_bytes": "1M", "max_queued_requests": 8, "max_num_seqs": 4}
     with LLM(model="demo", **small) as one:
         big = [user(picture(seed, 300, 300), "What colour?") for seed in range(30)]
@@ -185,7 +184,6 @@ def test_more_than_the_engine_holds() -> None:
 
 
 async def test_streams_and_a_death() -> None:
-    """Red if an abandoned stream keeps its place, or if callers of a dead engine wait."""
     others = set(children())
     endless = SamplingParams(ignore_eos=True, max_tokens=500)
     async with AsyncLLM(model="demo", max_num_seqs=2, max_queued_requests=2, **FLAGS) as one:

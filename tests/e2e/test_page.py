@@ -83,7 +83,6 @@ async def test_pictures_from_files_over_several_turns(page: Page, tmp_path: Path
 
 
 async def test_drawn_pictures_are_counted_over_turns_and_can_be_removed(page: Page) -> None:
-    """Red if the page counts pictures other than the model does."""
     for button in ("#draw-number", "#draw-shape", "#draw-number"):
         await page.click(button)
     await page.click("#attached .thumb:nth-child(2) button")
@@ -305,7 +304,6 @@ async def test_a_conversation_survives_a_reload_and_can_be_changed(page: Page) -
 
 
 async def test_progress_of_an_upload_and_the_servers_speed(page: Page, tmp_path: Path) -> None:
-    """Red if a slow line looks like a slow model."""
     await ask(page, "Count to 20.")
     assert (await page.evaluate(NUMBERS))[-1]["Speed"].endswith(" tokens/s")
     noise = np.random.default_rng(1).integers(0, 256, (400, 400, 3), dtype=np.uint8)
@@ -344,7 +342,6 @@ x = "**no**"
 
 
 async def test_markdown_is_shown_and_html_is_not(page: Page) -> None:
-    """Red if an answer can put elements of its own into the page."""
     await page.evaluate(f"$('#log').append(...markdown({json.dumps(MARKED)}))")
     tags = await page.evaluate("all('#log *').map(node => node.tagName.toLowerCase())")
     assert tags == [

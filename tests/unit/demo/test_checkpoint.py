@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from models.demo import CHECKPOINT
-from models.demo.evaluate import Prompt, Reference, ask_all
+from models.demo.evaluate import Reference, ask_all
 from models.demo.questions import question
 
 FOLDER_LIMIT = 12_000_000
@@ -47,13 +47,6 @@ def test_template_gives_the_familys_chat_text(reference: Reference) -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == expected
     assert tokenizer(expected)["input_ids"] == reference.tokenizer.encode(expected).ids
-
-
-def test_a_newcomer_gets_a_sensible_line(reference: Reference) -> None:
-    texts = ("hello", "Hi!", "What can you do?", "Tell me about the history of Rome, please.")
-    rendered = [reference.template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True) for text in texts]
-    prompts = [Prompt(reference.tokenizer.encode(text, add_special_tokens=False).ids, None, []) for text in rendered]
-    assert all("demo" in answer.text for answer in reference.answers(prompts))
 
 
 def test_recorded_answers_are_those_of_this_checkpoint(reference: Reference) -> None:

@@ -33,7 +33,6 @@ LEFT = asyncio.Event()
 
 
 async def test_requests_are_forwarded(tmp_path: Path) -> None:
-    """Red if a body, a header or a status is lost, if a client that leaves goes on, or if an engine that ends is anything but a 503."""
     path = str(tmp_path / "socket")
     server = uvicorn.Server(uvicorn.Config(echo, uds=path, log_level="error"))
     serving = asyncio.create_task(server.serve())

@@ -89,7 +89,6 @@ async def test_interrupted_compilation_answers_503() -> None:
 
 @pytest.mark.parametrize("forks", [False, True])
 async def test_how_a_job_ended_is_known(forks: bool) -> None:
-    """Red if the end of a job is taken for another one, or ends the guest of a job that has a child of its own."""
     pool = GuestPool(1, "tests.unit.engine.echoing_guest", memory=1 << 32, forks=forks)
     try:
         assert await pool.ask(b"x", HANG_GUARD_S) == b"x"
@@ -149,7 +148,6 @@ def pool_of(*fakes: FakeGuest) -> GuestPool:
 
 
 async def test_the_client_that_has_used_least_is_next(clock: Any) -> None:
-    """Of one client, small jobs come before large ones. A client that leaves passes its turn on."""
     guest = FakeGuest(clock)
     pool = pool_of(guest)
 

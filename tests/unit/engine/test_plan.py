@@ -59,7 +59,6 @@ def test_the_plan_is_what_workers_measured() -> None:
 
 
 def test_the_plan_is_for_the_backend_that_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if another backend's sizes of steps count, or if a machine without GPUs plans for one that it may not have."""
     model, drafting = config_of("8B"), EngineConfig(draft="lookup", max_num_seqs=64)
     needs = {backend: make_plan(drafting, model, 80 * GIB, backend).needs for backend in STEP_SIZES}
     of_draws = [needs[name].activations - needs["torch"].activations for name in ("hopper", "portable")]
@@ -95,7 +94,6 @@ def test_weights_are_counted_as_they_lie() -> None:
 
 
 def test_small_cards_serve_with_smaller_steps() -> None:
-    """Red if a model that fits is refused, or if its context holds less than the largest image and a question."""
     cases: list[tuple[str, Literal["auto", "fp8"], int]] = [("2B", "auto", 8), ("4B", "auto", 24), ("8B", "fp8", 24), ("8B", "auto", 24)]
     for size, quantization, card in cases:
         model, config = config_of(size), EngineConfig(quantization=quantization)

@@ -76,7 +76,6 @@ def test_a_heads_guesses_save_steps() -> None:
 
 
 def test_a_head_that_guesses_wrong_is_hardly_asked() -> None:
-    """Red if guesses that never hold are verified again and again, or if more than one is made to find out whether that has changed."""
     sim = simulate_head()
     sim.worker.refuse_rate = 1.0
     add(sim, 0, max_tokens=400)
@@ -182,7 +181,6 @@ def followers(text: list[int], context: list[int]) -> list[int]:
 
 
 def test_a_copy_is_foreseen_token_by_token() -> None:
-    """Red if a copied text is not found, if a single sight of a short context is taken for sure, or if memory grows faster than text."""
     rng = random.Random(0)
     original = [rng.randrange(1000, 9000) for _ in range(200)]
     contexts = Contexts()
@@ -206,7 +204,6 @@ class Weak(LookupDrafter):
 
 @pytest.mark.parametrize(("rids", "drafted"), [((1,), True), ((1, 3), True), ((0, 1), False)])
 def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool) -> None:
-    """Red if a row misses every other step, which others are in, for less than a token, or forgoes what costs nothing."""
     sim = simulate()
     sim.core.drafter = Weak(32)
     for rid in rids:

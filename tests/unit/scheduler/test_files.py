@@ -114,7 +114,6 @@ def test_a_file_that_cannot_be_decoded_ends_its_request() -> None:
 
 
 def test_images_that_become_much_smaller_cost_their_pixels() -> None:
-    """Red if a step takes any number of large images because each has few tokens."""
     sim = simulation()
     show(sim, 1, b"abcdef", files=False)
     request = sim.core._requests[1][0]

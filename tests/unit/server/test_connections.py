@@ -112,6 +112,12 @@ async def test_health_is_answered_when_all_connections_are_busy() -> None:
 
 
 @virtual
+async def test_little_is_read_behind_a_running_request() -> None:
+    wire = await HttpServer(wait_if_posted).ask(request_of(SMALL), b"POST / HTTP/1.1\r\nX: ", *[b"x" * 65536] * 10)
+    assert not wire.received and len(wire._input) >= 8
+
+
+@virtual
 async def test_a_refused_body_must_end() -> None:
     wire = await HttpServer(refuse, EngineConfig(header_timeout=20)).ask(b"POST /nowhere" + CHUNKED)
     assert wire.statuses == [404]

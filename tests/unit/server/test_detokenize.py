@@ -153,7 +153,6 @@ def test_half_a_surrogate_pair_in_a_custom_call() -> None:
 
 
 def test_white_space_at_the_end_of_a_prompt(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """A prompt of white space was read from its end to its beginning, for each answer."""
     think = ThinkTokens.of(tokenizer)
     (space,) = tokenizer.encode("\n", add_special_tokens=False).ids
     read: list[int] = []

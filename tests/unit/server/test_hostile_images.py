@@ -67,7 +67,6 @@ async def ask(kind: type[Any], *codes: int) -> tuple[object, list[int]]:
 
 
 async def test_a_killed_decoder_is_asked_again_once() -> None:
-    """A decoder that the kernel killed for lack of memory made an honest file a 422."""
     for kind in (VideoDecoders, Decoders):
         answer, left = await ask(kind, -signal.SIGKILL)
         assert answer is not None and not left

@@ -73,7 +73,6 @@ def test_a_client_that_leaves_while_files_are_decoded(stack: Stack) -> None:
 
 
 def test_the_scheduler_wants_pixels_of_a_request_that_has_gone(stack: Stack) -> None:
-    """Red if a question that crosses the end of its request harms anybody."""
     stack.chat(content(LARGE[:1]))
     asking = Asking(stack, LARGE[:1])
     assert asking.end().status_code == 200

@@ -18,12 +18,10 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from server.http.chunked import BadChunk, ChunkedDecoder
 from server.http.direct import DirectProtocol, DirectReader, direct_reader
-from tests.eventually import eventually
 from tests.unit.server.in_process import HttpServer, run_virtually, serving, settle, virtual
-from tests.unit.server.raw_http import Counted, connect, packets, request_of, text_body
-from tests.unit.server.stack import ROOT, Stack, hold
+from tests.unit.server.raw_http import Counted, packets, request_of, text_body
+from tests.unit.server.stack import ROOT
 
-NUM_BUSY = 200
 LISTENING = re.compile(r"\.(listen|create_server|start_server|serve_forever|AppRunner|TCPSite|Config|run_app)\(")
 PLACES = {
     "server/http/listen.py: Config": "the limited server",
@@ -48,33 +46,6 @@ async def test_http_1_0_has_no_chunks(model_folder: Path) -> None:
             head, _, text = wire.received.partition(b"\r\n\r\n")
             assert b"transfer-encoding" not in head.lower() and wire.is_closed
             assert text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n") if stream else json.loads(text)["choices"]
-
-
-def own_kib(pid: int) -> int:
-    """A process's memory without the arenas."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1])
-
-
-@pytest.mark.nightly
-def test_a_connection_takes_a_bounded_part_of_the_memory(model_folder: Path) -> None:
-    """`docs/operations.md` states the bound. Each connection has a running request and sends another head."""
-    promised = re.search(r"(\d+) KiB for each connection", (ROOT / "docs/operations.md").read_text())
-    assert promised is not None
-    running = Stack(model_folder)
-    running.scheduler.script = hold
-    pid = running.processes["api"].pid
-    before, connections = own_kib(pid), [connect(running) for _ in range(NUM_BUSY)]
-    for connection in connections:
-        connection.sendall(request_of(text_body(stream=True)) + b"POST / HTTP/1.1\r\nX: " + b"y" * 60_000)
-    eventually(lambda: len(running.scheduler.requests) == NUM_BUSY, "every request")
-    eventually(lambda: (own_kib(pid) - before) / NUM_BUSY > int(promised[1]) / 4, "the memory of the second heads")
-    assert (own_kib(pid) - before) / NUM_BUSY < int(promised[1])
-    for connection in connections:
-        connection.close()
-    running.recover()
-    running.close()
 
 
 LARGE = 1_000_000

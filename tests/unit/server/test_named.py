@@ -62,7 +62,6 @@ URL, OTHER = picture(200, 30, 30), picture(20, 30, 230)
 
 
 def test_a_name_is_bound_when_its_bytes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if room for others is a way to another content."""
     monkeypatch.setattr(named, "MAX_BYTES", 4)
     images = NamedImages()
     assert images.bind(b"a", b"one")

@@ -96,7 +96,6 @@ def test_stop_strings(tokenizer: Tokenizer, table: TokenTable) -> None:
 
 
 def test_nobody_types_thoughts(checkpoint: Checkpoint, thinking_folder: Path, table: TokenTable, think: ThinkTokens) -> None:
-    """A `<think>` in a message is a token like any other; only the template's opens thoughts."""
 
     def is_reasoning(builder: PromptBuilder, **message: str) -> bool:
         """Whether an answer to this message begins with thoughts."""

@@ -80,7 +80,6 @@ def test_preempted_equals_alone(model: Qwen3VL, alone: list[list[int]], prefix_c
 
 
 def test_graphs_carry_the_states(model: Qwen3VL, alone: list[list[int]]) -> None:
-    """Red if a graph reads the rows of its capture, or if padding writes to a row in use."""
     limits = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "mixed_step_tokens": 32, "max_num_mixed_tokens": 24}
     engine = Engine(model, graphs=True, sizes=SIZES, **limits)
     assert ask(engine, prompts()) == alone
