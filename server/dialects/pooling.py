@@ -209,8 +209,8 @@ def judged(request: PoolingRequest, query: str | ItemContent, document: str | It
 
 
 def _parts(item: str | ItemContent, opening: str) -> list[Any]:
-    said = (item if isinstance(item, str) else item.content) or "NULL"
-    return [_text(opening), *([_text(said)] if isinstance(said, str) else said)]
+    content = (item if isinstance(item, str) else item.content) or "NULL"
+    return [_text(opening), *([_text(content)] if isinstance(content, str) else content)]
 
 
 def _text(text: str) -> Any:

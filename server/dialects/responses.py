@@ -149,8 +149,8 @@ def chat_body(request: ResponsesRequest, scanner: Scanner) -> Json:
     chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
     chat |= request.model_dump(include={"model", "max_tokens", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls"})
     chat["logprobs"] = bool(request.top_logprobs) or LOGPROBS in (request.include or ()) or None
-    said = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else _messages(request.input, scanner)
-    chat["messages"] = [*([{"role": "system", "content": request.instructions}] if request.instructions else ()), *said]
+    turns = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else _messages(request.input, scanner)
+    chat["messages"] = [*([{"role": "system", "content": request.instructions}] if request.instructions else ()), *turns]
     if request.tools:
         chat["tools"] = [chat_tool for tool in request.tools for chat_tool in _tools(tool)]
     choice = request.tool_choice
@@ -165,10 +165,10 @@ def _tools(tool: Any, namespace: str | None = None) -> Iterator[Any]:
         for inner in tool.tools:
             yield from _tools(inner, tool.name)
     elif isinstance(tool, FlatTool):
-        told = tool.model_dump(exclude={"type"}, exclude_unset=True) | {"name": joined(namespace, tool.name)}
+        definition = tool.model_dump(exclude={"type"}, exclude_unset=True) | {"name": joined(namespace, tool.name)}
         if tool.format and tool.format.get("type") == "grammar":
-            told["format"] = {"type": "grammar", "grammar": tool.format}
-        yield {"type": tool.type, tool.type: told}
+            definition["format"] = {"type": "grammar", "grammar": tool.format}
+        yield {"type": tool.type, tool.type: definition}
     elif namespace is None:
         yield tool
 
@@ -184,8 +184,8 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
             texts, thoughts, calls = [], [], []
         if isinstance(item, CallItem):
             kind, field = ("function", "arguments") if item.type == "function_call" else ("custom", "input")
-            told = {"name": joined(item.namespace, item.name), field: item.arguments or item.input}
-            calls.append({"id": item.call_id, "type": kind, kind: told})
+            call = {"name": joined(item.namespace, item.name), field: item.arguments or item.input}
+            calls.append({"id": item.call_id, "type": kind, kind: call})
         elif isinstance(item, ThoughtItem):
             thoughts += [part.text for part in item.content or ()]
         elif isinstance(item, ResultItem):
@@ -257,9 +257,9 @@ class ResponseFormat(BlockFormat):
         if self._open == "custom" and not (piece := self._text.push(piece)):
             return b""
         self._pieces.append(piece)
-        told = logprobs_json(event.logprobs) if self._open == "text" else []
-        self._logprobs += told
-        return self._event(f"{KINDS[self._open].delta}.delta", self._open, told, delta=piece)
+        entries = logprobs_json(event.logprobs) if self._open == "text" else []
+        self._logprobs += entries
+        return self._event(f"{KINDS[self._open].delta}.delta", self._open, entries, delta=piece)
 
     def finish_chunk(self, choice: Choice, timings: Json) -> bytes:
         last_item, response = self._finish(choice, choice.usage, timings)
@@ -338,11 +338,11 @@ class ResponsesEndpoint(TranslatedChat):
     translate = staticmethod(chat_body)
 
     def format_of(self, request: ResponsesRequest, job: Generation) -> Callable[[ReplyOptions], Format]:
-        said = request.model_dump(include=REPEATED, by_alias=True)
+        repeated = request.model_dump(include=REPEATED, by_alias=True)
         params = job.submits[0].params
-        said |= {"tool_choice": said["tool_choice"] or "auto", "parallel_tool_calls": request.parallel_tool_calls is not False}
-        said["tools"] = [tool.model_dump() for tool in request.tools or () if not isinstance(tool, HostedTool)]
-        return functools.partial(ResponseFormat, repeated=said | {"temperature": params.temperature, "top_p": params.top_p})
+        repeated |= {"tool_choice": repeated["tool_choice"] or "auto", "parallel_tool_calls": request.parallel_tool_calls is not False}
+        repeated["tools"] = [tool.model_dump() for tool in request.tools or () if not isinstance(tool, HostedTool)]
+        return functools.partial(ResponseFormat, repeated=repeated | {"temperature": params.temperature, "top_p": params.top_p})
 
 
 class CountResponseTokens(TranslatedCount):

@@ -219,7 +219,7 @@ class GenerationEndpoint(Endpoint):
         """`output` are OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.sampling, body.seed)
-        told = OutputOptions(
+        rules = OutputOptions(
             stop=request.stop, min_tokens=request.min_tokens or 0, bad_words=request.bad_words or [],
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
             skip_special_tokens=request.skip_special_tokens is not False, token_ids=bool(request.return_token_ids),
@@ -227,7 +227,7 @@ class GenerationEndpoint(Endpoint):
             **{"names": "ids" if request.return_tokens_as_token_ids else "texts", **output},
         )  # fmt: skip
         submits = submits_of(
-            body, prompts, field, params=params, output=told, cache_salt=request.cache_salt or "", n=request.n or 1,
+            body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,
             priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
             truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
             prediction=request.prediction.text if request.prediction else "",
@@ -238,7 +238,7 @@ class GenerationEndpoint(Endpoint):
             is_streamed=bool(request.stream), include_usage=bool(wanted.include_usage), timings=bool(request.timings),
             continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, max_tokens=params.max_tokens,
             warnings=[*request.warnings, *self.note_unknown(request.model_extra)],
-            custom_tools=request.custom_tools, has_grammar=grammar is not None or told.must_call, drops_empty=told.calls != "none",
+            custom_tools=request.custom_tools, has_grammar=grammar is not None or rules.must_call, drops_empty=rules.calls != "none",
         )  # fmt: skip
         return Generation(request=request, submits=submits, options=options, format=self.format)
 

@@ -43,8 +43,8 @@ class OpenAIFormat(Format):
         return {}
 
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
-        said = {"index": choice.index, **self.last_delta(), "logprobs": None, **_ending(choice)}
-        return self._chunk(said, choice.usage, {} if self._include_usage else timings)
+        entry = {"index": choice.index, **self.last_delta(), "logprobs": None, **_ending(choice)}
+        return self._chunk(entry, choice.usage, {} if self._include_usage else timings)
 
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
         if not self._include_usage:
@@ -55,9 +55,9 @@ class OpenAIFormat(Format):
         return b"data: " + error_body(info) + b"\n\n"
 
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
-        said = [{"index": choice.index, **self.document_choice(choice), **_ids(choice), **_ending(choice)} for choice in choices]
+        entries = [{"index": choice.index, **self.document_choice(choice), **_ids(choice), **_ending(choice)} for choice in choices]
         head = {**self._head, "object": self.document_object, **self.document_head(choices[0])}
-        return encode({**head, "choices": said, "usage": usage_json(usage), **self._warnings, **timings})
+        return encode({**head, "choices": entries, "usage": usage_json(usage), **self._warnings, **timings})
 
     def _chunk(self, choice: dict[str, object], usage: Usage, extra: dict[str, object]) -> bytes:
         chunk: dict[str, object] = {**self._head, "choices": [choice]}
@@ -88,8 +88,8 @@ class ChatFormat(OpenAIFormat):
 
     def first_chunk(self, choice: Choice) -> bytes:
         delta = {"role": "assistant", "content": "", **NO_REASONING}
-        said = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk(said, choice.usage, self._warnings | _prompt_ids(choice))
+        entry = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk(entry, choice.usage, self._warnings | _prompt_ids(choice))
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
         value = encode(event.text)
@@ -128,10 +128,10 @@ class ChatFormat(OpenAIFormat):
         call = choice.calls[delta.index]
         if call.name in self._custom_tools:
             text = self._texts.setdefault((choice.index, delta.index), CustomText()).push(delta.arguments)
-            said = {"custom": {"input": text}} if delta.name is None else _custom_json(call, text)
+            piece = {"custom": {"input": text}} if delta.name is None else _custom_json(call, text)
         else:
-            said = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)
-        return {"index": delta.index, **said}
+            piece = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)
+        return {"index": delta.index, **piece}
 
 
 class CompletionFormat(OpenAIFormat):

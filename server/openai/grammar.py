@@ -20,18 +20,18 @@ ALREADY = ("disable_any_whitespace", "disable_fallback")  # what they ask for is
 def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
     """Return the grammar and the field that holds it. RequestError 400 for several, or for one that cannot be read."""
     values = {name: getattr(request, name) for name in GRAMMARS}
-    told = {name: _grammar_of(GRAMMARS[name][0], value, name) for name, value in values.items() if value is not None}
+    grammars = {name: _grammar_of(GRAMMARS[name][0], value, name) for name, value in values.items() if value is not None}
     if request.structured_outputs is not None:
         members = {name: value for name, value in request.structured_outputs if value not in (None, False) and name not in ALREADY}
         if len(members) != 1 or not members.keys() <= MEMBERS.keys():
             raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar, json_object and structural_tag")
         for name, value in members.items():
-            told["structured_outputs"] = _grammar_of(MEMBERS[name], value, f"structured_outputs.{name.strip('_')}")
+            grammars["structured_outputs"] = _grammar_of(MEMBERS[name], value, f"structured_outputs.{name.strip('_')}")
     if (grammar := _of_response_format(request)) is not None:
-        told["response_format"] = grammar
-    if len(set(told.values())) > 1:  # guidance says the same in two fields
-        raise bad_value(list(told)[1], f"excludes {next(iter(told))}: an answer can follow one of them only")
-    return next(((grammar, name) for name, grammar in told.items()), (None, ""))
+        grammars["response_format"] = grammar
+    if len(set(grammars.values())) > 1:  # guidance says the same in two fields
+        raise bad_value(list(grammars)[1], f"excludes {next(iter(grammars))}: an answer can follow one of them only")
+    return next(((grammar, name) for name, grammar in grammars.items()), (None, ""))
 
 
 def check_strict_tools(request: ChatRequest) -> None:
@@ -67,9 +67,9 @@ def _grammar_of(kind: Any, value: Any, path: str) -> Grammar:
 
 def _present_form(tag: dict[str, Any]) -> dict[str, Any]:
     """Convert a structural tag from the older form with `structures` and `triggers`."""
-    told: list[Any] = tag["structures"] if isinstance(tag["structures"], list) else []
+    structures: list[Any] = tag["structures"] if isinstance(tag["structures"], list) else []
     tags = [{"begin": one.get("begin"), "content": {"type": "json_schema", "json_schema": one.get("schema", {})}, "end": one.get("end")}
-            for one in told if isinstance(one, dict)]  # fmt: skip
+            for one in structures if isinstance(one, dict)]  # fmt: skip
     return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}}
 
 
@@ -100,9 +100,9 @@ def _check_schema(schema: object, path: str, subject: str = "") -> None:
 def _object_of(value: str | dict[str, Any], path: str) -> dict[str, Any]:
     """Return an object that was sent as such or as JSON text. RequestError 400."""
     try:
-        told = json.loads(value) if isinstance(value, str) else value
+        found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict):
+        found = None
+    if not isinstance(found, dict):
         raise bad_value(path, "must be an object, or the JSON of one")
-    return told
+    return found

@@ -52,11 +52,11 @@ NO_URL: Any = Field(default=None, validate_default=True)
 def merged(options: Sequence[PixelLimits], fields: Collection[str], alternatives: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Return what the options say together in these fields; the first of them that says something takes precedence. Of the `alternatives`
     one option's count."""
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for one in reversed(options):
-        said = {name: value for name, value in one if name in fields and value is not None}
-        told = {name: value for name, value in told.items() if not (said.keys() & alternatives and name in alternatives)} | said
-    return told
+        given = {name: value for name, value in one if name in fields and value is not None}
+        result = {name: value for name, value in result.items() if not (given.keys() & alternatives and name in alternatives)} | given
+    return result
 
 
 class ImagePart(PixelLimits, Open):
@@ -70,6 +70,6 @@ class ImagePart(PixelLimits, Open):
     def reference(self, name: str, places: Places, limits: PixelLimits) -> MediaRef:
         """Return what the processor gets. Limits beside the URL take precedence, then the part's, then `limits`. RequestError 400."""
         check_extra(self, self.image_url, f"{name}.image_url")
-        told = merged((self.image_url, self, limits), PixelLimits.model_fields.keys())
+        bounds = merged((self.image_url, self, limits), PixelLimits.model_fields.keys())
         cap = LOW_DETAIL_PIXELS if "low" in (self.image_url.detail, self.detail) else None
-        return msgspec.structs.replace(places.of(self.image_url.url, self.uuid, f"{name}.image_url", ".url"), cap=cap, **told)
+        return msgspec.structs.replace(places.of(self.image_url.url, self.uuid, f"{name}.image_url", ".url"), cap=cap, **bounds)

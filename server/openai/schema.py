@@ -242,11 +242,11 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def remarks(self) -> list[str]:
-        said = [f"requests ask for the tool {words!r}, which is dropped" for words in self._dropped]
+        lines = [f"requests ask for the tool {words!r}, which is dropped" for words in self._dropped]
         if self.reasoning_effort is not None:
             switch = "on" if EFFORTS[self.reasoning_effort] else "off"
-            said.append(f"requests ask for the effort '{self.reasoning_effort}': thinking is {switch} if the template has a switch")
-        return said
+            lines.append(f"requests ask for the effort '{self.reasoning_effort}': thinking is {switch} if the template has a switch")
+        return lines
 
     @property
     def called(self) -> str | None:

@@ -80,11 +80,11 @@ class CustomTool(Strict):
 
     def as_function(self) -> Tool:
         """Return a function with one text parameter. A grammar is described to the model but not enforced."""
-        said, words = self.custom, [self.custom.description] if self.custom.description else []
-        if said.format is not None and said.format.grammar is not None:
-            words.append(f"The input follows this {said.format.grammar.syntax} grammar:\n{said.format.grammar.definition}")
+        custom, words = self.custom, [self.custom.description] if self.custom.description else []
+        if custom.format is not None and custom.format.grammar is not None:
+            words.append(f"The input follows this {custom.format.grammar.syntax} grammar:\n{custom.format.grammar.definition}")
         description = "\n\n".join(words) or None
-        function = FunctionDefinition(name=said.name, description=description, parameters=CUSTOM_PARAMETERS, strict=True)
+        function = FunctionDefinition(name=custom.name, description=description, parameters=CUSTOM_PARAMETERS, strict=True)
         return Tool(type="function", function=function)
 
 
@@ -108,8 +108,8 @@ class CustomText:
             text = text[begins.end() :] if begins else text
         end = INPUT.match(text).end() if self._has_begun else 0  # type: ignore[union-attr]  # there is always a match
         self._held = text[end : end + MAX_HELD]
-        said = str(json.loads(f'"{text[:end]}"', strict=False))
-        return said.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
+        shown = str(json.loads(f'"{text[:end]}"', strict=False))
+        return shown.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
 
 
 def custom_text(arguments: str) -> str:

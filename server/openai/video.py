@@ -113,28 +113,28 @@ def _merged(options: Sequence[VideoOptions]) -> dict[str, Any]:
 
 def reference(part: VideoPart | FramesPart, name: str, places: Places, limits: ProcessorKwargs, io: VideoIo) -> VideoRef:
     """Return what the processor gets of a part. Options beside the URL take precedence, then the part's, then `limits`, then `io`."""
-    told: list[VideoOptions] = [part, limits]
+    sources: list[VideoOptions] = [part, limits]
     if isinstance(part, FramesPart):
         check_extra(part, part, f"{name}.video")
         if isinstance(part.video, list):
             frames = [places.of(url, None, f"{name}.video.{i}") for i, url in enumerate(part.video)]
-            return _frames(part, name, told, io, VideoRef(frames=frames))
+            return _frames(part, name, sources, io, VideoRef(frames=frames))
         file = places.of(part.video, part.uuid, f"{name}.video")
     else:
-        told.insert(0, part.video_url)
+        sources.insert(0, part.video_url)
         check_extra(part, part.video_url, f"{name}.video_url")
         file = places.of(part.video_url.url, part.uuid, f"{name}.video_url", ".url")
     if places.has_type(file, JOINED_TYPE):
-        return _frames(part, name, told, io, VideoRef(file=file, holds_frames=True, source_fps=JOINED_FPS))
-    for told_of, values in (("frames_indices", part.frames_indices), ("timestamps", part.timestamps)):
+        return _frames(part, name, sources, io, VideoRef(file=file, holds_frames=True, source_fps=JOINED_FPS))
+    for field, values in (("frames_indices", part.frames_indices), ("timestamps", part.timestamps)):
         if values is not None:
-            raise bad_value(f"{name}.{told_of}", "is for frames that are sent one by one")
-    return _sampled(told, file, io)
+            raise bad_value(f"{name}.{field}", "is for frames that are sent one by one")
+    return _sampled(sources, file, io)
 
 
-def _sampled(told: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoRef:
+def _sampled(sources: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoRef:
     """Return the reference to a file from which frames are sampled."""
-    options = _merged(told)
+    options = _merged(sources)
     if not options.keys() & RATES:
         options |= {"num_frames": io.num_frames} if (io.num_frames or 0) > 0 else {"fps": io.fps} if (io.fps or 0) > 0 else {}
     samples = options.pop("do_sample_frames", io.do_sample_frames)
@@ -143,18 +143,18 @@ def _sampled(told: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoRef:
     return VideoRef(file=file, samples=samples, max_frame_tokens=options.pop("max_tokens_per_frame", None), **options)
 
 
-def _frames(part: VideoPart | FramesPart, name: str, told: list[VideoOptions], io: VideoIo, ref: VideoRef) -> VideoRef:
+def _frames(part: VideoPart | FramesPart, name: str, sources: list[VideoOptions], io: VideoIo, ref: VideoRef) -> VideoRef:
     """Complete a reference to frames that the client has chosen; `fps` is the rate of their source. RequestError 400."""
-    if any(one.do_sample_frames for one in told) or io.do_sample_frames:
+    if any(one.do_sample_frames for one in sources) or io.do_sample_frames:
         raise bad_value(f"{name}.do_sample_frames", "may only be false for frames: all of them are seen")
     if part.frames_indices is not None and part.timestamps is not None:
         raise bad_value(f"{name}.timestamps", "excludes `frames_indices`")
-    for told_of, values in (("timestamps", part.timestamps), ("frames_indices", part.frames_indices)):
+    for field, values in (("timestamps", part.timestamps), ("frames_indices", part.frames_indices)):
         if values is not None and values != sorted(values):
-            raise bad_value(f"{name}.{told_of}", "must not descend")
-    options, io_fps = _merged(told), io.fps if (io.fps or 0) > 0 else None
+            raise bad_value(f"{name}.{field}", "must not descend")
+    options, io_fps = _merged(sources), io.fps if (io.fps or 0) > 0 else None
     return msgspec.structs.replace(
-        ref, source_fps=_merged(told[:-1]).get("fps") or io_fps or ref.source_fps, times=part.timestamps, samples=False,
+        ref, source_fps=_merged(sources[:-1]).get("fps") or io_fps or ref.source_fps, times=part.timestamps, samples=False,
         indices=io.frames_indices if part.frames_indices is None else part.frames_indices,
         min_pixels=options.get("min_pixels"), max_pixels=options.get("max_pixels"),
         max_frame_tokens=options.get("max_tokens_per_frame"),

@@ -247,9 +247,9 @@ class FrameList(Video):
     def _check_number(self, num_frames: int) -> None:
         """Check the number of frames, indices and timestamps. RequestError 400."""
         self._planner.check_frames(num_frames)
-        for name, told in (("frames_indices", self._ref.indices), ("timestamps", self._ref.times)):
-            if told is not None and len(told) != num_frames:
-                raise RequestError(400, f"it has {num_frames} frames, but {len(told)} {name}", code="invalid_value")
+        for name, values in (("frames_indices", self._ref.indices), ("timestamps", self._ref.times)):
+            if values is not None and len(values) != num_frames:
+                raise RequestError(400, f"it has {num_frames} frames, but {len(values)} {name}", code="invalid_value")
 
     def _times(self) -> list[float]:
         ref = self._ref

@@ -82,9 +82,9 @@ class ChatTemplate:
             raise RequestError(400, "tools: the chat template does not show tools.", "tools", "unsupported_value")
         if prompt.ending == "continue":
             _append_text(messages[-1], shield.end)
-        told = {name: self._protect(value, shield) for name, value in prompt.template_kwargs.items()}
+        given = {name: self._protect(value, shield) for name, value in prompt.template_kwargs.items()}
         fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt.ending == "generation"}
-        text = self._run({**self._variables, **told, **fixed})
+        text = self._run({**self._variables, **given, **fixed})
         if prompt.ending == "continue":
             text, found, _ = text.rpartition(shield.end)
             if not found:
