@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_kernel_ahead, early_launch, num_multiprocessors
+from models.kernels.triton.launch import await_kernel_ahead, capability_of, early_launch, num_multiprocessors
 from models.kernels.triton.tuned import gemv_tiles
 
 Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
@@ -89,9 +89,10 @@ def gemv(
     assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == 1
     norm_weight, eps = norm or (x_1D, 0.0)
     width, num_out, is_whole = x_1D.shape[1], out_1N.shape[1], norm is not None or gated
-    tiles = gemv_tiles(num_out, width, gated, is_whole)
+    count = num_multiprocessors(x_1D.device)
+    tiles = gemv_tiles(num_out, width, gated, is_whole, (capability_of(x_1D.device), count))
     assert width <= tiles.block or not is_whole
-    _gemv[(min(tiles.programs * num_multiprocessors(x_1D.device), triton.cdiv(num_out, tiles.rows)),)](
+    _gemv[(min(tiles.programs * count, triton.cdiv(num_out, tiles.rows)),)](
         x_1D, norm_weight, weight_ND, out_1N, x_1D if normed_1D is None else normed_1D, eps,
         OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_1D is not None, GATED=gated, ADD=adds,
         ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **early_launch(x_1D),

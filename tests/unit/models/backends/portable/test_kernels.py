@@ -174,8 +174,9 @@ def test_tiles_fit_registers() -> None:
 
     widths = [2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 17_408, 25_600]
     kinds = [(True, True), (False, True), (False, False)]
-    for width, num_out, (gated, is_whole) in itertools.product(widths, [128, 2048, 5120, 151_936], kinds):
-        tiles = gemv_tiles(num_out, width, gated, is_whole)
+    devices = [((9, 0), 132), ((8, 0), 108)]
+    for width, num_out, (gated, is_whole), device in itertools.product(widths, [128, 2048, 5120, 151_936], kinds, devices):
+        tiles = gemv_tiles(num_out, width, gated, is_whole, device)
         assert tiles.block >= width or not is_whole, (width, num_out, gated)
         if not is_whole or width <= 8192:  # no model has so wide a residual stream
             assert tiles.rows * tiles.block * (1 + gated) <= GEMV_VALUES and tiles.rows & (tiles.rows - 1) == 0, (width, num_out, gated)
