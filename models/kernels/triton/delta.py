@@ -222,10 +222,7 @@ def _prepare(
     place = (whole.to(tl.int64) * HEADS + head)[:, None] * CHUNK + index[None, :]
     tl.store(p + place, attended.to(p.dtype.element_ty), there[:, None])
 
-    zeros = tl.zeros((SIZE, DIM), tl.float32)
-    u0, u1, u2, w0, w1, w2 = zeros, zeros, zeros, zeros, zeros, zeros
-    k0, k1, k2 = zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty)
-    s0, s1, s2, carry = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), 0.0
+    solved, carry = (), 0.0  # keys, sums, u and w of the blocks before
     for block in tl.static_range(CHUNK // SIZE):
         token = first + block * SIZE + tl.arange(0, SIZE)
         inside = token < end
@@ -238,25 +235,15 @@ def _prepare(
         carry += tl.sum(decay, 0)
         inverse = _inverse(_coupling(k, k, beta, s, s, True, EXACT), SIZE)
         u_new, w_new = beta[:, None] * v, (beta * tl.exp(s))[:, None] * k.to(tl.float32)
-        if block > 0:
-            coupling = _coupling(k, k0, beta, s, s0, False, EXACT)
-            u_new, w_new = u_new - _times(coupling, u0, EXACT), w_new - _times(coupling, w0, EXACT)
-        if block > 1:
-            coupling = _coupling(k, k1, beta, s, s1, False, EXACT)
-            u_new, w_new = u_new - _times(coupling, u1, EXACT), w_new - _times(coupling, w1, EXACT)
-        if block > 2:
-            coupling = _coupling(k, k2, beta, s, s2, False, EXACT)
-            u_new, w_new = u_new - _times(coupling, u2, EXACT), w_new - _times(coupling, w2, EXACT)
+        for other in tl.static_range(block):
+            coupling = _coupling(k, solved[4 * other], beta, s, solved[4 * other + 1], False, EXACT)
+            u_new -= _times(coupling, solved[4 * other + 2], EXACT)
+            w_new -= _times(coupling, solved[4 * other + 3], EXACT)
         u_new, w_new = _times(inverse, u_new, EXACT), _times(inverse, w_new, EXACT)
         place = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
         tl.store(u + place, u_new.to(u.dtype.element_ty), inside[:, None])
         tl.store(w + place, w_new.to(w.dtype.element_ty), inside[:, None])
-        if block == 0:
-            u0, w0, k0, s0 = u_new, w_new, k, s
-        elif block == 1:
-            u1, w1, k1, s1 = u_new, w_new, k, s
-        elif block == 2:
-            u2, w2, k2, s2 = u_new, w_new, k, s
+        solved += (k, s, u_new, w_new)  # type: ignore[assignment]
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
@@ -350,18 +337,9 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
     _gated_norm[(triton.cdiv(lines, tiles.lines),)](
-        o_THV,
-        heads.inputs_TX[:, channels:],
-        heads.norm_V,
-        out_TX,
-        heads.eps,
-        lines,
-        stride,
-        HEADS=num_heads,
-        DIM=dim,
-        LINES=tiles.lines,
-        **early,
-    )
+        o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride,
+        HEADS=num_heads, DIM=dim, LINES=tiles.lines, **early,
+    )  # fmt: skip
     return out_TX
 
 

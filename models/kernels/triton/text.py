@@ -123,26 +123,10 @@ def _squares(lower: tensor, upper: tensor, source: tensor, inside: tensor, DIM: 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])  # slots: as above
 def _norm_rope_store(
-    qkv: tensor,
-    q_out: tensor,
-    k_pool: tensor,
-    v_pool: tensor,
-    slots: tensor,
-    cos_sin: tensor,
-    q_weight: tensor,
-    k_weight: tensor,
-    eps: tensor,
-    num_tokens: tensor,
-    stride: tensor,
-    HEADS: constexpr,
-    KV_HEADS: constexpr,
-    DIM: constexpr,
-    HALF: constexpr,
-    GROUP: constexpr,
-    TOKENS: constexpr,
-    NORMED: constexpr,
-    OVERLAP: constexpr,
-) -> None:
+    qkv: tensor, q_out: tensor, k_pool: tensor, v_pool: tensor, slots: tensor, cos_sin: tensor, q_weight: tensor, k_weight: tensor,
+    eps: tensor, num_tokens: tensor, stride: tensor, HEADS: constexpr, KV_HEADS: constexpr, DIM: constexpr, HALF: constexpr,
+    GROUP: constexpr, TOKENS: constexpr, NORMED: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
     """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens. Two halves of a head are
     rotated; its other values come in pieces of as many."""
     await_kernel_ahead(OVERLAP)
