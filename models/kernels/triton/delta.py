@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_wait
 
 from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
-from models.kernels.triton.launch import await_kernel_ahead, early_launch
+from models.kernels.triton.launch import await_kernel, await_kernel_ahead, early_launch, floats
 from models.kernels.triton.tuned import DELTA, DeltaTiles
 
 # Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
@@ -25,7 +24,7 @@ L2_EPS = tl.constexpr(1e-6)
 @triton.jit
 def _gates_of(gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
     """Logarithms of the decay, 0 outside."""
-    a = tl.load(gates + token.to(tl.int64) * (2 * HEADS) + HEADS + head, inside, 0.0).to(tl.float32) + tl.load(dt_bias + head)
+    a = floats(gates + token.to(tl.int64) * (2 * HEADS) + HEADS + head, inside) + tl.load(dt_bias + head)
     softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
     return tl.where(inside, -tl.exp(tl.load(a_log + head)) * softplus, 0.0)
 
@@ -33,7 +32,7 @@ def _gates_of(gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, insi
 @triton.jit
 def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
     """beta, 0 outside."""
-    b = tl.load(gates + token.to(tl.int64) * (2 * HEADS) + head, inside, 0.0).to(tl.float32)
+    b = floats(gates + token.to(tl.int64) * (2 * HEADS) + head, inside)
     return tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
 
 
@@ -132,8 +131,7 @@ def _step(
     row, head = first_row + tl.program_id(0), tl.program_id(1)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
-        if OVERLAP:
-            gdc_wait()
+        await_kernel(OVERLAP)
         return
     key, column = tl.arange(0, DIM), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     permanent = tl.load(rows + row)
@@ -228,7 +226,7 @@ def _prepare(
         inside = token < end
         line = mixed + token.to(tl.int64)[:, None] * CHANNELS
         k = tl.load(line + key_at[None, :], inside[:, None], 0.0)
-        v = tl.load(line + value_at[None, :], inside[:, None], 0.0).to(tl.float32)
+        v = floats(line + value_at[None, :], inside[:, None])
         beta = _rates_of(gates, token, inside, head, HEADS)
         decay = _gates_of(gates, a_log, dt_bias, token, inside, head, HEADS)
         s = carry + tl.cumsum(decay, 0)
@@ -270,7 +268,7 @@ def _scan(
             q = tl.load(mixed + line + key_head * DIM + key[None, :], inside[:, None], 0.0)
             k = tl.load(mixed + line + (KEY_HEADS + key_head) * DIM + key[None, :], inside[:, None], 0.0)
             w_here = tl.load(w + mine * DIM + key[None, :], inside[:, None], 0.0)
-            changes = tl.load(u + mine * DIM + column[None, :], inside[:, None], 0.0).to(tl.float32)
+            changes = floats(u + mine * DIM + column[None, :], inside[:, None])
             attended = tl.load(p + mine * CHUNK + index[None, :], inside[:, None], 0.0)
             total = tl.load(sums + token.to(tl.int64) * HEADS + head, inside, 0.0)
             last = tl.min(total, 0)  # sums never grow
@@ -296,8 +294,8 @@ def _gated_norm(
     await_kernel_ahead(OVERLAP)
     line, dim = tl.program_id(0) * LINES + tl.arange(0, LINES).to(tl.int64), tl.arange(0, DIM)
     inside = (line < num_lines)[:, None]
-    value = tl.load(o + line[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
-    gate = tl.load(z + (line // HEADS)[:, None] * stride + (line % HEADS)[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
+    value = floats(o + line[:, None] * DIM + dim[None, :], inside)
+    gate = floats(z + (line // HEADS)[:, None] * stride + (line % HEADS)[:, None] * DIM + dim[None, :], inside)
     value *= tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
     value = value.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + dim).to(tl.float32)[None, :]
     value = value.to(out.dtype.element_ty).to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))

@@ -157,14 +157,14 @@ def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
     [(1, 512, 128), (17, 640, 256), (70, 1536, 128), pytest.param(2, 256, 128, marks=in_gate), (140, 256, 128)],
 )
 def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None:
-    from models.kernels.triton import fp8
+    from models.kernels.triton import float8
 
     torch.manual_seed(0)
     weight = BlockScaled.quantized(torch.randn((rows, width)) * torch.logspace(-2, 2, rows * width).view(rows, width))
     x = GroupScaled.quantized(torch.randn((num_tokens, width)) * torch.logspace(2, -2, num_tokens * width).view(num_tokens, width))
     expected = x.dequantized() @ weight.dequantized().t()
-    torch.testing.assert_close(fp8.multiply(x, weight, torch.float32), expected, rtol=1e-3, atol=1e-2)
-    parts = fp8.multiply_in_parts(x, weight)
+    torch.testing.assert_close(float8.multiply(x, weight, torch.float32), expected, rtol=1e-3, atol=1e-2)
+    parts = float8.multiply_in_parts(x, weight)
     assert len(parts) == {512: 4, 1536: 4, 640: 1, 256: 2}[width]
     torch.testing.assert_close(parts.sum(0), expected, rtol=1e-3, atol=1e-2)
 
