@@ -181,7 +181,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD
 
 
 def rms_norm_quantized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None) -> GroupScaled:
-    out = GroupScaled.empty(*x_TD.shape, x_TD.device)
+    out = GroupScaled.empty(len(x_TD), x_TD.shape[1], x_TD.device)
     _launch_norm(x_TD, weight_D, eps, addends_STD, (out.padded, out.scales))
     return out
 
