@@ -175,7 +175,8 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
     step_graphs.capture()
 
     def step(members: list[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
-        logits, *_ = step_graphs.run(host_step(runner.batch(members, num_prefill_rows, want)))
+        logits, hidden, _ = step_graphs.run(host_step(runner.batch(members, num_prefill_rows, want)))
+        assert relative(model.logits(hidden), logits) < TOLERANCE
         logits = logits.clone()
         for session, count in members:
             session.computed += count
