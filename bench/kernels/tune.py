@@ -17,6 +17,7 @@ from bench.kernels.__main__ import model_config
 from bench.kernels.timing import L2_BYTES, seconds_per_call
 from models.config.types import TextConfig
 from models.kernels.triton import gemv
+from models.kernels.triton.launch import capability_of, num_multiprocessors
 from models.kernels.triton.tuned import GEMV_VALUES, GemvTiles, gemv_tiles
 from models.scaffold import SHAPES
 
@@ -77,8 +78,8 @@ class Chain:
 
     def seconds(self, tiles: dict[tuple[int, int, bool], GemvTiles]) -> float:
         """Of one layer."""
-        gemv.gemv_tiles = lambda num_out, width, gated, is_whole: (
-            tiles.get((num_out, width, gated)) or gemv_tiles(num_out, width, gated, is_whole)
+        gemv.gemv_tiles = lambda num_out, width, gated, *others: (
+            tiles.get((num_out, width, gated)) or gemv_tiles(num_out, width, gated, *others)
         )
 
         def run() -> None:
@@ -91,9 +92,10 @@ class Chain:
 
 def tune(name: str, products: list[Product], device: torch.device) -> None:
     chain, found = Chain(products, device), dict[tuple[int, int, bool], GemvTiles]()
+    key_of_device = capability_of(device), num_multiprocessors(device)
     for product in products:
         key = product.num_out, product.width, product.gated
-        rule = gemv_tiles(*key, product.is_whole)
+        rule = gemv_tiles(*key, product.is_whole, key_of_device)
         before = chain.seconds(found)
         times = {tiles: chain.seconds({**found, key: tiles}) for tiles in product.candidates()}
         best = min(times, key=lambda tiles: times[tiles])

@@ -88,7 +88,8 @@ class StepGraphs:
         shape = (model.config.num_visual_levels, largest_prompt, model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
         num_logits = MAX_PREFILL_ROWS + max([self._decode_sizes[-1], *self._chunk_sizes])
-        self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write
+        self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write, as the next
+        self._hidden = torch.zeros((num_logits, model.config.text.hidden_size), dtype=model.dtype, device=self._device)
         self._staging = Staging(0, self._device)
         self._graphs: dict[Shape, Graph] = {}
 
@@ -121,13 +122,14 @@ class StepGraphs:
 
     def fits(self, step: HostStep) -> bool:
         """Whether there is a graph for the step."""
-        if step.pooled or (step.scored and len(step.ids)):
+        if step.scored and len(step.ids):
             return False
         return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.places))
 
-    def run(self, step: HostStep) -> tuple[torch.Tensor, Draws]:
-        """(S, V) logits of the step's `logits_indices`, valid until the next replay, and what draws tokens from them. Beside the graph the
-        device copies once and launches only what new rows and `_embed` take. No more steps may be in flight than `Staging` allows for."""
+    def run(self, step: HostStep) -> tuple[torch.Tensor, torch.Tensor, Draws]:
+        """(S, V) logits and (S, D) final hidden states of the step's `logits_indices`, valid until the next replay, and what draws tokens
+        from them. In addition to the graph the device copies once and launches only what new rows and `_embed` take. No more steps may be
+        in flight than `Staging` allows for."""
         shape = self._shape_for(len(step.ids), len(step.places))
         graph, padded = self._graphs[shape], self._pad(step, shape)
         self._staging.begin()
@@ -140,7 +142,8 @@ class StepGraphs:
             self._embed(ids_P[: len(step.ids)], step.visual)
         graph.replay()
         first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.places))
-        return graph.logits_SV[first : first + len(step.logits_indices)], draws
+        wanted = slice(first, first + len(step.logits_indices))
+        return graph.logits_SV[wanted], self._hidden[wanted], draws
 
     def places_of(self, step: HostStep) -> Int64s:
         """Where the step's tokens are among those of its graph."""
@@ -228,7 +231,10 @@ class StepGraphs:
             states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
             of_step = layout, visual, logits_indices_S, states, rows, padding_slot, self._rows.hidden_of(len(ids_T))
             batch = ForwardBatch(ids_T, positions_3T, *of_step)
-            return self._model.logits(self._model(batch, attention), self._logits[: len(logits_indices_S)])
+            hidden_SD = self._model(batch, attention)
+            logits_SV = self._model.logits(hidden_SD, self._logits[: len(hidden_SD)])
+            self._hidden[: len(hidden_SD)].copy_(hidden_SD)  # last: nothing lies between the norm and the product, which overlap
+            return logits_SV
 
         replay, logits_SV = self._record(forward)
         return Graph(replay, attention, logits_SV)

@@ -19,7 +19,7 @@ from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.profile import StepMemory
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws, HostDraws
-from engine.worker.sampling.pooling import pool
+from engine.worker.sampling.pooling import pool, reads_logits
 from engine.worker.sampling.prompt import PromptScores, score_prompts
 from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.staging import Staging
@@ -209,12 +209,16 @@ class Runner:
 
     def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None, dict[int, torch.Tensor]]:
         if self.graphs is not None and self.graphs.fits(step):
-            return *self.graphs.run(step), None, {}
+            logits_SV, hidden_SD, draws = self.graphs.run(step)
+            return logits_SV, draws, None, pool(step.pooled, hidden_SD, logits_SV)
         inputs = self.rows.stage(step, self.staging)
         self.attention.plan(inputs.batch.attention)
         hidden_SD, scores = self.model(inputs.batch, self.attention), None
         if inputs.scoring is not None:
             scores = score_prompts(hidden_SD, inputs.scoring, self.model.logits)
             hidden_SD = hidden_SD[inputs.places_S]
-        logits_SV = self.model.logits(hidden_SD)
+        if reads_logits(step.pooled, len(hidden_SD)):
+            logits_SV = self.model.logits(hidden_SD)
+        else:
+            logits_SV = hidden_SD.new_zeros((len(hidden_SD), self.model.config.text.vocab_size), dtype=torch.float32)
         return logits_SV, inputs.draws, scores, pool(step.pooled, hidden_SD, logits_SV)

@@ -154,7 +154,7 @@ def graph_logits(model: Qwen3VL, backend: Backend, decodes: tuple[int, ...] = (4
     step_graphs.capture()
     session, found, ends = runner.start(prompt), [], []
     for count in [50, 130, *[1] * 40]:
-        logits, _ = step_graphs.run(host_step(runner.batch([(session, count)], int(count > 1), "last")))
+        logits, *_ = step_graphs.run(host_step(runner.batch([(session, count)], int(count > 1), "last")))
         found.append(logits[-1].clone())
         session.computed += count
         ends.append(session.computed - 1)
@@ -175,7 +175,8 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
     step_graphs.capture()
 
     def step(members: list[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
-        logits, _ = step_graphs.run(host_step(runner.batch(members, num_prefill_rows, want)))
+        logits, hidden, _ = step_graphs.run(host_step(runner.batch(members, num_prefill_rows, want)))
+        assert relative(model.logits(hidden), logits) < TOLERANCE
         logits = logits.clone()
         for session, count in members:
             session.computed += count

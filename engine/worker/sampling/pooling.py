@@ -17,6 +17,11 @@ class PooledRow:
     ids: tuple[int, ...]
 
 
+def reads_logits(rows: Sequence[PooledRow], num_draws: int) -> bool:
+    """Whether any of a step's draws needs logits: the token of a pooled row is drawn, but nothing reads it."""
+    return len(rows) < num_draws or any(row.ids for row in rows)
+
+
 def pool(rows: Sequence[PooledRow], hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> dict[int, torch.Tensor]:
     """By the index of the chunk, float32 on the host when the step is done."""
     values = (logits_SV[row.draw, list(row.ids)] if row.ids else hidden_SD[row.draw] for row in rows)

@@ -5,8 +5,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from models.kernels.hopper import float8_gemv
 from models.kernels.stream import RowClass
-from models.kernels.triton import fp8
-from models.kernels.triton.float8 import TritonFloat8
+from models.kernels.triton.float8 import TritonFloat8, multiply
 from models.kernels.triton.products import ExpertGemv
 from models.weights.float8 import BlockScaled, GroupScaled
 
@@ -18,7 +17,7 @@ class HopperFloat8(TritonFloat8):
 
     def multiply(self, x_TX: GroupScaled, matrix: BlockScaled, rows: RowClass) -> torch.Tensor:
         if rows <= RowClass.FEW:
-            return fp8.multiply(x_TX, matrix)
+            return multiply(x_TX, matrix)
         weight_KN, weight_scales = matrix.transposed
         scales = x_TX.scales, ScalingType.BlockWise1x128, weight_scales, ScalingType.BlockWise128x128
         y_TN = scaled_mm(x_TX.padded, weight_KN, *scales, output_dtype=torch.bfloat16)

@@ -3,21 +3,21 @@
 import numpy as np
 
 from models.cache.layout import AttentionLayout
-from models.kernels.hopper.tuned import ENOUGH, KEYS_PER_TILE, MANY, TILES_TO_MERGE, TILES_TO_START
+from models.kernels.hopper.tuned import MANY, MIXED, TILES_TO_MERGE, TILES_TO_START
 from models.kernels.paged import Int32s
 
 
 def prefill_blocks(layout: AttentionLayout, tiles: Int32s, kv_heads: int, tile_keys: int, num_blocks: int) -> int:
     """How many of `num_blocks`, one on each multiprocessor, compute the prefill rows, so that both parts are done soonest; all of them if
-    the decode rows might as well come behind."""
-    costs = -(-tiles[:, 3] // tile_keys) + TILES_TO_START
-    if not len(costs):
+    the decode rows might as well follow, or nothing was measured for so many."""
+    costs, mixed = -(-tiles[:, 3] // tile_keys) + TILES_TO_START, MIXED.get(num_blocks)
+    if not len(costs) or mixed is None:
         return num_blocks
     blocks = np.arange(1, num_blocks + 1)
     items = kv_heads * len(costs) / blocks
     whole = np.maximum(np.where(items > MANY, items, np.ceil(items)) * costs.mean(), costs.max())
     prompts = np.minimum(whole, items * costs.mean() + TILES_TO_START + TILES_TO_MERGE)  # or some are cut
-    decodes = kv_heads * int(layout.kv_lens_cpu[layout.num_prefill_rows :].sum()) / KEYS_PER_TILE
-    times = np.maximum(prompts, decodes / np.clip(num_blocks - blocks, 1, ENOUGH * num_blocks))
-    times[-1] = prompts[-1] + decodes / (ENOUGH * num_blocks)
+    decodes = kv_heads * int(layout.kv_lens_cpu[layout.num_prefill_rows :].sum()) / mixed.keys_per_tile
+    times = np.maximum(prompts, decodes / np.clip(num_blocks - blocks, 1, mixed.enough * num_blocks))
+    times[-1] = prompts[-1] + decodes / (mixed.enough * num_blocks)
     return num_blocks if times[-1] <= times.min() else int(times.argmin()) + 1

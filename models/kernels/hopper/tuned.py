@@ -41,10 +41,17 @@ MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens fa
 TILES_TO_START = 7  # that an item takes longer than its tiles
 TILES_TO_MERGE = 7  # after the last part of a tile
 
-# While prompts and decode rows are computed side by side.
-KEYS_PER_TILE = 97  # of one KV head, read for decode rows while a block multiplies a tile
-ENOUGH = 0.75  # of all multiprocessors read as fast as the memory can
 MANY = 4  # items of a block: dealt by cost, they come out even
+
+
+class Mixed(NamedTuple):
+    """How a device computes prompts and decode rows side by side."""
+
+    keys_per_tile: int  # of one KV head, read for decode rows while a block multiplies a tile
+    enough: float  # so large a part of the multiprocessors reads as fast as the memory can
+
+
+MIXED = {132: Mixed(97, 0.75)}  # by multiprocessors, as the step sizes; on others decode rows follow the prompts
 
 
 class Cluster(NamedTuple):

@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_wait
 
 from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
-from models.kernels.triton.launch import await_kernel_ahead, early_launch
+from models.kernels.triton.launch import await_kernel, await_kernel_ahead, early_launch, floats
 from models.kernels.triton.tuned import DELTA, DeltaTiles
 
 # Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
@@ -25,7 +24,7 @@ L2_EPS = tl.constexpr(1e-6)
 @triton.jit
 def _gates_of(gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
     """Logarithms of the decay, 0 outside."""
-    a = tl.load(gates + token.to(tl.int64) * (2 * HEADS) + HEADS + head, inside, 0.0).to(tl.float32) + tl.load(dt_bias + head)
+    a = floats(gates + token.to(tl.int64) * (2 * HEADS) + HEADS + head, inside) + tl.load(dt_bias + head)
     softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
     return tl.where(inside, -tl.exp(tl.load(a_log + head)) * softplus, 0.0)
 
@@ -33,7 +32,7 @@ def _gates_of(gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, insi
 @triton.jit
 def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
     """beta, 0 outside."""
-    b = tl.load(gates + token.to(tl.int64) * (2 * HEADS) + head, inside, 0.0).to(tl.float32)
+    b = floats(gates + token.to(tl.int64) * (2 * HEADS) + head, inside)
     return tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
 
 
@@ -132,8 +131,7 @@ def _step(
     row, head = first_row + tl.program_id(0), tl.program_id(1)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
-        if OVERLAP:
-            gdc_wait()
+        await_kernel(OVERLAP)
         return
     key, column = tl.arange(0, DIM), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     permanent = tl.load(rows + row)
@@ -222,41 +220,28 @@ def _prepare(
     place = (whole.to(tl.int64) * HEADS + head)[:, None] * CHUNK + index[None, :]
     tl.store(p + place, attended.to(p.dtype.element_ty), there[:, None])
 
-    zeros = tl.zeros((SIZE, DIM), tl.float32)
-    u0, u1, u2, w0, w1, w2 = zeros, zeros, zeros, zeros, zeros, zeros
-    k0, k1, k2 = zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty), zeros.to(mixed.dtype.element_ty)
-    s0, s1, s2, carry = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), 0.0
+    solved, carry = (), 0.0  # keys, sums, u and w of the blocks before
     for block in tl.static_range(CHUNK // SIZE):
         token = first + block * SIZE + tl.arange(0, SIZE)
         inside = token < end
         line = mixed + token.to(tl.int64)[:, None] * CHANNELS
         k = tl.load(line + key_at[None, :], inside[:, None], 0.0)
-        v = tl.load(line + value_at[None, :], inside[:, None], 0.0).to(tl.float32)
+        v = floats(line + value_at[None, :], inside[:, None])
         beta = _rates_of(gates, token, inside, head, HEADS)
         decay = _gates_of(gates, a_log, dt_bias, token, inside, head, HEADS)
         s = carry + tl.cumsum(decay, 0)
         carry += tl.sum(decay, 0)
         inverse = _inverse(_coupling(k, k, beta, s, s, True, EXACT), SIZE)
         u_new, w_new = beta[:, None] * v, (beta * tl.exp(s))[:, None] * k.to(tl.float32)
-        if block > 0:
-            coupling = _coupling(k, k0, beta, s, s0, False, EXACT)
-            u_new, w_new = u_new - _times(coupling, u0, EXACT), w_new - _times(coupling, w0, EXACT)
-        if block > 1:
-            coupling = _coupling(k, k1, beta, s, s1, False, EXACT)
-            u_new, w_new = u_new - _times(coupling, u1, EXACT), w_new - _times(coupling, w1, EXACT)
-        if block > 2:
-            coupling = _coupling(k, k2, beta, s, s2, False, EXACT)
-            u_new, w_new = u_new - _times(coupling, u2, EXACT), w_new - _times(coupling, w2, EXACT)
+        for other in tl.static_range(block):
+            coupling = _coupling(k, solved[4 * other], beta, s, solved[4 * other + 1], False, EXACT)
+            u_new -= _times(coupling, solved[4 * other + 2], EXACT)
+            w_new -= _times(coupling, solved[4 * other + 3], EXACT)
         u_new, w_new = _times(inverse, u_new, EXACT), _times(inverse, w_new, EXACT)
         place = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
         tl.store(u + place, u_new.to(u.dtype.element_ty), inside[:, None])
         tl.store(w + place, w_new.to(w.dtype.element_ty), inside[:, None])
-        if block == 0:
-            u0, w0, k0, s0 = u_new, w_new, k, s
-        elif block == 1:
-            u1, w1, k1, s1 = u_new, w_new, k, s
-        elif block == 2:
-            u2, w2, k2, s2 = u_new, w_new, k, s
+        solved += (k, s, u_new, w_new)  # type: ignore[assignment]
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
@@ -283,7 +268,7 @@ def _scan(
             q = tl.load(mixed + line + key_head * DIM + key[None, :], inside[:, None], 0.0)
             k = tl.load(mixed + line + (KEY_HEADS + key_head) * DIM + key[None, :], inside[:, None], 0.0)
             w_here = tl.load(w + mine * DIM + key[None, :], inside[:, None], 0.0)
-            changes = tl.load(u + mine * DIM + column[None, :], inside[:, None], 0.0).to(tl.float32)
+            changes = floats(u + mine * DIM + column[None, :], inside[:, None])
             attended = tl.load(p + mine * CHUNK + index[None, :], inside[:, None], 0.0)
             total = tl.load(sums + token.to(tl.int64) * HEADS + head, inside, 0.0)
             last = tl.min(total, 0)  # sums never grow
@@ -309,8 +294,8 @@ def _gated_norm(
     await_kernel_ahead(OVERLAP)
     line, dim = tl.program_id(0) * LINES + tl.arange(0, LINES).to(tl.int64), tl.arange(0, DIM)
     inside = (line < num_lines)[:, None]
-    value = tl.load(o + line[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
-    gate = tl.load(z + (line // HEADS)[:, None] * stride + (line % HEADS)[:, None] * DIM + dim[None, :], inside, 0.0).to(tl.float32)
+    value = floats(o + line[:, None] * DIM + dim[None, :], inside)
+    gate = floats(z + (line // HEADS)[:, None] * stride + (line % HEADS)[:, None] * DIM + dim[None, :], inside)
     value *= tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
     value = value.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + dim).to(tl.float32)[None, :]
     value = value.to(out.dtype.element_ty).to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))
@@ -350,18 +335,9 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
     _gated_norm[(triton.cdiv(lines, tiles.lines),)](
-        o_THV,
-        heads.inputs_TX[:, channels:],
-        heads.norm_V,
-        out_TX,
-        heads.eps,
-        lines,
-        stride,
-        HEADS=num_heads,
-        DIM=dim,
-        LINES=tiles.lines,
-        **early,
-    )
+        o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride,
+        HEADS=num_heads, DIM=dim, LINES=tiles.lines, **early,
+    )  # fmt: skip
     return out_TX
 
 

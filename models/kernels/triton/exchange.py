@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_kernel_ahead, early_launch
+from models.kernels.triton.launch import await_kernel_ahead, early_launch, floats
 
 BLOCK = 256  # messages of a program
 MAX_PROGRAMS = 512  # of an exchange: all of them are on a device at once, since each waits for the same one of the other ranks
@@ -78,16 +78,16 @@ def _sum(
     low, high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         place = parts + (part * num_words).to(tl.int64) * 2 + word * 2
-        low += tl.load(place, inside, 0.0).to(tl.float32)
-        high += tl.load(place + 1, inside, 0.0).to(tl.float32)
+        low += floats(place, inside)
+        high += floats(place + 1, inside)
     low_bits = low.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
     high_bits = high.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
     mine = low_bits | (high_bits << 16)
     _send(mine, inboxes, epoch, RANK, SIZE, PROGRAMS, BLOCK)
     old_low, old_high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     if ADD:
-        old_low = tl.load(stream + word * 2, inside, 0.0).to(tl.float32)
-        old_high = tl.load(stream + word * 2 + 1, inside, 0.0).to(tl.float32)
+        old_low = floats(stream + word * 2, inside)
+        old_high = floats(stream + word * 2 + 1, inside)
     low, high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for source in tl.static_range(SIZE):
         got = mine

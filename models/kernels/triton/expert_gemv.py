@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_kernel_ahead, early_launch, num_multiprocessors
+from models.kernels.triton.launch import await_kernel_ahead, early_launch, floats, num_multiprocessors
 from models.kernels.triton.tuned import EXPERT_GEMV
 from models.weights.plain import Plain
 
@@ -35,7 +35,7 @@ def _gate_up(
     await_kernel_ahead(OVERLAP)
     gate, up = _fetch(matrices, chosen, tl.program_id(0), CHOSEN, WIDTH, INNER, ROWS, BLOCK)
     column = tl.arange(0, BLOCK)
-    value = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)[None, :]
+    value = floats(x + column, column < WIDTH)[None, :]
     for index in range(tl.program_id(0), CHOSEN * (INNER // ROWS), tl.num_programs(0)):
         coming = _fetch(matrices, chosen, index + tl.num_programs(0), CHOSEN, WIDTH, INNER, ROWS, BLOCK)
         result = tl.sum(gate.to(tl.float32) * value, 1)
@@ -71,7 +71,7 @@ def _down(
         if k + AHEAD < CHOSEN:
             fetched += (_rows_of_choice(matrices, chosen, row, column, k + AHEAD, WIDTH, INNER),)  # type: ignore[assignment]
         is_ours = tl.load(chosen + k) >= 0  # what else lies at its place is void
-        value = tl.load(inner + k * INNER + column, column < tl.where(is_ours, INNER, 0), 0.0).to(tl.float32)
+        value = floats(inner + k * INNER + column, column < tl.where(is_ours, INNER, 0))
         value *= tl.where(is_ours, tl.load(weights + k).to(tl.float32), 0.0)
         total += fetched[k].to(tl.float32) * value[None, :]
     result = tl.sum(total, 1)

@@ -1,14 +1,75 @@
 """Products of float8 matrices in scaled blocks, of inputs that are rounded likewise."""
 
+import math
+
 import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
 
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
-from models.kernels.triton.fp8 import multiply, multiply_in_parts
+from models.kernels.triton.launch import await_kernel_ahead, early_launch
 from models.kernels.triton.products import ExpertOperands, TritonProducts
 from models.kernels.triton.text import quantized, swiglu_quantized
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
-from models.weights.float8 import BlockScaled, GroupScaled
+from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
+
+ROWS = 64  # of the matrix in a program
+LEAST_TOKENS, MOST_TOKENS = 16, 128  # of a program's tile
+SPLITS = 4
+STAGES, WARPS = 4, 4
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
+def _multiply(
+    x: tensor, x_scales: tensor, weight: tensor, weight_scales: tensor, out: tensor, num_tokens: tensor, scale_stride: tensor,
+    OUT: constexpr, WIDTH: constexpr, PADDED: constexpr, BLOCKS: constexpr, ROWS: constexpr, TOKENS: constexpr, STAGES: constexpr,
+    OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """Program (i, j, t): ROWS values of the t-th TOKENS tokens, over the j-th BLOCKS blocks of 128 inputs."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    first = tl.program_id(1) * BLOCKS
+    weights = weight + row.to(tl.int64)[:, None] * WIDTH + first * 128 + column[None, :]
+    inputs = x + token[None, :] * WIDTH + first * 128 + column[:, None]
+    inside = token < num_tokens
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    await_kernel_ahead(OVERLAP)
+    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+        products = tl.dot(tl.load(weights + block * 128), tl.load(inputs + block * 128, inside[None, :], 0.0))
+        input_scales = tl.load(x_scales + (first + block) * scale_stride + token, inside, 0.0)
+        total += products * (input_scales * tl.load(weight_scales + tl.program_id(0) * ROWS // 128 * PADDED + first + block))[None, :]
+    place = out + (tl.program_id(1) * num_tokens + token[None, :]) * OUT + row[:, None]
+    tl.store(place, total.to(out.dtype.element_ty), inside[None, :])
+
+
+def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """x @ weight.T for at least one token."""
+    out_TN = x_TK.padded.new_empty((len(x_TK), len(weight_NK)), dtype=dtype)
+    _launch(x_TK, weight_NK, out_TN[None])
+    return out_TN
+
+
+def multiply_in_parts(x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
+    """(S, T, N) float32, whose sum over S is the product."""
+    num_parts = math.gcd(SPLITS, x_TK.padded.shape[1] // BLOCK)
+    parts_STN = x_TK.padded.new_empty((num_parts, len(x_TK), len(weight_NK)), dtype=torch.float32)
+    _launch(x_TK, weight_NK, parts_STN)
+    return parts_STN
+
+
+def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) -> None:
+    num_parts, num_tokens, rows = out_STN.shape
+    assert num_tokens and rows % ROWS == 0
+    tokens = min(MOST_TOKENS, max(LEAST_TOKENS, triton.next_power_of_2(num_tokens)))
+    scales = weight_NK.padded_scales
+    _multiply[(rows // ROWS, num_parts, triton.cdiv(num_tokens, tokens))](
+        x_TK.padded, x_TK.scales, weight_NK.values, scales, out_STN, num_tokens, len(x_TK.padded),
+        OUT=rows, WIDTH=x_TK.padded.shape[1], PADDED=scales.shape[1], BLOCKS=x_TK.padded.shape[1] // BLOCK // num_parts,
+        ROWS=ROWS, TOKENS=tokens, STAGES=STAGES,
+        num_warps=WARPS, **early_launch(out_STN),
+    )  # fmt: skip
 
 
 class TritonFloat8(TritonProducts[BlockScaled]):

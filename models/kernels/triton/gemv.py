@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_kernel_ahead, early_launch, num_multiprocessors
+from models.kernels.triton.launch import await_kernel_ahead, capability_of, early_launch, floats, num_multiprocessors
 from models.kernels.triton.tuned import gemv_tiles
 
 Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
@@ -22,7 +22,7 @@ def _norm(
     value: tensor, weight: tensor, normed: tensor, eps: tensor, column: tensor, WIDTH: constexpr, KEPT: constexpr,
 ) -> tensor:  # fmt: skip
     """RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
-    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * floats(weight + column, column < WIDTH)
     if KEPT:
         kept = value.to(normed.dtype.element_ty)
         if tl.program_id(0) == 0:
@@ -47,7 +47,7 @@ def _gemv(
     if GATED:
         up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
     await_kernel_ahead(OVERLAP)
-    value = tl.load(x + column, column < WIDTH, 0.0).to(tl.float32)
+    value = floats(x + column, column < WIDTH)
     if NORM:
         value = _norm(value, norm_weight, normed, eps, column, WIDTH, KEPT)
     for _ in range(tl.program_id(0) * ROWS, OUT, step):
@@ -64,14 +64,14 @@ def _gemv(
                 next_up = _fetch(place + OUT * WIDTH, coming, column, OUT, WIDTH)
             total += gate.to(tl.float32) * value[None, :]
             if BLOCKS > 1:
-                value = tl.load(x + first + column, first + column < WIDTH, 0.0).to(tl.float32)
+                value = floats(x + first + column, first + column < WIDTH)
             gate = next_gate
         result = tl.sum(total, 1)
         if GATED:
             result = result / (1 + tl.exp(-result)) * tl.sum(up.to(tl.float32) * value[None, :], 1)
             up = next_up
         if ADD:
-            result += tl.load(out + row, row < OUT, 0.0).to(tl.float32)
+            result += floats(out + row, row < OUT)
         tl.store(out + row, result.to(out.dtype.element_ty), row < OUT)
         row += step
 
@@ -89,9 +89,10 @@ def gemv(
     assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == 1
     norm_weight, eps = norm or (x_1D, 0.0)
     width, num_out, is_whole = x_1D.shape[1], out_1N.shape[1], norm is not None or gated
-    tiles = gemv_tiles(num_out, width, gated, is_whole)
+    count = num_multiprocessors(x_1D.device)
+    tiles = gemv_tiles(num_out, width, gated, is_whole, (capability_of(x_1D.device), count))
     assert width <= tiles.block or not is_whole
-    _gemv[(min(tiles.programs * num_multiprocessors(x_1D.device), triton.cdiv(num_out, tiles.rows)),)](
+    _gemv[(min(tiles.programs * count, triton.cdiv(num_out, tiles.rows)),)](
         x_1D, norm_weight, weight_ND, out_1N, x_1D if normed_1D is None else normed_1D, eps,
         OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_1D is not None, GATED=gated, ADD=adds,
         ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **early_launch(x_1D),

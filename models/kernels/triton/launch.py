@@ -5,6 +5,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 OVERLAP_CAPABILITY = (9, 0)  # from here on a kernel may begin while the one before it ends (programmatic dependent launch)
@@ -22,11 +23,24 @@ def early_launch(x: torch.Tensor) -> dict[str, bool]:
 
 
 @triton.jit
-def await_kernel_ahead(OVERLAP: tl.constexpr) -> None:
+def await_kernel_ahead(OVERLAP: constexpr) -> None:
     """From here on what it has written is there; the kernel behind may begin."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def await_kernel(OVERLAP: constexpr) -> None:
+    """The same, but the kernel behind may not begin."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def floats(place: tensor, mask: tensor) -> tensor:
+    """Values in float32, 0 outside the mask."""
+    return tl.load(place, mask, 0.0).to(tl.float32)
 
 
 @cache

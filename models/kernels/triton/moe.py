@@ -10,10 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_wait
 
 from models.kernels.ops import Experts
-from models.kernels.triton.launch import capability_of, early_launch
+from models.kernels.triton.launch import await_kernel, capability_of, early_launch, floats
 from models.kernels.triton.products import triton_products
 from models.kernels.triton.routing import Choices, route
 from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles
@@ -79,7 +78,7 @@ def _multiply(
         place = out + slot.to(tl.int64)[:, None] * (OUT // 2) + half[None, :]
         tl.store(place, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), inside[:, None])
     else:
-        total *= tl.load(weights + slot, inside, 0.0).to(tl.float32)[:, None]
+        total *= floats(weights + slot, inside)[:, None]
         part = (slot % CHOSEN).to(tl.int64) * num_tokens + slot // CHOSEN
         tl.store(out + part[:, None] * OUT + column[None, :], total.to(out.dtype.element_ty), inside[:, None])
 
@@ -93,8 +92,7 @@ def _multiply_experts(
 ) -> None:  # fmt: skip
     """With SLOTS, program (i, j): the j-th columns of the expert of choice i, unless an earlier choice has the same. Else one program:
     some columns of one block of sorted `choices`; those of one block follow each other."""
-    if OVERLAP:
-        gdc_wait()
+    await_kernel(OVERLAP)
     if SLOTS:
         index, every = tl.program_id(0), tl.arange(0, SLOTS)
         expert_of = tl.load(choices + every, every < num_slots, -1)

@@ -7,10 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_wait
 
 from models.kernels.ops import Experts
-from models.kernels.triton.launch import await_kernel_ahead, early_launch
+from models.kernels.triton.launch import await_kernel, await_kernel_ahead, early_launch
 from models.kernels.triton.tuned import FEW_CHOICES
 
 SORTED = 128  # choices of a program that sorts
@@ -89,8 +88,7 @@ def _sort(
     """Each expert's choices begin at a multiple of ROWS. One program: SORTED choices, and of some blocks of ROWS expert and rows."""
     expert = tl.arange(0, BLOCK)
     slot = tl.program_id(0) * SORTED + tl.arange(0, SORTED)
-    if OVERLAP:
-        gdc_wait()
+    await_kernel(OVERLAP)
     count = tl.load(counts + expert, expert < EXPERTS, 0)
     padded = (count + ROWS - 1) // ROWS * ROWS
     end = tl.cumsum(padded, 0)

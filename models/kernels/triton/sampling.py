@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_wait
 
 from models.kernels.reference.sampling import draw_random
 from models.kernels.sampling import MASS_BITS, DrawParams, RowParams
-from models.kernels.triton.launch import early_launch
+from models.kernels.triton.launch import await_kernel, early_launch
 
 # Rows of a table: their alignment changes with the number of rows, and a kernel must not be compiled again for that.
 PARAMS = list(RowParams._fields)
@@ -63,8 +62,7 @@ def _scan(
     group = tile * GROUPS + tl.arange(0, GROUPS)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = token < V
-    if OVERLAP:
-        gdc_wait()
+    await_kernel(OVERLAP)
     k = tl.load(top_k + row)
     if (k > 0) & (k <= MAX_TOP_K):
         logit = tl.load(logits + row.to(tl.int64) * stride + token, inside, float("-inf")).to(tl.float32)
@@ -87,8 +85,7 @@ def _choose(
 ) -> None:  # fmt: skip
     """One program: a row. K is a power of two that reaches its top-k."""
     row = tl.program_id(0)
-    if OVERLAP:
-        gdc_wait()
+    await_kernel(OVERLAP)
     k = tl.load(top_k + row)
     if k == 0:
         tile = tl.arange(0, TILES_POWER)

@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_wait
 
 from models.kernels.ops import KVPool, NewHeads
-from models.kernels.triton.launch import await_kernel_ahead, early_launch
+from models.kernels.triton.launch import await_kernel, await_kernel_ahead, early_launch, floats
 from models.weights.float8 import GroupScaled
 
 MAX_HEADS_PER_PROGRAM = 4
@@ -46,12 +45,12 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
-    scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    scale = floats(weight + column, inside)
     await_kernel_ahead(OVERLAP)
-    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    value = floats(x + place, inside)
     if ADDENDS > 0:
         for part in tl.static_range(ADDENDS):
-            value += tl.load(addends + part * addend_size + place, inside, 0.0).to(tl.float32)
+            value += floats(addends + part * addend_size + place, inside)
         whole = value.to(x.dtype.element_ty)
         tl.store(x + place, whole, inside)
         value = whole.to(tl.float32)
@@ -72,10 +71,9 @@ def _swiglu(
     first = tl.program_id(0) % BLOCKS * BLOCK
     column = first + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    if OVERLAP:
-        gdc_wait()
-    gate = tl.load(gate_up + token * (2 * WIDTH) + column, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + column, inside, 0.0).to(tl.float32)
+    await_kernel(OVERLAP)
+    gate = floats(gate_up + token * (2 * WIDTH) + column, inside)
+    up = floats(gate_up + token * (2 * WIDTH) + WIDTH + column, inside)
     value = gate / (1 + tl.exp(-gate)) * up
     if SCALED:
         value = value.to(gate_up.dtype.element_ty).to(tl.float32)
@@ -88,9 +86,8 @@ def _quantize(
 ) -> None:  # fmt: skip
     """One program: one token."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    if OVERLAP:
-        gdc_wait()
-    value = tl.load(x + token * WIDTH + column, column < WIDTH, 0.0).to(tl.float32)
+    await_kernel(OVERLAP)
+    value = floats(x + token * WIDTH + column, column < WIDTH)
     _store(value, out, scales, token, 0, scale_stride, True, WIDTH, BLOCK)
 
 
@@ -102,8 +99,7 @@ def _rotary_rows(
 ) -> None:  # fmt: skip
     """One program: TOKENS tokens, whose positions on the next axis lie `stride` behind."""
     token, pair = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None], tl.arange(0, HALF)[None, :]
-    if OVERLAP:
-        gdc_wait()
+    await_kernel(OVERLAP)
     position = tl.load(positions + tl.load(axis + pair) * stride + token, token < num_tokens, 0)
     angle = position.to(tl.float32) * tl.load(inv_freq + pair)
     place = out + token * (2 * HALF) + pair
@@ -116,33 +112,17 @@ def _squares(lower: tensor, upper: tensor, source: tensor, inside: tensor, DIM: 
     """Their sum over each head: of its first two pieces, and of the others."""
     squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
     for piece in tl.static_range(2, DIM // HALF):
-        rest = tl.load(source + piece * HALF, inside, 0.0).to(tl.float32)
+        rest = floats(source + piece * HALF, inside)
         squares += tl.sum(rest * rest, 1)
     return squares
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])  # slots: as above
 def _norm_rope_store(
-    qkv: tensor,
-    q_out: tensor,
-    k_pool: tensor,
-    v_pool: tensor,
-    slots: tensor,
-    cos_sin: tensor,
-    q_weight: tensor,
-    k_weight: tensor,
-    eps: tensor,
-    num_tokens: tensor,
-    stride: tensor,
-    HEADS: constexpr,
-    KV_HEADS: constexpr,
-    DIM: constexpr,
-    HALF: constexpr,
-    GROUP: constexpr,
-    TOKENS: constexpr,
-    NORMED: constexpr,
-    OVERLAP: constexpr,
-) -> None:
+    qkv: tensor, q_out: tensor, k_pool: tensor, v_pool: tensor, slots: tensor, cos_sin: tensor, q_weight: tensor, k_weight: tensor,
+    eps: tensor, num_tokens: tensor, stride: tensor, HEADS: constexpr, KV_HEADS: constexpr, DIM: constexpr, HALF: constexpr,
+    GROUP: constexpr, TOKENS: constexpr, NORMED: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
     """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens. Two halves of a head are
     rotated; its other values come in pieces of as many."""
     await_kernel_ahead(OVERLAP)
@@ -150,8 +130,8 @@ def _norm_rope_store(
     token, heads = (tl.program_id(0) * TOKENS + row // GROUP).to(tl.int64), first + row % GROUP
     inside, pairs = token < num_tokens, tl.arange(0, HALF)[None, :]
     source = qkv + token * stride + heads * DIM + pairs
-    lower = tl.load(source, inside, 0.0).to(tl.float32)
-    upper = tl.load(source + HALF, inside, 0.0).to(tl.float32)
+    lower = floats(source, inside)
+    upper = floats(source + HALF, inside)
     scale = tl.full((TOKENS * GROUP, 1), 1.0, tl.float32)
     weight = tl.where(first < HEADS, q_weight, k_weight) if NORMED else q_weight
     if first < HEADS + KV_HEADS:
@@ -171,7 +151,7 @@ def _norm_rope_store(
             upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
             target = v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * DIM + pairs
     for piece in tl.static_range(2, DIM // HALF):
-        rest = tl.load(source + piece * HALF, inside, 0.0).to(tl.float32)
+        rest = floats(source + piece * HALF, inside)
         if first < HEADS + KV_HEADS:
             if NORMED:
                 rest = rest * scale * tl.load(weight + piece * HALF + pairs).to(tl.float32)
@@ -188,62 +168,55 @@ def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: cons
     await_kernel_ahead(OVERLAP)
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    logit = tl.load(gate + token * stride + column // GROUP, inside, 0.0).to(tl.float32)
-    value = tl.load(x + token * WIDTH + column, inside, 0.0).to(tl.float32) / (1.0 + tl.exp(-logit))
+    logit = floats(gate + token * stride + column // GROUP, inside)
+    value = floats(x + token * WIDTH + column, inside) / (1.0 + tl.exp(-logit))
     tl.store(x + token * WIDTH + column, value.to(x.dtype.element_ty), inside)
 
 
+Target = tuple[torch.Tensor, torch.Tensor | None]  # values and, of float8, scales
+
+
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
-    out_TD = torch.empty_like(x_TD)
-    _launch_norm(x_TD, weight_D, eps, addends_STD, out_TD)
-    return out_TD
+    return _launch_norm(x_TD, weight_D, eps, addends_STD, (torch.empty_like(x_TD), None))
 
 
 def rms_norm_quantized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None) -> GroupScaled:
-    num_tokens, width = x_TD.shape
-    out = GroupScaled.empty(num_tokens, width, x_TD.device)
-    _launch_norm(x_TD, weight_D, eps, addends_STD, out.padded, out.scales)
+    out = GroupScaled.empty(len(x_TD), x_TD.shape[1], x_TD.device)
+    _launch_norm(x_TD, weight_D, eps, addends_STD, (out.padded, out.scales))
     return out
 
 
-def _launch_norm(
-    x_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-    addends_STD: torch.Tensor | None,
-    out_TD: torch.Tensor,
-    scales: torch.Tensor | None = None,
-) -> None:
+def _launch_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None, out: Target) -> torch.Tensor:
     num_addends, addends = (0, x_TD) if addends_STD is None else (len(addends_STD), addends_STD)
     assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
-    num_tokens, width = x_TD.shape
+    (num_tokens, width), (values, scales) = x_TD.shape, out
     if num_tokens:
         _rms_norm[(num_tokens,)](
-            x_TD, weight_D, addends, out_TD, x_TD if scales is None else scales, eps, x_TD.numel(), len(out_TD),
+            x_TD, weight_D, addends, values, x_TD if scales is None else scales, eps, x_TD.numel(), len(values),
             ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width),
             num_warps=NORM_WARPS, **early_launch(x_TD),
         )  # fmt: skip
+    return values
 
 
 def swiglu(gate_up_TX: torch.Tensor) -> torch.Tensor:
-    out_TI = gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2))
-    _launch_swiglu(gate_up_TX, out_TI)
-    return out_TI
+    return _launch_swiglu(gate_up_TX, (gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2)), None))
 
 
 def swiglu_quantized(gate_up_TX: torch.Tensor) -> GroupScaled:
     out = GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device)
-    _launch_swiglu(gate_up_TX, out.padded, out.scales)
+    _launch_swiglu(gate_up_TX, (out.padded, out.scales))
     return out
 
 
-def _launch_swiglu(gate_up_TX: torch.Tensor, out_TI: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+def _launch_swiglu(gate_up_TX: torch.Tensor, out: Target) -> torch.Tensor:
     assert gate_up_TX.is_contiguous()
-    num_tokens, width = len(gate_up_TX), out_TI.shape[1]
-    _swiglu[(num_tokens * triton.cdiv(width, SWIGLU_BLOCK),)](
-        gate_up_TX, out_TI, gate_up_TX if scales is None else scales, len(out_TI),
-        SCALED=scales is not None, WIDTH=width, BLOCK=SWIGLU_BLOCK, **early_launch(out_TI),
+    values, scales = out
+    _swiglu[(len(gate_up_TX) * triton.cdiv(values.shape[1], SWIGLU_BLOCK),)](
+        gate_up_TX, values, gate_up_TX if scales is None else scales, len(values),
+        SCALED=scales is not None, WIDTH=values.shape[1], BLOCK=SWIGLU_BLOCK, **early_launch(values),
     )  # fmt: skip
+    return values
 
 
 def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from models.kernels.triton.launch import floats
+
 
 @triton.jit
 def _rotate(kvq: tensor, cos_sin: tensor, HEADS: constexpr, HALF: constexpr, BLOCK_HALF: constexpr) -> None:
@@ -31,7 +33,7 @@ def _layer_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    value = tl.load(x + row * WIDTH + column, inside, 0.0).to(tl.float32)
+    value = floats(x + row * WIDTH + column, inside)
     value += tl.load(offset + column % OFFSETS, inside, 0.0)
     centred = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)

@@ -5,10 +5,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
-from triton.language.extra.cuda import gdc_wait
 
 from models.kernels.transfers import Transfers
-from models.kernels.triton.launch import early_launch
+from models.kernels.triton.launch import await_kernel, early_launch
 
 LINE = 128  # bytes
 LINES = 32  # of a program
@@ -31,8 +30,7 @@ def _deliver(
     """One program: ROWS tokens."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = index < num_rows
-    if OVERLAP:
-        gdc_wait()
+    await_kernel(OVERLAP)
     token = tl.load(tokens + index, inside)
     tl.store(last_tokens + tl.load(rows + index, inside), token, inside)
     tl.store(host + index, token, inside)

@@ -93,20 +93,23 @@ class GemvTiles:
 GEMV_VALUES = 16_384  # of a matrix that a program fetches at once: enough to keep the memory busy, and they fit registers
 LONG_BLOCK = 4096  # of a vector that need not be whole
 FEW_ROWS = 1024  # programs with one row each fill the device
-GEMV_TILES: dict[tuple[int, int, bool], GemvTiles] = {  # where others are better on an H200, see `bench.kernels.tune`
-    (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
-    (2048, 2048, False): GemvTiles(8, 2048, 8, 4),
-    (2048, 6144, False): GemvTiles(4, 2048, 4, 8),
-    (5120, 2048, False): GemvTiles(4, 2048, 4, 8),  # 30B-A3B
-    (2048, 4096, False): GemvTiles(2, 4096, 8, 4),
-    (5120, 17408, False): GemvTiles(2, 2048, 4, 8),  # 3.5-27B
-    (12288, 2048, False): GemvTiles(4, 2048, 4, 8),  # 3.5-35B-A3B
+Device = tuple[tuple[int, int], int]  # compute capability, number of multiprocessors
+GEMV_TILES: dict[Device, dict[tuple[int, int, bool], GemvTiles]] = {  # where others are better, see `bench.kernels.tune`
+    ((9, 0), 132): {  # measured on an H200
+        (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
+        (2048, 2048, False): GemvTiles(8, 2048, 8, 4),
+        (2048, 6144, False): GemvTiles(4, 2048, 4, 8),
+        (5120, 2048, False): GemvTiles(4, 2048, 4, 8),  # 30B-A3B
+        (2048, 4096, False): GemvTiles(2, 4096, 8, 4),
+        (5120, 17408, False): GemvTiles(2, 2048, 4, 8),  # 3.5-27B
+        (12288, 2048, False): GemvTiles(4, 2048, 4, 8),  # 3.5-35B-A3B
+    },
 }
 
 
-def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool) -> GemvTiles:
+def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool, device: Device) -> GemvTiles:
     """If `is_whole`, the vector must be one block."""
-    tuned = GEMV_TILES.get((num_out, width, gated))
+    tuned = GEMV_TILES.get(device, {}).get((num_out, width, gated))
     if tuned is not None and (width <= tuned.block or not is_whole):
         return tuned
     whole = 1 << (width - 1).bit_length()

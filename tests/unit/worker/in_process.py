@@ -161,6 +161,7 @@ class Engine:
         self.errors: dict[int, str] = {}
         self.logprobs: dict[Key, list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[Key, PromptLogprobs] = {}
+        self.pooled: dict[Key, bytes] = {}
         self.guess: Callable[[Request], tuple[int, ...]] = lambda request: ()  # drafts for the next step
 
     def add(
@@ -207,6 +208,8 @@ class Engine:
             key = key_of(output.rid, output.index)
             self.tokens[key] += output.token_ids
             self.logprobs[key] += output.logprobs
+            if output.pooled:
+                self.pooled[key] = output.pooled
             if output.prompt_logprobs is not None:
                 self.prompt_logprobs[key] = output.prompt_logprobs
             if output.error is not None:

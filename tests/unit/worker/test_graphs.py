@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.worker import graphs
-from engine.worker.rows import HostStep
+from engine.worker.rows import HostStep, Rows
 from engine.worker.staging import Staging
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.ops import Experts
@@ -74,6 +74,28 @@ def test_graphs_change_nothing(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(graphs.StepGraphs, "run", note)
     assert load(Engine(model, graphs=True, sizes=SIZES, **limits)) == plain
     assert chunk != 17 or seen >= {(0, True, False), (1, True, True), (1, False, False), (2, True, True)}, "every kind of step"
+
+
+def test_pooled_rows_are_replayed(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states, and logits of a few tokens, come out of graphs; without graphs a step of embeddings alone computes no logits."""
+
+    def pooled(*wanted: tuple[int, ...], streams: int, replayed: bool = False) -> list[bytes]:
+        engine = Engine(model, graphs=replayed, sizes=SIZES)
+        with monkeypatch.context() as patch:
+            for used in [(Rows, "stage")] if replayed else [(Qwen3VL, "logits")] if not streams else []:
+                patch.setattr(*used, None)
+            for rid in range(streams):
+                engine.add(rid, [[9] * 7], max_tokens=6)
+                engine.step()
+            for rid, ids in enumerate(wanted, streams):
+                engine.add(rid, [list(range(rid, 10 + 10 * rid))], max_tokens=1, pooled_ids=ids)
+            engine.run()
+        return [values for _, values in sorted(engine.pooled.items())]
+
+    expected = pooled((), (5, 7), (), streams=1)
+    assert [len(values) // 4 for values in expected] == [model.config.text.hidden_size, 2, model.config.text.hidden_size]
+    assert pooled((), (5, 7), (), streams=1, replayed=True) == expected
+    assert len(pooled((), (), streams=0)) == 2
 
 
 def test_padding_goes_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,14 +157,14 @@ def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
     [(1, 512, 128), (17, 640, 256), (70, 1536, 128), pytest.param(2, 256, 128, marks=in_gate), (140, 256, 128)],
 )
 def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None:
-    from models.kernels.triton import fp8
+    from models.kernels.triton import float8
 
     torch.manual_seed(0)
     weight = BlockScaled.quantized(torch.randn((rows, width)) * torch.logspace(-2, 2, rows * width).view(rows, width))
     x = GroupScaled.quantized(torch.randn((num_tokens, width)) * torch.logspace(2, -2, num_tokens * width).view(num_tokens, width))
     expected = x.dequantized() @ weight.dequantized().t()
-    torch.testing.assert_close(fp8.multiply(x, weight, torch.float32), expected, rtol=1e-3, atol=1e-2)
-    parts = fp8.multiply_in_parts(x, weight)
+    torch.testing.assert_close(float8.multiply(x, weight, torch.float32), expected, rtol=1e-3, atol=1e-2)
+    parts = float8.multiply_in_parts(x, weight)
     assert len(parts) == {512: 4, 1536: 4, 640: 1, 256: 2}[width]
     torch.testing.assert_close(parts.sum(0), expected, rtol=1e-3, atol=1e-2)
 
@@ -174,8 +174,9 @@ def test_tiles_fit_registers() -> None:
 
     widths = [2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 17_408, 25_600]
     kinds = [(True, True), (False, True), (False, False)]
-    for width, num_out, (gated, is_whole) in itertools.product(widths, [128, 2048, 5120, 151_936], kinds):
-        tiles = gemv_tiles(num_out, width, gated, is_whole)
+    devices = [((9, 0), 132), ((8, 0), 108)]
+    for width, num_out, (gated, is_whole), device in itertools.product(widths, [128, 2048, 5120, 151_936], kinds, devices):
+        tiles = gemv_tiles(num_out, width, gated, is_whole, device)
         assert tiles.block >= width or not is_whole, (width, num_out, gated)
         if not is_whole or width <= 8192:  # no model has so wide a residual stream
             assert tiles.rows * tiles.block * (1 + gated) <= GEMV_VALUES and tiles.rows & (tiles.rows - 1) == 0, (width, num_out, gated)

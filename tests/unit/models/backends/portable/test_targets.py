@@ -127,16 +127,16 @@ def launch_tower() -> None:
 
 
 def launch_float8() -> None:
-    from models.kernels.triton import fp8, text
+    from models.kernels.triton import float8, text
 
     text.rms_norm_quantized(bf16(2, 4096), bf16(4096), 1e-6, None)
     text.swiglu_quantized(bf16(2, 24_576))
     text.quantized(bf16(2, 4096))
     for num_tokens in (1, 100, 1000):
         x, weight = GroupScaled.empty(num_tokens, 4096, torch.device("cpu")), BlockScaled.empty(256, 4096, torch.device("cpu"))
-        fp8.multiply(x, weight, torch.bfloat16)
-        if num_tokens <= fp8.MOST_TOKENS:
-            fp8.multiply_in_parts(x, weight)
+        float8.multiply(x, weight, torch.bfloat16)
+        if num_tokens <= float8.MOST_TOKENS:
+            float8.multiply_in_parts(x, weight)
 
 
 def launch_experts(capability: int, is_float8: bool) -> None:
