@@ -20,7 +20,7 @@ from tests.unit.engine.failing_child import REASON
 
 @pytest.fixture
 def busy_process() -> Iterator[None]:
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    busy = [subprocess.Popen([sys.executable, "-c", "import os; os.nice(10)\nwhile True: pass"]) for _ in range(2)]  # other tests go on
     yield
     for process in busy:
         process.kill()
