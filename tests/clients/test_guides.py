@@ -1,4 +1,4 @@
-"""The Python examples of the quickstart and the guides, as written, against the demo model."""
+"""The Python examples of the quickstart, the guides and the page on Python, as written, against the demo model."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from tests.e2e.serving import ROOT, Engine
 pytestmark = pytest.mark.clients
 
 EXAMPLE = re.compile(r"<!-- run -->\n```python\n(.*?)```", re.DOTALL)
-PAGES = sorted([ROOT / "docs/quickstart.md", *(ROOT / "docs/guides").glob("*.md")])
+PAGES = sorted([ROOT / "docs/quickstart.md", ROOT / "docs/python.md", *(ROOT / "docs/guides").glob("*.md")])
 ADDRESS = "http://127.0.0.1:8000"
 
 
