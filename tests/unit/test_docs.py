@@ -27,7 +27,7 @@ from server.processor.media.decoders import DECODE_CPU_S, LARGE_PIXELS, PIXELS_P
 from server.processor.media.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
-OTHER_PAGES = [ROOT / "bench/results/LEVERS.md", ROOT / "models/demo/checkpoint/README.md"]
+OTHER_PAGES = [ROOT / "models/demo/checkpoint/README.md"]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *OTHER_PAGES])
 TOP = ("engine", "server", "models", "tests", "bench", "docs", "deploy", ".github", ".ci")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -76,7 +76,7 @@ def test_pages_use_standard_terms() -> None:
     """Red for words that readers of other projects stumble over: write draft token, reported, sampled, the client, alongside, rejected."""
     people = "guess|guesses|guessed|told|whoever|nobody|somebody|beside|any more"
     terms = re.compile(rf"\b({people}|lanes?|deals?|real_T|other factor|is a 4\d\d|are a 4\d\d)\b", re.IGNORECASE)
-    pages = [page for page in PAGES if page.name not in ("CHANGELOG.md", "LEVERS.md")]
+    pages = [page for page in PAGES if page.name not in ("CHANGELOG.md", "optimisation-log.md")]
     found = [(name_of(page), match[0]) for page in pages for match in terms.finditer(page.read_text(encoding="utf-8"))]
     assert not found
 
