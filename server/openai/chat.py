@@ -1,7 +1,6 @@
 """`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
 
 import functools
-import json
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,7 +31,6 @@ from server.openai.schema import (
     GenerationRequest,
     MediaRequest,
     TokenizeRequest,
-    Tool,
 )
 
 Show = Callable[[list[Event]], Response]
@@ -204,15 +202,10 @@ ROUTES: dict[str, type[Endpoint]] = {
 }
 
 
-def json_of(tools: list[Tool]) -> bytes:
-    """Return the tools as JSON for the template, without unset members."""
-    return json.dumps([tool.model_dump(exclude_none=True) for tool in tools], ensure_ascii=False).encode()
-
-
 def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> ChatPrompt:
     return ChatPrompt(
         messages=msgspec.json.encode(messages),
-        tools=json_of(request.functions) if request.uses_tools else None,
+        tools=msgspec.json.encode([tool.model_dump(exclude_none=True) for tool in request.functions]) if request.uses_tools else None,
         template_kwargs=request.template_kwargs,
         ending="continue" if request.continue_final_message else "none" if request.add_generation_prompt is False else "generation",
     )

@@ -6,7 +6,7 @@ The hot path is `token_chunk`.
 import secrets
 from abc import abstractmethod
 
-from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob, RankedToken
+from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob
 from server.errors import error_body
 from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode
 from server.openai.tools import CustomText, custom_text
@@ -181,12 +181,11 @@ def _prompt_ids(choice: Choice) -> dict[str, object]:
 
 def _of_prompt(choice: Choice) -> dict[str, object]:
     """Return vLLM's members about the prompt: for each token an object by ids, null for the first."""
-    places = [{str(token.id): _ranked_json(token) for token in place} or None for place in choice.prompt_logprobs]
+    places = [
+        {str(token.id): {"logprob": token.logprob, "rank": token.rank, "decoded_token": _text(token.text)} for token in place} or None
+        for place in choice.prompt_logprobs
+    ]
     return {"prompt_token_ids": choice.prompt_ids or None, "prompt_logprobs": places or None}
-
-
-def _ranked_json(token: RankedToken) -> dict[str, object]:
-    return {"logprob": token.logprob, "rank": token.rank, "decoded_token": _text(token.text)}
 
 
 def _ending(choice: Choice) -> dict[str, object]:

@@ -11,8 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.launch.config import VERSION
 from engine.wire.messages import Forget
-from server.errors import RequestError
-from server.openai.endpoint import Service
+from server.openai.endpoint import Service, unknown_model
 from server.openai.openapi import DescribedRoute
 
 SECRETS = frozenset({"api_key"})
@@ -68,7 +67,7 @@ class Status:
     async def model(self, name: str) -> Any:
         """One of the served models."""
         if name not in self._service.model_names:
-            raise RequestError(404, f"The model '{name[:100]}' does not exist.", "model", "model_not_found")
+            raise unknown_model(name, self._service.model_names)
         return self._card(name)
 
     async def health(self, response: Response) -> Any:

@@ -127,7 +127,8 @@ class PromptBuilder:
                 raise too_long(limit, str(len(prompt.ids)))
             ids = self._shortened(prompt.ids) if are_videos else prompt.ids
         else:
-            ids = [*self._frame[0], *self._encode_text(prompt.text, limit)]
+            self._check_size(prompt.text, limit)
+            ids = [*self._frame[0], *self._encode_piece(prompt.text)]
         shown = self._placeholders.shown(ids)
         if len(shown) > len(are_videos) == 0 and not is_chat:
             raise RequestError(400, "The prompt holds the placeholder of an image, which only messages can bring.", PROMPT, "invalid_value")
@@ -201,10 +202,6 @@ class PromptBuilder:
             ids.append(self._special_ids[token])
             ids.extend(encoding.ids)
         return ids
-
-    def _encode_text(self, text: str, limit: int) -> list[int]:
-        self._check_size(text, limit)
-        return self._encode_piece(text)
 
     def _encode_piece(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
