@@ -1,7 +1,7 @@
-"""The directory of KV blocks: who holds which, the name of a block's content, what is evicted next.
+"""Directory of KV blocks: ownership, names of block contents, eviction order.
 
-A snapshot of a row's recurrent states is in several blocks of the same pool, under the name of the last block before it. With any of its
-blocks all of it is evicted.
+A snapshot of a row's recurrent states occupies several blocks of the same pool, under the name of the last block before it. Evicting any of
+its blocks evicts all of it.
 
    ref > 0                      ref == 0, in `_free` from least to most recently used
 +-----------+   release    +---------------------------------------------+
@@ -20,14 +20,14 @@ import numpy as np
 from engine.wire.messages import ImageSpan
 
 DIGEST_SIZE = 16
-CHECKED_AT_ONCE = 4096  # blocks: a millisecond
+CHECKED_AT_ONCE = 4096  # blocks per millisecond of checking
 
 
 class FreeList:
-    """Blocks in an order, at first all; doubly linked, of fixed memory: an `OrderedDict` would be copied again and again."""
+    """Ordered set of blocks, initially all; doubly linked in fixed memory: an `OrderedDict` would be reallocated again and again."""
 
     def __init__(self, num_blocks: int):
-        self._ends = num_blocks  # a node of its own: the first block follows it, and it follows the last
+        self._ends = num_blocks  # sentinel node before the first and after the last block
         self._next = array("i", [*range(1, num_blocks + 1), 0])  # -1: not in the list
         self._previous = array("i", [num_blocks, *range(num_blocks)])
         self._len = num_blocks
@@ -39,7 +39,7 @@ class FreeList:
         return self._next[block] >= 0
 
     def add(self, block: int, last: bool) -> None:
-        """To the end or the beginning."""
+        """Add a block at the end or the beginning."""
         before = self._previous[self._ends] if last else self._ends
         after = self._next[before]
         self._next[before] = self._previous[after] = block
@@ -59,7 +59,7 @@ class FreeList:
 
 
 class BlockPool:
-    """Ref-counted KV blocks with a hash directory. Pure bookkeeping: the bytes are in the workers.
+    """Ref-counted KV blocks with a hash directory. The contents are in the workers.
 
     Invariant (`check`): a block is in the free list exactly if its count is 0, and hash <-> block is one to one.
     """
@@ -72,20 +72,20 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._snapshots: dict[bytes, list[int]] = {}
-        self._snapshot_names: dict[int, bytes] = {}  # of the snapshot that a block belongs to
+        self._snapshot_names: dict[int, bytes] = {}  # block -> name of its snapshot
         self._free = FreeList(num_blocks)
 
     @property
     def num_free(self) -> int:
-        """Blocks, cached or not."""
+        """Number of free blocks, cached or not."""
         return len(self._free)
 
     def num_needed(self, num_tokens: int) -> int:
-        """Blocks for `num_tokens` tokens."""
+        """Number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached beginning of a hash chain; not held."""
+        """Return the blocks of the longest cached prefix of a hash chain without acquiring them."""
         blocks = []
         for digest in hashes:
             block = self._cached.get(digest)
@@ -95,7 +95,7 @@ class BlockPool:
         return blocks
 
     def snapshot(self, digest: bytes) -> list[int]:
-        """The blocks with the states behind the block of this name, now the most recently used; empty if there are none."""
+        """Return the blocks with the states after the named block and mark them as most recently used; empty if there are none."""
         blocks = self._snapshots.pop(digest, [])
         if blocks:
             self._snapshots[digest] = blocks
@@ -104,8 +104,8 @@ class BlockPool:
         return blocks
 
     def commit_snapshot(self, blocks: list[int], digest: bytes) -> None:
-        """Names the states in held blocks, unless the name is taken, and drops the hold. Beyond their share of the pool, the snapshots
-        that nobody used for longest are forgotten."""
+        """Name the states in held blocks, unless the name is taken, and release them. If snapshots exceed their share of the pool, the
+        least recently used ones are evicted."""
         if digest not in self._snapshots:
             self._snapshots[digest] = blocks
             self._snapshot_names |= dict.fromkeys(blocks, digest)
@@ -114,18 +114,18 @@ class BlockPool:
             self._forget(next(iter(self._snapshots.values()))[0])
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are free."""
+        """Return the number of free blocks among these."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Holds cached blocks once more."""
+        """Add a reference to cached blocks."""
         for block in blocks:
             if self._refs[block] == 0:
                 self._free.remove(block)
             self._refs[block] += 1
 
     def alloc(self, count: int) -> list[int] | None:
-        """`count` blank blocks, least recently used first, whose content is forgotten; None if there are not enough."""
+        """Allocate `count` blank blocks, evicting the least recently used; None if there are not enough."""
         if count > len(self._free):
             return None
         blocks = []
@@ -137,7 +137,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The end of a sequence is evicted before its beginning."""
+        """Release blocks; the end of a sequence is evicted before its beginning."""
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} released twice"
             self._refs[block] -= 1
@@ -145,14 +145,14 @@ class BlockPool:
                 self._free.add(block, last=self._hashes[block] is not None or block in self._snapshot_names)
 
     def commit(self, block: int, digest: bytes) -> None:
-        """Names the content of a full, held block, unless another block has the name."""
+        """Name the content of a full, held block, unless the name is taken."""
         assert self._refs[block] > 0
         if self._hashes[block] is None and digest not in self._cached:
             self._hashes[block] = digest
             self._cached[digest] = block
 
     def forget_all(self) -> None:
-        """Empties the directory."""
+        """Empty the directory."""
         for block in [*self._cached.values(), *self._snapshot_names]:
             self._forget(block)
 
@@ -175,7 +175,7 @@ class BlockPool:
         assert all(self._refs[block] == 0 and self._hashes[block] is None for block in self._snapshot_names), "a snapshot's block is used"
 
     def check_refs(self, held: Iterable[Sequence[int]]) -> None:
-        """Asserts that the counts are the holds of these block tables."""
+        """Assert that the counts match these block tables."""
         counts = [0] * self.num_blocks
         for table in held:
             for block in table:
@@ -190,15 +190,15 @@ class BlockPool:
         if block in self._snapshot_names:
             for other in self._snapshots.pop(self._snapshot_names[block]):
                 del self._snapshot_names[other]
-                if other in self._free:  # not the block that was just taken: blank blocks go first
+                if other in self._free:  # not the block that was just allocated: blank blocks are allocated first
                     self._free.remove(other)
                     self._free.add(other, last=False)
 
 
 class BlockHasher:
-    """The hash chain of one sequence: link i names the content of block i and of everything before it.
+    """Hash chain of one sequence: link i names the content of block i and of all blocks before it.
 
-    A link covers the parent link, the block's token ids and, for each image that begins in the block, its hash and where it begins: equal
+    A link covers the parent link, the block's token ids and, for each image that begins in the block, its hash and start: equal
     placeholders of different images never alias. The chain begins with the tenant's salt.
     """
 
@@ -209,20 +209,20 @@ class BlockHasher:
         self._root = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks").digest()
 
     def chain(self, token_ids: np.ndarray, num_links: int) -> Iterator[bytes]:
-        """The first `num_links` links, made on demand, as many at once as there are: the rest is hashed while the device works."""
+        """Return the first `num_links` links, hashing only the missing ones; later links are hashed while the device works."""
         for i in range(num_links):
             if i == len(self.links):
                 self.extend(token_ids[: min(num_links, max(1, 2 * i)) * self.block_size])
             yield self.links[i]
 
     def adopt(self, other: "BlockHasher", num_links: int) -> None:
-        """Takes links over from a sequence whose first `num_links` blocks are equal in salt, ids and images."""
+        """Copy links from a sequence whose first `num_links` blocks are equal in salt, ids and images."""
         links = other.links[:num_links]
         if len(links) > len(self.links):
             self.links = links
 
     def extend(self, token_ids: np.ndarray) -> None:
-        """Adds the links of all full blocks of `token_ids` (int32, from the first token)."""
+        """Add the links of all full blocks of `token_ids` (int32, from the first token)."""
         first, size = len(self.links), self.block_size
         end = len(token_ids) // size
         num_bytes = size * token_ids.itemsize
@@ -237,7 +237,7 @@ class BlockHasher:
             self.links.append(link)
 
     def _image_parts(self, start: int, end: int) -> dict[int, bytes]:
-        """What images that begin in `[start, end)` add to their blocks."""
+        """Return the hashed bytes of images that begin in `[start, end)`."""
         parts: dict[int, bytes] = {}
         low = bisect.bisect_left(self._images, start, key=lambda image: image.start)
         high = bisect.bisect_left(self._images, end, key=lambda image: image.start)

@@ -1,20 +1,20 @@
-"""How many prompt tokens a step computes, and how much of the cache it reads: streams wait, or others do."""
+"""Limits of a step's prompt tokens and of its cache reads."""
 
 from itertools import islice
 
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 
-FEW_STEPS = 2  # steps beside decodes over which a short prompt is spread
-MANY_STEPS = 16  # steps over which all that waits is spread, if it is much
+FEW_STEPS = 2  # steps with decodes over which a short prompt is spread
+MANY_STEPS = 16  # steps over which many waiting tokens are spread
 
 
 def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
-    """Prompt tokens that a step with so many decodes may compute; running requests lack `num_lacking` of theirs.
+    """Return the prompt tokens that a step with so many decodes may compute; running requests lack `num_lacking` tokens.
 
-    Beside decodes, chunks are small: streams hardly wait, and a chunk uses weights that the decodes read anyway. The more prompt tokens
-    wait, the larger the chunk: up to `mixed_step_tokens` with the decodes, beyond that only if very many wait. The step is of a size that
-    pays, and the chunk at least half of it.
+    Chunks alongside decodes are small: streams hardly wait, and a chunk uses weights that the decodes read anyway. The chunk grows with the
+    number of waiting prompt tokens: up to `mixed_step_tokens` with the decodes, beyond that only if very many wait. The step has an
+    efficient size, and the chunk is at least half of it.
     """
     limits = state.limits
     if num_decodes == 0:
@@ -30,8 +30,8 @@ def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
 
 
 def resting(state: State) -> set[Request]:
-    """Running requests that a step leaves out, if all would read more of the cache than it may. Those that read an equal share or less
-    never rest; the oldest of the others neither, so that it ends; the rest take turns, at least one a step."""
+    """Return the running requests that a step omits because all together would exceed its limit of cache reads. Requests that read at most
+    an equal share never rest, nor does the oldest of the others, so that it ends; the rest alternate, at least one per step."""
     limit = state.limits.step_sizes.max_read_tokens
     active = [request for request in state.running if request.wants_tokens and not request.awaited] if limit else []
     left = limit - sum([request.num_computed for request in active])

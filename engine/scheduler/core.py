@@ -1,6 +1,6 @@
-"""The life of requests between plans: arrival, landed results, ends, releases. No sockets and no tensors.
+"""Request life cycle between plans: arrival, landed results, ends, releases. No sockets and no tensors.
 
-Each request has one terminal output; its resources return when its last plan has landed.
+Each request has one terminal output; its resources are released when its last plan has landed.
 """
 
 import heapq
@@ -42,7 +42,7 @@ OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", 
 TOO_SLOW = ErrorInfo(400, "The grammar takes too long to follow.", code="invalid_grammar")
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64
-QUICK_MS = 3.0  # on the device: the host needs one or two from the end of a step to the launch of the next but one
+QUICK_MS = 3.0  # device time; the host needs 1 to 2 ms from the end of a step to the launch of the step after next
 
 
 @dataclass(slots=True)
@@ -69,15 +69,15 @@ class SchedulerCore:
         self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size)
         self._eos_token_ids = eos_token_ids
         self._max_queue_seconds = max_queue_seconds
-        self._limits: list[tuple[float, int, bool]] = []  # a heap: when, of which request, whether only until the first step
-        self._requests: dict[int, list[Request]] = {}  # answers that are not released
+        self._limits: list[tuple[float, int, bool]] = []  # heap of (time, rid, applies only until the first step)
+        self._requests: dict[int, list[Request]] = {}  # answers not yet released
         self._in_flight: deque[InFlight] = deque()
-        self.depth = DEPTH  # plans to be in flight; one more after a quick step
-        self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # with long hash chains
+        self.depth = DEPTH  # target number of plans in flight; one more after a quick step
+        self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # requests with long hash chains
         self._outputs: list[RequestOutput] = []
         self._released: list[int] = []
         self._num_arrived = self._num_prompt_tokens = self._num_generated = 0
-        self._last_progress = 0.0  # when the first request came, a step was planned or landed, or pixels came
+        self._last_progress = 0.0  # time of the first arrival, or of the last plan, landing or pixels
 
     @property
     def num_requests(self) -> int:
@@ -85,11 +85,11 @@ class SchedulerCore:
 
     @property
     def num_in_flight(self) -> int:
-        """Plans."""
+        """Number of plans in flight."""
         return len(self._in_flight)
 
     def add(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], prediction: npt.NDArray[np.int32] | None = None) -> None:
-        """One that could never run is answered with an error at once. The ids are copied."""
+        """Add a request and copy its ids. Reject one that can never run."""
         problem = self._find_problem(wire, len(prompt_ids))
         if problem is not None:
             error = ErrorInfo(400, problem, code="context_length_exceeded")
@@ -114,7 +114,7 @@ class SchedulerCore:
             heapq.heappush(self._limits, (time.monotonic() + self._max_queue_seconds, wire.rid, True))
 
     def expire(self, now: float) -> None:
-        """Ends requests behind their deadline, and those that waited too long."""
+        """End requests that exceeded their deadline or the queue limit."""
         while self._limits and self._limits[0][0] <= now:
             _, rid, is_queue_limit = heapq.heappop(self._limits)
             for request in self._live(rid):
@@ -124,13 +124,13 @@ class SchedulerCore:
                     self._fail(request, QUEUED_TOO_LONG)
 
     def abort(self, rid: int, index: int | None = None) -> None:
-        """Ends all answers or one without an output. Unknown or ended requests are ignored."""
+        """End all answers or one without an output. Unknown or ended requests are ignored."""
         for request in self._live(rid):
             if index is None or request.index == index:
                 self._end(request)
 
     def take_pixels(self, pixels: Pixels) -> None:
-        """The request goes on, or ends with the error. Ignored if it has ended."""
+        """Continue the request, or end it with the error. Ended requests are ignored."""
         requests = self._live(pixels.rid)
         if not requests:
             return
@@ -143,13 +143,13 @@ class SchedulerCore:
             self._fail(request, pixels.error)
 
     def forget_all(self, images: bool) -> None:
-        """Empty the prefix cache and, if `images`, the embeddings, but for what requests hold."""
+        """Empty the prefix cache and, if `images`, drop the unpinned embeddings."""
         self.state.blocks.forget_all()
         if images:
             self.state.images.forget_unpinned()
 
     def next_step(self) -> PlannedStep | None:
-        """Plans a step that the caller must send to every rank; None if nothing can run now."""
+        """Plan a step, which the caller must send to every rank; None if nothing can run now."""
         if self.drafter is not None:
             self.drafter.offer(self.state)
         step = policy.plan(self.state)
@@ -161,13 +161,13 @@ class SchedulerCore:
         return step
 
     def hash_ahead(self, step: PlannedStep) -> None:
-        """Names the blocks that this step fills, while the device computes it."""
+        """Hash the blocks that this step fills while the device computes it."""
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
             if chunk.length >= self.state.blocks.block_size and self.state.limits.prefix_cache:
                 request.name_blocks(chunk.start + chunk.length)
 
     def collect(self, result: StepResult) -> None:
-        """Lands the oldest steps whose results are all in."""
+        """Land the oldest steps whose results are complete."""
         self._in_flight[result.step - self._in_flight[0].step.plan.step].results.append(result)
         while self._in_flight and len(self._in_flight[0].results) == self._num_ranks:
             landed = self._in_flight.popleft()
@@ -176,7 +176,7 @@ class SchedulerCore:
             self._last_progress = time.monotonic()
 
     def take_outputs(self, stats: EngineStats | None, heartbeat: float) -> EngineOutputs:
-        """Since the last call."""
+        """Return the outputs since the last call."""
         outputs = EngineOutputs(self._outputs, self._released, stats, heartbeat, self.state.wanted)
         self._outputs, self._released, self.state.wanted = [], [], []
         return outputs
@@ -186,12 +186,12 @@ class SchedulerCore:
         return bool(self._outputs or self._released or self.state.wanted)
 
     def alive_at(self, now: float) -> float:
-        """When the engine last made progress; `now` while it has nothing to do, or waits for the processor."""
+        """Return the time of the last progress; `now` if the engine is idle or waits for the processor."""
         awaits_pixels = not self._in_flight and any(siblings[0].awaited for siblings in self._requests.values())
         return self._last_progress if self._requests and not awaits_pixels else now
 
     def checks(self) -> Iterator[None]:
-        """Assert the invariants of the state, part by part; with no request left, that everything came back."""
+        """Assert the invariants of the state, part by part; if no request is left, also that all resources are free."""
         yield from self.state.checks()
         if not self._requests:
             assert not self._in_flight and not self.state.running and not self.state.waiting and not self.state.stopping
@@ -217,7 +217,7 @@ class SchedulerCore:
         )
 
     def _find_problem(self, wire: EngineRequest, num_prompt: int) -> str | None:
-        """Why a request could never run."""
+        """Return the reason why a request can never run, if any."""
         if num_prompt + 1 > self._capacity:
             return f"The prompt has {num_prompt} tokens; with one token of output {self._capacity} is the most that fits."
         limits = self.state.limits
@@ -260,11 +260,11 @@ class SchedulerCore:
         )
 
     def _live(self, rid: int) -> list[Request]:
-        """The answers to a request that have not ended."""
+        """Return the answers of a request that have not ended."""
         return [request for request in self._requests.get(rid, []) if request.status is not Status.STOPPING]
 
     def _recall_links(self, request: Request) -> None:
-        """Takes the hash chain over from an ended request with the same beginning: comparing is faster than hashing."""
+        """Reuse the hash chain of an ended request with the same beginning: comparing is faster than hashing."""
         size = self.state.blocks.block_size
         num_links = request.num_prompt // size
         for other in reversed(self._ended):
@@ -315,7 +315,7 @@ class SchedulerCore:
         pooled: bytes,
         drafts: tuple[int, int],
     ) -> None:
-        """`drafts`: how many were verified, and how many of these are the first tokens."""
+        """Add an output. `drafts`: numbers of verified and of accepted draft tokens."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
         is_first = request.num_known == request.num_prompt + len(token_ids)
@@ -334,8 +334,8 @@ class SchedulerCore:
             self.drafter.note(request, num_accepted)
 
     def _give_up(self, step: PlannedStep) -> None:
-        """A step was not computed: its requests get an error, and those whose plans in flight use blocks or images that it should have
-        made. The caches forget those."""
+        """Fail the requests of a step that was not computed, and those whose plans in flight use blocks or images of that step. The caches
+        drop these."""
         rids = {request.rid for request in step.requests}
         for later in self._in_flight:
             pairs = zip(later.step.requests, later.step.plan.chunks, strict=True)
@@ -346,7 +346,7 @@ class SchedulerCore:
                 self._fail(request, OUT_OF_MEMORY)
 
     def _fail_images(self, digests: set[bytes], error: ErrorInfo) -> None:
-        """Every request with one of these images gets the error."""
+        """Fail every request that has one of these images."""
         if not digests:
             return
         self.state.forget_images(digests)
@@ -360,7 +360,7 @@ class SchedulerCore:
         self._end(request)
 
     def _end(self, request: Request) -> None:
-        """No further chunks; resources go when its plans in flight have landed."""
+        """Plan no further chunks; resources are released when the plans in flight have landed."""
         self.state.stop(request)
         self._release_if_landed(request)
 
@@ -379,7 +379,7 @@ class SchedulerCore:
 
 
 def _note_stages(request: Request, sampled: bool, results: Sequence[StepResult]) -> None:
-    """Adds a landed prefill step."""
+    """Add the times of a landed prefill step."""
     stages = request.wire.stages
     if stages.first_token:
         return

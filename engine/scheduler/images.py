@@ -1,6 +1,6 @@
-"""The directory of cached image embeddings; the bytes are in the workers.
+"""Directory of cached image embeddings; the tensors are in the workers.
 
-The budget is in bytes. The least recently used entry is evicted first, a pinned entry never.
+The budget is in bytes. The least recently used entry is evicted first; pinned entries never are.
 """
 
 from collections import OrderedDict
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ImageEntry:
-    """One embedding on the device, or planned to be there."""
+    """One embedding that is on the device or planned."""
 
     image_id: int
     num_bytes: int
@@ -30,11 +30,11 @@ class ImageDirectory:
         self._evicted_ids: list[int] = []
 
     def get(self, digest: bytes) -> ImageEntry | None:
-        """If it is on the device."""
+        """Return the entry of an image on the device, if any."""
         return self._entries.get(digest)
 
     def pin(self, digest: bytes) -> ImageEntry:
-        """Until `unpin`. Raises KeyError if it is not cached."""
+        """Pin an image until `unpin`. Raises KeyError if it is not cached."""
         self._entries.move_to_end(digest)
         entry = self._entries[digest]
         if entry.pins == 0:
@@ -52,7 +52,7 @@ class ImageDirectory:
             self.pinned_bytes -= entry.num_bytes
 
     def reserve(self, digest: bytes, num_bytes: int) -> ImageEntry | None:
-        """A new entry, evicting what must go; None, and nothing is evicted, if pinned entries leave too little room."""
+        """Add an entry, evicting unpinned ones as needed; None, without evictions, if too little space is unpinned."""
         assert digest not in self._entries
         victims = self._victims(self.used_bytes + num_bytes - self.budget_bytes)
         if victims is None:
@@ -67,7 +67,7 @@ class ImageDirectory:
         return entry
 
     def forget(self, digest: bytes) -> None:
-        """Drop a wrong embedding, which is not pinned, if it is there."""
+        """Drop a wrong, unpinned embedding if it exists."""
         if digest in self._entries:
             assert self._entries[digest].pins == 0
             self._remove(digest)
@@ -78,12 +78,12 @@ class ImageDirectory:
             self._remove(digest)
 
     def take_evicted(self) -> list[int]:
-        """Return the ids that left since the last call, for the next plan."""
+        """Return the ids evicted since the last call, for the next plan."""
         evicted, self._evicted_ids = self._evicted_ids, []
         return evicted
 
     def check(self) -> None:
-        """Asserts the invariant."""
+        """Assert the invariant."""
         assert self.used_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.budget_bytes
         assert all(entry.pins >= 0 for entry in self._entries.values())
         pinned = [entry.num_bytes for entry in self._entries.values() if entry.pins]

@@ -1,4 +1,4 @@
-"""Whether the engine lives, by heartbeats of workers and the progress of requests."""
+"""Liveness of the engine, from workers' heartbeats and the progress of requests."""
 
 from engine.wire.messages import Activity, Heartbeat
 
@@ -10,7 +10,7 @@ MAX_S: dict[str, dict[Activity, float]] = {  # that an activity may take without
 
 
 class Workers:
-    """The last heartbeat of each."""
+    """Last heartbeat of each worker."""
 
     def __init__(self, device: str) -> None:
         self._max_s = MAX_S[device]
@@ -20,8 +20,8 @@ class Workers:
         self._beats[beat.rank] = now, beat
 
     def alive_at(self, now: float, progress: float) -> float:
-        """When all of the engine last was alive. `progress` is when requests last made any. A stopped worker counts also at idle; one that
-        reads large images, compiles, or computes on a CPU is no deadlock."""
+        """Return when the whole engine was last alive; `progress` is requests' last progress. A stopped worker counts
+        even when idle; a worker that reads large images, compiles, or computes on a CPU is no deadlock."""
         beats = self._beats.values()
         if any(now - beat.since < self._max_s[beat.activity] for _, beat in beats):
             progress = now

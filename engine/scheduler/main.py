@@ -1,4 +1,4 @@
-"""The scheduler process: requests in, plans out, results in, tokens out.
+"""Scheduler process: requests in, plans out, results in, tokens out.
 
 inbox ──▶ receive ──▶ [next_step ──▶ workers] up to `core.depth` steps ahead ──▶ results of all ranks ──▶ processor
 """
@@ -57,12 +57,12 @@ class Scheduler:
         self._encoder = msgspec.msgpack.Encoder()
         self._liveness = Workers(child.runtime.device)
         self._last_heartbeat = 0.0
-        self._quiet_since = 0.0  # but for heartbeats
+        self._quiet_since = 0.0  # time of the last message except heartbeats
         self._checked = False
-        self._checks: Iterator[None] = iter(())  # that are not done
+        self._checks: Iterator[None] = iter(())  # remaining checks
 
     def run(self) -> None:
-        """Until `stopping` is set."""
+        """Run until `stopping` is set."""
         ready = self._await_workers()
         if ready is None:
             return
@@ -70,7 +70,7 @@ class Scheduler:
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
             if core.num_in_flight:
-                self._flush(core)  # the device is busy: clients first
+                self._flush(core)  # the device is busy: serve clients first
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
                 core.hash_ahead(step)
@@ -103,8 +103,8 @@ class Scheduler:
         return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)
 
     def _receive(self, core: SchedulerCore) -> None:
-        """Wait for a message and take all that have come. After an idle second the state checks itself once, in parts: a request that
-        comes meanwhile waits for one of them."""
+        """Wait for a message and process all that have arrived. After an idle second, check the state once, in parts: a request that
+        arrives meanwhile waits for one part."""
         message = None
         while core.drafter is not None and (message := self._inbox.recv_ready()) is None and core.drafter.use_spare_time():
             pass
@@ -140,7 +140,7 @@ class Scheduler:
         return np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32)
 
     def _send(self, step: PlannedStep) -> None:
-        """The same bytes to every rank."""
+        """Send the same bytes to every rank."""
         data = self._encoder.encode(step.plan)
         for worker in self._workers:
             worker.send_bytes(data)
@@ -152,7 +152,7 @@ class Scheduler:
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d hit, plan of %d bytes", *sizes)
 
     def _flush(self, core: SchedulerCore) -> None:
-        """Sends outputs, and once a second, or when all is done, statistics."""
+        """Send outputs; once per second, or when all requests are done, also statistics."""
         now = time.monotonic()
         beat = now - self._last_heartbeat >= HEARTBEAT_S or (core.has_outputs and not core.num_requests)
         if beat:
@@ -163,7 +163,7 @@ class Scheduler:
 
 
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
-    """As configured, or as the worker's device has it."""
+    """Return the configured limits, or the defaults of the worker's device."""
     sizes = worker.step_sizes
     return Limits(
         max_num_seqs=config.max_num_seqs,

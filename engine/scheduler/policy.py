@@ -1,13 +1,13 @@
-"""Who computes what in the next step: state in, `StepPlan` out. No clock, no sockets, no tensors.
+"""Scheduling policy: state in, `StepPlan` out. No clock, no sockets, no tensors.
 
-One rule for prefill, chunked prefill and decode: `num_computed` chases `num_tokens` within the step's token budget, oldest request
-first. What a chunk lacks (a KV block, room for an embedding) is taken from the youngest running request by preemption.
+One rule covers prefill, chunked prefill and decode: `num_computed` approaches `num_tokens` within the step's token budget, oldest request
+first. If a chunk lacks a KV block or space for an embedding, the youngest running request is preempted.
 
-A shared prefix is computed once: a request whose beginning an older one is computing waits until that is cached. Younger ones may pass it;
-it keeps its place in the order, a row and its blocks. Answers to one request fork: they share the full blocks of the prompt.
+A shared prefix is computed once: a request waits while an older request computes its prefix. Younger requests may pass it; it keeps its
+place in the order, a row and its blocks. Answers to one request fork: they share the full blocks of the prompt.
 
-An image that came as a file has no pixels until the policy wants to encode it. A waiting request waits for them as for a prefix; a running
-one, whose image was evicted, computes what lies before it and then stalls. No wait lasts: the processor always answers.
+An image that arrived as a file has no pixels until the policy wants to encode it. A waiting request waits for the pixels as for a prefix; a
+running request whose image was evicted computes the tokens before it and then stalls. Every wait ends: the processor always answers.
 """
 
 import math
@@ -21,31 +21,31 @@ from engine.scheduler.state import State
 from engine.wire.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
 from models.cache.spec import SPARE_ROWS
 
-STEP_PART_WORTH_WAITING = 1 / 16  # of a step's tokens: the wait may cost a step that does little
-PIXELS_PER_TOKEN = 4096  # an image that is not resized has a quarter of them
-MOST_FOUND = 65_536  # cached tokens of requests that start in one plan: finding and taking their blocks lasts 6 ms, on slow hosts 20
-MIN_CHAINED = 8  # tokens of a chunk that another one follows in the same step: more than a convolution has inputs
+STEP_PART_WORTH_WAITING = 1 / 16  # share of a step's tokens: the wait may cost a step with little work
+PIXELS_PER_TOKEN = 4096  # an image that is not resized has a quarter of it
+MOST_FOUND = 65_536  # cached tokens of requests that start in one plan: matching and acquiring their blocks takes 6 to 20 ms
+MIN_CHAINED = 8  # tokens of a chunk that is followed by another one in the same step; exceeds a convolution's inputs
 BEHIND_ALL = (math.inf, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan, and what the scheduler remembers until its result is in."""
+    """A plan, and the scheduler's data about it until its result arrives."""
 
     plan: StepPlan
     requests: list[Request]  # of plan.chunks
-    made: dict[int, bytes]  # image id -> hash of what is encoded
+    made: dict[int, bytes]  # image id -> hash of an encoded image
 
 
 def plan(state: State) -> PlannedStep | None:
-    """The next step, or None if nothing can run now. The state changes as if the step had been sent."""
+    """Return the next step, or None if nothing can run now. The state changes as if the step had been sent."""
     step = _StepBuilder(state)
     step.fill()
     return step.finish()
 
 
 class _StepBuilder:
-    """Collects one step. A request is preempted only before it has a chunk in the step: victims are younger than who asks."""
+    """Builder of one step. A request may be preempted only until it gets a chunk; victims are younger than the requester."""
 
     def __init__(self, state: State):
         self.state = state
@@ -57,13 +57,13 @@ class _StepBuilder:
         self.decodes: list[tuple[Request, Chunk]] = []
         self.unpins: list[tuple[Request, int]] = []
         self.num_encoder_tokens = 0
-        self.num_chained = 0  # chunks that others of the same request follow
-        self.is_open = True  # until a waiting request cannot start
-        self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row,
-        self.num_reserved_blocks = 0  # and all these blocks
+        self.num_chained = 0  # chunks followed by another one of the same request
+        self.is_open = True  # False once a waiting request cannot start
+        self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row
+        self.num_reserved_blocks = 0  # blocks kept for all of them
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
         self.resting = resting(state)
-        self.num_read = 0  # tokens in the cache, by requests that start
+        self.num_read = 0  # cached tokens read by requests that start
         num_lacking = 0
         for request in state.running:
             if request in self.resting:
@@ -75,7 +75,7 @@ class _StepBuilder:
         self.budget = prefill_budget(state, len(self.due), num_lacking)
 
     def fill(self) -> None:
-        """Running requests go on, waiting ones start if nobody must be preempted for it."""
+        """Continue running requests, then start waiting ones if this needs no preemption."""
         i = 0
         while i < len(self.state.running):
             request = self.state.running[i]
@@ -85,11 +85,11 @@ class _StepBuilder:
                 self._decode(request)
             elif not request.is_decoding and request not in self.resting:
                 self.budget -= self._compute(request, min(self.budget, request.num_tokens - request.num_computed))
-            i += request.status is Status.RUNNING  # not: it has preempted itself
+            i += request.status is Status.RUNNING  # unless it has preempted itself
         self._admit_waiting(BEHIND_ALL)
 
     def finish(self) -> PlannedStep | None:
-        """Images whose last token is computed lose their pin now, not earlier."""
+        """Finish the plan. Images whose last token is computed are unpinned only now."""
         for request, index in self.unpins:
             self.state.unpin_image(request, index)
         members = self.prefills + self.decodes
@@ -107,7 +107,7 @@ class _StepBuilder:
         return PlannedStep(step, [request for request, _ in members], self.made)
 
     def _admit_waiting(self, before: tuple[float, int]) -> int:
-        """Starts waiting requests before `before` in the order; their number. One that cannot start holds up all behind it."""
+        """Start waiting requests that precede `before` and return their number. A request that cannot start blocks all later ones."""
         num_running = len(self.state.running)
         while (request := self._next_waiting(before)) is not None:
             if request.awaited or request.awaits_prefix or self._find_leader(request) or self._lacks_pixels(request):
@@ -124,7 +124,7 @@ class _StepBuilder:
         return waiting[i] if waiting[i].order < before else None
 
     def _find_leader(self, request: Request) -> bool:
-        """Whether an older request is computing so much of this one's beginning (of a sibling: any block) that waiting is better."""
+        """Return whether to wait for an older request that computes much of this prefix (for a sibling: any block)."""
         older = (other for other in self._running_siblings(request) if other.order < request.order)
         if (sibling := next(older, None)) is not None:
             self.state.follow(request, sibling, self._num_forkable(request))
@@ -133,7 +133,7 @@ class _StepBuilder:
         worth = max(size, int(STEP_PART_WORTH_WAITING * self.limits.max_num_batched_tokens))
         for other in self.state.running if self.limits.prefix_cache and request.uses_prefixes else []:
             if other.order > request.order:
-                break  # the oldest never waits, so every wait ends
+                break  # the oldest request never waits, so every wait ends
             if other.num_known - other.num_committed * size < worth:
                 continue  # it decodes
             num_shared = min(request.num_tokens - 1, request.num_shared_with(other)) // size
@@ -143,14 +143,14 @@ class _StepBuilder:
         return False
 
     def _lacks_pixels(self, request: Request) -> bool:
-        """Whether a request has to encode a file behind what is cached of its beginning. Asks for it."""
+        """Return whether a request must encode a file after its cached prefix, and request the pixels."""
         if all(span.hash in request.sources for span in request.images):
             return False
         self._want_pixels(request, len(self._with_states(request, self._beginning(request))[0]) * self.state.blocks.block_size)
         return bool(request.awaited)
 
     def _want_pixels(self, request: Request, num_computed: int) -> None:
-        """Asks for all files to be encoded for tokens from `num_computed` on, for each once."""
+        """Request the pixels of all files needed from `num_computed` on, once per file."""
         for index, span in enumerate(request.images):
             is_known = span.hash in request.sources or span.hash in request.awaited or self.state.images.get(span.hash) is not None
             if span.end > num_computed and not is_known:
@@ -168,7 +168,7 @@ class _StepBuilder:
         if self.num_read and self.num_read + start > min(most, MOST_FOUND):
             return False
         length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
-        if length == 0:  # no room for an embedding: nobody is preempted for a newcomer
+        if length == 0:  # no space for an embedding: a new request preempts no other
             return False
         self.num_read += start
         self.state.start(request, hits, len(equal))
@@ -180,7 +180,7 @@ class _StepBuilder:
         return True
 
     def _beginning(self, request: Request) -> list[int]:
-        """Blocks that have the beginning of a waiting request: cached, or a sibling's."""
+        """Return the blocks that hold the prefix of a waiting request: cached ones, or a sibling's."""
         hits = self._prefix_hits(request)
         for sibling in self._running_siblings(request):
             num_blocks = min(self._num_forkable(request), sibling.num_computed // self.state.blocks.block_size)
@@ -190,7 +190,8 @@ class _StepBuilder:
         return hits
 
     def _with_states(self, request: Request, hits: list[int]) -> tuple[list[int], list[int]]:
-        """The longest beginning of these blocks that ends with a snapshot, and the snapshot's blocks; all if the model has no states."""
+        """Return the longest prefix of these blocks that ends with a snapshot, and the snapshot's blocks; all blocks if the model has no
+        states."""
         if not request.is_stateful:
             return hits, []
         for num_blocks in range(min(len(hits), len(request.hasher.links)), 0, -1):
@@ -203,11 +204,11 @@ class _StepBuilder:
             yield from (other for other in request.siblings if other.status is Status.RUNNING and other is not request)
 
     def _num_forkable(self, request: Request) -> int:
-        """Full blocks of the prompt before its last token, whose logits every answer needs."""
+        """Number of full blocks of the prompt before its last token, whose logits every answer needs."""
         return (request.num_prompt - 1) // self.state.blocks.block_size
 
     def _prefix_hits(self, request: Request) -> list[int]:
-        """Cached blocks of the beginning; at least one token is left to compute, for its logits."""
+        """Return the cached blocks of the prefix; at least one token remains to be computed for its logits."""
         if not self.limits.prefix_cache or not request.uses_prefixes:
             return []
         ids = request.known_ids()
@@ -217,7 +218,7 @@ class _StepBuilder:
         return self.state.blocks.match(request.hasher.chain(ids, usable))
 
     def _decode(self, request: Request) -> None:
-        """The last token, already off the budget, and drafts as far as there is room: nobody has to go for a guess."""
+        """Schedule the last token, already deducted from the budget, and the draft tokens that fit without preemption."""
         drafts = request.drafts
         if drafts:
             drafts = drafts[: max(0, min(self.budget, request.max_tokens - request.num_output - 1))]
@@ -227,8 +228,8 @@ class _StepBuilder:
             self.budget -= len(drafts)
 
     def _compute(self, request: Request, length: int) -> int:
-        """Chunks of at most `length` tokens of what is known: behind a snapshot a prompt goes on in the same step, unless
-        siblings wait for the snapshot. Their length, or 0."""
+        """Schedule chunks of at most `length` known tokens and return their length or 0. A prompt continues after a snapshot in the same
+        step unless siblings wait for the snapshot."""
         done = more = self._schedule(request, length)
         while more and request.is_stateful and len(request.siblings) == 1 and (room := self._room_behind(request, more, length - done)):
             self.num_chained += 1
@@ -237,7 +238,8 @@ class _StepBuilder:
         return done
 
     def _room_behind(self, request: Request, before: int, length: int) -> int:
-        """Tokens that can follow a chunk of so many in this step, for which nobody has to go. A last one alone would be a decode row."""
+        """Return the number of tokens that can follow a chunk in this step without preemption. A single last token would be a decode
+        row."""
         if self.num_chained == SPARE_ROWS or before < MIN_CHAINED or request.num_tokens - request.num_computed < 2:
             return 0
         length, _ = self._fit_images(request, request.num_computed, length)
@@ -245,7 +247,7 @@ class _StepBuilder:
         return length if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else 0
 
     def _schedule(self, request: Request, length: int, drafts: tuple[int, ...] = ()) -> int:
-        """Adds a chunk of at most `length` tokens, preempting younger requests (at last itself) for room. Its length, or 0."""
+        """Add a chunk of at most `length` tokens, preempting younger requests (finally itself) for space. Return its length, or 0."""
         if (point := request.next_snapshot(request.num_computed, request.num_computed + length)) is not None:
             length = point - request.num_computed
         while length > 0:
@@ -257,7 +259,7 @@ class _StepBuilder:
                 self._add_chunk(request, fitting, new_blocks + self._blocks_ahead(request, fitting, len(new_blocks)), drafts)
                 return fitting
             if self.state.saving:
-                return 0  # blocks of snapshots come back when their steps land
+                return 0  # snapshot blocks are released when their steps land
             victim = self.state.running[-1]
             self.state.preempt(victim)
             if victim is request:
@@ -265,7 +267,7 @@ class _StepBuilder:
         return 0
 
     def _blocks_ahead(self, request: Request, length: int, num_new: int) -> list[int]:
-        """Blocks for what the head writes behind a chunk: nobody has to go for them."""
+        """Return free blocks for the head's entries after a chunk; no request is preempted for them."""
         if not self.limits.num_ahead:
             return []
         end = request.num_computed + length + self.limits.num_ahead
@@ -275,7 +277,7 @@ class _StepBuilder:
         return self.state.blocks.alloc(lacking) or []
 
     def _fit_images(self, request: Request, start: int, length: int) -> tuple[int, bool]:
-        """Cuts a chunk before the first image that cannot be had now; and whether that lacks cache room."""
+        """Cut a chunk before the first unavailable image; also return whether cache space is lacking."""
         if request.first_needed == len(request.images):
             return length, False
         end = start + length
@@ -301,7 +303,7 @@ class _StepBuilder:
             if encoder_tokens > 0 and encoder_tokens + cost > self.limits.max_num_encoder_tokens:
                 return max(0, span.start - start), False
             if span.end > end and span.length <= length and span.start - start >= max(1, length // 2):
-                return span.start - start, False  # a chunk prefers to end on an image's end
+                return span.start - start, False  # a chunk ends at an image's end if possible
             encoder_tokens += cost
         return length, False
 
@@ -317,7 +319,7 @@ class _StepBuilder:
         self.state.advance(request, chunk, num_images)
 
     def _snapshot_blocks(self, request: Request, start: int, end: int) -> list[int]:
-        """Blocks for the states behind a chunk, if they are to be kept and there is room."""
+        """Allocate blocks for the states after a chunk if they are to be kept and there is space."""
         if request.next_snapshot(start, end) != end or not (self.limits.prefix_cache or len(request.siblings) > 1):
             return []
         num_blocks, links = self.limits.snapshot_blocks, request.hasher.links
@@ -352,6 +354,6 @@ class _StepBuilder:
 
 
 def _encoder_cost(request: Request, span: ImageSpan) -> int:
-    """In encoder tokens. An image that becomes much smaller costs what its pixels do: a step holds all of them."""
+    """Return the cost in encoder tokens. An image that shrinks much costs what its pixels do: a step holds them all."""
     source = request.sources[span.hash]
     return max(span.length, source.num_frames * source.height * source.width // PIXELS_PER_TOKEN)

@@ -1,4 +1,4 @@
-"""All that the policy decides on, and its invariants. Core and policy change requests, blocks and images by the methods of `State` alone.
+"""State that the policy decides on, and its invariants. Core and policy change requests, blocks and images only by the methods of `State`.
 
 add ──▶ waiting ──▶ start ──▶ running ──▶ stop ──▶ stopping ──▶ release
            ▲                     │
@@ -20,24 +20,24 @@ from models.kernels.step_sizes import StepSizes
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one step. `bytes_per_image_token` is for the workers' cache."""
+    """Limits of one step. `bytes_per_image_token` is for the workers' cache."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_mixed_tokens: int
     max_num_encoder_tokens: int
-    mixed_step_tokens: int  # unless much more waits
+    mixed_step_tokens: int  # exceeded only if many more tokens wait
     bytes_per_image_token: int
     step_sizes: StepSizes
     prefix_cache: bool = True
-    snapshot_blocks: int = 0  # of a snapshot of a row's recurrent states; 0: the model has none
+    snapshot_blocks: int = 0  # blocks per snapshot of a row's recurrent states; 0: the model has none
     verify_rows: int = 0  # query rows of a step with drafts; 0: no drafts
-    num_ahead: int = 0  # tokens behind a row for which it gets blocks, if there are any: those of the model's head
+    num_ahead: int = 0  # tokens after a row for which it gets blocks, if any are free: those of the model's head
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals."""
+    """Total counts."""
 
     cached_prompt_tokens: int = 0
     computed_tokens: int = 0
@@ -51,7 +51,7 @@ class Counters:
     accepted_by_position: list[int] = field(default_factory=list)
 
     def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """A row's drafts were verified; its answer has so many of them."""
+        """Count the verified draft tokens of a row and how many of them its answer has."""
         self.drafts += 1
         self.draft_tokens += num_drafts
         self.accepted_draft_tokens += num_accepted
@@ -62,7 +62,7 @@ class Counters:
 
 @dataclass(slots=True)
 class State:
-    """`running` and `waiting` are in the order of `Request.order`."""
+    """Scheduler state. `running` and `waiting` are sorted by `Request.order`."""
 
     limits: Limits
     blocks: BlockPool
@@ -72,9 +72,9 @@ class State:
     stopping: set[Request] = field(default_factory=set)
     free_rows: list[int] = field(default_factory=list)
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
-    saving: list[list[int]] = field(default_factory=list)  # blocks of snapshots that plans in flight make
+    saving: list[list[int]] = field(default_factory=list)  # snapshot blocks written by plans in flight
     counters: Counters = field(default_factory=Counters)
-    num_guesses: int = 0  # that the model's head makes behind the next step
+    num_guesses: int = 0  # draft tokens per row that the model's head makes after the next step
     num_steps: int = 0
 
     def add(self, request: Request) -> None:
@@ -82,7 +82,7 @@ class State:
         insort(self.waiting, request, key=_order)
 
     def start(self, request: Request, hits: Sequence[int], num_equal: int) -> None:
-        """A waiting request gets a row, and its beginning from `hits`. Behind `num_equal` blocks another sequence branched off."""
+        """Give a waiting request a row and its prefix from `hits`. Another sequence branched off after `num_equal` blocks."""
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         self.blocks.acquire(hits)
@@ -101,7 +101,7 @@ class State:
             self.counters.images_skipped += request.first_needed
 
     def preempt(self, request: Request) -> None:
-        """Back to its place in the queue; it recomputes what the prefix cache forgets."""
+        """Return a request to its place in the queue; it recomputes what the prefix cache evicts."""
         self.running.remove(request)
         self._take_all(request)
         request.num_computed = request.num_committed = request.first_needed = 0
@@ -110,23 +110,23 @@ class State:
         self.counters.preemptions += 1
 
     def stop(self, request: Request) -> None:
-        """It keeps what it has until its plans in flight have landed."""
+        """Stop a request. It keeps its resources until its plans in flight have landed."""
         (self.waiting if request.status is Status.WAITING else self.running).remove(request)
         request.status = Status.STOPPING
         self.stopping.add(request)
 
     def release(self, request: Request) -> None:
-        """It names nobody any more, not itself: a cycle would wait for the garbage collector."""
+        """Drop all references to requests, itself included: a cycle would need the garbage collector."""
         self.stopping.remove(request)
         self._take_all(request)
         request.siblings, request.leader = [], None
 
     def follow(self, request: Request, leader: Request, num_shared_blocks: int) -> None:
-        """A waiting request waits for the leader, which computes its beginning."""
+        """Make a waiting request wait for the leader, which computes its prefix."""
         request.leader, request.num_shared_blocks = leader, num_shared_blocks
 
     def want_pixels(self, request: Request, index: int) -> None:
-        """Asks the processor for image `index`, a file, once."""
+        """Request the pixels of image `index`, a file, once."""
         request.awaited.add(request.images[index].hash)
         self.wanted.append(WantedPixels(request.rid, index))
 
@@ -135,9 +135,9 @@ class State:
         request.sources[digest] = source
 
     def pin_images(self, request: Request, indexes: Sequence[int]) -> list[tuple[int, ImageEntry]]:
-        """Keeps these images from eviction. Returns those that the device lacks, by index, with room for them: the caller has counted that
-        there is enough."""
-        for index in indexes:  # first, so that `reserve` does not evict one of them
+        """Pin these images. Return those missing on the device, by index, with space reserved; the caller has checked that there is
+        enough."""
+        for index in indexes:  # first, so that `reserve` evicts none of them
             if index not in request.pins and self.images.get(request.images[index].hash) is not None:
                 self._pin(request, index)
                 self.counters.images_hit += 1
@@ -155,13 +155,13 @@ class State:
         return lacking
 
     def unpin_image(self, request: Request, index: int) -> None:
-        """A plan computes its last token; nothing to do if the request was preempted since."""
+        """Unpin an image whose last token is planned; no effect if the request was preempted since."""
         if index in request.pins:
             request.pins.remove(index)
             self.images.unpin(request.images[index].hash)
 
     def forget_images(self, digests: set[bytes]) -> None:
-        """Wrong embeddings leave the caches, whichever requests have them pinned."""
+        """Remove wrong embeddings from the caches, whichever requests have pinned them."""
         for request in (*self.running, *self.stopping):
             for index in [index for index in request.pins if request.images[index].hash in digests]:
                 self.unpin_image(request, index)
@@ -169,7 +169,7 @@ class State:
             self.images.forget(digest)
 
     def advance(self, request: Request, chunk: Chunk, num_images: int) -> None:
-        """A chunk that completes so many images is in the plan."""
+        """Note a planned chunk that completes so many images."""
         request.blocks.extend(chunk.blocks)
         if chunk.snapshot:
             self.saving.append(chunk.snapshot)
@@ -185,8 +185,8 @@ class State:
         self.counters.computed_tokens += sum([chunk.length for chunk in plan.chunks])
 
     def land(self, request: Request, chunk: Chunk, drawn: list[int], guesses: list[int]) -> tuple[list[int], FinishReason | None]:
-        """A chunk drew these ids, of which all but the last were drafts; the model's head guesses that these follow. Returns the ids up to
-        an end, and why the request ends, if it does."""
+        """Land a chunk that sampled these ids; all but the last were drafts, and `guesses` are the head's next ones. Return the ids up to
+        an end, and the finish reason if the request ends."""
         request.num_in_flight -= 1
         if chunk.snapshot:
             self._keep_snapshot(request, chunk)
@@ -240,7 +240,7 @@ class State:
         request.pins.add(index)
 
     def _commit(self, request: Request, num_computed: int) -> None:
-        """Names the full blocks up to `num_computed`, whose step has landed."""
+        """Commit the full blocks up to `num_computed`, whose step has landed."""
         full = num_computed // self.blocks.block_size
         if full <= request.num_committed:
             return
@@ -251,7 +251,7 @@ class State:
         request.num_committed = full
 
     def _keep_snapshot(self, request: Request, chunk: Chunk) -> None:
-        """Unless the request has ended or was preempted."""
+        """Commit a snapshot unless the request has ended or was preempted."""
         self.saving.remove(chunk.snapshot)
         end = chunk.start + chunk.length
         if request.status is Status.RUNNING:
@@ -261,7 +261,7 @@ class State:
             self.blocks.release(chunk.snapshot)
 
     def _take_all(self, request: Request) -> None:
-        """Row, blocks and pins. Plans in flight may still use them: workers execute in plan order."""
+        """Release row, blocks and pins. Plans in flight may still use them: workers execute in plan order."""
         for index in request.pins:
             self.images.unpin(request.images[index].hash)
         request.pins.clear()

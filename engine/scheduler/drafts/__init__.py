@@ -1,4 +1,4 @@
-"""Drafters: `drafter.py` has the protocol and what all share; each other module is one of them."""
+"""Drafters: `drafter.py` has the protocol and the shared code; each other module has one drafter."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +13,7 @@ DRAFTERS: dict[str, Callable[[int], Drafter]] = {"lookup": LookupDrafter, "mtp":
 
 
 def make_drafter(name: str, verify_rows: int) -> Drafter | None:
-    """The drafter of `--draft`. `verify_rows`: query rows that a step of the backend can verify; without any there are no drafts."""
+    """Return the drafter of `--draft`. `verify_rows`: query rows that a step of the backend can verify; 0 disables drafts."""
     if name == "off":
         return None
     if not verify_rows:

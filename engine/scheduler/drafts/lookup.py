@@ -1,6 +1,6 @@
-"""Prompt lookup, `--draft lookup`: what followed the last tokens where they stood before, in the request's prompt, output and prediction.
+"""Prompt lookup, `--draft lookup`: propose what followed the last tokens earlier in the request's prompt, output and prediction.
 
-The longest known context, of a few lengths, is found by its hash. Reading a token takes as many operations as there are lengths.
+The longest known context, of a few lengths, is found by its hash. Reading a token takes one operation per length.
 """
 
 from array import array
@@ -12,28 +12,28 @@ from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Guess, Offer, Tru
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 
-CONTEXTS = (16, 8, 4, 2, 1)  # tokens of a context that is looked up, the longest first
+CONTEXTS = (16, 8, 4, 2, 1)  # lengths in tokens of the contexts looked up, the longest first
 FACTOR, PRIME = 1_000_003, (1 << 61) - 1  # of the rolling hash of a context
-_LEAVING = [pow(FACTOR, length, PRIME) for length in CONTEXTS]  # of the token that is no longer in it
+_LEAVING = [pow(FACTOR, length, PRIME) for length in CONTEXTS]  # factor of the token that leaves a context
 _NOTHING = [sum(pow(FACTOR, i, PRIME) for i in range(length)) for length in CONTEXTS]  # hash of zeros: tokens count from 1
-UNSURE = 0.6  # times that another token should have followed a context of one token
-MIN_PATH = 0.05  # probability of all tokens of a guess
+UNSURE = 0.6  # pseudo-count of other tokens after a context of one token
+MIN_PATH = 0.05  # least probability of all tokens of a draft
 
-MAX_AHEAD = 3  # tokens of a row that are on the way when a guess is made
-MAX_TEXT = 1 << 14  # tokens: of a prompt its last, of a prediction its first; of longer text the last are read again
-MAX_LAG = 16  # tokens that are read before a guess; more wait for spare time
-SLICE = 128  # tokens that are read before messages are looked for: 0.2 ms
-HEAD = 8  # tokens before an answer by which its beginning is found
+MAX_AHEAD = 3  # most tokens of a row in flight when a draft is made
+MAX_TEXT = 1 << 14  # tokens: the last of a prompt, the first of a prediction; of longer text the last are reread
+MAX_LAG = 16  # most tokens read before a draft; more wait for spare time
+SLICE = 128  # tokens read between two checks for messages: 0.2 ms
+HEAD = 8  # tokens before an answer that identify its beginning
 
 
 class Contexts:
-    """A text and what followed each of its contexts: the majority with its votes, of which each other token takes one away. Negative ids
-    are breaks, which differ from each other: no context reaches across one."""
+    """Text and the majority token after each context, with its votes; each other token removes one vote. Negative ids are distinct breaks:
+    no context crosses one."""
 
     def __init__(self) -> None:
         self._tokens = array("i", [0] * (1 + CONTEXTS[0]))
         self._hashes = list(_NOTHING)  # of the last tokens; a context's hash differs from that of a shorter one after zeros
-        self._followers: dict[int, tuple[int, int, int]] = {}  # by hash of the context: token, its votes, times that the context was seen
+        self._followers: dict[int, tuple[int, int, int]] = {}  # hash of a context -> token, its votes, occurrences of the context
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -54,7 +54,7 @@ class Contexts:
             _roll(self._hashes, self._tokens)
 
     def guess(self, most: int) -> Guess:
-        """At most `most` tokens: again and again the one that followed the longest context that was seen."""
+        """Propose at most `most` tokens: repeatedly the one that followed the longest known context."""
         hashes, tokens = self._hashes.copy(), self._tokens[-1 - CONTEXTS[0] :]
         found: Guess = []
         path = 1.0
@@ -80,23 +80,23 @@ def _roll(hashes: list[int], tokens: "array[int]") -> None:
 
 
 class Source:
-    """What is known of one request."""
+    """Lookup data of one request."""
 
     def __init__(self, request: Request):
         self.trust = Trust()
         self._request = request
         self._contexts = Contexts()
         self._unread = _text_of(request)
-        self._position = 0  # in it
-        self._num_read = request.num_prompt  # of the sequence
+        self._position = 0  # in `_unread`
+        self._num_read = request.num_prompt  # tokens of the sequence already read
 
     @property
     def lag(self) -> int:
-        """Tokens that wait to be read."""
+        """Number of unread tokens."""
         return len(self._unread) - self._position + self._request.num_known - self._num_read
 
     def guess(self, most: int) -> Guess:
-        """At most `most` tokens after the known ones."""
+        """Propose at most `most` tokens after the known ones."""
         if self._request.num_known != self.trust.num_known:
             self.trust.score(self._request)
             self.trust.guess = []
@@ -109,7 +109,7 @@ class Source:
         return self._contexts.guess(most)
 
     def read(self, num_tokens: int) -> None:
-        """Read so many tokens of each part."""
+        """Read at most so many tokens of each part."""
         if len(self._contexts) >= 3 * MAX_TEXT:
             self._contexts, self._unread, self._position = Contexts(), array("i"), 0
             self._num_read = max(self._request.num_prompt, self._request.num_known - MAX_TEXT)
@@ -122,7 +122,7 @@ class Source:
 
 
 class LookupDrafter:
-    """Drafts from each request's own text."""
+    """Drafter that looks up each request's own text."""
 
     def __init__(self, verify_rows: int):
         self._verify_rows = verify_rows
@@ -148,7 +148,7 @@ class LookupDrafter:
         return late is not None
 
     def _offer(self, request: Request, most: int) -> Offer:
-        """Drafts after the tokens on the way, which have to be as guessed, too. The last token is never a draft: one is drawn."""
+        """Return drafts after the tokens in flight, which must match the proposal, too. The last token is never a draft: one is sampled."""
         offer, num_ahead = Offer(request), request.num_drawn
         if request not in self._sources:
             self._sources[request] = Source(request)
@@ -168,7 +168,7 @@ class LookupDrafter:
 
 
 def _text_of(request: Request) -> "array[int]":
-    """The prediction as if it were the answer, then the prompt's last MAX_TEXT tokens, with a break for each image."""
+    """Return the prediction as if it were the answer, then the prompt's last MAX_TEXT tokens, with one break per image."""
     prompt = request.token_ids[: request.num_prompt].copy()
     text_start = request.images[-1].end if request.images else 0
     for i, span in enumerate(request.images):

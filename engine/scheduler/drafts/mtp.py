@@ -1,4 +1,4 @@
-"""Drafts by the model's own head: `--draft mtp`. The worker computes them after each step, and they come with its result."""
+"""Drafts of the model's own head, `--draft mtp`. The worker computes them after each step and returns them with its result."""
 
 from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Trust, give_drafts
 from engine.scheduler.request import Request
@@ -7,7 +7,7 @@ from engine.wire.messages import MAX_GUESSES
 
 
 class HeadDrafter:
-    """Rows are held back for guesses that their results will bring. A guess holds with the probability `trust`, if those before it do."""
+    """Drafter that holds rows back for the drafts of their results. A draft is accepted with probability `trust` if those before it are."""
 
     def __init__(self, verify_rows: int):
         self._verify_rows = verify_rows
@@ -18,8 +18,8 @@ class HeadDrafter:
         return len(self._trust)
 
     def offer(self, state: State) -> None:
-        """Also set the number of guesses that the next step makes: as many as should often hold for some row, but at least one, so that
-        it is noticed when they hold again."""
+        """Also set the number of drafts of the next step: as many as some row should often accept, but at least one, to notice an
+        improvement."""
         give_drafts(state, self._verify_rows, self._offer)
         num_rows = min(len(state.running) + len(state.waiting), state.limits.max_num_seqs)
         most = min(MAX_GUESSES, self._verify_rows // max(1, num_rows) - 1)
@@ -36,7 +36,7 @@ class HeadDrafter:
         return False
 
     def _offer(self, request: Request, most: int) -> Offer:
-        """What is on the way need not be as guessed: other guesses come with it."""
+        """Return the head's drafts. Tokens in flight need not match earlier drafts: their results bring new ones."""
         offer, trust = Offer(request), self._trust.setdefault(request, Trust())
         if most == 0:
             return offer
