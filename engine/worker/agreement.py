@@ -1,5 +1,5 @@
-"""Before a step's first collective its ranks tell each other whether each has memory for it: behind one, who has none would leave the
-others waiting for ever. Answers lie in memory that all map: tens of microseconds, nothing of the device."""
+"""Agreement of ranks, before a step's first collective, that each has memory for it: otherwise one would leave the others waiting forever.
+Answers are in shared memory: tens of microseconds, no device work."""
 
 import mmap
 import os
@@ -12,10 +12,10 @@ WORD = 8
 
 
 class Agreement:
-    """Rank `rank` of `size`, which all name the same file; it need not be there yet.
+    """Rank `rank` of `size`. All ranks name the same file, which need not exist yet.
 
-    The n-th answers are the n-th on every rank, since all get the same plans. There is room for two questions: who asks the next but one
-    has seen everybody answer the next, which nobody does before having read this one's answers.
+    The n-th answers belong together on every rank, since all receive the same plans. Space for two questions suffices: a rank asks question
+    n + 2 only after all ranks have answered n + 1 and thus have read the answers to n.
     """
 
     def __init__(self, path: Path, rank: int, size: int, is_stopping: Callable[[], bool]):
@@ -31,7 +31,7 @@ class Agreement:
         self._count = 0
 
     def all_can(self, can: bool) -> bool:
-        """Whether every rank says so. Waits for the slowest; False if the worker is told to stop."""
+        """Return whether every rank can. Waits for the slowest; False if the worker is stopped."""
         self._count += 1
         start = self._count % 2 * self._size
         answers = self._answers[start : start + self._size]

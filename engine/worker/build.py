@@ -1,4 +1,4 @@
-"""Assembles a worker: model, weights, profile, memory, KV pool, graphs. The kind of device is decided here, so that a step has no branches
+"""Assembly of a worker: model, weights, profile, memory, KV pool, graphs. The device kind is decided here, so that a step needs no branches
 for it."""
 
 import io
@@ -56,15 +56,15 @@ from models.parallel.group import TensorParallel
 from models.parallel.symmetric import SymmetricSums, peers_are_mapped
 
 INT64 = 8
-STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also place, target, that it is wanted
+STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also index, target, scored flag
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
-STAGED_PER_DRAW = BYTES_PER_DRAW + 6 * INT64  # logits index and its place; of a row its number and its start; what is known of it
+STAGED_PER_DRAW = BYTES_PER_DRAW + 6 * INT64  # logits index and its position; of a row its number and start; known ids
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a worker has before its memory is planned."""
+    """Parts of a worker that exist before its memory is planned."""
 
     backend: Backend
     tp: TensorParallel
@@ -78,7 +78,8 @@ class Loaded:
 def build_runner(
     child: Child, model_config: ModelConfig, rank: int, device: torch.device, stopping: StopFlag
 ) -> tuple[Runner, WorkerReady]:
-    """A runner that is ready for plans, and what the scheduler must know of it. ValueError or OSError if the model cannot be had."""
+    """Return a runner that is ready for plans, and its description for the scheduler. ValueError or OSError if the model cannot be
+    loaded."""
     config, text, free = child.config, model_config.text, free_bytes(device)
     loaded = load(child, model_config, rank, device)
     backend, model, spec = loaded.backend, loaded.model, loaded.model.cache_spec
@@ -136,7 +137,7 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
         sampler = Sampler(sampling, config.max_num_seqs, num_draws, model_config, Path(child.runtime.model_folder), device)
         sampler.warm_up()
         if device.type == "cuda" and rank == 0:
-            sampler.grammars.load()  # seconds, for which streams would have to wait
+            sampler.grammars.load()  # takes seconds that would delay streams later
         decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
         warm_up(decoder)
     return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream)
@@ -176,15 +177,15 @@ def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, sta
 
 @contextmanager
 def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[None]:
-    """Compiles and checks kernels in a thread meanwhile, and waits for it at the end: RuntimeError if a compiler fails or a kernel computes
-    what it should not. A file in the run directory says so, by which the api tells `/health` that the worker is not hung."""
+    """Compile and check kernels in a thread, and wait for it at the end: RuntimeError if a compiler fails or a kernel computes wrong
+    results. A file in the run directory tells the api that the worker is not hung (`/health`)."""
     mark = child.compiling_mark()
     mark.touch()
     pool = ThreadPoolExecutor(1, "compile")
 
     def load() -> None:
         if backend.device.type == "cuda":
-            torch.cuda.set_device(backend.device)  # a thread has its own
+            torch.cuda.set_device(backend.device)  # the current device is per thread
         backend.load(config.text.heads(child.config.tp), config.vision_head_dim)
 
     loaded = pool.submit(load)
@@ -197,14 +198,14 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
 
 
 def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | None, free: int) -> Needs | None:
-    """What this rank's GPU, with `free` bytes free at the start, will hold besides the KV pool and the image cache; None on a CPU.
-    `captured`: sizes of graphs to come."""
+    """Return the memory of this rank's GPU, with `free` bytes free at the start, in addition to the KV pool and the image cache; None on a
+    CPU. `captured`: sizes of graphs to come."""
     model, stream = loaded.model, loaded.tower_stream
     if stream is None:
         return None
     weights = torch.cuda.memory_allocated(model.device)
     activations = profile_peak(model, loaded.backend, loaded.sampling, config, stream)
-    torch.cuda.empty_cache()  # what the profiling pass took is not the KV pool's shape
+    torch.cuda.empty_cache()  # the cached memory of the profiling pass does not fit the KV pool
     return Needs(
         weights=weights,
         runtime=free - free_bytes(model.device) - weights,
@@ -216,14 +217,14 @@ def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | No
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """bfloat16 on GPUs and float32 on CPUs unless the flag says otherwise."""
+    """Return the dtype: bfloat16 on GPUs and float32 on CPUs unless the flag overrides it."""
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"auto": automatic, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
 
 
 def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend: Backend) -> TensorParallel:
-    """The group of all ranks: NCCL on GPUs, gloo on CPUs; they meet in a file of the run directory, not at a port. Collectives of few
-    tokens, `width` values each, go through memory that GPUs map from each other, if they can."""
+    """Join the group of all ranks: NCCL on GPUs, gloo on CPUs; rendezvous uses a file of the run directory, not a port. Collectives of few
+    tokens, `width` values each, use peer-mapped GPU memory if possible."""
     size, device = child.config.tp, backend.device
     if size == 1:
         return TensorParallel.single()
@@ -242,7 +243,7 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend:
 
 
 def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> LanguageModel:
-    """The model with its weights, read or made up."""
+    """Return the model with its weights, read or random."""
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
     format = decoder_format(child.config, model_config.text)
@@ -263,7 +264,7 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
 
 
 def make_progress(child: Child) -> Callable[[int, int], None]:
-    """Reports loading, at most a line a second."""
+    """Report loading, at most one line per second."""
     reported = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -278,7 +279,7 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 def make_graphs(
     model: LanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, config: EngineConfig, max_blocks: int
 ) -> StepGraphs | None:
-    """Graphs of small steps, if the backend captures any; the pool's last block is scratch."""
+    """Capture graphs of small steps if the backend supports any; the pool's last block is scratch."""
     num_heads, num_draws = model.config.text.num_heads // model.tp.size, max_draws(config, sizes)
     most = MAX_PREFILL_ROWS + 1, num_draws + sizes.large_step
     make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_qk_norm)
@@ -288,13 +289,13 @@ def make_graphs(
 
 
 def warm_up(decoder: JpegDecoder) -> None:
-    """A decoder's first batch may take seconds: no request should wait for that."""
+    """Warm up the decoder: its first batch may take seconds, which no request should wait for."""
     buffer = io.BytesIO()
     Image.effect_noise(WARM_UP_SIZE, 64).convert("RGB").save(buffer, "JPEG")
     decoder.decode([memoryview(buffer.getvalue())] * WARM_UP_IMAGES)
 
 
 def staging_bytes(config: EngineConfig, num_draws: int, max_blocks: int) -> int:
-    """Upper bound of what one step stages: per token, per draw, and every row's int32 pages."""
+    """Upper bound of a step's staged bytes: per token, per sample, and every row's int32 pages."""
     pages = 4 * config.max_num_seqs * max_blocks
     return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_DRAW * num_draws + pages + MIB

@@ -1,4 +1,4 @@
-"""Why a worker could not start, in one line that says what to do; the traceback is in the debug log."""
+"""One-line explanation of a worker's failed start, with a remedy; the traceback is in the debug log."""
 
 import re
 
@@ -11,7 +11,7 @@ LIBRARIES = re.compile(r"\blib\w+\.so\S*")
 
 
 def explain(problem: Exception) -> str:
-    """The line. Its beginning is ours, the rest what the library says."""
+    """Return the explanation, followed by the library's message."""
     text = str(problem)
     if isinstance(problem, ModuleNotFoundError):
         return f"the package {problem.name} is missing: install the extra with `pip install -e '.[cuda]'`, or serve with --device cpu"
@@ -30,6 +30,6 @@ def explain(problem: Exception) -> str:
 
 
 def _line(text: str) -> str:
-    """The first line that says something, shortened."""
+    """Return the first meaningful line, shortened."""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return first if len(first) <= MAX_CHARACTERS else first[:MAX_CHARACTERS] + " ..."

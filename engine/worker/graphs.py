@@ -1,15 +1,14 @@
-"""CUDA graphs of steps with few tokens: decode rows, alone or beside a chunk of prompts.
+"""CUDA graphs of steps with few tokens: decode rows, alone or with a chunk of prompts.
 
-Without one a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens, or thousands if a
-rank's part of the model is small. A graph has a fixed shape: so many prompt tokens, then so many tokens of decode rows. How many of these
-a row has is part of the step, not of the graph: one for 8 tokens takes 8 rows that decode, or two with 3 drafts each. A smaller step is
-padded: prompt tokens with a row of its own, others with rows of one token and empty rows. Padding reads and writes the scratch row and the
-scratch block, which nobody reads.
+Without a graph a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens, or thousands
+if a rank's part of the model is small. A graph has a fixed shape: a number of prompt tokens, then of tokens of decode rows. The tokens per
+row belong to the step, not to the graph: a graph for 8 tokens takes 8 decoding rows, or two with 3 drafts each. A smaller step is padded:
+prompt tokens with their own row, others with rows of one token and empty rows. Padding accesses only the scratch row and the scratch block.
 
-All that a graph reads of a step is padded on the host and comes with one copy to memory that all graphs share. Its layout is fixed for a
-shape, with what has no fixed length behind:
+All inputs of a graph are padded on the host and copied at once to memory that all graphs share. The layout is fixed for a shape, with
+variable-length data after the pages:
 
-    ids_P | places_D | positions_3T | slots_T | logits_indices_S | rows of states | plan of the attention | pages ... | how to draw ...
+    ids_P | places_D | positions_3T | slots_T | logits_indices_S | rows of states | plan of the attention | pages ... | sampling ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,22 +28,22 @@ from models.decoders.contract import LanguageModel
 from models.kernels.paged import Int32s, MakeFixed, PagedAttention
 from models.kernels.step_sizes import StepSizes
 
-MAX_PREFILL_ROWS = 8  # prompts whose chunks one graph takes
-FIRST_WARM_UPS = 3  # of the first graph; others need one, for kernels of their own
+MAX_PREFILL_ROWS = 8  # most prompts with chunks in one graph
+FIRST_WARM_UPS = 3  # of the first graph; others need one, for their own kernels
 PAGE_BYTES = 4
-BYTES_BEHIND_PAGES = BYTES_PER_DRAW + 16  # of a token: how it is drawn, what is known of it
-SLACK = 4096  # for their alignment
+BYTES_BEHIND_PAGES = BYTES_PER_DRAW + 16  # per token: sampling parameters, known ids
+SLACK = 4096  # for alignment
 LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from segments
 
 
 class Shape(NamedTuple):
-    """What a graph computes: prompt tokens first, then those of decode rows."""
+    """Size of a graph: prompt tokens first, then those of decode rows."""
 
     num_prefill_tokens: int
     num_decode_tokens: int
 
 
-UNPADDED = Shape(0, 1)  # there are no fewer tokens
+UNPADDED = Shape(0, 1)  # no smaller shape exists
 
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
@@ -60,8 +59,8 @@ class Graph:
 
 
 class StepGraphs:
-    """Replays small steps, of up to `max_draws` tokens of decode rows. `make_attention(*shape, rows)` gives an attention backend for a
-    shape whose prompt tokens are of exactly `rows` rows."""
+    """Replayer of small steps with up to `max_draws` tokens of decode rows. `make_attention(*shape, rows)` returns an attention backend for
+    a shape whose prompt tokens have exactly `rows` rows."""
 
     def __init__(
         self,
@@ -86,16 +85,16 @@ class StepGraphs:
         self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
         largest_prompt = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
         shape = (model.config.num_visual_levels, largest_prompt, model.config.text.hidden_size)
-        self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all were an image's
+        self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all belonged to an image
         num_logits = MAX_PREFILL_ROWS + max([self._decode_sizes[-1], *self._chunk_sizes])
-        self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # where all graphs write, as the next
+        self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # output of all graphs
         self._hidden = torch.zeros((num_logits, model.config.text.hidden_size), dtype=model.dtype, device=self._device)
         self._staging = Staging(0, self._device)
         self._graphs: dict[Shape, Graph] = {}
 
     @torch.inference_mode()
     def capture(self) -> int:
-        """Captures every shape, the largest first so that all share one memory pool. Returns their number."""
+        """Capture every shape, the largest first so that all share one memory pool. Return their number."""
         mixed = [Shape(tokens, rows) for rows, sizes in self._chunk_sizes.items() for tokens in sizes]
         shapes = sorted([*mixed, *(Shape(0, rows) for rows in self._decode_sizes)], key=sum, reverse=True)
         backends = {shape: self._make_attention(*shape, _num_prefill_rows(shape)) for shape in shapes}
@@ -108,7 +107,7 @@ class StepGraphs:
         return len(self._graphs)
 
     def cover(self, num_prompts: int, num_prompt_tokens: int, num_decode: int) -> bool:
-        """Whether a shape is large enough for so many; the last are tokens of decode rows."""
+        """Return whether a shape is large enough for so many prompt and decode tokens."""
         if not num_prompts:
             return num_decode <= self._decode_sizes[-1]
         if num_prompts > MAX_PREFILL_ROWS or not self._chunk_sizes or num_decode > max(self._chunk_sizes):
@@ -116,20 +115,20 @@ class StepGraphs:
         return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_decode)][-1]
 
     def bytes_beside(self, num_prompt_tokens: int) -> int:
-        """What a step with a graph takes of memory that is not its graph's: see `_embed`."""
+        """Return the bytes that a step with a graph needs outside the graph: see `_embed`."""
         num_bytes = self._embedding[0, :num_prompt_tokens].nbytes
         return num_bytes if num_bytes < LARGE_TENSOR else max(num_bytes, SEGMENT)
 
     def fits(self, step: HostStep) -> bool:
-        """Whether there is a graph for the step."""
+        """Return whether there is a graph for the step."""
         if step.scored and len(step.ids):
             return False
         return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.places))
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, torch.Tensor, Draws]:
-        """(S, V) logits and (S, D) final hidden states of the step's `logits_indices`, valid until the next replay, and what draws tokens
-        from them. In addition to the graph the device copies once and launches only what new rows and `_embed` take. No more steps may be
-        in flight than `Staging` allows for."""
+        """Return (S, V) logits and (S, D) final hidden states of the step's `logits_indices`, valid until the next replay, and the sampling
+        inputs. In addition to the graph the device copies once and launches only the work of new rows and `_embed`. At most as many
+        steps may be in flight as `Staging` allows."""
         shape = self._shape_for(len(step.ids), len(step.places))
         graph, padded = self._graphs[shape], self._pad(step, shape)
         self._staging.begin()
@@ -146,7 +145,7 @@ class StepGraphs:
         return graph.logits_SV[wanted], self._hidden[wanted], draws
 
     def places_of(self, step: HostStep) -> Int64s:
-        """Where the step's tokens are among those of its graph."""
+        """Return the indices of the step's tokens in its graph."""
         num_prefill, num_decode = len(step.ids), len(step.places)
         tokens = self._shape_for(num_prefill, num_decode).num_prefill_tokens
         return np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))
@@ -158,14 +157,14 @@ class StepGraphs:
         return Shape(_round_up(self._chunk_sizes[padded], num_prefill), padded)
 
     def _embed(self, ids_P: torch.Tensor, visual: Sequence[VisualSlice]) -> None:
-        """Fills the graph's prompt tokens: text as its embedding with nothing for DeepStack to add, image tokens as they are."""
+        """Fill the graph's prompt tokens: text embeddings with zeros for DeepStack, image tokens as they are."""
         self._embedding[0, : len(ids_P)] = self._model.embed(ids_P)
         self._embedding[1:, : len(ids_P)] = 0
         for item in visual:
             self._embedding[:, item.tokens] = item.embedding[:, item.offset : item.offset + item.length]
 
     def _pad(self, step: HostStep, shape: Shape) -> HostStep:
-        """The step with the tokens and rows of `shape`, and its prompts' ends in the last of MAX_PREFILL_ROWS logits indices."""
+        """Pad the step to the tokens and rows of `shape`, with its prompts' ends in the last MAX_PREFILL_ROWS logits indices."""
         tokens, size = shape
         num_prefill, num_decode = len(step.ids), len(step.places)
         if len(step.rows) == num_decode == size and not tokens:
@@ -188,12 +187,12 @@ class StepGraphs:
         return replace(step, attention=layout, logits_indices=logits_indices_S)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
-        """The layout with the rows of `shape`: one takes the prompts' missing tokens, further ones are empty; behind the decode rows come
-        rows of one token, and empty ones."""
+        """Pad the layout to the rows of `shape`: one takes the prompts' missing tokens, further ones are empty; rows of one token and empty
+        rows follow the decode rows."""
         rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
-        lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # of rows between the prompts and the decode rows
+        lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # rows between the prompts and the decode rows
         lengths[:1] = shape.num_prefill_tokens - starts[rows]
-        behind = np.zeros(shape.num_decode_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # of rows behind the decode rows
+        behind = np.zeros(shape.num_decode_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # rows after the decode rows
         behind[: shape.num_decode_tokens - (starts[-1] - starts[rows])] = 1
         page_counts = -(-lengths // self._rows.block_size)
         scratch = np.full(page_counts.sum(), self._scratch_block, dtype=np.int32)
@@ -233,28 +232,28 @@ class StepGraphs:
             batch = ForwardBatch(ids_T, positions_3T, *of_step)
             hidden_SD = self._model(batch, attention)
             logits_SV = self._model.logits(hidden_SD, self._logits[: len(hidden_SD)])
-            self._hidden[: len(hidden_SD)].copy_(hidden_SD)  # last: nothing lies between the norm and the product, which overlap
+            self._hidden[: len(hidden_SD)].copy_(hidden_SD)  # last: nothing separates the norm and the product, which overlap
             return logits_SV
 
         replay, logits_SV = self._record(forward)
         return Graph(replay, attention, logits_SV)
 
     def _fixed_arrays(self, padded: HostStep, attention: PagedAttention) -> list[npt.NDArray[np.integer]]:
-        """What a graph reads but for the pages, in the order of its memory."""
+        """Return a graph's inputs without the pages, in memory order."""
         layout = padded.attention
         step: tuple[Int64s, ...] = padded.ids, padded.places, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
         return [*step, *self._rows.state_arrays(padded), *attention.plan_arrays(layout)]
 
 
 class CudaRecorder:
-    """Makes CUDA graphs that share one memory pool: sound, since their replays follow each other on one stream."""
+    """Recorder of CUDA graphs that share one memory pool: safe because their replays are sequential on one stream."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._num_warm_ups = FIRST_WARM_UPS
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        """How to run `forward` again, and where its result will be."""
+        """Capture `forward`; return the replay function and its output."""
         for _ in range(self._num_warm_ups):
             forward()
         self._num_warm_ups = 1
@@ -266,15 +265,15 @@ class CudaRecorder:
 
 
 def _num_prefill_rows(shape: Shape) -> int:
-    """Rows of the prompt tokens, with one for padding."""
+    """Number of rows of the prompt tokens, with one for padding."""
     return MAX_PREFILL_ROWS + 1 if shape.num_prefill_tokens else 0
 
 
 def _num_prompt_ends(shape: Shape) -> int:
-    """Places for prompts' last tokens in the graph's logits."""
+    """Number of prompts' last tokens in the graph's logits."""
     return MAX_PREFILL_ROWS if shape.num_prefill_tokens else 0
 
 
 def _round_up(sizes: Iterable[int], count: int) -> int:
-    """The first of ascending `sizes` that reaches `count`."""
+    """Return the first of ascending `sizes` that reaches `count`."""
     return next(size for size in sizes if size >= count)

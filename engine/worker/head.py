@@ -1,8 +1,8 @@
-"""Runs the model's head (`models.layers.head`) behind a step: keys and values of the step's tokens, then guesses of what follows the rows.
+"""Runs the model's head (`models.layers.head`) after a step: keys and values of the step's tokens, then draft tokens for the rows.
 
-A guess follows another on the device, so every draw of a row is taken for its last: the head computes behind all of them. Only those that
-are their row's last leave keys and values where the next guess finds them; the others write to the scratch block. The next step overwrites
-what guesses leave. Where a row has no block for them yet, they go to the scratch block, too: its guesses are worse then, nothing else.
+Drafts are chained on the device, so every sample of a row is treated as its last: the head computes drafts after each. Only true last
+samples write keys and values where the next draft reads them; the others write to the scratch block. The next step overwrites the drafts'
+entries. A row without a block for them uses the scratch block, too; only its drafts get worse.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from models.kernels.paged import AttentionBackend
 
 
 class DraftHead:
-    """Launches only. Its attention is no captured graph's."""
+    """Draft head. It only launches work, and its attention is not part of a captured graph."""
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> None:
         assert model.drafter is not None
@@ -28,7 +28,7 @@ class DraftHead:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Passes of one and of two tokens in the scratch block, so that no request waits for a compiler."""
+        """Run passes of one and of two tokens in the scratch block, so that no request waits for a compiler."""
         hidden_TD = self._rows.hidden(torch.zeros(2, dtype=torch.int64, device=self._model.device))
         for count in (1, 2):
             index = torch.arange(count, device=self._model.device)
@@ -40,8 +40,8 @@ class DraftHead:
             self._drafter.guesses(found_SD)
 
     def run(self, step: HostStep, places_T: Int64s, tokens_S: torch.Tensor, draws: Draws, num_guesses: int) -> torch.Tensor:
-        """(S, num_guesses): behind each draw of the step, and what it drew. The step's tokens have their final hidden states at `places_T`
-        of `Rows.hidden_TD`. Behind a chunk that ends before an image comes its placeholder."""
+        """Return (S, num_guesses) drafts after each sample of the step. The final hidden states of the step's tokens are at `places_T` of
+        `Rows.hidden_TD`. A chunk that ends before an image is followed by its placeholder."""
         put = self._staging.put
         self._staging.begin()
         next_T, hidden_T, drawn_S = put(step.next_ids), put(places_T), put(step.logits_indices)
@@ -54,7 +54,7 @@ class DraftHead:
         embedded_TD = self._model.embed(next_T)
         starts = {int(start) for start in step.attention.qo_indptr_cpu}
         for item in step.visual:
-            rest_ND = item.embedding[0, item.offset + 1 : item.offset + item.length + 1]  # next ones of the image's own tokens
+            rest_ND = item.embedding[0, item.offset + 1 : item.offset + item.length + 1]  # the following tokens of the same image
             embedded_TD[item.start : item.start + len(rest_ND)] = rest_ND
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]

@@ -1,4 +1,4 @@
-"""A worker's heartbeat: once a second, whatever its main thread does, and what that is."""
+"""Heartbeat of a worker: once per second, with the activity of its main thread."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ INTERVAL_S = 1.0
 
 
 class HeartbeatThread:
-    """Sends from a thread of its own, with a socket of its own: the main thread may be busy for long in what releases the interpreter."""
+    """Thread with its own socket that sends heartbeats: the main thread may be busy for long in calls that release the interpreter lock."""
 
     def __init__(self, run_dir: str, rank: int):
         self._rank = rank
@@ -21,11 +21,11 @@ class HeartbeatThread:
         self._thread.start()
 
     def note(self, activity: Activity) -> None:
-        """The main thread begins something, maybe the same again: cheap enough for every step."""
+        """Note that the main thread begins or repeats an activity; cheap enough for every step."""
         self._beat = Heartbeat(self._rank, activity, time.monotonic())
 
     def begin_compiling(self) -> None:
-        """The main thread must make a kernel before it goes on."""
+        """Note that the main thread must compile a kernel before it continues."""
         self._interrupted = self._beat.activity
         self.note("compiling")
 

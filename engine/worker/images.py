@@ -1,11 +1,12 @@
-"""The worker's side of the image cache: tensors by id. What is encoded and evicted comes with the plan.
+"""Worker side of the image cache: tensors by id. The plan lists the images to encode and to evict.
 
-Of several ranks, each encodes its share of a step's images, all together encode the largest if that pays, and all receive all of them.
+Each of several ranks encodes its share of a step's images, all together encode the largest if that is faster, and all receive all
+embeddings.
 
     step N            forward ───────────────────▶ │ forward ──▶      the stream of the steps
     step N + 1          read ──▶ encode ─────────▶ │                  streams of the reader and of the tower
 
-An image that an idle engine hears of before there is a plan is encoded at once; the plan that names it finds it done.
+An idle engine encodes an image as soon as it is announced; the plan that names the image finds its embedding.
 """
 
 import contextlib
@@ -27,17 +28,17 @@ from models.vision.shares import Shares, SplitCosts, part_of, share_out
 
 logger = logging.getLogger(__name__)
 
-FIRST_GROUP_TOKENS = 512  # the tower starts after so much was read
+FIRST_GROUP_TOKENS = 512  # tokens read before the tower starts
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed
 MAX_GROUP_TOKENS = 4608  # bounds activations, unless one image has more
-GATHER_COPIES = 4  # of embeddings on their way to all ranks: own ones padded, everybody's padded and in order, the cache's
-GROWTH = 2  # of one group to the next
+GATHER_COPIES = 4  # copies of embeddings sent to all ranks: own padded, all padded and ordered, the cache's
+GROWTH = 2  # size ratio of consecutive groups
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What encoding left behind: images that could not be decoded, pixels to keep until the step is done, host time of reading, marks
-    around each stretch of the tower's work, and images for which there was no memory."""
+    """Results of encoding: images that could not be decoded, pixels to keep until the step is done, host time of reading, marks around each
+    period of the tower's work, and images for which memory was lacking."""
 
     failed: list[int]
     pixels: list[torch.Tensor]
@@ -51,10 +52,10 @@ NOTHING_ENCODED = Encoded([], [], 0.0, ())
 
 @dataclass(frozen=True, slots=True)
 class EarlyImage:
-    """One that was encoded before a plan named it."""
+    """An image that was encoded before a plan named it."""
 
     of: Prefetch
-    read: tuple[torch.Tensor, bytes]  # pixels and what they were decoded from, while the device may read either
+    read: tuple[torch.Tensor, bytes]  # pixels and their encoded source, while the device may read either
     embedding: torch.Tensor
     watch: Stopwatch
 
@@ -63,8 +64,8 @@ class EarlyImage:
 class ImageCache:
     """Embeddings (1 + L, N, D) by image id, on the device.
 
-    The tower has a stream of its own (None: the current one): it multiplies while the step before waits for memory. All of its tensors are
-    allocated and used there; the current stream reads embeddings only.
+    The tower has its own stream (None: the current one): it computes while the previous step waits for memory. All of its tensors are
+    allocated and used there; the current stream only reads embeddings.
     """
 
     tower: Tower | None  # None: a text model, whose plans name no images
@@ -81,18 +82,18 @@ class ImageCache:
             del self.tensors[image_id]
             last_use = self._last_use.pop(image_id, None)
             if last_use is not None and self.stream is not None:
-                self.stream.wait_event(last_use)  # what follows there may reuse the memory
+                self.stream.wait_event(last_use)  # later work on this stream may reuse the memory
 
     def note_use(self, image_ids: Iterable[int], end: torch.cuda.Event) -> None:
-        """The step that ends with this event reads these images."""
+        """Note the event that ends a step which reads these images."""
         self._last_use.update(dict.fromkeys(image_ids, end))
 
     @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
-        """Encodes an image for a plan that names its ticket, in place of the one before. Without memory nothing is done: the plan may find
-        some. Nor for one that all ranks will encode together."""
+        """Encode an image for a plan that names its ticket, replacing the previous one. Skip it if memory is lacking now, or if all ranks
+        will encode it together."""
         if self._early is not None and self.stream is not None:
-            self.stream.synchronize()  # perhaps the tower still reads its pixels
+            self.stream.synchronize()  # the tower may still read its pixels
         self._early = None
         if self._share_out([prefetch.grid]).together:
             return
@@ -105,11 +106,11 @@ class ImageCache:
                 self._early = EarlyImage(prefetch, read, embedding, watch)
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
-        """Adds a step's images to the cache, for the current stream. One that cannot be decoded becomes zeros, and its rank reports it.
-        Where memory runs out, all of a rank's share is zeros, since the others wait in a collective; a single rank raises
-        torch.OutOfMemoryError or MemoryError instead.
+        """Add a step's images to the cache, for the current stream. An undecodable image becomes zeros, and its rank reports it. If memory
+        runs out, all of a rank's share is zeros, since the others wait in a collective; a single rank raises torch.OutOfMemoryError or
+        MemoryError instead.
 
-        Images go in groups: while the device encodes one, the host and the decoder read the next.
+        Images are encoded in groups: while the device encodes one, the host and the decoder read the next.
         """
         shares = self._share_out([encode.grid for encode in encodes])
         share = [encodes[image] for image in shares.alone[self.tp.rank]]
@@ -134,26 +135,26 @@ class ImageCache:
                 raise
         logger.error("there is no memory for %d images: their requests fail", len(share))
         if self._tower.device.type == "cuda":
-            torch.cuda.synchronize()  # what was allocated so far may still be worked on
+            torch.cuda.synchronize()  # earlier allocations may still be in use
             torch.cuda.empty_cache()
         zero = self._zeros(1)
         starved = tuple(encode.image_id for encode in share)
         return [zero.expand(-1, self._num_tokens(encode), -1) for encode in share], replace(NOTHING_ENCODED, starved=starved)
 
     def shared_bytes(self, encodes: Sequence[Encode]) -> int:
-        """What it takes each rank at its peak to encode images with all ranks, and to give these all embeddings."""
+        """Return the peak bytes per rank to encode images with all ranks and to share all embeddings."""
         num_tokens = sum(self._num_tokens(encode) for encode in encodes)
         grids = [encode.grid for encode in encodes]
         together = self._tower.part_bytes([grids[image] for image in self._share_out(grids).together])
         return together + GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self._tower.dtype.itemsize
 
     def leave_out(self, encodes: Sequence[Encode]) -> None:
-        """What a given-up step should have added becomes zeros, which take next to no memory, until a plan evicts them."""
+        """Replace the images of a given-up step by zeros, which take almost no memory, until a plan evicts them."""
         zero = self._zeros(1)
         self.tensors |= {encode.image_id: zero.expand(-1, self._num_tokens(encode), -1) for encode in encodes}
 
     def prepare(self, is_busy: bool) -> bool:
-        """As `Tower.prepare`."""
+        """Prepare the tower as `Tower.prepare` does."""
         with torch.cuda.stream(self.stream):
             return self.tower is not None and self.tower.prepare(is_busy)
 
@@ -163,7 +164,7 @@ class ImageCache:
         return self.tower
 
     def _encode(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
-        """The embeddings of these images in their order."""
+        """Return the embeddings of these images in order."""
         if not share:
             return [], NOTHING_ENCODED
         failed: list[int] = []
@@ -194,8 +195,8 @@ class ImageCache:
         return [done[encode.image_id] for encode in share], Encoded(failed, kept, read_ms, (*watches, watch))
 
     def _encode_part(self, encodes: Sequence[Encode], encoded: Encoded) -> tuple[torch.Tensor, Encoded]:
-        """This rank's tokens of the images that all ranks encode, and what that leaves behind beside `encoded`. What cannot be read is
-        black, so that all ranks go on. The tower waits for the step before, whose collectives would run beside its own."""
+        """Return this rank's tokens of the images that all ranks encode, and the results in addition to `encoded`. Unreadable images are
+        black, so that all ranks continue. The tower waits for the previous step, whose collectives would overlap its own."""
         failed, starved = list(encoded.failed), encoded.starved
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -221,7 +222,7 @@ class ImageCache:
         return Stopwatch(self._tower.device.type == "cuda")
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
-        """The share in its order, images before frame pairs, in growing groups of one kind, so that the device starts early."""
+        """Yield the share in order, images before frame pairs, in growing groups of one kind, so that the device starts early."""
         group: list[Encode] = []
         num_tokens, limit = 0, FIRST_GROUP_TOKENS
         for encode in sorted(share, key=lambda e: e.source.num_frames):
@@ -235,7 +236,7 @@ class ImageCache:
             yield group
 
     def _gather(self, encodes: Sequence[Encode], shares: Shares, own: Sequence[torch.Tensor]) -> None:
-        """All ranks' embeddings to all ranks, in one collective over rows (N, 1 + L, D): of each rank its share, then its part."""
+        """Gather all ranks' embeddings in one collective over rows (N, 1 + L, D): each rank's share, then its part."""
         sizes = [self._num_tokens(encode) for encode in encodes]
         num_together = sum(sizes[image] for image in shares.together)
         parts = [len(part_of(num_together, rank, self.tp.size)) for rank in range(self.tp.size)]
@@ -250,7 +251,7 @@ class ImageCache:
         for image, piece in zip(shares.together, torch.cat(together).split([sizes[image] for image in shares.together]), strict=True):
             self._keep(encodes[image], piece)
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # which has read this rank's own ones
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # the current stream has read this rank's own embeddings
 
     def _keep(self, encode: Encode, rows_NLD: torch.Tensor) -> None:
         self.tensors[encode.image_id] = rows_NLD.transpose(0, 1).contiguous()  # a view would keep all rows alive
@@ -259,7 +260,7 @@ class ImageCache:
         return share_out([math.prod(grid) for grid in grids], self.tp.size, self.split_costs)
 
     def _let_current_stream_wait(self) -> None:
-        """For all that the tower's stream was given until now."""
+        """Make the current stream wait for all work of the tower's stream."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 

@@ -1,4 +1,4 @@
-"""Image bytes in shared memory -> uint8 RGB tensors on the device. Baseline JPEGs come encoded, everything else as RGB."""
+"""Image bytes in shared memory -> uint8 RGB tensors on the device. Baseline JPEGs arrive encoded, all others as RGB."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from engine.wire.arena import ArenaView
 from engine.wire.messages import ImageSource
 from models.kernels.jpeg import JpegDecoder
 
-DECODER_BYTES_PER_PIXEL = 6  # the pixels, and what they are made from
+DECODER_BYTES_PER_PIXEL = 6  # the pixels, and the decoder's buffers
 
 
 class ImageReader:
-    """Reads image sources out of the processor's arena; on a GPU on a stream of its own, beside the step that runs."""
+    """Reader of image sources in the processor's arena; on a GPU it uses its own stream, concurrently with the running step."""
 
     def __init__(self, arena: ArenaView, decoder: JpegDecoder, device: torch.device):
         self._arena = arena
@@ -22,10 +22,10 @@ class ImageReader:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def read_copy(self, source: ImageSource) -> tuple[torch.Tensor, bytes] | None:
-        """Pixels of a JPEG as `read` gives them, and the copy that they are decoded from: the caller keeps both.
+        """Return a JPEG's pixels as `read` does, and the copy they are decoded from; the caller keeps both.
 
-        Its bytes may be another upload's by now, which nobody has checked: decoding such could take any time and memory. So the copy is
-        decoded only if it is a plain JPEG of the announced size.
+        The bytes may belong to another, unchecked upload by now, whose decoding could take any time and memory. So the copy is decoded only
+        if it is a plain JPEG of the announced size.
         """
         copy = bytes(self._bytes(source))
         plain = parse_plain_jpeg(memoryview(copy)) if is_jpeg(memoryview(copy)) else None
@@ -36,8 +36,8 @@ class ImageReader:
         return None if pixels is None else (pixels, copy)
 
     def read(self, sources: Sequence[ImageSource]) -> list[torch.Tensor | None]:
-        """uint8 (height, width, 3), of a frame pair (2, height, width, 3), on the device, upright; None for each source that cannot be
-        decoded: its request fails, not the engine.
+        """Return upright pixels on the device, uint8 (height, width, 3), of a frame pair (2, height, width, 3); None for each source that
+        cannot be decoded: its request fails, not the engine.
 
         The current stream waits for the pixels. They belong to another stream: the caller keeps them until its own work is done.
         """
@@ -49,7 +49,7 @@ class ImageReader:
         with torch.cuda.stream(self._stream):
             pixels = self._read(sources, payloads)
             if any(source.orientation != 1 for source in sources):
-                self._stream.synchronize()  # what was turned was read from the decoder's own memory, free again now
+                self._stream.synchronize()  # rotations read the decoder's own memory, which is free again now
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return pixels
 
@@ -63,8 +63,8 @@ class ImageReader:
         return [self._checked(next(decoded), s) if s.encoding == "jpeg" else self._rgb(s, payload) for s, payload in pairs]
 
     def _check_memory(self, failed: Sequence[ImageSource]) -> None:
-        """torch.OutOfMemoryError if there is no memory for the largest of these: a GPU's decoder does not say why it failed, and that would
-        be no fault of the client's."""
+        """Raise torch.OutOfMemoryError if the largest source does not fit: a GPU's decoder gives no reason for a failure, and this one is
+        not the client's fault."""
         if failed and self._stream is not None:
             num_bytes = DECODER_BYTES_PER_PIXEL * max(source.height * source.width for source in failed)
             free, _ = torch.cuda.mem_get_info(self._device)
@@ -81,7 +81,7 @@ class ImageReader:
 
     @staticmethod
     def _checked(pixels: torch.Tensor | None, source: ImageSource) -> torch.Tensor | None:
-        """Upright pixels; None if their size is not the one that tokens were counted for."""
+        """Return upright pixels; None if their size is not the one that tokens were counted for."""
         if pixels is None:
             return None
         upright = apply_orientation(pixels, source.orientation)
@@ -89,7 +89,7 @@ class ImageReader:
 
 
 def apply_orientation(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tensor:
-    """EXIF orientation 1-8 undone, as PIL.ImageOps.exif_transpose does (TIFF 6.0, tag 274)."""
+    """Undo EXIF orientation 1-8, as PIL.ImageOps.exif_transpose does (TIFF 6.0, tag 274)."""
     if orientation in (5, 6, 7, 8):
         pixels_HWC = pixels_HWC.transpose(0, 1)
     flips = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}.get(orientation, ())

@@ -1,4 +1,4 @@
-"""A worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`.
+"""Worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`.
 
 plan ──▶ launch (returns at once) ──▶ pending, at most DEPTH ──▶ done? ──▶ result
 """
@@ -26,7 +26,7 @@ from models.kernels.make import notify_compilation
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S, IDLE_POLL_S = 0.02, 1.0  # without a plan until spare time is used, and until it is tried again in vain
+PAUSE_S, IDLE_POLL_S = 0.02, 1.0  # time without a plan before spare time is used, and before a retry if there was no work
 SPIN_S = 20e-6
 
 
@@ -38,7 +38,7 @@ def run(
     stopping: StopFlag,
     heartbeat: HeartbeatThread,
 ) -> None:
-    """A step is launched while the one before it still runs; results go out in order."""
+    """Run the worker: launch a step while the previous one still runs; send results in order."""
     pending: deque[LaunchedStep] = deque()
     timeout_s = IDLE_POLL_S
     while not stopping.is_set():
@@ -66,7 +66,7 @@ def run(
 
 
 def take_device(child: Child, rank: int) -> torch.device:
-    """The rank's GPU, or its share of the CPU."""
+    """Select the rank's GPU, or its share of the CPU."""
     if child.runtime.device == "cpu":
         torch.set_num_threads(max(1, num_cpus() // child.config.tp))
         return torch.device("cpu")
@@ -91,14 +91,14 @@ def main() -> None:
     except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives
         logger.debug("the model could not be built", exc_info=problem)
         child.failed(explain(problem))
-        os._exit(1)  # a compiler may still be at work
+        os._exit(1)  # a compiler may still be running
     settle_heap()
     results.send(ready)
     heartbeat = HeartbeatThread(child.run_dir, rank)
     notify_compilation(heartbeat.begin_compiling, heartbeat.end_compiling)
     run(runner, plans, results, Outbox(child.run_dir, "processor"), stopping, heartbeat)
     heartbeat.stop()
-    os._exit(0)  # tearing down collectives may wait for ranks that are gone
+    os._exit(0)  # tearing down collectives may wait for ranks that have ended
 
 
 if __name__ == "__main__":

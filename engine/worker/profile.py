@@ -1,4 +1,4 @@
-"""Memory that a device has and that a step takes of it, measured; `engine/launch/memory.py` divides it."""
+"""Memory of a device and of a step, measured; `engine/launch/memory.py` divides it."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ DEFAULT_POOL = (0, 0)  # torch's memory that belongs to no graph
 
 
 def free_bytes(device: torch.device) -> int:
-    """What the driver says is free on a GPU; 0 on a CPU, where nothing is planned."""
+    """Return the free bytes reported by a GPU's driver; 0 on a CPU, where nothing is planned."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 class StepMemory:
-    """What a step may take of a device, at most. A CPU's memory is not counted."""
+    """Upper bound of a step's memory on a device. A CPU's memory is not counted."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,12 +37,12 @@ class StepMemory:
         self.note_graphs()
 
     def note_graphs(self) -> None:
-        """After a capture: what graphs compute in stays theirs. Takes milliseconds."""
+        """Update the memory reserved for graphs after a capture. Takes milliseconds."""
         if self._device.type == "cuda":
             self._kept_bytes = idle_bytes_of_graphs(torch.cuda.memory_snapshot(include_traces=False), self._device.index)
 
     def free_bytes(self) -> int:
-        """What the driver has, and half of what torch has at hand: the other half may lie in pieces that are too small."""
+        """Return the driver's free bytes plus half of torch's cached ones: the other half may be too fragmented."""
         if self._device.type != "cuda":
             return sys.maxsize
         at_hand = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
@@ -50,13 +50,13 @@ class StepMemory:
 
 
 def idle_bytes_of_graphs(segments: Sequence[Mapping[str, Any]], device_index: int) -> int:
-    """Of torch's `segments` those in pools of graphs, less what tensors take of them."""
+    """Return unused bytes of torch's `segments` in graph pools."""
     mine = [segment for segment in segments if segment["device"] == device_index and segment["segment_pool_id"] != DEFAULT_POOL]
     return sum(segment["total_size"] - segment["allocated_size"] for segment in mine)
 
 
 def _encode_a_pair(tower: Tower, num_tokens: int) -> None:
-    """A square frame pair, which takes a little more than an image."""
+    """Encode a square frame pair, which takes a little more than an image."""
     geometry = tower.config.geometry
     side = int(num_tokens**0.5) * geometry.patch_size * geometry.merge_size
     pair = torch.randint(256, (geometry.temporal_patch_size, side, side, 3), dtype=torch.uint8, device=tower.device)
@@ -67,12 +67,12 @@ def _encode_a_pair(tower: Tower, num_tokens: int) -> None:
 def profile_peak(
     model: LanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream
 ) -> int:
-    """Bytes of activations at the peak: of an encoder budget of images, and beside it (`tower_stream`) a full batch of tokens whose rows
-    are all drawn by sorting."""
+    """Return the peak bytes of activations: an encoder budget of images (on `tower_stream`) concurrently with a full batch of tokens whose
+    rows all sample by sorting."""
     device, model_config = model.device, model.config
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    tower_stream.wait_stream(torch.cuda.current_stream(device))  # made-up weights may still be on their way
+    tower_stream.wait_stream(torch.cuda.current_stream(device))  # random weights may still be in transfer
     if model.tower is not None:
         with torch.cuda.stream(tower_stream):
             _encode_a_pair(model.tower, config.max_num_encoder_tokens)

@@ -1,8 +1,8 @@
-"""What a worker remembers of each running sequence, and how a plan's chunks become the input of a forward pass. Rows are permanent slots:
-their last sampled token stays on the device, so a plan carries no token values but guesses.
+"""Per-sequence state of a worker, and conversion of a plan's chunks to the input of a forward pass. Rows are permanent slots: their last
+sampled token stays on the device, so a plan carries no token values but drafts.
 
-A step's layout is rows of q tokens. Parts of prompts come first; their ids come from the host. A decode row is the last token drawn, and
-its drafts if there are any; the device finds their ids in a table:
+A step's layout is rows of q tokens. Prompt chunks come first; their ids come from the host. A decode row is the last sampled token and its
+drafts, if any; the device finds their ids in a table:
 
     last token of each permanent row | scratch | drafts of the step
 """
@@ -32,29 +32,29 @@ from models.media.mrope import mrope_positions
 
 @dataclass(slots=True)
 class Row:
-    """A sequence: ids known to the host, M-RoPE positions of its prompt, and what is added to every later position."""
+    """One sequence: ids known to the host, M-RoPE positions of its prompt, and the offset of every later position."""
 
     known_ids: Int32s
     prompt_positions: Int64s  # (3, num_prompt)
     delta: int
     pooled_ids: tuple[int, ...] | None  # see `SamplingParams`
-    num_prompt_top: int | None  # log-probabilities wanted beside that of each token of the prompt
+    num_prompt_top: int | None  # number of log-probabilities in addition to that of each prompt token
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """A step on the host: P tokens of prompts, then D of decode rows."""
+    """A step on the host: P prompt tokens, then D tokens of decode rows."""
 
     ids: Int64s  # (P,)
-    places: Int64s  # (D,) where in `Rows.last_tokens` the others' ids are
+    places: Int64s  # (D,) indices of their ids in `Rows.last_tokens`
     rows: Int64s  # (R,) permanent rows
     positions: Int64s  # (3, P + D)
     attention: AttentionLayout  # with pages and slots on the CPU
     visual: tuple[VisualSlice, ...]
     logits_indices: Int64s  # (S,) ascending
-    draws: HostDraws  # S, or none if the caller draws
-    known: Int64s  # (2, A): places in `Rows.last_tokens` and what comes there: last tokens of new rows, drafts
-    next_ids: Int64s  # (P + D,) what follows each token, as far as it is known: for the model's head
+    draws: HostDraws  # S, or none if the caller samples
+    known: Int64s  # (2, A): indices in `Rows.last_tokens` and their new values: last tokens of new rows, drafts
+    next_ids: Int64s  # (P + D,) known ids after each token, for the model's head
     scored: tuple[ScoredChunk, ...] = ()
     pooled: tuple[PooledRow, ...] = ()
 
@@ -70,15 +70,15 @@ class HostStep:
 class StepInputs:
     """A step on the device."""
 
-    batch: ForwardBatch  # its logits_indices are those of the step, and the scored tokens
+    batch: ForwardBatch  # its logits_indices include the scored tokens
     draws: Draws
-    places_S: torch.Tensor  # int64: where among these those of the step are
+    places_S: torch.Tensor  # int64: indices of the step's logits_indices among these
     scoring: Scoring | None
 
 
 class Rows:
-    """Block tables on the host; last tokens and recurrent states on the device, with one scratch row more for what nobody reads. If the
-    model has a head, also the final hidden states of a step's tokens; blocks that a row does not have are then the scratch block."""
+    """Block tables on the host; last tokens and recurrent states on the device, with one additional scratch row. If the model has a head,
+    also the final hidden states of a step's tokens; missing blocks of a row are then the scratch block."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Rows:
         device: torch.device,
         max_top_k: int = 0,  # see `SamplingOps`
         states: tuple[RowStates, ...] = (),
-        snapshots: Snapshots | None = None,  # of the states, if there are any
+        snapshots: Snapshots | None = None,  # of the states, if any
         hidden_TD: torch.Tensor | None = None,
         scratch_block: int = 0,
         transfers: Transfers | None = None,
@@ -109,7 +109,7 @@ class Rows:
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
 
     def admit(self, admit: Admit, prompt_ids: Int32s) -> Int32s:
-        """Row `admit.row` now holds this request. `prompt_ids` may be a view of shared memory. Returns all known ids."""
+        """Assign row `admit.row` to this request and return all known ids. `prompt_ids` may be a view of shared memory."""
         spans = [(start, self._geometry.merged((t, h, w))) for start, t, h, w in admit.spans]
         positions, delta = mrope_positions(len(prompt_ids), spans)
         known_ids = np.concatenate([prompt_ids, np.asarray(admit.output_ids, dtype=np.int32)])
@@ -123,21 +123,21 @@ class Rows:
         return known_ids
 
     def take_blocks(self, chunks: Sequence[Chunk]) -> None:
-        """The blocks that chunks are about to fill. After all admits of the plan: it may reuse the blocks of their snapshots."""
+        """Append the chunks' blocks. Call it after all admits of the plan, whose snapshots' blocks it may reuse."""
         for chunk in chunks:
             self._append_blocks(chunk.row, chunk.blocks)
             if self._snapshots is not None:
                 self._snapshots.clear(chunk.blocks)
 
     def save_snapshots(self, step: HostStep, chunks: Sequence[Chunk]) -> None:
-        """States behind a computed step's chunks."""
+        """Save the states after a computed step's chunks."""
         if self._snapshots is not None and any(chunk.snapshot for chunk in chunks):
             for row, chunk in zip(self.state_arrays(step)[0].tolist(), chunks, strict=True):
                 if chunk.snapshot:
                     self._snapshots.save(row, chunk.snapshot)
 
     def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> HostStep:
-        """A plan's chunks as arrays."""
+        """Return a plan's chunks as arrays."""
         num_prefills = len(chunks) - sum(chunk.is_decode for chunk in chunks)
         prefills, decodes = chunks[:num_prefills], chunks[num_prefills:]
         ids, positions = self._tokens(prefills, decodes)
@@ -165,7 +165,7 @@ class Rows:
         )
 
     def stage(self, step: HostStep, staging: Staging) -> StepInputs:
-        """Brings a step to the device for a forward pass without a graph."""
+        """Copy a step to the device for a forward pass without a graph."""
         num_prefill, layout = len(step.ids), step.attention
         staging.begin()
         ids_T, places_D = staging.put(np.concatenate((step.ids, np.zeros_like(step.places)))), staging.put(step.places)
@@ -185,7 +185,7 @@ class Rows:
         return StepInputs(replace(batch, hidden_TD=self.hidden_of(len(ids_T))), draws, places, scoring)
 
     def state_arrays(self, step: HostStep) -> tuple[npt.NDArray[np.integer], ...]:
-        """What `state_rows` makes of them on the device; none of a model without states. Chunks of a prompt in one step are a chain."""
+        """Return the input of `state_rows`; empty for a model without states. Chunks of a prompt in one step form a chain."""
         if not self.states:
             return ()
         starts = step.attention.qo_indptr_cpu.numpy()
@@ -204,16 +204,17 @@ class Rows:
         return StateRows(targets_R, starts_R1, num_prefill_rows, (rows_R, firsts_R))
 
     def hidden_of(self, num_tokens: int) -> torch.Tensor | None:
-        """Where a forward pass leaves the hidden states of so many tokens, if anybody reads them."""
+        """Return the output buffer for the hidden states of so many tokens, if they are needed."""
         return None if self.hidden_TD is None else self.hidden_TD[:num_tokens]
 
     def hidden(self, places_T: torch.Tensor) -> torch.Tensor:
-        """(T, D) hidden states of the last forward pass."""
+        """Return the (T, D) hidden states of the last forward pass."""
         assert self.hidden_TD is not None
         return self.hidden_TD[places_T]
 
     def behind(self, draws: HostDraws, distance: int) -> tuple[Int64s, AttentionLayout]:
-        """M-RoPE positions, rows and pages of tokens so far behind those that draw: rows of as many tokens as each draws."""
+        """Return M-RoPE positions, rows and pages of tokens at this distance after the sampling tokens, with as many tokens per row as it
+        samples."""
         counts = np.ones_like(draws.rows) if draws.drafts is None else draws.drafts.counts
         firsts = counts.cumsum() - counts
         rows, starts = draws.rows[firsts], draws.positions[firsts] - 1 + distance
@@ -222,12 +223,12 @@ class Rows:
         return np.broadcast_to(positions, (3, len(positions))), self._layout(rows, starts, counts, 0)
 
     def remember(self, known: torch.Tensor) -> None:
-        """`HostStep.known` on the device, before anything reads it."""
+        """Write `HostStep.known` on the device before anything reads it."""
         if known.shape[1]:
             self.last_tokens[known[0]] = known[1]
 
     def deliver(self, tokens_S: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Gives rows the last of their tokens that count. Returns host memory in which all will be."""
+        """Store the last accepted token of each row. Return host memory that will receive all tokens."""
         rows_S, num_accepted_S = draws.rows_S, None
         if draws.drafts is not None:
             _, is_last_S = draws.drafts.keep(tokens_S)
@@ -237,7 +238,7 @@ class Rows:
         return self.transfers.deliver_(tokens_S, rows_S, self.last_tokens)
 
     def scratch_layout(self, num_tokens: int) -> AttentionLayout:
-        """A row of so many tokens that nobody has."""
+        """Layout of a scratch row of so many tokens."""
         slots_T = self.scratch_slot + torch.arange(num_tokens)
         block, count, one = self.scratch_slot // self.block_size, np.asarray([num_tokens], dtype=np.int32), np.ones(1, dtype=np.int32)
         pages = torch.tensor([block], dtype=torch.int32)
@@ -254,7 +255,7 @@ class Rows:
         return found
 
     def _drawn(self, chunks: Sequence[Chunk], has_drafts: bool) -> tuple[Int64s, HostDraws]:
-        """Tokens of the step behind which is drawn, and how."""
+        """Return the tokens of the step that sample, and their parameters."""
         ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
         sampled = np.asarray([chunk.sample for chunk in chunks], dtype=bool)
         ends_of_rows = [(chunk.row, chunk.start + chunk.length) for chunk in chunks if chunk.sample]
@@ -269,7 +270,7 @@ class Rows:
         return last - before_end, self._draws.draws(rows, positions - before_end, drafts)
 
     def _places(self, decodes: Sequence[Chunk]) -> Int64s:
-        """Of the tokens of decode rows in the table."""
+        """Return the table indices of the tokens of decode rows."""
         places, first_draft = [], self.scratch_row + 1
         for chunk in decodes:
             places += [chunk.row, *range(first_draft, first_draft + len(chunk.drafts))]
@@ -277,7 +278,7 @@ class Rows:
         return np.asarray(places, dtype=np.int64)
 
     def _tokens(self, prefills: Sequence[Chunk], decodes: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
-        """Ids of the prefills' tokens, and M-RoPE positions of all."""
+        """Return ids of the prefill tokens, and M-RoPE positions of all tokens."""
         ids: list[npt.NDArray[np.integer]] = [np.empty(0, dtype=np.int64)]
         positions = [np.empty((3, 0), dtype=np.int64)]
         for chunk in prefills:
@@ -286,7 +287,7 @@ class Rows:
             ids.append(row.known_ids[chunk.start : end])
             num_prompt = row.prompt_positions.shape[1]
             positions.append(row.prompt_positions[:, chunk.start : min(end, num_prompt)])
-            if end > num_prompt:  # recomputed output, after a preemption
+            if end > num_prompt:  # recomputed output after a preemption
                 later = np.arange(max(chunk.start, num_prompt), end) + row.delta
                 positions.append(np.broadcast_to(later, (3, len(later))))
         last = np.asarray([chunk.start + self._row(chunk.row).delta for chunk in decodes], dtype=np.int64)
@@ -317,7 +318,7 @@ class Rows:
         return tuple(found)
 
     def _next_ids(self, prefills: Sequence[Chunk], num_tokens: int) -> Int64s:
-        """Zeros where that is drawn."""
+        """Return known next ids; zeros for tokens to be sampled."""
         next_ids, first = np.zeros(num_tokens if self.hidden_TD is not None else 0, dtype=np.int64), 0
         for chunk in prefills if len(next_ids) else ():
             known = self._row(chunk.row).known_ids[chunk.start + 1 : chunk.start + chunk.length + 1]
@@ -326,7 +327,7 @@ class Rows:
         return next_ids
 
     def _extents(self, chunks: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
-        """Where chunks start, and their lengths."""
+        """Return the starts and lengths of chunks."""
         starts, lengths = np.asarray([(chunk.start, chunk.length) for chunk in chunks], dtype=np.int64).T
         return starts, lengths
 

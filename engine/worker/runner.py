@@ -1,5 +1,5 @@
-"""One step on the device: evict, admit, encode, forward, sample. Nothing here waits for the device: a launched step is a
-handle that is asked later whether it is done."""
+"""One step on the device: evict, admit, encode, forward, sample. Nothing here waits for the device: a launched step is a handle that is
+polled later."""
 
 import logging
 import time
@@ -36,14 +36,14 @@ NO_DRAWS = HostDraws.empty()
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device works on. `sampled` is valid once `watch` is done."""
+    """A launched step. `sampled` is valid once `watch` is done."""
 
     step: int
     rank: int
     launched: float
     sampled: Sampled  # in pinned host memory, as `scores`
     scores: PromptScores | None
-    pooled: dict[int, torch.Tensor]  # the same
+    pooled: dict[int, torch.Tensor]  # in pinned host memory, too
     encoded: Encoded  # its pixels belong to the reader's stream: kept until the step is done
     watch: Stopwatch
     out_of_memory: bool = False
@@ -51,7 +51,7 @@ class LaunchedStep:
     draws: HostDraws = NO_DRAWS
 
     def result(self) -> StepResult:
-        """Waits for the device."""
+        """Wait for the device and return the result."""
         self.watch.wait()
         token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_draw()
         num_tokens: list[int] = []
@@ -83,7 +83,7 @@ class LaunchedStep:
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """Executes plans for one rank."""
+    """Executor of plans for one rank."""
 
     model: LanguageModel
     attention: AttentionBackend
@@ -103,8 +103,8 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueues a step and returns at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks count
-        what it will take and give it up together before it begins; later, others may wait in a collective."""
+        """Enqueue a step and return at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks first
+        estimate its memory and give it up together before it begins; later, others may wait in a collective."""
         launched = time.monotonic()
         try:
             return self._launch(plan, launched)
@@ -112,7 +112,7 @@ class Runner:
             if self.tp.size > 1:
                 raise
             if self._on_gpu:
-                torch.cuda.synchronize()  # what the step has allocated may still be worked on
+                torch.cuda.synchronize()  # the step's allocations may still be in use
         return self._give_up(plan, launched)
 
     def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
@@ -137,8 +137,8 @@ class Runner:
         return LaunchedStep(plan.step, self.tp.rank, launched, sampled, scores, pooled, encoded, watch, False, slow_draws, step.draws)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
-        """Of several ranks each counts for itself, rather too much: to begin without memory ends the engine. Decode rows with a graph take
-        nothing."""
+        """Return whether all ranks have memory. Each of several ranks makes a high estimate: running out later ends the engine. Decode rows
+        with a graph need none."""
         if self.agreement is None:
             return True
         prompts = [chunk.length for chunk in plan.chunks if not chunk.is_decode]
@@ -154,7 +154,7 @@ class Runner:
         return self.agreement.all_can(needed <= self._memory.free_bytes())
 
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
-        """A step that computes nothing. Plans on their way may name its images."""
+        """Return a step that computes nothing. Plans in flight may name its images."""
         logger.error("step %d ran out of memory and is given up", plan.step)
         if self._on_gpu:
             torch.cuda.empty_cache()
@@ -165,19 +165,19 @@ class Runner:
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
-        """Without plans: does a small piece of what would be in the way of a request. False if there was nothing to do."""
+        """Without plans, do a small piece of work that would delay a request. Return False if there was none."""
         has_prepared = self.images.prepare(is_busy)
         if has_prepared and self.agreement is not None:
             self._memory.note_graphs()
         return has_prepared
 
     def load_grammar(self, message: LoadGrammar, answer: Callable[[GrammarLoaded], None]) -> None:
-        """Begins to read a grammar that a plan may come to name; the answer comes from another thread."""
+        """Start reading a grammar that a plan may name later; another thread sends the answer."""
         data = bytes(self.prompts.view(message.region.offset, message.region.length))
         self.sampler.grammars.load_ahead(data, lambda: answer(GrammarLoaded(message.ticket)))
 
     def _admit_grammar(self, admit: Admit) -> None:
-        """Rank 0 alone draws, so it alone needs the grammar."""
+        """Load the grammar on rank 0, the only rank that samples."""
         data, after = None, None
         if admit.grammar is not None and self.tp.rank == 0:
             region, after = admit.grammar.region, admit.grammar.after
@@ -185,7 +185,7 @@ class Runner:
         self.sampler.grammars.admit(admit.row, data, after, admit.output_ids, admit.params.allowed_token_ids)
 
     def _draw(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
-        """Forward and sample: what is drawn will be on the host, and with the rows for the next step."""
+        """Run forward and sampling: sampled tokens are copied to the host and into the rows for the next step."""
         logits_SV, draws, scores, pooled = self._forward(step)
         self.rows.save_snapshots(step, plan.chunks)
         if not len(draws.rows_S):
@@ -195,7 +195,7 @@ class Runner:
             sampled = self.sampler.sample(logits_SV, draws, self.sampler.grammars.masks(step.draws))
         else:
             sampled = Sampled(torch.empty_like(draws.rows_S), None)
-        self.tp.broadcast_(sampled.tokens_S)  # rank 0's draw counts: equal logits are not bit-equal on every rank
+        self.tp.broadcast_(sampled.tokens_S)  # rank 0's samples count: logits are not bit-equal on every rank
         tokens_S, guesses_SG = self.rows.deliver(sampled.tokens_S, draws), self._guess(step, sampled.tokens_S, draws, plan.num_guesses)
         return sampled.on_host(tokens_S, guesses_SG), scores, pooled
 

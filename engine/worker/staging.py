@@ -14,11 +14,11 @@ RING = DEPTH + 1  # one is being built
 
 
 class Staging:
-    """Call `begin`, `put` for every array, then `copy`: from then until the next `copy` the returned tensors hold the data, in stream
-    order.
+    """Staging buffers. Call `begin`, `put` for every array, then `copy`: from then until the next `copy` the returned tensors hold the
+    data, in stream order.
 
-    They are views of one device buffer, on a CPU of the host buffer. Equal sizes in equal order have equal addresses, which a CUDA graph
-    may remember. The ring has a buffer more than there are steps in flight: none is written while its copy may run.
+    The tensors are views of one device buffer, on a CPU of the host buffer. Equal sizes in equal order have equal addresses, as CUDA graphs
+    require. The ring has one buffer more than steps in flight: none is written while its copy may run.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, transfers: Transfers | None = None):
@@ -35,7 +35,7 @@ class Staging:
         self._used = 0
 
     def put(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """A device tensor of `array`'s shape and type that `copy` fills. AssertionError if the buffer is too small for the step."""
+        """Return a device tensor of `array`'s shape and type that `copy` fills. AssertionError if the buffer is too small for the step."""
         start = self._used
         end = start + array.nbytes
         host = self._bytes[self._index]
@@ -46,15 +46,15 @@ class Staging:
         return self._device[start:end].view(torch.from_numpy(written).dtype).view(array.shape)
 
     def rest(self, dtype: torch.dtype) -> torch.Tensor:
-        """What is left of the device buffer: a place for the next `put`, whatever its length."""
+        """Return the rest of the device buffer, where the next `put` is located."""
         return self._device[self._used : len(self._device) // ALIGNMENT * ALIGNMENT].view(dtype)
 
     def copy(self) -> None:
-        """Enqueues the transfer on the current stream."""
+        """Enqueue the transfer on the current stream."""
         if self._device is not self._hosts[self._index]:
             self._transfers.fetch_(self._device[: self._used], self._hosts[self._index][: self._used])
 
 
 def staged_bytes(arrays: Iterable[npt.NDArray[np.generic]]) -> int:
-    """What they take in a buffer of their own."""
+    """Return the staged size of these arrays in a buffer of their own."""
     return sum(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)

@@ -1,4 +1,4 @@
-"""Times of a step's parts on the device, without waiting for it."""
+"""Device times of a step's parts, without waiting."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Stopwatch:
-    """Marks on the current stream, the first one now: CUDA events, or clock readings on a CPU."""
+    """Marks on the current stream, the first made at once: CUDA events, or clock readings on a CPU."""
 
     def __init__(self, on_gpu: bool):
         self._on_gpu = on_gpu
@@ -30,7 +30,7 @@ class Stopwatch:
             self.events[-1].synchronize()
 
     def elapsed_ms(self) -> float:
-        """From the first to the last mark, which must be done."""
+        """Return the time from the first to the last mark, which must be done."""
         if self.events:
             return self.events[0].elapsed_time(self.events[-1])
         return 1e3 * (self._times[-1] - self._times[0])

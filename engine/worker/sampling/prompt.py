@@ -1,5 +1,5 @@
-"""Log-probabilities of a prompt's own tokens: each token of a chunk predicts the next one. The head is applied to a slice at a time, since
-a whole prompt's logits would be gigabytes."""
+"""Log-probabilities of a prompt's tokens: each token of a chunk predicts the next one. The head is applied to one slice at a time, since a
+whole prompt's logits would be gigabytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ SLICE = 128  # tokens whose logits are held at once: 78 MB of a vocabulary of 15
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """Tokens of a step, which predict tokens of a prompt from `start` on."""
+    """Tokens of a step that predict tokens of a prompt from `start` on."""
 
     chunk: int  # index in the plan
     start: int
@@ -28,14 +28,14 @@ class ScoredChunk:
 
     @classmethod
     def of(cls, index: int, chunk: Chunk, first: int, prompt_ids: Int32s, num_top: int) -> "ScoredChunk | None":
-        """The part of a chunk, whose first token is the step's `first`, that predicts tokens of the prompt; None if nothing does."""
+        """Return the part of a chunk, whose first token is the step's `first`, that predicts tokens of the prompt; None if it is empty."""
         targets = prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1].astype(np.int64)
         return cls(index, chunk.start + 1, num_top, first + np.arange(len(targets)), targets) if len(targets) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The scored chunks of a step, on the device: which of its hidden states they are, and what follows."""
+    """Scored chunks of a step, on the device: indices of hidden states, and next tokens."""
 
     chunks: tuple[ScoredChunk, ...]
     places_N: torch.Tensor  # int64
@@ -43,7 +43,7 @@ class Scoring:
 
     @classmethod
     def stage(cls, chunks: tuple[ScoredChunk, ...], wanted: Int64s, staging: Staging) -> "Scoring":
-        """`wanted` are the step's tokens whose hidden states there will be, ascending."""
+        """Stage the indices. `wanted` are the ascending step tokens with hidden states."""
         tokens, targets = (np.concatenate(parts) for parts in zip(*((chunk.tokens, chunk.targets) for chunk in chunks), strict=True))
         return cls(chunks, staging.put(np.searchsorted(wanted, tokens)), staging.put(targets))
 
@@ -61,7 +61,7 @@ class PromptScores:
         return PromptScores(self.chunks, *map(to_host, (self.logprobs_N, self.top_ids_NM, self.top_NM)))
 
     def per_chunk(self) -> dict[int, PromptLogprobs]:
-        """By the index of the chunk in the plan. What was copied must be on the host by now."""
+        """Return scores by chunk index in the plan. The copies must have reached the host."""
         found, first = {}, 0
         for chunk in self.chunks:
             rows = slice(first, first + len(chunk.targets))
@@ -73,7 +73,7 @@ class PromptScores:
 
 
 def score_prompts(hidden_SD: torch.Tensor, scoring: Scoring, head: Callable[[torch.Tensor], torch.Tensor]) -> PromptScores:
-    """`head` makes (n, V) float32 logits of hidden states."""
+    """Score prompts; `head` maps hidden states to (n, V) float32 logits."""
     num_top = max(chunk.num_top for chunk in scoring.chunks)
     parts = []
     for places, targets in zip(scoring.places_N.split(SLICE), scoring.targets_N.split(SLICE), strict=True):

@@ -1,4 +1,4 @@
-"""The stages in order: log-probabilities of the raw logits, changes of rows, the draw, what the draw changes."""
+"""Sampling stages in order: log-probabilities of the raw logits, changes of rows, sampling, updates of state."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ WARM_UP = SamplingParams(presence_penalty=1.0, bad_words=((1,), (1, 2)), logprob
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of L draws, each with the N most likely tokens at its place, the most likely first. Tensors on one device."""
+    """Log-probabilities of L samples, each with the N most likely tokens, the most likely first. Tensors on one device."""
 
     reported_L: torch.Tensor  # int64 indices of draws
-    num_top: tuple[int, ...]  # L: how many of the N each wants
-    tokens_L: torch.Tensor  # float32, of the tokens drawn
+    num_top: tuple[int, ...]  # L: how many of the N are requested
+    tokens_L: torch.Tensor  # float32, of the sampled tokens
     top_ids_LN: torch.Tensor  # int64
     top_LN: torch.Tensor  # float32
 
@@ -36,18 +36,18 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step drew."""
+    """Sampled tokens of a step."""
 
     tokens_S: torch.Tensor  # int64
     logprobs: Logprobs | None
-    guesses_SG: torch.Tensor | None = None  # int64, of what follows them
+    guesses_SG: torch.Tensor | None = None  # int64, drafts after them
 
     def on_host(self, tokens_S: torch.Tensor, guesses_SG: torch.Tensor | None) -> "Sampled":
-        """With copies on the host, where its tokens are already."""
+        """Add copies on the host; the tokens are there already."""
         return Sampled(tokens_S, self.logprobs and self.logprobs.to_host(), None if guesses_SG is None else to_host(guesses_SG))
 
     def logprobs_per_draw(self) -> list[TokenLogprobs | None]:
-        """For each draw; empty if none wants any. What was copied must be on the host by now."""
+        """Return log-probabilities per sample; empty if none are requested. The copies must have reached the host."""
         if self.logprobs is None:
             return []
         found: list[TokenLogprobs | None] = [None] * len(self.tokens_S)
@@ -59,7 +59,7 @@ class Sampled:
 
 
 class Sampler:
-    """The state of all rows, for steps of up to `max_draws`. Only rank 0 draws: equal logits are not bit-equal on every rank."""
+    """State of all rows, for steps of up to `max_draws`. Only rank 0 samples: logits are not bit-equal on every rank."""
 
     def __init__(self, ops: SamplingOps, max_num_seqs: int, max_draws: int, config: ModelConfig, model_folder: Path, device: torch.device):
         self.grammars = Grammars(model_folder, max_num_seqs, max_draws, config.text.vocab_size, device)
@@ -68,12 +68,12 @@ class Sampler:
         self._state = LogitState(max_num_seqs, config.text.vocab_size, device)
 
     def admit(self, row: int, params: SamplingParams, ids: Int32s, num_prompt: int) -> None:
-        """Row `row` now belongs to this request: `ids` are those of its prompt, then those drawn before a preemption."""
+        """Assign row `row` to this request: `ids` are those of its prompt, then those sampled before a preemption."""
         self._state.admit(row, params, ids, num_prompt, self._eos_ids)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs every stage, so that no request waits for a compiler."""
+        """Run every stage, so that no request waits for a compiler."""
         _, vocab_size, device = self._state.shape
         guessed = HostDrafts(((0,),)) if self._max_draws > 1 else HostDrafts(((),))
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
@@ -86,7 +86,7 @@ class Sampler:
             self.sample(logits_SV, draws, (torch.zeros_like(draws.rows_S[:1]), everything))
 
     def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:
-        """A token for each row of (S, V) float32 logits, which it may change. `mask` is what grammars allow."""
+        """Sample a token per row of (S, V) float32 logits, which may be changed. `mask` holds the tokens that grammars allow."""
         raw_LV = logits_SV[draws.reported_L] if len(draws.reported_L) else None
         if draws.changes:
             self._state.change_(logits_SV, draws, self._ops)

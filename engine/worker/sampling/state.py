@@ -1,7 +1,7 @@
-"""What changes a row's logits on the device: token counts, additions to single logits, forbidden words.
+"""Device state that changes a row's logits: token counts, additions to single logits, forbidden words.
 
-It is written when the row is admitted, from the prompt and the output known then, so it survives a preemption; then draws update it on the
-device, as the host knows their ids a step late.
+It is written when the row is admitted, from the prompt and the known output, so it survives a preemption; then samples update it on the
+device, as the host receives their ids one step later.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from models.kernels.sampling import IN_PROMPT, SamplingOps
 from models.kernels.transfers import to_device
 
 FOREVER = 2**31 - 1
-ANY = -1  # in front of a word that is shorter than the longest
-NOTHING = -2  # in front of an output that is shorter than a word
+ANY = -1  # padding before a word that is shorter than the longest
+NOTHING = -2  # padding before an output that is shorter than a word
 EDIT = (MAX_LOGIT_EDITS,)
-RECORD = np.dtype([  # what a row has: fields of four bytes an element
+RECORD = np.dtype([  # record of a row: fields of four bytes per element
     ("penalties", "f4", (3,)), ("edited", "i4", EDIT), ("values", "f4", EDIT), ("until", "i4", EDIT),
     ("words", "i4", (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)), ("tail", "i4", (MAX_BAD_WORD_TOKENS - 1,)),
 ])  # fmt: skip
 
 
 class LogitState:
-    """For each of the rows: counts (R, V), 78 MB for 128 rows of Qwen3's vocabulary, and a record (R, ...) of a few kilobytes; one more is
+    """State of the rows: counts (R, V), 78 MB for 128 rows of Qwen3's vocabulary, and a record (R, ...) of a few kilobytes; one more row is
     scratch."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
@@ -39,18 +39,18 @@ class LogitState:
         self._fields = {name: self._field(name) for name in RECORD.names or ()}
 
     def _field(self, name: str) -> torch.Tensor:
-        """(R, ...) of the records."""
+        """Return the (R, ...) field of the records."""
         kind, end = RECORD[name], RECORD.fields[name][1] + RECORD[name].itemsize  # type: ignore[index]
         values = self._records[:, (end - kind.itemsize) // 4 : end // 4].unflatten(1, kind.shape)
         return values.view(torch.float32) if kind.base.kind == "f" else values
 
     @property
     def shape(self) -> tuple[int, int, torch.device]:
-        """Rows, vocabulary, and where they are."""
+        """Number of rows, vocabulary size, and device."""
         return *self._counts_RV.shape, self._device
 
     def admit(self, row: int, params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> None:
-        """Row `row` now belongs to this request, of which the first `num_prompt` of `ids` are the prompt."""
+        """Assign row `row` to this request; the first `num_prompt` of `ids` are the prompt."""
         changes = changes_of(params)
         if not changes:
             return
@@ -62,7 +62,7 @@ class LogitState:
             counts_V.index_add_(0, ids_T[num_prompt:], torch.ones_like(ids_T[num_prompt:], dtype=torch.int32))
 
     def change_(self, logits_SV: torch.Tensor, draws: Draws, ops: SamplingOps) -> None:
-        """Of the rows of `draws.changed_A`: single logits first, then penalties, as vLLM; forbidden words last."""
+        """Change the logits of `draws.changed_A`: single logits first, then penalties, as vLLM; forbidden words last."""
         rows_A = draws.rows_S[draws.changed_A]
         flat, starts_A1 = logits_SV.view(-1), (draws.changed_A * logits_SV.shape[1])[:, None]
         if draws.changes & EDITS:
@@ -79,7 +79,7 @@ class LogitState:
             flat.index_add_(0, (starts_A1 + last_AW.clamp(min=0)).flatten(), values_AW.flatten())
 
     def note(self, tokens_S: torch.Tensor, draws: Draws) -> None:
-        """The rows of `draws.changed_A` have drawn these tokens, as far as they count."""
+        """Count the accepted tokens sampled by `draws.changed_A`."""
         rows_A, tokens_A = draws.rows_S[draws.changed_A], tokens_S[draws.changed_A]
         counting_A, last_rows_A = torch.ones_like(tokens_A, dtype=torch.int32), rows_A
         if draws.drafts is not None:
@@ -91,13 +91,13 @@ class LogitState:
             self._fields["tail"][last_rows_A] = torch.cat((self._tails_of(draws, rows_A)[:, 1:], tokens_A.int()[:, None]), dim=1)
 
     def _counts_behind(self, drafts: Drafts, index_A: torch.Tensor, rows_A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(A, V) counts as they are if the drafts before each draw count, and the index of each."""
+        """Return (A, V) counts as if the drafts before each sample were accepted, and the index of each."""
         counts_AV, before_AX = self._counts_RV[rows_A], drafts.before(index_A)
         counts_AV.scatter_add_(1, before_AX.clamp(min=0), (before_AX != NONE).int())
         return counts_AV, torch.arange(len(index_A), device=self._device)
 
     def _tails_of(self, draws: Draws, rows_A: torch.Tensor) -> torch.Tensor:
-        """(A, N) last tokens before each draw of `draws.changed_A`."""
+        """Return (A, N) last tokens before each sample of `draws.changed_A`."""
         tails_AN = self._fields["tail"][rows_A]
         if draws.drafts is None:
             return tails_AN
@@ -109,7 +109,7 @@ class LogitState:
 
 
 def make_record(params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> npt.NDArray[np.void]:
-    """A RECORD. Single logits change by a value in tokens at positions before `until`."""
+    """Return a RECORD. Single logits change by a value in tokens at positions before `until`."""
     edits = [(token, value, FOREVER) for token, value in params.logit_bias]
     edits += [(word[0], -np.inf, FOREVER) for word in params.bad_words if len(word) == 1]
     if params.min_tokens > 0:
