@@ -1,4 +1,4 @@
-"""The compilation of grammars in guest processes, and a cache of its results."""
+"""Compilation of grammars in guest processes, with a cache of the results."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,9 @@ from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.wire.params import Grammar
 
 QUICK_S = 1.0  # CPU time of a small grammar before it counts as a large one
-WALL_S = 70.0  # of a compilation: only a busy machine takes so long for the CPU time that it has
+WALL_S = 70.0  # limit of a compilation: only a busy machine takes so long for its CPU time
 NUM_GUESTS = 2  # one of them never compiles large grammars
-MEMORY_BYTES = 4 << 30  # of a guest; more fails the compilation
+MEMORY_BYTES = 4 << 30  # limit per guest; exceeding it fails the compilation
 SMALL_CHARACTERS = 1 << 12
 CACHE_BYTES = 64 << 20
 ENTRY_BYTES = 1 << 12  # in addition to its data

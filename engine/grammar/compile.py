@@ -62,7 +62,7 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
 
 
 def compile_schema(compiler: xgrammar.GrammarCompiler, schema: object) -> xgrammar.CompiledGrammar:
-    """Without white space, which a model could repeat for ever. Raises ValueError."""
+    """Compile a schema without white space, which a model could repeat forever. Raises ValueError."""
     check(schema)
     grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=(",", ":"))
     return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(bounded(grammar)))
@@ -86,7 +86,7 @@ def bounded(grammar: xgrammar.Grammar) -> str:
 
 
 def ebnf_of(grammar: str) -> str:
-    """EBNF as it is; Lark, also as guidance writes it, as EBNF. ValueError for what a rule says beside its text."""
+    """Return EBNF from EBNF or Lark, also in guidance's form. ValueError for unsupported rule attributes."""
     if EBNF_RULE.search(grammar) or not LARK_RULE.search(grammar):
         return grammar
 
@@ -116,7 +116,7 @@ def lark_schema(schema: dict[str, object]) -> xgrammar.Grammar:
 
 
 def with_ebnf(tag: str) -> str:
-    """A structural tag whose grammars and schemas are EBNF."""
+    """Return a structural tag whose grammars and schemas are EBNF."""
 
     def walked(value: object) -> object:
         if isinstance(value, list):
@@ -134,7 +134,7 @@ def with_ebnf(tag: str) -> str:
 
 
 def choice_grammar(choices: list[str]) -> str:
-    """A JSON string is one of xgrammar's EBNF, too. ValueError if there are none."""
+    """Return the grammar of a choice; JSON strings are valid xgrammar EBNF. ValueError if there are no choices."""
     if not choices:
         raise ValueError("there is nothing to choose from")
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
@@ -147,7 +147,8 @@ def follow(grammar: xgrammar.CompiledGrammar) -> None:
 
 
 def slowest_token(grammar: xgrammar.CompiledGrammar) -> float:
-    """CPU seconds of the first token that takes more than MAX_TOKEN_S, else 0. The same random tokens are sampled in every call."""
+    """Return the CPU seconds of the first token that takes more than MAX_TOKEN_S, else 0. The same random tokens are sampled in every
+    call."""
     matcher, rng = xgrammar.GrammarMatcher(grammar), random.Random(0)
     vocab_size = grammar.tokenizer_info.vocab_size
     words = xgrammar.allocate_token_bitmask(1, vocab_size)

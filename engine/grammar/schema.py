@@ -1,4 +1,4 @@
-"""What a JSON schema may not say, because the compiler of grammars would silently leave it out."""
+"""Unsupported parts of JSON schemas: the grammar compiler would silently ignore them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ SINGLE = ("items", "additionalProperties", "additionalItems", "unevaluatedItems"
 
 
 def check(schema: object) -> None:
-    """ValueError for a keyword that the grammar would not hold."""
+    """Raise ValueError for a keyword that the grammar would not enforce."""
     if not isinstance(schema, dict):
         return
     for keyword in REFUSED & schema.keys():
@@ -45,7 +45,7 @@ def check(schema: object) -> None:
 
 
 def parts_of(schema: Json) -> Iterator[Any]:
-    """Schemas within a schema."""
+    """Return the schemas within a schema."""
     for name, value in schema.items():
         if name in SINGLE:
             yield value

@@ -1,4 +1,4 @@
-"""The tokens of a checkpoint as xgrammar wants them. Importing xgrammar takes seconds and imports torch."""
+"""Vocabulary of a checkpoint in xgrammar's form. Importing xgrammar takes seconds and imports torch."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from models.config.huggingface import read_config
 
 
 def read_vocabulary(folder: Path) -> xgrammar.TokenizerInfo:
-    """Of a byte-level tokenizer. No grammar allows a special token, but for the end."""
+    """Read a byte-level tokenizer. Grammars allow no special token except the end."""
     tokenizer, config = Tokenizer.from_file(str(folder / "tokenizer.json")), read_config(folder)
     tokens = [""] * config.text.vocab_size
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}

@@ -27,7 +27,7 @@ JSON = {"content-type": "application/json"}
 
 
 class Refused(ValueError):
-    """The message and the code of an error of the API."""
+    """Error of the API: its message and code."""
 
     def __init__(self, error: dict[str, Any]):
         super().__init__(error["message"])
@@ -42,7 +42,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = "demo", **flags: Any):
-        """Raises ValueError for a bad flag."""
+        """Store the flags. Raises ValueError for a bad flag."""
         config, notes = read_flags(words_of({"log_level": "warning", "model": model, **flags}))
         for note in notes:
             warnings.warn(note, stacklevel=3)
@@ -61,11 +61,11 @@ class AsyncLLM:
         await self._clients.close()
 
     def chat(self, messages: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncIterator[RequestOutput]:
-        """One output, again whenever it has grown."""
+        """Yield the output again whenever it has grown."""
         return self._grow(Ask(CHAT, messages, sampling_params or SamplingParams(), fields))
 
     def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncIterator[RequestOutput]:
-        """The same for the continuation of a text or of token ids."""
+        """Continue a text or token ids, as `chat`."""
         return self._grow(Ask(COMPLETIONS, prompt, sampling_params or SamplingParams(), fields))
 
     async def embed(self, prompt: Any, **fields: Any) -> EmbeddingRequestOutput:
@@ -79,8 +79,8 @@ class AsyncLLM:
                 yield output
 
     async def answers(self, asks: Sequence[Ask], is_streamed: bool = False) -> AsyncGenerator[tuple[int, Any], None]:
-        """One request for prompts of equal parameters. Yields the position and the output of each when it is finished or, if `is_streamed`,
-        has grown."""
+        """Send one request for prompts of equal parameters. Yield the position and the output of each when it is finished or, if
+        `is_streamed`, has grown."""
         path, body = asks[0].path, asks[0].value() if asks[0].is_text else await asyncio.to_thread(asks[0].value)
         if len(asks) > 1:
             path, field = ("/v1/chat/completions/batch", "messages") if path == CHAT else (path, "prompt")
@@ -101,7 +101,7 @@ class AsyncLLM:
                         yield position, output
 
     async def _documents(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
-        """The document of a response, or that of each event of a stream. Waits while the engine is full."""
+        """Yield the document of a response, or of each event of a stream. Wait while the engine is full."""
         async with self._clients.client(self._server.path) as client:
             while True:
                 try:

@@ -1,4 +1,4 @@
-"""JSON bodies of the API from conversations and prompts as programs hold them. Pictures become `data:` URIs."""
+"""JSON bodies of the API from conversations and prompts in Python. Pictures become `data:` URIs."""
 
 import io
 import json
@@ -31,18 +31,18 @@ class Ask:
 
     @property
     def is_text(self) -> bool:
-        """Whether there are neither pictures nor files in it."""
+        """Return whether it contains neither pictures nor files."""
         if not is_conversation(self.prompt):
             return not isinstance(self.prompt, Mapping)
         return all(isinstance(message, Mapping) and isinstance(message.get("content", ""), str) for message in self.prompt)
 
     def may_join(self, other: "Ask") -> bool:
-        """Whether both may be in one request."""
+        """Return whether both may be in one request."""
         is_alike = self.path == other.path != EMBEDDINGS and self.params is other.params and self.params.prompt_logprobs is None
         return is_alike and self.is_text and other.is_text
 
     def value(self) -> dict[str, Any]:
-        """The JSON body. Raises ValueError or OSError."""
+        """Return the JSON body. Raises ValueError or OSError."""
         given = {"return_token_ids": True, **self.params.as_fields(self.path == CHAT)} if self.path != EMBEDDINGS else {}
         prompt, fields = self.prompt, {**given, **self.fields}
         if self.path == CHAT or is_conversation(prompt):
@@ -70,7 +70,7 @@ def is_conversation(prompt: Any) -> bool:
 
 
 def listed(prompts: Any) -> list[Any]:
-    """The prompts of a list, or the one prompt that is given: a text, token ids, a conversation, or a dictionary with pictures."""
+    """Return the prompts of a list, or the one given prompt: a text, token ids, a conversation, or a dictionary with pictures."""
     is_ids = isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
     return [prompts] if isinstance(prompts, str | Mapping) or is_ids or is_conversation(prompts) else list(prompts)
 
@@ -99,7 +99,7 @@ def _part_json(part: Any) -> Any:
 
 
 def _names_picture(text: str) -> bool:
-    """Whether a string among the parts of a message is a URL or a path. Raises FileNotFoundError if only its suffix is a picture's."""
+    """Return whether a part of a message is a URL or a path. Raises FileNotFoundError if only its suffix is a picture's."""
     if text.lower().startswith(URL_SCHEMES):
         return len(text.split()) == 1
     path = Path(text).expanduser()
@@ -111,7 +111,7 @@ def _names_picture(text: str) -> bool:
 
 
 def picture_url(picture: Any, kind: str = "image") -> str | None:
-    """URL of a PIL image (lossless), of the bytes of a file, or of a path. A URL stays as it is, and so does None, which a `uuid` names."""
+    """Return the URL of a PIL image (lossless), of the bytes of a file, or of a path. URLs and None, for a `uuid`, are unchanged."""
     if picture is None or (isinstance(picture, str) and picture.lower().startswith(URL_SCHEMES)):
         return picture
     if isinstance(picture, Image.Image):
@@ -129,7 +129,7 @@ def picture_url(picture: Any, kind: str = "image") -> str | None:
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments as a command line: `prefix_cache=False` is `--no-prefix-cache`, a dictionary is JSON."""
+    """Format keyword arguments as a command line: `prefix_cache=False` is `--no-prefix-cache`, a dictionary is JSON."""
     words: list[str] = []
     for name, value in flags.items():
         flag = name.replace("_", "-")

@@ -31,7 +31,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **flags: Any):
-        """Returns when the engine is ready. Raises ValueError or ChildDied."""
+        """Start the engine and wait until it is ready. Raises ValueError or ChildDied."""
         self._engine, self._loop = AsyncLLM(model, **flags), uvloop.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)  # the parent of the processes
         thread.start()
@@ -81,7 +81,7 @@ class LLM:
         return [outputs[number] for number in range(len(asks))]
 
     def _results(self, asks: list[Ask]) -> Generator[tuple[int, Any], None, None]:
-        """Closing it aborts the requests that are not finished."""
+        """Iterate over results. Closing the iterator aborts the unfinished requests."""
         results: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         answering = asyncio.run_coroutine_threadsafe(answer_all(self._engine, asks, results.put), self._loop)
         answering.add_done_callback(lambda _: results.put(None))
@@ -94,7 +94,7 @@ class LLM:
 
 
 async def answer_all(engine: AsyncLLM, asks: list[Ask], note: Callable[[tuple[int, Any]], object]) -> None:
-    """Calls `note` with the number and the output of each prompt. A ValueError or OSError of a request is the error of its output."""
+    """Call `note` with the number and the output of each prompt. A request's ValueError or OSError is stored in its output."""
     size = max(1, min(MAX_BATCH, engine.num_places // MAX_BATCH))
     batches: list[list[int]] = []
     for number, ask in enumerate(asks):
@@ -139,7 +139,7 @@ def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> li
 
 
 def _end(engine: AsyncLLM, loop: uvloop.Loop, thread: threading.Thread) -> None:
-    """Close an LLM, which may be gone."""
+    """Close an LLM that may have been collected."""
     asyncio.run_coroutine_threadsafe(engine.__aexit__(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()

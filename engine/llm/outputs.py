@@ -22,7 +22,7 @@ class CompletionOutput:
         return len(self.token_ids)
 
     def add(self, choice: dict[str, Any]) -> None:
-        """A choice of a document, or the next part of one."""
+        """Add a choice of a document, or the next part of one."""
         said = choice.get("delta") or choice.get("message") or choice
         self.text += said.get("content") or said.get("text") or ""
         self.reasoning += said.get("reasoning") or ""
@@ -70,7 +70,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """A request that failed has an `error` and an empty embedding."""
+    """Embedding result. A failed request has an `error` and an empty embedding."""
 
     outputs: EmbeddingOutput
     num_prompt_tokens: int = 0

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class StructuredOutputsParams:
-    """What an answer must follow: one of these. `json` may be a pydantic class."""
+    """Constraint of an answer: one of these. `json` may be a pydantic class."""
 
     json: Any = None
     regex: str | None = None

@@ -26,7 +26,7 @@ class ArenaFull(Exception):
 
 
 class ArenaTooSmall(ValueError):
-    """It never fits."""
+    """The region can never fit."""
 
 
 def create_memfd(name: str, size: int) -> int:
@@ -43,7 +43,7 @@ def create_memfd(name: str, size: int) -> int:
 
 
 def memory_limit() -> int:
-    """Bytes that this process may use: of the machine or of its cgroup."""
+    """Return this process's memory limit: the machine's or its cgroup's."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError), open(path) as file:  # "max" is no limit
@@ -52,7 +52,7 @@ def memory_limit() -> int:
 
 
 class ArenaView:
-    """A mapped arena; `buffer` is all of it."""
+    """Mapped arena; `buffer` is all of it."""
 
     def __init__(self, fd: int, size: int, writable: bool = False):
         self.fd = fd
@@ -61,7 +61,7 @@ class ArenaView:
         self.buffer = memoryview(self._map)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Not copied. Raises IndexError outside the arena."""
+        """Return a view without copying. Raises IndexError outside the arena."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise IndexError(f"range {offset}+{length} lies outside the arena of {self.size} bytes")
         return self.buffer[offset : offset + length]
@@ -83,20 +83,20 @@ class Regions:
         return not self._allocated
 
     def offsets(self) -> set[int]:
-        """Of the allocated regions."""
+        """Offsets of the allocated regions."""
         return set(self._allocated)
 
     @property
     def num_free(self) -> int:
-        """Free bytes."""
+        """Number of free bytes."""
         return sum(self._free_ends) - sum(self._free_starts)
 
     def can_hold(self, length: int) -> bool:
-        """Whether a region of `length` bytes fits if it is the only one."""
+        """Return whether a region of `length` bytes fits if it is the only one."""
         return _aligned(length) <= self.size
 
     def alloc(self, length: int) -> int | None:
-        """Offset of a new region of at least `length` bytes; None if no free range is large enough."""
+        """Return the offset of a new region of at least `length` bytes; None if no free range is large enough."""
         if (start := self.find(length)) is not None:
             need = _aligned(length)
             self._take(bisect.bisect_left(self._free_starts, start), need)
@@ -104,13 +104,13 @@ class Regions:
         return start
 
     def find(self, length: int) -> int | None:
-        """Offset that `alloc` would return now."""
+        """Return the offset that `alloc` would return now."""
         need = _aligned(length)
         ranges = zip(self._free_starts, self._free_ends, strict=True)
         return next((start for start, end in ranges if end - start >= need), None)
 
     def free(self, offset: int) -> None:
-        """Releases the region at `offset`. Raises KeyError if it is not allocated (a double free)."""
+        """Release the region at `offset`. Raises KeyError if it is not allocated (a double free)."""
         end = self._allocated.pop(offset)
         i = bisect.bisect_left(self._free_starts, offset)
         joins_next = i < len(self._free_starts) and self._free_starts[i] == end
@@ -125,7 +125,7 @@ class Regions:
             self._free_ends.insert(i, end)
 
     def extend(self, offset: int, length: int) -> bool:
-        """Makes the region at `offset` hold `length` bytes in place; False if what follows is not free."""
+        """Extend the region at `offset` to `length` bytes in place; False if the next range is not free."""
         end = self._allocated[offset]
         need = _aligned(length)
         if offset + need <= end:
@@ -138,7 +138,7 @@ class Regions:
         return False
 
     def shrink(self, offset: int, length: int) -> None:
-        """Frees what follows the first `length` bytes of the region at `offset`."""
+        """Free all but the first `length` bytes of the region at `offset`."""
         end = self._allocated[offset]
         keep = offset + _aligned(length)
         if keep < end:
@@ -147,7 +147,7 @@ class Regions:
             self.free(keep)
 
     def check(self) -> None:
-        """Asserts the invariant."""
+        """Assert the invariant."""
         ranges = sorted([*self._allocated.items(), *zip(self._free_starts, self._free_ends, strict=True)])
         cursor = 0
         for start, end in ranges:
@@ -164,7 +164,7 @@ class Regions:
 
 
 class Arena(ArenaView, Regions):
-    """The writer's side. Not thread-safe."""
+    """Writer's side of an arena. Not thread-safe."""
 
     def __init__(self, fd: int, size: int):
         ArenaView.__init__(self, fd, size, writable=True)
@@ -172,8 +172,8 @@ class Arena(ArenaView, Regions):
         self._reserved = min(size, RESIDENT_BYTES)  # bytes from the beginning that have memory
 
     async def prepare(self, length: int, offset: int | None = None) -> None:
-        """Reserve memory for the next region of `length` bytes, or for one at `offset`, in steps between which the event loop goes on."""
-        with contextlib.suppress(OSError):  # `alloc` meets it again
+        """Reserve memory for the next region of `length` bytes, or for one at `offset`, in steps that yield to the event loop."""
+        with contextlib.suppress(OSError):  # `alloc` reports it again
             while (start := self.find(length) if offset is None else offset) is not None:
                 if start + length <= self._reserved + STEP_BYTES:
                     return
@@ -181,19 +181,19 @@ class Arena(ArenaView, Regions):
                 await asyncio.sleep(0)
 
     def has_memory(self, length: int) -> bool:
-        """Whether `alloc(length)` reserves at most STEP_BYTES."""
+        """Return whether `alloc(length)` reserves at most STEP_BYTES."""
         start = self.find(length)
         return start is None or start + length <= self._reserved + STEP_BYTES
 
     def trim(self) -> None:
-        """Give some memory back if the arena is empty. To be called again and again while it is idle."""
+        """Release some memory if the arena is empty. Call it repeatedly while the arena is idle."""
         start = max(RESIDENT_BYTES, self._reserved - STEP_BYTES)
         if self.is_empty() and start < self._reserved:
             self._map.madvise(mmap.MADV_REMOVE, start, self._reserved - start)
             self._reserved = start
 
     def alloc(self, length: int) -> int:
-        """Offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
+        """Return the offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
         if not self.can_hold(length):
             raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
         offset = super().alloc(length)
@@ -207,7 +207,7 @@ class Arena(ArenaView, Regions):
         return offset
 
     def grow(self, offset: int, used: int, length: int) -> int:
-        """Makes the region at `offset` hold `length` bytes, moving its first `used` bytes if it must. Returns its offset."""
+        """Extend the region at `offset` to `length` bytes, moving its first `used` bytes if necessary. Return its offset."""
         capacity = self._allocated[offset] - offset
         if self.extend(offset, length):
             try:

@@ -1,6 +1,6 @@
-"""How processes talk to each other: ZMQ PUSH/PULL over `ipc://` in a private directory, msgpack of typed messages.
+"""Inter-process communication: ZMQ PUSH/PULL over `ipc://` in a private directory, msgpack of typed messages.
 
-A receiver binds its one inbox; senders connect; queues are unbounded because admission bounds what is in flight.
+Each receiver binds one inbox; senders connect; queues are unbounded because admission limits the messages in flight.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ LINGER_MS = 500
 
 
 def address(run_dir: str | Path, name: str) -> str:
-    """Of the inbox of api, processor, scheduler, launcher or worker-RANK."""
+    """Return the address of an inbox: api, processor, scheduler, launcher or worker-RANK."""
     return f"ipc://{run_dir}/{name}.sock"
 
 
 class Outbox(Generic[T]):
-    """Sends messages to one inbox; never blocks."""
+    """Sender of messages to one inbox; never blocks."""
 
     def __init__(self, run_dir: str, name: str):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -41,7 +41,7 @@ class Outbox(Generic[T]):
 
 
 class Inbox(Generic[T]):
-    """Receives messages of one type, or of a tagged union."""
+    """Receiver of messages of one type, or of a tagged union."""
 
     def __init__(self, run_dir: str, name: str, kind: object):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
@@ -51,20 +51,20 @@ class Inbox(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """The next message; None if none came within `timeout` seconds."""
+        """Return the next message; None if none arrives within `timeout` seconds."""
         if timeout is not None and not self._socket.poll(max(0, int(timeout * 1000))):
             return None
         return self._decoder.decode(self._socket.recv())
 
     def recv_ready(self) -> T | None:
-        """The next message if one has already come."""
+        """Return the next message if it has already arrived."""
         try:
             return self._decoder.decode(self._socket.recv(flags=zmq.NOBLOCK))
         except zmq.Again:
             return None
 
     def fileno(self) -> int:
-        """Readable when something has changed, until `recv_ready` has found nothing."""
+        """Descriptor, readable after a change until `recv_ready` finds nothing."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Inbox(Generic[T]):
 
 
 class AsyncInbox(Generic[T]):
-    """The asyncio form of `Inbox`, made inside the running loop. pyzmq's own asyncio sockets double the time of a message."""
+    """Asyncio form of `Inbox`, made inside the running loop. pyzmq's own asyncio sockets double the time per message."""
 
     def __init__(self, run_dir: str, name: str, kind: object):
         self._inbox: Inbox[T] = Inbox(run_dir, name, kind)
@@ -82,7 +82,7 @@ class AsyncInbox(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
 
     async def recv(self) -> T:
-        """The next message; without a turn of the loop if it has already come."""
+        """Return the next message, at once if it has already arrived."""
         while (message := self._inbox.recv_ready()) is None:
             self._waiter = self._loop.create_future()
             await self._waiter

@@ -1,4 +1,4 @@
-"""Where the images and videos of a request are, and what it says of them. Part of the messages."""
+"""Locations and options of a request's images and videos. Part of the messages."""
 
 import msgspec
 
@@ -30,13 +30,13 @@ class VideoRef(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     holds_frames: bool = False  # it is images with commas between
     frames: list[MediaRef] = []
     fps: float | None = None  # at which frames are chosen from a file
-    num_frames: int | None = None  # how many are, whatever the rate
+    num_frames: int | None = None  # number of frames, whatever the rate
     min_frames: int | None = None
     max_frames: int | None = None
-    samples: bool | None = None  # False: all are seen
-    min_pixels: int | None = None  # of all frames together
+    samples: bool | None = None  # False: all frames are used
+    min_pixels: int | None = None  # sum over all frames
     max_pixels: int | None = None
     max_frame_tokens: int | None = None
-    source_fps: float | None = None  # of what frames were chosen from
-    indices: list[int] | None = None  # of frames there
-    times: list[float] | None = None  # of frames, in seconds
+    source_fps: float | None = None  # of the frames' source video
+    indices: list[int] | None = None  # frame numbers in that video
+    times: list[float] | None = None  # times of frames in seconds

@@ -37,16 +37,16 @@ from models.kernels.step_sizes import StepSizes
 API_ARENA = 0
 PROCESSOR_ARENA = 1
 
-MAX_EARLY_TOKENS = 2048  # of an image that is encoded before a plan asks for it: 1080p
-MAX_DRAFTS = 7  # of a chunk
-MAX_GUESSES = 3  # of a model's head behind a row
-DEPTH = 2  # steps that a worker has launched and not answered: one runs, one waits
+MAX_EARLY_TOKENS = 2048  # size limit of an image encoded before a plan requests it: 1080p
+MAX_DRAFTS = 7  # per chunk
+MAX_GUESSES = 3  # draft tokens of a model's head per row
+DEPTH = 2  # steps launched by a worker and not answered: one runs, one waits
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """An OpenAI error object with its HTTP status. Clients see `message`: no path, address or traceback."""
+    """OpenAI error object with its HTTP status. Clients see `message`: no path, address or traceback."""
 
     status: int
     message: str
@@ -62,7 +62,7 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
-    """An image in a body that still arrives: it may be read already. A Submit follows, or an Abort with its body."""
+    """An image in a body that is still arriving: it may be read already. A Submit follows, or an Abort with its body."""
 
     rid: int
     payload: Region
@@ -77,33 +77,33 @@ class Submit(msgspec.Struct, tag=True):
     params: SamplingParams
     output: OutputOptions
     stages: Stages
-    body: int | None = None  # its offset in the api arena, until `Events.released_bodies`
+    body: int | None = None  # offset of the body in the api arena, until `Events.released_bodies`
     cache_salt: str = ""
     n: int = 1  # answers, each with its own events
     priority: int = 0
-    is_counted_only: bool = False  # one event with `prompt_ids` and the echo is the answer
+    is_counted_only: bool = False  # the only event has `prompt_ids` and the echo
     grammar: Grammar | None = None
-    grammar_field: str = ""  # of the client's request, for errors
+    grammar_field: str = ""  # field of the client's request, for errors
     client: bytes = b""  # digest of key and address
-    prompt_field: str = "messages"  # of the client's request, for errors
-    truncated_to: int | None = None  # most tokens of the prompt, the last ones; -1: as many as leave room for the answer
-    keeps_beginning: bool = False  # the first ones instead
+    prompt_field: str = "messages"  # field of the client's request, for errors
+    truncated_to: int | None = None  # keeps this many last tokens of the prompt; -1: as many as leave space for the answer
+    keeps_beginning: bool = False  # keeps the first tokens instead
     last_text_tokens: int | None = None  # most tokens of the last text of a conversation
-    deadline: float | None = None  # after which nobody waits for an answer
-    prediction: str = ""  # of the answer, by the client
+    deadline: float | None = None  # time after which no client waits for an answer
+    prediction: str = ""  # the client's predicted answer
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """The sender wants no further output. The receiver still releases."""
+    """Cancel further output. The receiver still releases resources."""
 
     rid: int
     body: int | None = None  # as in Submit, of a request that ends after a Payload and before its Submit
-    index: int | None = None  # of the answer; None: all
+    index: int | None = None  # index of the answer; None: all
 
 
 class Forget(msgspec.Struct, tag=True, frozen=True):
-    """Empties the prefix cache and, if `images`, the embeddings: what runs goes on."""
+    """Empty the prefix cache and, if `images`, the embeddings; running requests continue."""
 
     images: bool
 
@@ -117,7 +117,7 @@ class CallDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """For the client of `rid`. The last event of an answer has a `finish_reason`. An `error` ends all answers."""
+    """Event for the client of `rid`. The last event of an answer has a `finish_reason`. An `error` ends all answers."""
 
     rid: int
     text: str = ""
@@ -135,9 +135,9 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_ids: list[int] = []  # if asked for with the first token; of a request that was only counted. Images are placeholders
     token_ids: list[int] = []  # of this event, if asked for
     prompt_logprobs: list[list[RankedToken]] = []  # of the prompt's next tokens: each, and the likely ones in its place
-    index: int = 0  # of the answer
-    num_drafts: int = 0  # of the answer, with its last event
-    num_accepted: int = 0  # of these, that it has
+    index: int = 0  # index of the answer
+    num_drafts: int = 0  # drafts of the whole answer, in its last event
+    num_accepted: int = 0  # accepted drafts
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -178,15 +178,15 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """In the processor arena. It holds behind the token `after` (the end of thoughts), if that is given."""
+    """Location in the processor arena. The grammar applies after token `after` (the end of thoughts), if given."""
 
     region: Region
     after: int | None = None
 
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """`prompt` is int32 token ids in the processor arena. Each of `n` answers has the seed `params.seed` + index. A lower `priority` comes
-    first. After `deadline` nobody waits for the answers."""
+    """Request to the engine. `prompt` is int32 token ids in the processor arena. Answer i of `n` has the seed `params.seed` + i. Lower
+    `priority` values run first. No client waits after `deadline`."""
 
     rid: int
     prompt: Region
@@ -202,7 +202,7 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
-    """Image `index`, a file, must be encoded. Answered by a Pixels, unless the request has ended."""
+    """Request to encode image `index`, a file. Answered by a Pixels, unless the request has ended."""
 
     rid: int
     index: int
@@ -231,7 +231,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     index: int = 0
     pooled: bytes = b""  # float32, see `SamplingParams.pooled_ids`
     num_drafts: int = 0  # verified with these tokens
-    num_accepted: int = 0  # of these: the first tokens
+    num_accepted: int = 0  # accepted drafts: the first tokens
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
@@ -253,7 +253,7 @@ class Prefetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadGrammar(msgspec.Struct, tag=True, frozen=True):
-    """Read this large grammar beside the steps, which would wait for it. Answered by a GrammarLoaded."""
+    """Read this large grammar concurrently with the steps, which would wait for it. Answered by a GrammarLoaded."""
 
     region: Region
     ticket: int
@@ -267,8 +267,8 @@ class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True):
-    """Row `row` now belongs to this request. `output_ids` were generated before a preemption. `blocks` have its beginning, `snapshot` the
-    states behind that; both may be empty."""
+    """Assignment of row `row` to a request. `output_ids` were generated before a preemption. `blocks` have its prefix, `snapshot` the
+    states after it; both may be empty."""
 
     row: int
     prompt: Region
@@ -290,9 +290,9 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens `start : start + length` of row `row`; if `sample`, draw its next token. `blocks` are appended to the row's table. All
-    tokens but the first may be guesses, `drafts`; the result has those that the model would have drawn, and one
-    token more. Behind the last token the row's states go into the blocks of `snapshot`."""
+    """Compute tokens `start : start + length` of row `row`; if `sample`, sample the next one. `blocks` are appended to the row's table. All
+    tokens but the first may be `drafts`; the result has those that the model would have sampled, and one more token. After the last
+    token the row's states are written to the blocks of `snapshot`."""
 
     row: int
     start: int
@@ -305,7 +305,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_decode(self) -> bool:
-        """Its tokens are the row's last one, and drafts."""
+        """True if the chunk holds the row's last token and drafts."""
         return self.sample and self.length == 1 + len(self.drafts) and not self.visual
 
 
@@ -316,15 +316,15 @@ class Encode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """Executed in this order: evict, admit, encode, forward, snapshot, sample, guess. Decode chunks come last. A row whose
-    drafts are in flight is not planned."""
+    """Plan of one step, executed in this order: evict, admit, encode, forward, snapshot, sample, draft. Decode chunks come last. A row with
+    drafts in flight is not planned."""
 
     step: int
     evict: list[int]
     admits: list[Admit]
     encodes: list[Encode]
     chunks: list[Chunk]
-    num_guesses: int = 0  # that the model's head makes behind each sampled chunk
+    num_guesses: int = 0  # drafts by the model's head after each sampled chunk
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
@@ -332,12 +332,12 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int
     image_cache_bytes: int
     bytes_per_image_token: int
-    step_sizes: StepSizes  # that pay on its device
-    snapshot_blocks: int = 0  # that hold a snapshot of a row's states; 0: the model has none
+    step_sizes: StepSizes  # efficient sizes on its device
+    snapshot_blocks: int = 0  # blocks per snapshot of a row's states; 0: the model has none
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):
-    """`token_ids` (rank 0 only) are in the order of the plan's sampled chunks, of each as many as `num_tokens` says, or one.
+    """Result of a step. `token_ids` (rank 0 only) are in the order of the plan's sampled chunks, `num_tokens` of each, or one.
     `failed_images` could not be decoded."""
 
     rank: int
@@ -353,17 +353,17 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     logprobs: list[TokenLogprobs | None] = []  # as the token ids; empty if no row wants any
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # by chunk
     pooled: dict[int, bytes] = {}  # by chunk
-    starved_images: tuple[int, ...] = ()  # for which this rank had no memory: zeros, as failed ones
+    starved_images: tuple[int, ...] = ()  # images for which this rank had no memory: zeros, like failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     slow_draws: tuple[int, ...] = ()  # sampled chunks whose grammars were too slow to follow further
-    guesses: list[list[int]] = []  # of the model's head, for each sampled chunk: what follows its last token
+    guesses: list[list[int]] = []  # head's drafts after each sampled chunk
 
 
-Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads some
+Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads images
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """What a worker's main thread does, and since when. Comes every second unless the worker is stopped."""
+    """Activity of a worker's main thread, and its start. Sent every second unless the worker is stopped."""
 
     rank: int
     activity: Activity

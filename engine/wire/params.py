@@ -1,4 +1,4 @@
-"""How a request wants its tokens drawn and reported. Part of the messages."""
+"""Options of sampling and of reported tokens. Part of the messages."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
@@ -7,7 +7,7 @@ import msgspec
 
 MAX_LOGIT_EDITS = 1024  # `logit_bias`, bad words of one token and, with `min_tokens`, ends
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
-MAX_BAD_WORDS = 128  # of several tokens
+MAX_BAD_WORDS = 128  # words of several tokens
 MAX_BAD_WORD_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_ALLOWED_TOKENS = 1024
@@ -35,24 +35,24 @@ AdditivePenalty = Annotated[float, Limits("penalties", ge=-2, le=2)]
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
-    """What becomes of the tokens. `calls`: how many tool calls are taken out of the text."""
+    """Options of the output text. `calls`: number of tool calls extracted from the text."""
 
     stop: list[str] = []
-    min_tokens: int = 0  # before a stop string counts
+    min_tokens: int = 0  # before a stop string applies
     include_stop: bool = False  # in the text
     skip_special_tokens: bool = True
     calls: Literal["none", "one", "all"] = "none"
-    must_call: bool = False  # nothing but calls
-    called: str | None = None  # of this function only
+    must_call: bool = False  # only calls
+    called: str | None = None  # only of this function
     echo: bool = False  # text and log-probabilities begin with the prompt's
-    bad_words: list[str] = []  # as they are and behind a space
-    token_ids: bool = False  # beside the text, the prompt's with the first token
-    names: Literal["texts", "ids", "both"] = "texts"  # of tokens in log-probabilities: text, `token_id:5`, or `5:text`
-    prompt_logprobs: bool = False  # beside the answer, not as its beginning
+    bad_words: list[str] = []  # as given, and after a space
+    token_ids: bool = False  # in addition to the text; the prompt's with the first token
+    names: Literal["texts", "ids", "both"] = "texts"  # format of tokens in log-probabilities: text, `token_id:5`, or `5:text`
+    prompt_logprobs: bool = False  # separate from the answer, not its beginning
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an answer must follow. `text` of a "choice" is a JSON list of strings."""
+    """Grammar of an answer. `text` of a "choice" is a JSON list of strings."""
 
     kind: Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
     text: str = ""
@@ -114,7 +114,7 @@ PENALISING = [name for name, parameter in PARAMETERS.items() if parameter.slot =
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of N tokens of a prompt from `start` on (the first token has none), as arrays in row-major order."""
+    """Log-probabilities of N tokens of a prompt from `start` on (the first token has none), as arrays in row-major order."""
 
     start: int
     num_top: int
@@ -127,7 +127,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
         return self.start + len(self.logprobs) // 4
 
     def beginning_at(self, start: int) -> "PromptLogprobs":
-        """The same without the tokens before `start`."""
+        """Return the part without the tokens before `start`."""
         skipped = 4 * (start - self.start)
         num_top = self.num_top
         tops = self.top_ids[skipped * num_top :], self.top_logprobs[skipped * num_top :]
@@ -135,7 +135,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def joined(parts: Sequence["PromptLogprobs"]) -> "PromptLogprobs | None":
-        """One of consecutive parts; None if there are none."""
+        """Join consecutive parts; None if there are none."""
         if not parts:
             return None
         first = parts[0]
@@ -149,7 +149,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of one token, and of the most likely ones in its place, the most likely first."""
+    """Log-probabilities of one token and of the most likely alternatives, the most likely first."""
 
     logprob: float
     top_ids: list[int]
@@ -157,7 +157,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The same with bytes of tokens. The first token of a prompt has no log-probability."""
+    """Log-probability with bytes of tokens. The first token of a prompt has none."""
 
     token: bytes
     logprob: float | None

@@ -1,4 +1,4 @@
-"""What the engine measures of itself: times of a request, gauges and totals. Part of the messages."""
+"""Measurements of the engine: times of a request, gauges and totals. Part of the messages."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Stages(msgspec.Struct):
-    """When a request passed each boundary; 0.0 until it has."""
+    """Times when a request passed each boundary; 0.0 until then."""
 
     received: float = 0.0  # last byte of the body
     submitted: float = 0.0  # to the scheduler: media hashed, prompt built

@@ -1,7 +1,7 @@
-"""What the rows of a step need of the sampler: looked up in a table on the host, staged with the rest of the step.
+"""Sampling parameters of a step's rows: looked up in a table on the host, staged with the rest of the step.
 
-A draw's key depends on the seed and the token's position only, so a seed gives the same text whatever the row, the batch, the chunking or a
-preemption.
+A sample's key depends only on the seed and the token's position, so a seed gives the same text whatever the row, the batch, the chunking or
+a preemption.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from models.kernels.sampling import INTEGERS, OFF, DrawParams, RowParams
 
 Int64s = npt.NDArray[np.int64]
 
-MIN_TEMPERATURE = 1e-5  # below it noise is lost beside the logits, and their quotient may overflow
+MIN_TEMPERATURE = 1e-5  # below it, noise vanishes next to the logits, and their quotient may overflow
 MASK64 = 2**64 - 1
 MAX_INT32 = 2**31 - 1
 SEED_FACTOR, POSITION_FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
@@ -31,8 +31,8 @@ LAST_SHIFT = np.uint64(31)
 
 NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"), RowParams._fields.index("top_k")
 NUM_WORDS = NUM_PARAMS + 3
-BYTES_PER_DRAW = 4 * NUM_PARAMS + 8 * 8  # what `HostDraws.stage` puts at most: also row, position, three indices, draft, offset, first
-PENALTIES, EDITS, WORDS = 1, 2, 4  # what a row does to its logits
+BYTES_PER_DRAW = 4 * NUM_PARAMS + 8 * 8  # upper bound for `HostDraws.stage`: also row, position, three indices, draft, offset, first
+PENALTIES, EDITS, WORDS = 1, 2, 4  # how a row changes its logits
 # From a parameter's value to that of its kernel slot, and the parameter of each slot.
 ENCODERS: dict[str, Callable[[float], float]] = {
     "inverse_temperature": lambda value: 1 / max(value, MIN_TEMPERATURE),
@@ -45,21 +45,21 @@ NAMES = {parameter.slot: name for name, parameter in PARAMETERS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """A step's draws on the device: S of them, of which A change their logits first and L report log-probabilities."""
+    """Samples of a step on the device: S of them, of which A change their logits first and L report log-probabilities."""
 
     rows_S: torch.Tensor  # int64, permanent rows
     params: DrawParams
     changes: int  # PENALTIES, EDITS and WORDS that any row needs
-    changed_A: torch.Tensor  # int64 indices of draws
+    changed_A: torch.Tensor  # int64 indices of samples
     positions_A: torch.Tensor  # int64, of the tokens to draw, in their sequences
-    reported_L: torch.Tensor  # int64 indices of draws
-    num_top: tuple[int, ...]  # L: log-probabilities that each wants beside that of its token
-    drafts: Drafts | None  # None: a row has one draw
+    reported_L: torch.Tensor  # int64 indices of samples
+    num_top: tuple[int, ...]  # L: number of log-probabilities in addition to the token's own
+    drafts: Drafts | None  # None: one sample per row
 
 
 @dataclass(frozen=True, slots=True)
 class HostDraws:
-    """The same on the host. A row's draws follow each other."""
+    """Samples of a step on the host. Samples of one row are adjacent."""
 
     rows: Int64s  # (S,)
     positions: Int64s  # (S,)
@@ -67,7 +67,7 @@ class HostDraws:
     drafts: HostDrafts | None = None
 
     def per_row(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """(first draw, row, drafts)."""
+        """Return (first sample, row, drafts) of each row."""
         if self.drafts is None:
             yield from zip(range(len(self.rows)), self.rows.tolist(), repeat(()), strict=False)
         else:
@@ -75,7 +75,7 @@ class HostDraws:
             yield from zip(firsts.tolist(), self.rows[firsts].tolist(), self.drafts.rows, strict=True)
 
     def kept(self, tokens: Sequence[int]) -> Iterator[range]:
-        """Of each row, which of these draws count."""
+        """Return for each row which of these samples are kept."""
         return (range(i, i + 1) for i in range(len(tokens))) if self.drafts is None else self.drafts.kept(tokens)
 
     @classmethod
@@ -83,7 +83,7 @@ class HostDraws:
         return DrawTable(0, 0).draws(*np.zeros((2, 0), dtype=np.int64))
 
     def stage(self, staging: Staging) -> Draws:
-        """Puts what the step needs into `staging`, whose `copy` comes later."""
+        """Put the step's arrays into `staging`, to be copied later."""
         rows_S, words = staging.put(self.rows), staging.put(self.words[:NUM_PARAMS])
         named = zip(RowParams._fields, words, strict=True)
         row_params = RowParams(*(word if name in INTEGERS else word.view(torch.float32) for name, word in named))
@@ -106,8 +106,8 @@ class HostDraws:
 class DrawTable:
     """Parameters of all rows. `max_top_k` is the backend's.
 
-    A column is a row's `RowParams`, the key left out, then whether it is wide, its changes, and 0 or 1 more than the log-probabilities
-    that it wants.
+    A column is a row's `RowParams` without the key, whether it is wide, its changes, and the number of requested log-probabilities plus 1,
+    or 0.
     """
 
     def __init__(self, max_num_seqs: int, max_top_k: int):
@@ -116,7 +116,7 @@ class DrawTable:
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """A greedy row has no filter: no sorting may decide which of its best tokens comes first."""
+        """Set a row's parameters. A greedy row has no filter: sorting must not decide between equally likely tokens."""
         values = RowParams[Any](0.0, OFF, -np.inf, 0, 0)._asdict()
         if params.temperature > 0:
             values |= {slot: encode(getattr(params, NAMES[slot])) for slot, encode in ENCODERS.items()}
@@ -127,7 +127,7 @@ class DrawTable:
         self._seeds[row] = params.seed & MASK64
 
     def draws(self, rows: Int64s, positions: Int64s, drafts: HostDrafts | None = None) -> HostDraws:
-        """What these rows need to draw the tokens at these positions of their sequences."""
+        """Return what these rows need to sample the tokens at these positions of their sequences."""
         words = self._words[:, rows]
         words[KEY] = draw_keys(self._seeds[rows], positions)
         return HostDraws(rows, positions, words, drafts)
@@ -136,7 +136,7 @@ class DrawTable:
 def draws_of(
     params: Sequence[SamplingParams], positions: Sequence[int], max_top_k: int, device: torch.device, drafts: HostDrafts | None = None
 ) -> Draws:
-    """Draws by these parameters of rows 0, 1, ... of no worker, at a position for each draw."""
+    """Return samples by these parameters of rows 0, 1, ... of no worker, one position each."""
     table, staging, rows = DrawTable(len(params), max_top_k), Staging(MIB, device), np.arange(len(params))
     for row, one in enumerate(params):
         table.set(row, one)
@@ -154,7 +154,7 @@ def changes_of(params: SamplingParams) -> int:
 
 
 def draw_keys(seeds: npt.NDArray[np.uint64], positions: Int64s) -> Int32s:
-    """32 bits for each draw: splitmix64's finaliser over seed and position. Products wrap."""
+    """Return 32 bits per sample: splitmix64's finaliser over seed and position. Products wrap."""
     x = seeds * SEED_FACTOR + positions.astype(np.uint64) * POSITION_FACTOR
     for shift, factor in MIX:
         x = (x ^ (x >> shift)) * factor

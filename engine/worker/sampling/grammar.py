@@ -1,7 +1,7 @@
-"""Which tokens the grammars of rows, and their lists of allowed tokens, leave next.
+"""Masks of the next tokens that the rows' grammars and allowed-token lists permit.
 
-The host learns a drawn token when its step is done. So rank 0 launches a step's forward pass, then waits for the tokens of the step before,
-lets the matchers take them and fills the masks while the device is busy. A step without grammars waits for nothing.
+The host receives a sampled token when its step is done. So rank 0 launches a step's forward pass, then waits for the tokens of the previous
+step, passes them to the matchers and fills the masks while the device is busy. A step without grammars waits for nothing.
 """
 
 import contextlib
@@ -27,24 +27,24 @@ if TYPE_CHECKING:  # importing it takes seconds
 
 NUM_CACHED = 64
 INDEX_BYTES = 8
-SLOW_S = 0.1  # of this thread's time for one token of one row; tens of microseconds are usual
+SLOW_S = 0.1  # thread time for one token of one row; tens of microseconds are usual
 
 
 @dataclass(slots=True)
 class Session:
-    """The matcher of one request."""
+    """Matcher of one request."""
 
     matcher: "GrammarMatcher"
-    after: int | None  # the grammar holds behind this token; None if it has come
-    is_over: bool = False  # the text is complete, or another rule made it leave the grammar
-    is_slow: bool = False  # a token took so long that all rows waited: it is followed no further
+    after: int | None  # the grammar applies after this token; None once it has been sampled
+    is_over: bool = False  # the text is complete, or another rule made it violate the grammar
+    is_slow: bool = False  # a token took so long that all rows waited: the grammar is no longer followed
 
     @property
     def restricts(self) -> bool:
         return self.after is None and not self.is_over and not self.is_slow
 
     def take(self, token_id: int) -> None:
-        """The request has drawn this token."""
+        """Accept a sampled token of the request."""
         if self.restricts:
             with self._watched():
                 self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()
@@ -52,8 +52,8 @@ class Session:
             self.after = None
 
     def ahead(self, drafts: Sequence[int]) -> Iterator[bool]:
-        """Whether the grammar restricts the next token, then each one behind a draft, as if those before it had come, up to a draft that
-        cannot. A place may be filled while the iterator is there; at its end all is as before."""
+        """Yield whether the grammar restricts the next token, then each one after a draft, assuming the drafts before it, up to an
+        impossible draft. Masks may be filled during the iteration, which restores the state at its end."""
         after, is_over, num_taken = self.after, self.is_over, 0
         yield self.restricts
         for draft in drafts:
@@ -68,7 +68,7 @@ class Session:
             self.after, self.is_over = after, is_over
 
     def fill(self, words: torch.Tensor, place: int) -> None:
-        """The tokens that may come next, into row `place` of a mask."""
+        """Fill row `place` of a mask with the permitted next tokens."""
         with self._watched():
             self.matcher.fill_next_token_bitmask(words, place)
 
@@ -79,26 +79,26 @@ class Session:
         self.is_slow = time.thread_time() - started > SLOW_S
 
 
-Drawn = tuple[list[Session | None], HostDraws, torch.Tensor, Stopwatch]  # tokens of a step that matchers have not taken
+Drawn = tuple[list[Session | None], HostDraws, torch.Tensor, Stopwatch]  # tokens of a step that matchers have not accepted yet
 Mask = tuple[torch.Tensor, torch.Tensor]  # `index_A` and `allowed_AW` of `SamplingOps.mask_`
 
 
 def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
-    """A mask of these tokens alone."""
+    """Return a mask of only these tokens."""
     bits = np.zeros(32 * num_words, dtype=np.uint8)
     bits[np.asarray(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class Grammars:
-    """Grammars of all rows, for steps of up to `max_draws`. `model_folder` has the tokenizer by which they were compiled."""
+    """Grammars of all rows, for steps of up to `max_draws`. `model_folder` has the tokenizer of their compilation."""
 
     def __init__(self, model_folder: Path, max_num_seqs: int, max_draws: int, vocab_size: int, device: torch.device):
         self._folder = model_folder
         self._num_words = -(-vocab_size // 32)
         self._sessions: list[Session | None] = [None] * max_num_seqs
-        self._allowed: list[Int32s | None] = [None] * max_num_seqs  # bits of the only tokens, as in a mask
-        self._is_limited = [False] * max_num_seqs  # by the one or the other
+        self._allowed: list[Int32s | None] = [None] * max_num_seqs  # bits of the allowed tokens, as in a mask
+        self._is_limited = [False] * max_num_seqs  # by a grammar or a list
         self._drawn: deque[Drawn] = deque()
         self._staging = Staging(max_draws * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
@@ -106,14 +106,14 @@ class Grammars:
         self._loader = ThreadPoolExecutor(1, "grammars")
 
     def load(self) -> None:
-        """What the first grammar would have to wait for."""
+        """Load the libraries and the vocabulary that the first grammar needs."""
         from engine.grammar.vocabulary import read_vocabulary
 
         self._vocabulary = self._vocabulary or read_vocabulary(self._folder)
 
     def admit(self, row: int, data: bytes | None, after: int | None, output_ids: Sequence[int], allowed: Sequence[int] = ()) -> None:
-        """Row `row` now belongs to a request with this compiled grammar, or none, which has drawn `output_ids` before a preemption and
-        draws no other tokens than `allowed`, if there are some."""
+        """Assign row `row` to a request with this compiled grammar, if any, that sampled `output_ids` before a preemption and may only
+        sample `allowed` tokens, if given."""
         self._allowed[row] = bits_of(allowed, self._num_words) if allowed else None
         self._is_limited[row] = data is not None or bool(allowed)
         if data is None:
@@ -126,7 +126,7 @@ class Grammars:
             session.take(token_id)
 
     def load_ahead(self, data: bytes, done: Callable[[], None]) -> None:
-        """Reads a compiled grammar in a thread, which leaves the interpreter to others, then calls `done` there."""
+        """Read a compiled grammar in a thread that releases the interpreter lock, then call `done` there."""
 
         def load() -> None:
             try:
@@ -137,7 +137,7 @@ class Grammars:
         self._loader.submit(load)
 
     def masks(self, draws: HostDraws) -> Mask | None:
-        """What may be drawn now; None if anything. Waits for the tokens drawn before if a row has a grammar."""
+        """Return the masks of permitted tokens; None if all are. Waits for the previous tokens if a row has a grammar."""
         if not any(map(self._is_limited.__getitem__, draws.rows.tolist())):
             return None
         found = [
@@ -166,8 +166,8 @@ class Grammars:
         return index_A, allowed_AW
 
     def note(self, draws: HostDraws, tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
-        """Tokens are drawn, which are on the host when `watch` is done. Returns which of the draws' rows have a grammar that was too slow
-        and is followed no further."""
+        """Note sampled tokens, which are on the host when `watch` is done. Return which samples' rows have a grammar that was too slow and
+        is no longer followed."""
         if not any(map(self._sessions.__getitem__, draws.rows.tolist())):
             return ()
         sessions = [self._sessions[row] for _, row, _ in draws.per_row()]
@@ -184,7 +184,7 @@ class Grammars:
                     session.take(tokens[index])
 
     def _compiled_of(self, data: bytes) -> "CompiledGrammar":
-        """Many requests share few grammars."""
+        """Return a compiled grammar, cached because many requests share few."""
         if data not in self._compiled:
             self._compiled[data] = self._read(data)
         self._compiled.move_to_end(data)
