@@ -1,4 +1,4 @@
-"""A child process's view of the engine: what the launcher hands to it, and how it reports back.
+"""A child process's access to the engine: launcher's data and status reports.
 
 The launcher holds the write end of a pipe (the lifeline): its end-of-file tells every child that the launcher died.
 """
@@ -37,7 +37,7 @@ DUMP_SIGNAL = signal.SIGUSR2  # a child writes the stacks of its threads to stde
 
 
 class Runtime(msgspec.Struct, frozen=True):
-    """What the launcher hands to each child, in the JSON file of its first argument."""
+    """Data from the launcher for each child, in the JSON file of its first argument."""
 
     config: EngineConfig
     backend: BackendName
@@ -54,7 +54,7 @@ class Runtime(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """What a child tells the launcher."""
+    """Status report of a child to the launcher."""
 
     role: str
     state: Literal["progress", "ready"]
@@ -62,7 +62,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class StopFlag:
-    """For signal handlers. At the lock of a threading.Event a second signal, in the middle of the first's handler, would wait for ever."""
+    """Stop flag for signal handlers. With a threading.Event, a second signal within the first's handler would deadlock."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -86,7 +86,7 @@ class Child:
 
     @classmethod
     def attach(cls, role: str) -> "Child":
-        """A child calls this first: sets up logging, signals and limits."""
+        """Attach a child to the engine: set up logging, signals and limits. Call it first."""
         runtime = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Runtime)
         setup_logging(role, runtime.config.log_level)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -97,7 +97,7 @@ class Child:
         return cls(role, runtime)
 
     def arena_view(self, arena: int, writable: bool = False) -> ArenaView:
-        """Of API_ARENA or PROCESSOR_ARENA."""
+        """Return the view of API_ARENA or PROCESSOR_ARENA."""
         return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena), writable)
 
     def arena_size(self, arena: int) -> int:
@@ -106,11 +106,11 @@ class Child:
         return size
 
     def compiling_mark(self) -> Path:
-        """A file that exists while this process compiles kernels."""
+        """Path of a file that exists while this process compiles kernels."""
         return Path(self.run_dir) / f"{COMPILING}{self.role}"
 
     def is_compiling(self) -> bool:
-        """Whether any process does."""
+        """Return whether any process compiles kernels."""
         return any(Path(self.run_dir).glob(f"{COMPILING}*"))
 
     def progress(self, text: str) -> None:
@@ -131,8 +131,8 @@ class Child:
         self._status.close()
 
     def on_orphaned(self, stop: Callable[[], None], grace: float = 5.0) -> None:
-        """When the launcher is gone: wakes stopped processes of the engine, removes the run directory, calls `stop` (from a thread), and
-        ends this process for good `grace` seconds later."""
+        """When the launcher has ended: wake stopped processes of the engine, remove the run directory, call `stop` (from a thread), and end
+        this process `grace` seconds later."""
 
         def watch() -> None:
             os.read(self.runtime.lifeline_fd, 1)
@@ -148,7 +148,7 @@ class Child:
 
 
 def settle_heap() -> None:
-    """The garbage collector need not look again at what is there when a process is ready: a full collection takes 30 to 120 ms."""
+    """Freeze existing objects, so that the garbage collector skips them: a full collection takes 30 to 120 ms."""
     gc.collect()
     gc.freeze()
     gc.collect()  # of nothing: what the last one found decides how often the next ones come

@@ -1,4 +1,4 @@
-"""How a GPU's memory is divided: for `--plan`, the launcher's cuts on small cards, and a worker's pools.
+"""Division of a GPU's memory: for `--plan`, the launcher's cuts on small cards, and a worker's pools.
 
     memory  x  --gpu-memory-utilization  =
         weights + runtime + activations + step graphs + tower + states of rows   +   image cache + KV pool
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 STEP_SIZES = {"hopper": HOPPER_SIZES, "portable": PORTABLE_SIZES, "torch": TORCH_SIZES}
 VALUE_BYTES = 2  # bfloat16
 GRAPH_BYTES = 4 * MIB  # launches of one captured step
-RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA, kernels, sampler; what ranks share
-TOWER_BYTES = 9 * MIB // 10  # tables and graphs, for each value of the tower's width
-LOGITS_BYTES = 24  # of a row and entry of the vocabulary, while rows are drawn by sorting
+RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA, kernels, sampler; memory shared by ranks
+TOWER_BYTES = 9 * MIB // 10  # tables and graphs, per value of the tower's width
+LOGITS_BYTES = 24  # per row and vocabulary entry while rows sample by sorting
 GPU_IMAGE_CACHE_BYTES = 4 * GIB
 CPU_IMAGE_CACHE_BYTES, CPU_KV_BYTES = 256 * MIB, 512 * MIB
 LARGEST_IMAGE_BYTES = 512 * MIB  # embeddings of 16,384 tokens of 8B
-IMAGE_CACHE_SHARE = 4  # on a small GPU: a fourth of what it and the KV pool have
-ENOUGH_TOKENS, ENOUGH_SNAPSHOTS = 8192, 8  # of the KV pool: for less, steps become smaller
+IMAGE_CACHE_SHARE = 4  # on a small GPU: a fourth of image cache and KV pool
+ENOUGH_TOKENS, ENOUGH_SNAPSHOTS = 8192, 8  # minimum KV pool; below it, steps become smaller
 SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
 
 
 class Needs(NamedTuple):
-    """Bytes on each GPU besides the image cache and the KV pool."""
+    """Bytes on each GPU in addition to the image cache and the KV pool."""
 
     weights: int = 0
     runtime: int = 0
@@ -51,7 +51,7 @@ class Needs(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How memory is divided. `kv_pool` is negative by what is lacking or, if a flag fixes it, `spare`."""
+    """Division of memory. `kv_pool` is negative by the lacking bytes or, if a flag fixes it, `spare`."""
 
     needs: Needs
     image_cache: int
@@ -65,13 +65,13 @@ class Plan(NamedTuple):
 
     @property
     def parts(self) -> dict[str, str]:
-        """GiB by the names of the table."""
+        """Return GiB by the names of the table."""
         parts = {**self.needs._asdict(), "image_cache": self.image_cache, "KV_pool": self.kv_pool}
         return {name.replace("_", " "): f"{size / GIB:.1f}" for name, size in parts.items()}
 
 
 def layer_parameters(text: TextConfig, num_experts: int | None = None) -> int:
-    """Mean of a layer's matrices without routers, with the experts of a token, or `num_experts`."""
+    """Mean parameters of a layer's matrices without routers, with the experts of a token, or `num_experts`."""
     moe, delta = text.moe, text.delta
     inner = text.intermediate_size
     if moe is not None:
@@ -86,12 +86,12 @@ def layer_parameters(text: TextConfig, num_experts: int | None = None) -> int:
 
 
 def decoder_format(config: EngineConfig, text: TextConfig) -> Format:
-    """The format that the decoder's matrices have once the model is loaded."""
+    """Return the format of the decoder's matrices after loading."""
     return "float8" if config.quantization == "fp8" and text.format == "plain" else text.format
 
 
 def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
-    """Of each of `tp` GPUs, without norms and biases."""
+    """Bytes of weights on each of `tp` GPUs, without norms and biases."""
     text, vision = model.text, model.vision
     table = text.vocab_size * text.hidden_size
     stored = layer_parameters(text, None if text.moe is None else text.moe.num_experts)
@@ -114,7 +114,7 @@ def tower_parameters(vision: VisionConfig) -> int:
 
 
 def activation_bytes(model: ModelConfig, config: EngineConfig, sizes: StepSizes) -> int:
-    """Of an encode, a step and rows that are drawn."""
+    """Activations of an encode, a step and sampled rows."""
     text, encode = model.text, 0
     if (vision := model.vision) is not None:
         num_patches = config.max_num_encoder_tokens * vision.merge_size**2
@@ -125,7 +125,7 @@ def activation_bytes(model: ModelConfig, config: EngineConfig, sizes: StepSizes)
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
-    """Of a forward pass, at its peak."""
+    """Peak bytes of a forward pass."""
     text = model.text
     of_token = 3 * text.intermediate_size // tp
     if text.moe is not None:
@@ -137,28 +137,28 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
 
 
 def max_drafts(config: EngineConfig) -> int:
-    """Of a row and step."""
+    """Most drafts per row and step."""
     return {"off": 0, "mtp": MAX_GUESSES}.get(config.draft, MAX_DRAFTS)
 
 
 def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
-    """Of a step: one of each row, or several with drafts."""
+    """Most samples per step: one per row, or several with drafts."""
     return config.max_num_seqs if config.draft == "off" else max(config.max_num_seqs, sizes.verify_rows)
 
 
 def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
-    """Padded tokens of a step that the model's head reads."""
+    """Number of padded tokens of a step that the model's head reads."""
     return config.max_num_batched_tokens + 2 * max_draws(config, sizes) + sizes.large_step
 
 
 def sizes_for(config: EngineConfig, text: TextConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
-    """A backend's sizes of steps for this model."""
+    """Return a backend's step sizes for this model."""
     kind = text.moe is not None, decoder_format(config, text) == "float8", text.delta is not None
     return sizes.for_layers(layer_parameters(text) // config.tp, config.max_num_batched_tokens, *kind, spec.paged.bytes_per_token)
 
 
 def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, activations: int) -> int:
-    """Launches, shared inputs and logits, and the activations of the largest."""
+    """Bytes of launches, shared inputs and logits, and the largest activations."""
     if config.enforce_eager or not sizes.decodes:
         return 0
     chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_draws(config, sizes))
@@ -171,12 +171,12 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
 
 
 def early_image_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """The largest embedding outside the image cache."""
+    """Bytes of the largest embedding outside the image cache."""
     return min(MAX_EARLY_TOKENS, config.max_num_encoder_tokens) * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
 
 
 def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
-    """What `needs` leaves of `free` bytes goes to image cache and KV pool; if a flag fixes one, the other gets the rest."""
+    """Divide the `free` bytes left by `needs` between image cache and KV pool; if a flag fixes one, the other gets the rest."""
     left = int(free * config.gpu_memory_utilization) - sum(needs)
     block_bytes = spec.block_bytes(config.block_size)
     fixed = fixed_kv_bytes(config, block_bytes)
@@ -188,12 +188,12 @@ def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Pl
 
 
 def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
-    """If a flag says so."""
+    """Bytes of the KV pool if a flag fixes them."""
     return config.kv_cache_memory_bytes if config.num_gpu_blocks_override is None else config.num_gpu_blocks_override * block_bytes
 
 
 def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
-    """Of a worker: `needs` of a GPU that had `free` bytes, None on a CPU. ValueError if no block fits."""
+    """Plan a worker's memory: `needs` of a GPU with `free` bytes free, None on a CPU. ValueError if no block fits."""
     block_bytes = spec.block_bytes(config.block_size)
     fixed = fixed_kv_bytes(config, block_bytes)
     if needs is None:
@@ -204,7 +204,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
         logger.info("memory in GiB: %.1f free at the start; %s", free / GIB, ", ".join(map(" ".join, plan.parts.items())))
     if 0 < plan.kv_pool < block_bytes and (fixed or free == sys.maxsize):
         raise ValueError(f"a KV pool of {plan.kv_pool:,} bytes holds no block of {block_bytes:,}: raise --kv-cache-memory-bytes")
-    asked = plan.image_cache + plan.kv_pool  # may be more than --gpu-memory-utilization, but not than there is
+    asked = plan.image_cache + plan.kv_pool  # may exceed --gpu-memory-utilization, but not the free memory
     if plan.num_blocks < 1 or asked > free - sum(needs):
         first = "lower --kv-cache-memory-bytes or --num-gpu-blocks-override" if fixed else "raise --gpu-memory-utilization"
         others = "--image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
@@ -213,7 +213,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str) -> Plan:
-    """An estimate of each GPU."""
+    """Estimate the plan of each GPU."""
     text, vision, tp = model.text, model.vision, config.tp
     spec = text.cache_spec(tp, VALUE_BYTES)
     sizes = sizes_for(config, text, spec, STEP_SIZES[backend])
@@ -230,7 +230,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend
 
 
 def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str) -> EngineConfig:
-    """Make steps smaller where the KV pool would not fit. What differs from its default is kept."""
+    """Make steps smaller if the KV pool does not fit. Non-default values are kept."""
     free = [name for name in SMALLEST if getattr(config, name) == getattr(EngineConfig(), name)]
     snapshots = ENOUGH_SNAPSHOTS * model.text.cache_spec(config.tp, VALUE_BYTES).snapshot_blocks(config.block_size)
     enough = 0 if fixed_kv_bytes(config, 1) is not None else snapshots + ENOUGH_TOKENS // config.block_size
@@ -243,13 +243,13 @@ def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str)
 
 
 def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:
-    """What `fit` has made smaller, as flags; empty if nothing."""
+    """Return the reductions made by `fit`, as flags."""
     changed = (name for name in SMALLEST if getattr(asked, name) != getattr(fitted, name))
     return ", ".join(f"--{name.replace('_', '-')} {getattr(fitted, name)}" for name in changed)
 
 
 def describe(config: EngineConfig, model: ModelConfig, name: str, backend: str) -> str:
-    """The table of `--plan`: a line for --gpu-memory, or for usual cards."""
+    """Return the table of `--plan`: a line for --gpu-memory, or for usual cards."""
     lines: list[dict[str, str]] = []
     for memory in (config.gpu_memory,) if config.gpu_memory else tuple(size * GIB for size in CARDS):
         fitted = fit(config, model, memory, backend)

@@ -1,4 +1,4 @@
-"""Starts the processes of an engine, notices a death, stops them all."""
+"""Supervision of an engine's processes: start, detection of a death, stop."""
 
 import contextlib
 import logging
@@ -26,14 +26,14 @@ DUMP_S = 0.3
 
 
 class ChildDied(RuntimeError):
-    """A child ended unasked, or the engine hangs."""
+    """A child ended unexpectedly, or the engine hangs."""
 
 
 class Supervisor:
     """The children of one engine, their run directory (0700, removed at the end) and their lifeline."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
+        """Create the run directory. Raises OSError."""
         self.run_dir = Path(tempfile.mkdtemp(prefix="engine-"))
         if len(os.fsencode(self.run_dir)) > MAX_RUN_DIR_BYTES:
             self.run_dir.rmdir()
@@ -43,10 +43,10 @@ class Supervisor:
         os.set_inheritable(self.lifeline_fd, True)
         self._inbox: Inbox[Status] = Inbox(str(self.run_dir), "launcher", Status)
         self._children: dict[str, subprocess.Popen[bytes]] = {}  # by role
-        self._well = time.monotonic()  # when the api last said that all is well
+        self._well = time.monotonic()  # last report of a healthy api
 
     def start(self, role: str, module: str, runtime: Runtime, *arguments: str, fds: tuple[int, ...] = ()) -> None:
-        """Starts `python -m module RUNTIME.json arguments`, which inherits the arenas, the lifeline and `fds`."""
+        """Start `python -m module RUNTIME.json arguments`, which inherits the arenas, the lifeline and `fds`."""
         path = self.run_dir / f"{role}.json"
         path.touch(0o600)
         path.write_bytes(msgspec.json.encode(runtime))
@@ -68,8 +68,8 @@ class Supervisor:
         return texts
 
     def check(self, patience: float) -> None:
-        """Takes about 0.1 s. Raises ChildDied when any child has ended, or when the api has not said for `patience` seconds (0: for ever)
-        that all is well."""
+        """Check for about 0.1 s. Raises ChildDied if any child has ended, or if the api has not reported for `patience`
+        seconds (0: forever) that all is well."""
         status = self._next_status()
         if status is not None and status.role == "api":
             self._well = time.monotonic()
@@ -85,7 +85,7 @@ class Supervisor:
             time.sleep(DUMP_S)  # one after the other
 
     def drain(self, timeout: float) -> None:
-        """Has the api refuse new requests and end after the running ones; waits until any child ends."""
+        """Make the api refuse new requests and end after the running ones; wait until any child ends."""
         if "api" in self._children:
             self._children["api"].send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + timeout
@@ -93,7 +93,7 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Ends every child, the api first so that clients get their errors, and removes the run directory."""
+        """End every child, the api first so that clients receive their errors, and remove the run directory."""
         self._terminate([role for role in self._children if role == "api"])
         self._terminate([role for role in self._children if role != "api"])
         self._inbox.close()
@@ -112,13 +112,13 @@ class Supervisor:
         return None
 
     def _failures(self) -> list[str]:
-        """Reasons that children gave before they ended."""
+        """Return the reasons that children reported before they ended."""
         reasons = [(path.stem, path.read_text()) for path in sorted(self.run_dir.glob(f"*{FAILED}"))]
         return [f"{role}: {reason}" for role, reason in reasons if reason]
 
     def _terminate(self, roles: list[str]) -> None:
         for role in roles:
-            self._children[role].terminate()  # nothing if it has ended
+            self._children[role].terminate()  # no effect if it has ended
         deadline = time.monotonic() + GRACE_S
         for role in roles:
             child = self._children[role]
@@ -138,7 +138,7 @@ def how_it_ended(code: int) -> str:
 
 
 def _state_of(pid: int) -> str:
-    """Such as `T (stopped)`."""
+    """Return the process state, such as `T (stopped)`."""
     try:
         return Path(f"/proc/{pid}/status").read_text().partition("State:")[2].split("\n")[0].strip()
     except OSError:
