@@ -1,4 +1,4 @@
-"""What decoders are made of: attention over the paged cache, SwiGLU, and the layer of both."""
+"""Decoder components: attention over the paged cache, SwiGLU, and the layer of both."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ from models.parallel.group import kv_heads_of
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """What all layers of a step share."""
+    """Data shared by all layers of a step."""
 
     attention: AttentionBackend
-    fused: FusedAttention | None  # the same, if it also makes and stores heads
+    fused: FusedAttention | None  # also computes and stores heads, if available
     row_class: RowClass  # of the tokens
-    wanted_class: RowClass  # of those that go on after the last layer's keys are stored
+    wanted_class: RowClass  # of the tokens that continue after the last layer's keys are stored
     cos_sin_TK: torch.Tensor  # rotary rows of the tokens
     slots_T: torch.Tensor  # KV slots of the tokens
     real_T: torch.Tensor | None  # which are not padding, for layers of experts; None: all
@@ -51,15 +51,15 @@ class RMSNorm(nn.Module):
 
 
 class Mixer(nn.Module, ABC):
-    """What mixes the tokens of a row, in a layer's first half."""
+    """Token mixer of the first half of a layer."""
 
     @abstractmethod
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
-        """(T, X): what `add_` takes. What the layer caches of the tokens is in its cache."""
+        """Return (T, X), the input of `add_`. Cached values of the tokens are written to the layer's cache."""
 
     @abstractmethod
     def store(self, x_TD: Normed, context: LayerContext) -> None:
-        """Only that: nobody wants the layer's output."""
+        """Only store the cached values; the layer's output is not needed."""
 
     @abstractmethod
     def add_(self, residual: Residual, mixed_TX: torch.Tensor, rows: RowClass) -> None:
@@ -93,7 +93,7 @@ class SelfAttention(Mixer):
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.format_of(path, "o_proj"), setup)
 
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
-        """(T, H * K): what `o_proj` takes."""
+        """Return (T, H * K), the input of `o_proj`."""
         heads, gate_TX = self._new_heads(x_TD, context)
         if context.fused is not None and gate_TX is None:
             return context.fused.run_fused(self.layer, heads).flatten(1)
@@ -120,12 +120,12 @@ class SelfAttention(Mixer):
 
 
 def _head_rows(queries: Part, head_dim: int, head: int, half: int) -> Part:
-    """The query (half 0) or the gate (1) of a head, of a matrix with both for each."""
+    """Return the query (half 0) or the gate (1) of a head, of a matrix with both for each."""
     return Part(queries.name, 2 * queries.total_rows, 2 * (queries.start + head * head_dim) + half * head_dim, head_dim)
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm transformer layer around what mixes its tokens."""
+    """A pre-norm transformer layer around a token mixer."""
 
     def __init__(self, layer: int, mixer: Mixer, config: TextConfig, setup: Setup) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class DecoderLayer(nn.Module):
             self.mlp = SparseMoe(config.hidden_size, moe, config.format_of(path, *names), setup)
 
     def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
-        """residual += mixed tokens, then residual += MLP. With `wanted_S`, only these tokens go on after their keys are stored."""
+        """residual += mixed tokens, then residual += MLP. With `wanted_S`, only these tokens continue after their keys are stored."""
         mixed_TX, real_T, rows = self.self_attn(self.input_layernorm(residual), context), context.real_T, context.row_class
         if wanted_S is not None:
             rows, real_T = context.wanted_class, None if real_T is None else real_T[wanted_S]
@@ -152,7 +152,7 @@ class DecoderLayer(nn.Module):
         self.mlp.add_(residual, self.post_attention_layernorm(residual), rows, real_T)
 
     def store(self, residual: Residual, context: LayerContext) -> None:
-        """What is cached of the tokens alone: of a last layer whose output nobody wants."""
+        """Only cache the tokens: for a last layer whose output is not needed."""
         self.self_attn.store(self.input_layernorm(residual), context)
 
 

@@ -25,7 +25,7 @@ from models.parallel.group import TensorParallel
 
 
 class Convolution(nn.Module):
-    """Of each channel over the last tokens; this rank's channels."""
+    """Convolution of each channel over the last tokens; this rank's channels."""
 
     def __init__(self, parts: list[Part], kernel_size: int, setup: Setup) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Convolution(nn.Module):
 
 
 class HeadValues(nn.Module):
-    """A value for each value head, in float32; this rank's."""
+    """One float32 value per value head of this rank."""
 
     def __init__(self, num_heads: int, setup: Setup) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class GatedDeltaNet(Mixer):
         self.out_proj = RowParallelLinear(width, hidden, config.format_of(path, "out_proj"), setup)
 
     def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
-        """(T, H * V): what `out_proj` takes."""
+        """Return (T, H * V), the input of `out_proj`."""
         assert context.states is not None and context.rows is not None
         inputs_TX = self.in_proj.weight.product(x_TD, context.row_class)  # the larger product first: 2 % faster for a single token
         gates_TX = self.in_gates.weight.product(x_TD.settled(), context.row_class)

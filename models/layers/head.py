@@ -1,4 +1,4 @@
-"""A model's own head for drafts: one more layer, which predicts the token behind the next one (multi-token prediction).
+"""Draft head of a model: one more layer, which predicts the token after the next one (multi-token prediction).
 
     next token's embedding ── norm ─┐
                                     ├─ fc ──▶ attention, MLP ── norm ──▶ the model's logits: the token behind it
@@ -30,7 +30,7 @@ class PredictionHead(nn.Module):
         self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
 
     def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, context: LayerContext, wanted_S: torch.Tensor) -> torch.Tensor:
-        """(S, D) of the wanted tokens. Keys and values of all are stored."""
+        """Return (S, D) of the wanted tokens. Keys and values of all tokens are stored."""
         embedded, hidden = self.pre_fc_norm_embedding(Residual(embedded_TD)), self.pre_fc_norm_hidden(Residual(hidden_TD))
         joined_TX = torch.cat((self.ops.norm(embedded), self.ops.norm(hidden)), dim=1)
         residual = Residual(self.fc.weight.product(joined_TX, context.row_class))

@@ -1,4 +1,4 @@
-"""Linear layers and the embedding, whole or cut over the ranks, and how their matrices lie in a checkpoint."""
+"""Linear layers and the embedding, whole or split over the ranks, and their matrices in a checkpoint."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def even_part(name: str, total_rows: int, tp: TensorParallel) -> Part:
 
 
 def placed(parts: Sequence[Part]) -> Iterator[tuple[Part, slice]]:
-    """Each part, and its rows of the matrix that joins them."""
+    """Return each part and its rows of the joined matrix."""
     end = 0
     for part in parts:
         end += part.rows
@@ -42,7 +42,7 @@ def placed(parts: Sequence[Part]) -> Iterator[tuple[Part, slice]]:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the layers of a model share. Parameters are uninitialised and without gradient."""
+    """Settings shared by a model's layers. Parameters are uninitialised and without gradient."""
 
     tp: TensorParallel
     ops: Ops
@@ -70,7 +70,7 @@ class Linear(nn.Module):
 
 
 class FusedColumnParallelLinear(nn.Module):
-    """Several matrices of the checkpoint with the same input as one; its user multiplies."""
+    """Several matrices of the checkpoint with the same input as one; the caller multiplies."""
 
     def __init__(self, in_features: int, parts: Sequence[Part], format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class FusedColumnParallelLinear(nn.Module):
         self.weight = Matrix.empty(sum(part.rows for part in parts), in_features, format, setup.place)
 
     def rows_of_parts(self) -> Iterator[tuple[Part, Storage]]:
-        """Each part, and a view of it."""
+        """Return each part and a view of it."""
         return ((part, self.weight.storage.rows(own.start, own.stop)) for part, own in placed(self.parts))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
@@ -142,7 +142,7 @@ class VocabParallelEmbedding(nn.Module):
         return Matrix.of(self.weight.data, self._backend, format)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Ids (T,) of the whole vocabulary -> (T, D)."""
+        """Map ids (T,) of the whole vocabulary to (T, D)."""
         if self.tp.size == 1:
             return F.embedding(ids_T, self.weight)
         rows = self.weight.shape[0]

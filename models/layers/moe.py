@@ -106,7 +106,7 @@ class StackedExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """A row for each expert. Behind them is one for the shared expert's weight, and what aligns the rows of products."""
+    """One row per expert, followed by one for the shared expert's weight and by padding that aligns the products' rows."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig, setup: Setup) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ class Router(nn.Module):
 
 
 class SparseMoe(nn.Module):
-    """The sum of the experts that the router chooses for a token, by weights that sum to one, and of the shared one, by its gate. Every
-    rank has all tokens, so one sum over the ranks combines what each computes: an exchange of tokens pays where each rank has its own."""
+    """Sum of the experts that the router chooses per token, with weights that sum to one, and of the gated shared expert. Every rank has
+    all tokens, so one sum over the ranks combines the results."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
