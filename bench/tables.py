@@ -74,7 +74,7 @@ def median(found: Sequence[Run], name: str) -> float:
 
 
 def summary() -> str:
-    """8B on one H200 beside the bound and the newest versions of other engines."""
+    """8B on one H200, the bound, and the newest versions of other engines."""
     name = "h200/8B"
     origin, found = of_one_commit(name)
     references = content("references")
