@@ -59,11 +59,23 @@ def test_images_pass_the_linter() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_images_have_a_user_and_a_health_check() -> None:
+def images(name: str) -> list[str]:
+    """Stages of a Dockerfile without the one that builds the wheel."""
+    return [stage for stage in (ROOT / name).read_text().split("\nFROM ")[1:] if "AS wheel" not in stage.split("\n")[0]]
+
+
+def test_images_have_a_user_a_health_check_and_no_sources() -> None:
     for name in ("Dockerfile", "Dockerfile.cpu"):
-        for stage in (ROOT / name).read_text().split("\nFROM ")[1:]:
-            assert "\nUSER 10001" in stage and "\nHEALTHCHECK" in stage, name
-            assert "healthcheck.py" in stage and "deploy/install.sh /opt/engine" in stage, name
+        for stage in images(name):
+            assert "\nUSER 10001" in stage and "\nHEALTHCHECK" in stage and "healthcheck.py" in stage, name
+            assert 0 < stage.index("install.sh dependencies /opt/engine") < stage.index("install.sh engine /opt/engine"), name
+            assert re.findall(r"^COPY .*", stage, re.MULTILINE) == ["COPY deploy/healthcheck.py deploy/drain.py /opt/engine/deploy/"], name
+            assert stage.count("org.opencontainers.image.") == 5, name
+
+
+def test_workflows_pin_actions_by_commit() -> None:
+    used = [line for path in (ROOT / ".github/workflows").glob("*.yml") for line in path.read_text().splitlines() if "uses: " in line]
+    assert len(used) > 10 and not [line for line in used if not re.search(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)]
 
 
 def test_files_are_yaml() -> None:
@@ -81,7 +93,7 @@ def test_kernels_are_compiled_for_where_they_are_looked_for(monkeypatch: pytest.
     pytest.importorskip("triton")  # imported with the backend
     from models.kernels.hopper.backend import HopperBackend
 
-    hopper, portable = (ROOT / "Dockerfile").read_text().split("\nFROM ")[1:]
+    hopper, portable = images("Dockerfile")
     assert "FLASHINFER_CUDA_ARCH_LIST=9.0a" in hopper and "load_kernels" in hopper
     built = set()
     needed = set()
@@ -182,6 +194,10 @@ def test_expressions_are_promql() -> None:
 def test_compose_mounts_what_is_there() -> None:
     services = load(ROOT / "compose.yaml")["services"]
     mounts = [volume.split(":") for service in services.values() for volume in service.get("volumes", ()) if volume.startswith(".")]
+    assert {name: service["profiles"] for name, service in services.items() if "profiles" in service} == {
+        "engine": ["gpu"],
+        "engine-cpu": ["cpu"],
+    }
     assert len(mounts) == 3 and all((ROOT / source).is_dir() and mode == "ro" for source, _, mode in mounts)
     scraped = load(DEPLOY / "prometheus/prometheus.yml")["scrape_configs"][0]["static_configs"][0]["targets"]
     assert scraped == ["engine:8000"] and "engine" in services
