@@ -6,21 +6,21 @@ Ask ──▶ JSON ──▶ httpx on a Unix socket ──▶ engine.serve, a ch
 import asyncio
 import contextlib
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import httpx
 import msgspec
-import numpy as np
-import pybase64
 
 from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
 from engine.launch.unix import UnixClients
-from engine.llm.inputs import CHAT, COMPLETIONS, Ask, embedding_of, words_of
-from engine.llm.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, words_of
+from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from engine.llm.params import SamplingParams
 
+MAX_BATCH = 16  # texts in one request
 RETRY_S = 0.05
 OURS = {"api_key": None, "api_key_file": None, "allowed_hosts": None, "root_path": "", "shutdown_timeout": 0}
 JSON = {"content-type": "application/json"}
@@ -48,7 +48,7 @@ class AsyncLLM:
             warnings.warn(note, stacklevel=3)
         if config.dp != 1 or config.plan:
             raise ValueError("an LLM is one engine: --dp and --plan are for engine.serve")
-        self.num_places = min(config.max_queued_requests, 4 * config.max_num_seqs)
+        self._num_places = min(config.max_queued_requests, 4 * config.max_num_seqs)
         self._server = ServerProcess(msgspec.structs.replace(config, **OURS))
         self._clients = UnixClients()
 
@@ -60,45 +60,62 @@ class AsyncLLM:
         await self._server.stop()
         await self._clients.close()
 
-    def chat(self, messages: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncIterator[RequestOutput]:
+    def chat(self, messages: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output again whenever it has grown."""
-        return self._grow(Ask(CHAT, messages, sampling_params or SamplingParams(), fields))
+        return self._answers([Ask(CHAT, messages, sampling_params or SamplingParams(), fields)], is_streamed=True)
 
-    def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncIterator[RequestOutput]:
+    def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
         """Continue a text or token ids, as `chat`."""
-        return self._grow(Ask(COMPLETIONS, prompt, sampling_params or SamplingParams(), fields))
+        return self._answers([Ask(COMPLETIONS, prompt, sampling_params or SamplingParams(), fields)], is_streamed=True)
 
     async def embed(self, prompt: Any, **fields: Any) -> EmbeddingRequestOutput:
         """Embed a text, token ids, or a conversation."""
-        (output,) = [output async for _, output in self.answers([embedding_of(prompt, fields)])]
+        (output,) = [output async for output in self._answers([Ask(EMBEDDINGS, prompt, None, fields)])]
         return output
 
-    async def _grow(self, ask: Ask) -> AsyncIterator[RequestOutput]:
-        async with contextlib.aclosing(self.answers([ask], is_streamed=True)) as answers:
-            async for _, output in answers:
-                yield output
+    async def answer_all(self, asks: Sequence[Ask], note: Callable[[Any], object]) -> None:
+        """Call `note` with each output as it is finished. A request's ValueError or OSError is stored in its output."""
+        size = max(1, min(MAX_BATCH, self._num_places // MAX_BATCH))
+        alike = [list(group) for _, group in groupby(asks, key=lambda ask: ask.group)]
+        batches = [group[start : start + size] for group in alike for start in range(0, len(group), size)]
 
-    async def answers(self, asks: Sequence[Ask], is_streamed: bool = False) -> AsyncGenerator[tuple[int, Any], None]:
-        """Send one request for prompts of equal parameters. Yield the position and the output of each when it is finished or, if
-        `is_streamed`, has grown."""
+        async def work() -> None:
+            while batches:
+                batch = batches.pop(0)
+                left = {ask.number: ask for ask in batch}
+                try:
+                    async for output in self._answers(batch):
+                        del left[output.number]
+                        note(output)
+                except (ValueError, OSError) as error:
+                    if len(batch) == 1:
+                        note(batch[0].output(error=error))
+                    else:  # one is bad: which?
+                        batches.extend([ask] for ask in left.values())
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(len(batches), self._num_places // size)):
+                    group.create_task(work())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _answers(self, asks: Sequence[Ask], is_streamed: bool = False) -> AsyncGenerator[Any, None]:
+        """Send one request for prompts of a group. Yield the output of each when it is finished or, if `is_streamed`, has grown."""
         path, body = asks[0].path, asks[0].value() if asks[0].is_text else await asyncio.to_thread(asks[0].value)
         if len(asks) > 1:
             path, field = ("/v1/chat/completions/batch", "messages") if path == CHAT else (path, "prompt")
             body[field] = [ask.value()[field] for ask in asks]
         if (is_streamed or len(asks) > 1) and body.get("prompt_logprobs") is None:
             body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        n = body.get("n") or 1
-        outputs = [RequestOutput(ask.prompt, [CompletionOutput(index) for index in range(n)]) for ask in asks]
-        async with contextlib.aclosing(self._documents(path, msgspec.json.encode(body))) as documents:
+        outputs = [ask.output(n := body.get("n") or 1) for ask in asks]
+        async with contextlib.aclosing(self._documents(path, msgspec.json.encode(body, enc_hook=_schema_of))) as documents:
             async for document in documents:
-                for entry in document.get("data", ()):
-                    vector = np.frombuffer(pybase64.b64decode(entry["embedding"]), np.float32).tolist()
-                    yield 0, EmbeddingRequestOutput(EmbeddingOutput(vector), document["usage"]["prompt_tokens"])
-                for choice in document.get("choices", ()):
-                    output = outputs[position := choice["index"] // n]
+                for choice in document.get("choices") or document.get("data", ()):
+                    output = outputs[choice["index"] // n]
                     output.add(choice, document)
                     if is_streamed or output.finished:
-                        yield position, output
+                        yield output
 
     async def _documents(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the document of a response, or of each event of a stream. Wait while the engine is full."""
@@ -114,13 +131,20 @@ class AsyncLLM:
                                     yield _checked(event[6:])
                         if rest:
                             yield _checked(rest)
-                    break
+                    return
                 except (Refused, httpx.TransportError) as problem:
                     if not isinstance(problem, Refused) or problem.code == "shutting_down":
                         raise await self._server.lost(problem) from None
                     if problem.code != "overloaded":
                         raise
                 await asyncio.sleep(RETRY_S)
+
+
+def _schema_of(model: Any) -> Any:
+    """Return the schema of a pydantic class in a body. Raises ValueError for other values that JSON does not have."""
+    if not hasattr(model, "model_json_schema"):
+        raise ValueError(f"a request cannot hold a {type(model).__name__}")
+    return model.model_json_schema()
 
 
 def _checked(data: bytes) -> dict[str, Any]:

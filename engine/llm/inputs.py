@@ -11,23 +11,24 @@ from typing import Any
 import pybase64
 from PIL import Image
 
+from engine.llm.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from engine.llm.params import SamplingParams
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")
+PICTURE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # that PNG has
 URL_SCHEMES = ("data:", "http://", "https://", "file://")
-PICTURE_KEYS = ("image_url", "image_pil", "image", "url", "path")
-VIDEO_KEYS = ("video_url", "video", "url", "path")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt: a conversation, a text, or token ids."""
+    """One prompt, number `number` of a list: a conversation, a text, or token ids. Embeddings have no parameters."""
 
     path: str
     prompt: Any
-    params: SamplingParams
+    params: SamplingParams | None
     fields: Mapping[str, Any]
+    number: int = 0
 
     @property
     def is_text(self) -> bool:
@@ -36,14 +37,21 @@ class Ask:
             return not isinstance(self.prompt, Mapping)
         return all(isinstance(message, Mapping) and isinstance(message.get("content", ""), str) for message in self.prompt)
 
-    def may_join(self, other: "Ask") -> bool:
-        """Return whether both may be in one request."""
-        is_alike = self.path == other.path != EMBEDDINGS and self.params is other.params and self.params.prompt_logprobs is None
-        return is_alike and self.is_text and other.is_text
+    @property
+    def group(self) -> object:
+        """Return a key that is equal for prompts that may be in one request."""
+        is_alone = self.params is None or self.params.prompt_logprobs is not None or not self.is_text
+        return self.number if is_alone else (self.path, id(self.params))
+
+    def output(self, num_answers: int = 0, error: Exception | None = None) -> RequestOutput | EmbeddingRequestOutput:
+        """Return an output without results."""
+        if self.path == EMBEDDINGS:
+            return EmbeddingRequestOutput(self.prompt, self.number, error=error)
+        return RequestOutput(self.prompt, self.number, [CompletionOutput(index) for index in range(num_answers)], error=error)
 
     def value(self) -> dict[str, Any]:
         """Return the JSON body. Raises ValueError or OSError."""
-        given = {"return_token_ids": True, **self.params.as_fields(self.path == CHAT)} if self.path != EMBEDDINGS else {}
+        given = {"encoding_format": "base64"} if self.params is None else self.params.as_fields(self.path == CHAT)
         prompt, fields = self.prompt, {**given, **self.fields}
         if self.path == CHAT or is_conversation(prompt):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -54,15 +62,11 @@ class Ask:
             if set(data := prompt.get("multi_modal_data") or {}) - {"image"}:
                 raise ValueError("multi_modal_data of a prompt has pictures only, as `image`: use `chat` for videos")
             images = data.get("image", ())
-            fields["images"] = [picture_url(image) for image in (images if isinstance(images, list | tuple) else [images])]
+            fields["images"] = [media_url(image) for image in (images if isinstance(images, list | tuple) else [images])]
             prompt = prompt["prompt_token_ids"] if prompt.get("prompt") is None else prompt["prompt"]
         if not isinstance(prompt, str | Sequence):
             raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
         return {**fields, "input" if self.path == EMBEDDINGS else "prompt": prompt}
-
-
-def embedding_of(prompt: Any, fields: Mapping[str, Any]) -> Ask:
-    return Ask(EMBEDDINGS, prompt, SamplingParams(), {**fields, "encoding_format": "base64"})
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -82,20 +86,20 @@ def _message_json(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [_part_json(part) for part in (content if isinstance(content, list | tuple) else [content])]}
 
 
-def _part_json(part: Any) -> Any:
+def _part_json(part: Any) -> dict[str, Any]:
+    """Return the part of a message for a text, a picture, or a dictionary as vLLM or transformers have it."""
     if isinstance(part, str) and not _names_picture(part):
         return {"type": "text", "text": part}
-    if not isinstance(part, Mapping):
-        return {"type": "image_url", "image_url": {"url": picture_url(part)}}
-    kind, keys = ("video", VIDEO_KEYS) if str(part.get("type", "")).startswith("video") else ("image", PICTURE_KEYS)
-    key = next((key for key in keys if key in part), None)
-    if key is None:
-        return dict(part)
-    others = {name: value for name, value in part.items() if name not in (key, "type")}
-    if kind == "video" and isinstance(part[key], list | tuple):
-        return {"type": kind, kind: [picture_url(frame) for frame in part[key]], **others}
-    given = part[key] if isinstance(part[key], Mapping) else {"url": part[key]}
-    return {"type": f"{kind}_url", f"{kind}_url": {**given, "url": picture_url(given.get("url"), kind)}, **others}
+    others = dict(part) if isinstance(part, Mapping) else {"image": part}
+    kind = "video" if str(others.get("type", "")).startswith("video") else "image"
+    for key in (f"{kind}_url", "image_pil", kind, "url", "path"):
+        if key in others:
+            value = others.pop(key)
+            if kind == "video" and isinstance(value, list | tuple):
+                return {**others, "video": [media_url(frame) for frame in value]}
+            url = {**value, "url": media_url(value.get("url"))} if isinstance(value, Mapping) else media_url(value)
+            return {**others, "type": f"{kind}_url", f"{kind}_url": url}
+    return others
 
 
 def _names_picture(text: str) -> bool:
@@ -110,22 +114,18 @@ def _names_picture(text: str) -> bool:
     return False
 
 
-def picture_url(picture: Any, kind: str = "image") -> str | None:
+def media_url(medium: Any) -> str | None:
     """Return the URL of a PIL image (lossless), of the bytes of a file, or of a path. URLs and None, for a `uuid`, are unchanged."""
-    if picture is None or (isinstance(picture, str) and picture.lower().startswith(URL_SCHEMES)):
-        return picture
-    if isinstance(picture, Image.Image):
-        file = io.BytesIO()
-        is_plain = picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-        (picture if is_plain else picture.convert("RGB")).save(file, "PNG", compress_level=1)
-        data = file.getvalue()
-    elif isinstance(picture, bytes | bytearray):
-        data = bytes(picture)
-    elif isinstance(picture, str | os.PathLike):
-        data = Path(picture).expanduser().read_bytes()
-    else:
-        raise ValueError(f"a picture is a PIL image, bytes, a path or a URL, not {type(picture).__name__}")
-    return f"data:{kind}/unknown;base64,{pybase64.b64encode_as_string(data)}"
+    if medium is None or (isinstance(medium, str) and medium.lower().startswith(URL_SCHEMES)):
+        return medium
+    if isinstance(medium, Image.Image):
+        (medium if medium.mode in PICTURE_MODES else medium.convert("RGB")).save(file := io.BytesIO(), "PNG", compress_level=1)
+        medium = file.getvalue()
+    elif isinstance(medium, str | os.PathLike):
+        medium = Path(medium).expanduser().read_bytes()
+    elif not isinstance(medium, bytes | bytearray):
+        raise ValueError(f"a picture is a PIL image, bytes, a path or a URL, not {type(medium).__name__}")
+    return f"data:;base64,{pybase64.b64encode_as_string(medium)}"
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:

@@ -12,11 +12,9 @@ import uvloop
 from tqdm import tqdm
 
 from engine.llm.client import AsyncLLM
-from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, embedding_of, listed
-from engine.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, listed
+from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from engine.llm.params import SamplingParams
-
-MAX_BATCH = 16  # texts in one request
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Errors = Literal["raise", "return"]
@@ -63,7 +61,7 @@ class LLM:
 
     def embed(self, prompts: Any, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any) -> list[EmbeddingRequestOutput]:
         """Embed a text, token ids or a conversation; or each of a list."""
-        return self._all([embedding_of(prompt, fields) for prompt in listed(prompts)], use_tqdm, errors)
+        return self._all([Ask(EMBEDDINGS, prompt, None, fields, number) for number, prompt in enumerate(listed(prompts))], use_tqdm, errors)
 
     def as_completed(
         self, messages: Any, sampling_params: Params = None, **fields: Any
@@ -82,52 +80,15 @@ class LLM:
 
     def _results(self, asks: list[Ask]) -> Generator[tuple[int, Any], None, None]:
         """Iterate over results. Closing the iterator aborts the unfinished requests."""
-        results: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        answering = asyncio.run_coroutine_threadsafe(answer_all(self._engine, asks, results.put), self._loop)
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answering = asyncio.run_coroutine_threadsafe(self._engine.answer_all(asks, results.put), self._loop)
         answering.add_done_callback(lambda _: results.put(None))
         try:
-            while (result := results.get()) is not None:
-                yield result
+            while (output := results.get()) is not None:
+                yield output.number, output
             answering.result()
         finally:
             answering.cancel()
-
-
-async def answer_all(engine: AsyncLLM, asks: list[Ask], note: Callable[[tuple[int, Any]], object]) -> None:
-    """Call `note` with the number and the output of each prompt. A request's ValueError or OSError is stored in its output."""
-    size = max(1, min(MAX_BATCH, engine.num_places // MAX_BATCH))
-    batches: list[list[int]] = []
-    for number, ask in enumerate(asks):
-        if batches and len(batches[-1]) < size and ask.may_join(asks[batches[-1][0]]):
-            batches[-1].append(number)
-        else:
-            batches.append([number])
-
-    async def answer(batch: list[int]) -> None:
-        left = set(batch)
-        try:
-            async for position, output in engine.answers([asks[number] for number in batch]):
-                left.discard(batch[position])
-                note((batch[position], output))
-        except (ValueError, OSError) as error:
-            if len(batch) == 1:
-                is_embedding = asks[batch[0]].path == EMBEDDINGS
-                empty = EmbeddingRequestOutput(EmbeddingOutput([]), error=error)
-                note((batch[0], empty if is_embedding else RequestOutput(asks[batch[0]].prompt, error=error)))
-            else:  # one is bad: which?
-                for number in sorted(left):
-                    await answer([number])
-
-    async def work() -> None:
-        while batches:
-            await answer(batches.pop(0))
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(len(batches), engine.num_places // size)):
-                group.create_task(work())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> list[Ask]:
@@ -135,7 +96,7 @@ def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> li
     of_each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
     if len(of_each) != len(prompts):
         raise ValueError(f"there are {len(of_each)} sampling_params for {len(prompts)} prompts")
-    return [Ask(path, prompt, one, fields) for prompt, one in zip(prompts, of_each, strict=True)]
+    return [Ask(path, prompt, one, fields, number) for number, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))]
 
 
 def _end(engine: AsyncLLM, loop: uvloop.Loop, thread: threading.Thread) -> None:

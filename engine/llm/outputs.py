@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import pybase64
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -23,10 +26,10 @@ class CompletionOutput:
 
     def add(self, choice: dict[str, Any]) -> None:
         """Add a choice of a document, or the next part of one."""
-        said = choice.get("delta") or choice.get("message") or choice
-        self.text += said.get("content") or said.get("text") or ""
-        self.reasoning += said.get("reasoning") or ""
-        for position, call in enumerate(said.get("tool_calls") or ()):
+        message = choice.get("delta") or choice.get("message") or choice
+        self.text += message.get("content") or message.get("text") or ""
+        self.reasoning += message.get("reasoning") or ""
+        for position, call in enumerate(message.get("tool_calls") or ()):
             if (index := call.pop("index", position)) == len(self.tool_calls):
                 self.tool_calls.append(call)
             else:
@@ -40,9 +43,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The `n` answers to one prompt. A request that failed has an `error` and no answers."""
+    """The `n` answers to prompt `number` of a list. A request that failed has an `error` and no answers."""
 
     prompt: Any
+    number: int
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[str, Any] | None] | None = None
@@ -63,15 +67,22 @@ class RequestOutput:
             self.num_prompt_tokens, self.num_cached_tokens = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EmbeddingOutput:
-    embedding: list[float]  # a unit vector
+    embedding: list[float] = field(default_factory=list)  # a unit vector
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """Embedding result. A failed request has an `error` and an empty embedding."""
+    """Embedding of prompt `number` of a list. A failed request has an `error` and an empty embedding."""
 
-    outputs: EmbeddingOutput
+    prompt: Any
+    number: int
+    outputs: EmbeddingOutput = field(default_factory=EmbeddingOutput)
     num_prompt_tokens: int = 0
     error: Exception | None = None
+    finished: bool = True
+
+    def add(self, entry: dict[str, Any], document: dict[str, Any]) -> None:
+        self.outputs.embedding = np.frombuffer(pybase64.b64decode(entry["embedding"]), np.float32).tolist()
+        self.num_prompt_tokens = document["usage"]["prompt_tokens"]

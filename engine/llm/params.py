@@ -1,19 +1,9 @@
 """Sampling parameters, by vLLM's names. Those left out follow the checkpoint's recommendation, as over HTTP."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(kw_only=True)
-class StructuredOutputsParams:
-    """Constraint of an answer: one of these. `json` may be a pydantic class."""
-
-    json: Any = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: dict[str, Any] | str | None = None
+StructuredOutputsParams = dict[str, Any]  # one of json, regex, choice, grammar, ...; `json` may be a pydantic class
 
 
 @dataclass(kw_only=True)
@@ -44,17 +34,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
-    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_fields(self, is_chat: bool) -> dict[str, Any]:
-        """Members of a JSON body."""
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        given |= given.pop("extra")
-        if rules := given.get("structured_outputs"):
-            schema: Any = rules.get("json")
-            shown = {"json": schema.model_json_schema()} if hasattr(schema, "model_json_schema") else {}
-            given["structured_outputs"] = {name: rule for name, rule in (rules | shown).items() if rule is not None}
+        """Return members of a request's body."""
+        given = {name: value for name, value in vars(self).items() if value is not None and name != "extra"} | self.extra
         if is_chat and self.logprobs is not None:
             given |= {"logprobs": True, "top_logprobs": self.logprobs}
-        return given
+        return {"return_token_ids": True, **given}
