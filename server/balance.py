@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cachetools import LRUCache
+
 MAX_KEYS = 1 << 18
 MIN_BOUND = 4  # requests that any replica takes, however few there are
 BOUND = 1.25  # times the mean
@@ -26,7 +28,7 @@ class Balancer:
     def __init__(self, urls: Sequence[str], bound: float = BOUND):
         self.backends = [Backend(url) for url in urls]
         self._bound = bound
-        self._homes: dict[bytes, Backend] = {}  # the newest last
+        self._homes: LRUCache[bytes, Backend] = LRUCache(MAX_KEYS)
 
     def take(self, key: bytes) -> Backend | None:
         """A place on a replica, to be given back with `release`. None: no replica is healthy. b"" is no key."""
@@ -35,13 +37,11 @@ class Balancer:
             return None
         most = max(MIN_BOUND, self._bound * (sum(one.num_in_flight for one in healthy) + 1) / len(healthy))
         digest = hashlib.sha256(key).digest()
-        chosen = self._homes.pop(digest, None)
+        chosen = self._homes.get(digest)
         if chosen not in healthy or chosen.num_in_flight >= most:
             chosen = min(healthy, key=lambda one: (one.num_in_flight, one.num_taken))
         if key:
             self._homes[digest] = chosen
-            if len(self._homes) > MAX_KEYS:
-                self._homes.pop(next(iter(self._homes)))
         chosen.num_in_flight += 1
         chosen.num_taken += 1
         return chosen

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from pathlib import Path
 
 import msgspec
+from cachetools import LRUCache
 
 from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.wire.params import Grammar
@@ -24,6 +24,7 @@ class Compiled(msgspec.Struct, frozen=True):
 
     data: bytes = b""
     error: str | None = None
+    num_bytes: int = 0  # in a cache, with the text
 
 
 class GrammarError(ValueError):
@@ -40,8 +41,7 @@ class GrammarCompiler:
     def __init__(self, model_folder: Path, seconds: float):
         self.pool = GuestPool(NUM_GUESTS, "engine.grammar.compile", str(model_folder), memory=MEMORY_BYTES, forks=True)
         self._seconds = seconds
-        self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self._cached_bytes = 0
+        self._cache: LRUCache[Grammar, Compiled] = LRUCache(CACHE_BYTES, lambda compiled: compiled.num_bytes)
         self._tasks: dict[Grammar, asyncio.Task[Compiled]] = {}
 
     async def start(self) -> None:
@@ -51,10 +51,7 @@ class GrammarCompiler:
 
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
         """Return the compiled grammar for rank 0. Raises GrammarError, CompilerBusy, or RuntimeError if no process starts."""
-        if grammar in self._cache:
-            self._cache.move_to_end(grammar)
-            compiled = self._cache[grammar]
-        else:
+        if (compiled := self._cache.get(grammar)) is None:
             if grammar not in self._tasks:
                 task = self._tasks[grammar] = asyncio.create_task(self._compile(grammar, client))
                 task.add_done_callback(lambda done: self._end(grammar, done))
@@ -86,7 +83,9 @@ class GrammarCompiler:
                     continue
                 limit = f"the grammar exceeds the compiler's limit of {seconds:g} s CPU time (--grammar-timeout)"
                 compiled = Compiled(error=limit if death.is_late else "the grammar is too deep or too large to compile")
-            self._remember(grammar, compiled)
+            compiled = msgspec.structs.replace(compiled, num_bytes=ENTRY_BYTES + size + len(compiled.data))
+            with contextlib.suppress(ValueError):  # it is larger than the cache
+                self._cache[grammar] = compiled
             return compiled
 
     def _end(self, grammar: Grammar, done: asyncio.Task[Compiled]) -> None:
@@ -94,13 +93,3 @@ class GrammarCompiler:
         del self._tasks[grammar]
         if not done.cancelled():
             done.exception()
-
-    def _remember(self, grammar: Grammar, compiled: Compiled) -> None:
-        self._cache[grammar] = compiled
-        self._cached_bytes += _cost(grammar, compiled)
-        while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-            self._cached_bytes -= _cost(*self._cache.popitem(last=False))
-
-
-def _cost(grammar: Grammar, compiled: Compiled) -> int:
-    return ENTRY_BYTES + len(grammar.text) + len(compiled.data)

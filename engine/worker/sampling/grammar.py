@@ -5,8 +5,9 @@ step, passes them to the matchers and fills the masks while the device is busy. 
 """
 
 import contextlib
+import functools
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class Grammars:
         self._drawn: deque[Drawn] = deque()
         self._staging = Staging(max_draws * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
-        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._compiled_of = functools.lru_cache(NUM_CACHED)(self._read)  # many requests share few; any thread may call it
         self._loader = ThreadPoolExecutor(1, "grammars")
 
     def load(self) -> None:
@@ -130,7 +131,7 @@ class Grammars:
 
         def load() -> None:
             try:
-                self._compiled[data] = self._read(data)
+                self._compiled_of(data)
             finally:
                 done()
 
@@ -182,15 +183,6 @@ class Grammars:
             if session is not None:
                 for index in kept:
                     session.take(tokens[index])
-
-    def _compiled_of(self, data: bytes) -> "CompiledGrammar":
-        """Return a compiled grammar, cached because many requests share few."""
-        if data not in self._compiled:
-            self._compiled[data] = self._read(data)
-        self._compiled.move_to_end(data)
-        while len(self._compiled) > NUM_CACHED:
-            self._compiled.popitem(last=False)
-        return self._compiled[data]
 
     def _read(self, data: bytes) -> "CompiledGrammar":
         from xgrammar import CompiledGrammar

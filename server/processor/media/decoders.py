@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
+from cachetools import LRUCache
 
 from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.launch.config import EngineConfig
@@ -13,7 +14,6 @@ from engine.wire.arena import Arena
 from server.errors import RequestError, invalid_image, overloaded
 from server.processor.media.decoder import MEMORY_BYTES, Decoded, Job
 from server.processor.media.inspect import Header
-from server.processor.media.recent import Recent
 from server.region import Region
 
 NUM_REMEMBERED = 4096  # files that were decoded before; a forgotten one is decoded again
@@ -61,8 +61,8 @@ class Decoders:
 
     def __init__(self, config: EngineConfig, arena: Arena):
         self.num_decoded = 0
-        self.known: Recent[bytes, tuple[Header, Size]] = Recent(NUM_REMEMBERED)  # decoded files by digest: header, and size upright
-        self.known_pairs: Recent[tuple[bytes, bytes, Size], bytes] = Recent(NUM_REMEMBERED_PAIRS)  # hashes, by two frames and their size
+        self.known: LRUCache[bytes, tuple[Header, Size]] = LRUCache(NUM_REMEMBERED)  # decoded files by digest: header, and size upright
+        self.known_pairs: LRUCache[tuple[bytes, bytes, Size], bytes] = LRUCache(NUM_REMEMBERED_PAIRS)  # hashes, by frames and their size
         self.budget = Budget(config.max_decode_bytes)
         self._timeout = config.decode_timeout
         size = max(2, config.processing_pool_size)

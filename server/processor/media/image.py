@@ -204,7 +204,7 @@ class Image:
         self._regions.remove(self.encoded)
         self._room.give_back(self.encoded)
         self._decoders.num_decoded += 1
-        self._decoders.known.put(self.digest, (header, size))
+        self._decoders.known[self.digest] = header, size
         self.source = ImageSource("rgb", wire(pixels), *self._inspector.size_for_workers(self._geometry, *size))
         return size
 

@@ -191,7 +191,7 @@ class VideoFile(Video):
         self._regions.remove(self._encoded)
         self._room.give_back(self._encoded)
         self._decoders.num_decoded += 1
-        self._decoders.known.put(self._key, (plan, self.hashes))
+        self._decoders.known[self._key] = plan, self.hashes
 
 
 class FrameList(Video):
@@ -311,7 +311,7 @@ class FrameList(Video):
         pixels, parameters = self._room.arena.view(place.offset, place.length), self._planner.pair_parameters
         self.hashes[pair] = await run(self._sources.pool, lambda: pair_hash(parameters, plan.size, pixels))
         self.sources[pair] = source
-        self._decoders.known_pairs.put(self._pair_key(pair), self.hashes[pair])
+        self._decoders.known_pairs[self._pair_key(pair)] = self.hashes[pair]
 
 
 @contextlib.contextmanager

@@ -3,12 +3,12 @@
 from importlib.util import find_spec
 
 import msgspec
+from cachetools import LRUCache
 
 from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
 from server.errors import RequestError
 from server.processor.media.decoders import Size, answer_of, pool_of
-from server.processor.media.recent import Recent
 from server.processor.media.video_jobs import Clip, VideoAnswer, VideoJob, VideoLimits, invalid_video
 from server.processor.media.video_plan import VideoPlan
 from server.region import Region
@@ -22,7 +22,7 @@ class VideoDecoders:
     def __init__(self, config: EngineConfig, arena: Arena):
         self.num_decoded = 0
         self.max_bytes = config.max_video_bytes
-        self.known: Recent[bytes, tuple[VideoPlan, list[bytes]]] = Recent(NUM_REMEMBERED)  # by file and processing
+        self.known: LRUCache[bytes, tuple[VideoPlan, list[bytes]]] = LRUCache(NUM_REMEMBERED)  # by file and processing
         size = config.video_pool_size
         threads = max(1, config.processing_pool_size // size)
         limits = VideoLimits(config.max_video_frame_pixels, config.max_video_file_frames, config.max_video_memory, threads)

@@ -26,7 +26,6 @@ from server.errors import RequestError
 from server.processor.media import inspect, sources
 from server.processor.media.base64_text import decode_base64, decode_data_url
 from server.processor.media.inspect import Allowance
-from server.processor.media.recent import Recent
 from tests.unit.server.loading import SIZE, Loading
 from tests.unit.server.media_corpus import BAD, CORPUS, patched
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, save
@@ -333,10 +332,3 @@ def test_escapes_cost_no_more_than_a_few_times_their_size() -> None:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 4 * num_bytes
-
-
-def test_what_was_used_least_recently_is_forgotten() -> None:
-    recent: Recent[str, int] = Recent(2)
-    for name in "abac":
-        recent.put(name, recent.get(name) or 1)
-    assert [recent.get(name) for name in "abc"] == [1, None, 1]
