@@ -1,11 +1,13 @@
 """Writes the generated pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
 flags.md is `engine/launch/config.py` with advice on when to change a flag; moving.md has tables of `engine/launch/compat.py`;
-fields.md is `engine/wire/params.py`, `server/openai/schema.py` and `server/openai/fields.py`.
+fields.md is `engine/wire/params.py`, `server/openai/schema.py` and `server/openai/fields.py`; guides/fit.md is the output of `--plan`.
 """
 
 import json
+import re
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,7 +19,13 @@ sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder othe
 
 from engine.launch.compat import FLAGS, Flag  # noqa: E402
 from engine.launch.config import GIB, MIB, EngineConfig  # noqa: E402
+from engine.launch.flags import GROUPS  # noqa: E402
+from engine.launch.memory import describe  # noqa: E402
 from engine.wire.params import PARAMETERS, Limits  # noqa: E402
+from models.config.huggingface import read_config  # noqa: E402
+from models.config.types import ModelConfig  # noqa: E402
+from models.scaffold.configs import config_json, generation_config_json, image_processor_json, video_processor_json  # noqa: E402
+from models.scaffold.shapes import SHAPES  # noqa: E402
 from server.openai.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
 from server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 
@@ -65,7 +73,7 @@ WHEN = {
     "dtype": "`float32` only to compare with a reference.",
     "backend": "To compare, or if `auto` chose the wrong one. See [models and cards](models.md).",
     "tp": "The model does not fit on one GPU, or one stream must be faster. For throughput of a model that fits, replicas are better.",
-    "dp": "There are more GPUs than the model needs: see [operations](operations.md#several-engines-on-one-host).",
+    "dp": "There are more GPUs than the model needs: see [replicas](guides/replicas.md#several-engines-on-one-host).",
     "ep": "The share of an expert would be too narrow: not whole float8 blocks, or slow.",
     "seed": "Runs must be repeatable although requests have no seeds.",
     "generation_config": "Scores are to be compared with those of vLLM with the same flag.",
@@ -87,7 +95,7 @@ WHEN = {
     "max_queued_requests": "Lower to refuse early, higher to queue more.",
     "prefix_cache": "Off to measure without it.",
     "draft": "For few streams: `lookup` if answers repeat the prompt, the `prediction` or themselves; `mtp` if the model has a head for it."
-    " See [drafting](drafting.md).",
+    " See [speculative decoding](guides/speculative.md).",
     "snapshot_share": "Lower if hybrid models lose keys and values to snapshots: see [models](models.md#snapshots-of-states).",
     "image_cache_bytes": "Higher if images are often reused; it competes with KV blocks.",
     "gpu_memory_utilization": "Lower if other programs use the GPU.",
@@ -132,15 +140,17 @@ def flags_page() -> str:
     lines = [
         "# Flags",
         "",
-        "These are the flags of `python -m engine.serve` and `mini-vlm serve`. The model may stand without its flag. Byte sizes take",
-        "K, M and G. The prefix `no-` turns a switch off. A flag overrides the environment (`ENGINE_PORT` is `--port`), which overrides a",
-        "YAML file (`--config`). `python docs/generate.py` writes this page from `engine/launch/config.py`.",
+        "These are the flags of `mini-vlm serve` (`python -m engine.serve`), grouped as in `--help all`. The model may be given without",
+        "its flag. Sizes in bytes take the suffixes K, M and G. The prefix `no-` turns a switch off. A flag overrides the environment",
+        "(`ENGINE_PORT` is `--port`), which overrides a YAML file (`--config`). `python docs/generate.py` writes this page from",
+        "`engine/launch/config.py`.",
         "",
-        "| flag | value | default | meaning | when to change it |",
-        "|---|---|---|---|---|",
     ]
     defaults = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
     for name, annotation in get_type_hints(EngineConfig, include_extras=True).items():
+        if name in GROUPS:
+            head = ["| flag | value | default | meaning | when to change it |", "|---|---|---|---|---|"]
+            lines += [*([""] if lines[-1] else []), f"## {GROUPS[name].capitalize()}", "", *head]
         text = get_args(annotation)[1].replace("|", "\\|")
         flag = "--" + name.replace("_", "-")
         lines.append(f"| `{flag}` | {_kind(annotation)} | {_default(name, defaults[name])} | {text} | {WHEN.get(name, '')} |")
@@ -189,17 +199,26 @@ def _moving_table(server: str) -> list[str]:
 def moving_page() -> str:
     """docs/moving.md."""
     return "\n".join([
-        "# From vLLM, from SGLang",
+        "# Moving from vLLM or SGLang",
         "",
-        "Start commands, requests, Python scripts and dashboards of vLLM and SGLang work here with few changes. `python docs/generate.py`",
-        "writes this page from `engine/launch/compat.py`.",
+        "Start commands, requests, Python scripts and dashboards of vLLM and SGLang work here with few changes.",
         "",
-        "* **Flags**: those below are accepted as they stand, with underscores too, those of JSON also with dots",
-        "  (`--limit-mm-per-prompt.image 4`). One without effect prints a line that says why; one that cannot be had is refused with",
-        "  what to use instead. Flags of the same name (`--host`, `--port`, `--api-key`, `--dtype`, `--served-model-name`,",
+        "* **Flags**: those below are accepted as they are, with underscores too, and JSON flags also with dots",
+        "  (`--limit-mm-per-prompt.image 4`). A flag without effect is logged with the reason. An unsupported flag stops the start with",
+        "  the alternative. Flags of the same name (`--host`, `--port`, `--api-key`, `--dtype`, `--served-model-name`,",
         "  `--chat-template`, `--max-model-len`, `--seed`, ...) are on [flags](flags.md). A checkpoint's code is never run.",
-        "* **Python**: `from engine.llm import LLM, SamplingParams` stands for vLLM's `from vllm import ...`: [Python](python.md).",
-        "* **Requests**: the dialects of OpenAI and Anthropic with the fields of both servers: [API](api.md) and [fields](fields.md).",
+        "* **Requests**: the APIs of OpenAI and Anthropic with the fields of both servers: [API](api.md) and [fields](fields.md).",
+        "* **Python**: replace `from vllm import LLM, SamplingParams` by the import below: [Python](python.md).",
+        "",
+        "<!-- run -->",
+        "```python",
+        "from engine.llm import LLM, SamplingParams",
+        "",
+        'with LLM(model="demo", gpu_memory_utilization=0.8, limit_mm_per_prompt={"image": 8}) as llm:',
+        '    print(llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0))[0].outputs[0].text)',
+        "```",
+        "",
+        "`python docs/generate.py` writes this page from `engine/launch/compat.py`.",
         "",
         "## From vLLM",
         "",
@@ -214,6 +233,91 @@ def moving_page() -> str:
         "`/metrics` has its names (`vllm:...`).",
         "",
         *_moving_table("SGLang"),
+        "",
+    ])  # fmt: skip
+
+
+PLANNED = ("2B", "4B", "8B", "32B", "30B-A3B", "3.5-9B", "3.5-27B", "3.5-35B-A3B")
+
+
+def _published(size: str) -> ModelConfig:
+    """Configuration of a published model, without its tokenizer, which takes long to write."""
+    files = {"config": config_json(SHAPES[size]), "generation_config": generation_config_json(SHAPES[size])}
+    files |= {"preprocessor_config": image_processor_json(), "video_preprocessor_config": video_processor_json()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / f"{name}.json").write_text(json.dumps(content))
+        return read_config(Path(folder))
+
+
+def _plan_table() -> list[str]:
+    """Context in thousands of tokens for each usual card, from the output of `--plan`; * marks smaller steps, - what does not fit."""
+    rows: dict[str, dict[str, str]] = {}
+    for size in PLANNED:
+        model, name = _published(size), f"Qwen{size}" if size.startswith("3.5") else f"Qwen3-VL-{size}"
+        for quantization, suffix in (("auto", ""), ("fp8", ", fp8")):
+            output = describe(EngineConfig(quantization=quantization), model, name, "portable")
+            _, header, *lines = (re.split(r"\s{2,}", line.strip()) for line in output.splitlines())
+            cells = [dict(zip(header, line, strict=False)) for line in lines]
+            rows[name + suffix] = {cell["GPU"]: _context(cell) for cell in cells}
+    cards = list(next(iter(rows.values())))
+    head = [f"| model | {' | '.join(f'{card} GiB' for card in cards)} |", "|---|" + "---:|" * len(cards)]
+    return [*head, *(f"| {name} | {' | '.join(row[card] for card in cards)} |" for name, row in rows.items())]
+
+
+def _context(cell: dict[str, str]) -> str:
+    context = cell["context"].replace(",", "")
+    return f"{int(context) // 1000}{'*' * ('smaller steps' in cell)}" if context.isdigit() else "-"
+
+
+def fit_page() -> str:
+    """docs/guides/fit.md."""
+    return "\n".join([
+        "# Will it fit on my card",
+        "",
+        "`--plan` computes it for any model, card and flags. It needs neither a GPU nor a download. For an RTX 4090 with 24 GiB:",
+        "",
+        "<!-- run -->",
+        "```bash",
+        "python -m engine.serve --plan --model Qwen3-VL-8B --gpu-memory 24G",
+        "```",
+        "",
+        "`mini-vlm plan Qwen3-VL-8B` prints a line for each usual card.",
+        "",
+        "## Longest context",
+        "",
+        "Thousands of tokens on one GPU with the default flags and `--backend portable`:",
+        "",
+        *_plan_table(),
+        "",
+        "`-` means that the model does not fit. `*` means smaller steps, smaller images and fewer concurrent requests: the engine chooses",
+        "and logs them at startup. `fp8` is `--quantization fp8` or the FP8 checkpoint, which needs compute capability 8.9. A 720p image",
+        "has about 900 tokens, a 1080p image 2,040, a 2K image 3,600.",
+        "",
+        "| memory | cards |",
+        "|---|---|",
+        "| 12 GiB | RTX 3060, RTX 4070 |",
+        "| 16 GiB | RTX 4080, RTX 5080 |",
+        "| 24 GiB | RTX 3090, RTX 4090, A10, L4 |",
+        "| 32 GiB | RTX 5090 |",
+        "| 48 GiB | RTX A6000, L40S |",
+        "| 80 GiB | A100, H100 |",
+        "| 141 GiB | H200 |",
+        "",
+        "The plan agrees within 5 percent with measurements on H200 and H100 (`tests/unit/engine/test_plan.py`). No small card was",
+        "available.",
+        "",
+        "## If it does not fit",
+        "",
+        "The memory of a GPU holds weights / tp + activations (about 3 GiB for 8B with the default flags) + image cache (4 GiB by default,",
+        "less on small cards) + KV pool (the rest of `--gpu-memory-utilization`). The worker logs each part at startup. If the KV pool is",
+        "too small, try these in order:",
+        "",
+        "1. `--quantization fp8`: see [quantized models](quantization.md).",
+        "2. A smaller `--image-cache-bytes`, `--max-num-batched-tokens` or `--max-num-encoder-tokens`.",
+        "3. A larger `--tp`: see [several GPUs](replicas.md#tensor-parallelism).",
+        "",
+        "Sizes of weights and of the KV cache per token are on [models and cards](../models.md).",
         "",
     ])  # fmt: skip
 
@@ -291,7 +395,7 @@ def fields_page() -> str:
     ])  # fmt: skip
 
 
-PAGES = {"flags.md": flags_page, "fields.md": fields_page, "moving.md": moving_page}
+PAGES = {"flags.md": flags_page, "fields.md": fields_page, "moving.md": moving_page, "guides/fit.md": fit_page}
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_generated_pages_are_current() -> None:
 
 def test_flags_of_pages_exist() -> None:
     known = {"--gpus", "--init", "--shm-size", "--target", "--build", "--build-arg", "--hypothesis-profile", "--dist"}  # of other programs
-    known |= {"--tasks", "--apply_chat_template", "--model_args"}  # of lm_eval
+    known |= {"--profile", "--from-literal", "--local-dir", "--wheel-dir", "--no-deps", "--tasks", "--apply_chat_template", "--model_args"}
     known |= {f"--{name}" for name in FLAGS}  # of benchmarks
     known |= {*make_parser()._option_string_actions, *ADDED.findall(source_text("engine", "server", "models", "bench", "tests"))}
     for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
@@ -99,7 +99,7 @@ def test_flags_of_pages_exist() -> None:
 
 
 def test_flags_of_the_proxy_and_of_replicas_are_told() -> None:
-    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/replicas.md").read_text(encoding="utf-8")
     flags = {flag for action in route.make_parser()._actions for flag in action.option_strings if flag not in ("-h", "--help")}
     flags |= set(ADDED.findall((ROOT / "engine/launch/replicas.py").read_text(encoding="utf-8")))
     assert len(flags) >= 10
@@ -122,12 +122,15 @@ def test_messages_of_troubleshooting_are_the_programs_own() -> None:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Links and anchors between pages lead somewhere."""
+    """Links and anchors between pages lead somewhere, and no link leaves the site for a file of the repository."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
     run = subprocess.run(command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "one bad request fails alone" in (tmp_path / "site/security/index.html").read_text(encoding="utf-8")
     assert not list((tmp_path / "site").rglob("generate*"))
+    pages = [page for page in (tmp_path / "site").rglob("*.html") if page.name != "404.html"]  # whose links begin at the host's root
+    links = {(page, link) for page in pages for link in re.findall(r'href="([^"#?:]+)[#?"]', page.read_text(encoding="utf-8"))}
+    assert len(links) > 100 and not [(page.parent.name, link) for page, link in links if not (page.parent / link).exists()]
 
 
 def limits() -> dict[str, str]:
