@@ -530,7 +530,7 @@ function nodesOf(turn, index) {
     if (boxes.length && pictures.length) theirs.append(boxed(pictures.at(-1), boxes));
     mine.append(make("div", { className: "actions" }, button("✎", "Edit", () => edit(index)), button("×", "Delete", () => forget(index))));
     theirs.append(timingsOf(rows), make("div", { className: "actions" },
-      copyButton("⧉", "Copy answer", () => text), copyButton("$", "Copy as curl", () => asCurl(request()), "code"),
+      copyButton("❐", "Copy answer", () => text), copyButton("$", "Copy as curl", () => asCurl(request()), "code"),
       copyButton("Py", "Copy as Python", () => asPython(request()), "code"), button("↻", "Retry", () => retry(index))));
   }
   return [mine, theirs];
