@@ -168,6 +168,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the model's own prediction head is loaded."""
         return self.draft == "mtp"
 
+    @property
+    def reads_predictions(self) -> bool:
+        """Whether draft tokens are taken from the predictions of requests."""
+        return self.draft == "lookup"
+
 
 def python_command(module: str, *arguments: str) -> list[str]:
     """Command line of a child process that runs a module of this project, whatever files are in the working directory. Its environment is

@@ -20,6 +20,7 @@ from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State
+from engine.wire.details import TokenDetails
 from engine.wire.messages import (
     DEPTH,
     TIMED_OUT,
@@ -294,8 +295,7 @@ class SchedulerCore:
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
                 continue
-            if chunk.drafts:
-                self._note_drafts(request, chunk, len(ids) - 1, len(kept))
+            details = self._note_drafts(request, chunk, len(ids) - 1, len(kept)) if chunk.drafts else None
             if step.requests[index + 1 : index + 2] != [request]:
                 _note_stages(request, chunk.sample, results)
             if index in drawn.prompt_logprobs:
@@ -303,8 +303,7 @@ class SchedulerCore:
             if chunk.sample and num_sampled - 1 in drawn.slow_draws:
                 self._fail(request, TOO_SLOW)
             elif kept:
-                drafts = len(chunk.drafts), min(len(ids) - 1, len(kept))
-                self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""), drafts)
+                self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""), details)
 
     def _deliver(
         self,
@@ -313,9 +312,9 @@ class SchedulerCore:
         logprobs: list[TokenLogprobs],
         reason: FinishReason | None,
         pooled: bytes,
-        drafts: tuple[int, int],
+        details: TokenDetails | None,
     ) -> None:
-        """Add an output. `drafts`: numbers of verified and of accepted draft tokens."""
+        """Add an output."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
         is_first = request.num_known == request.num_prompt + len(token_ids)
@@ -324,14 +323,16 @@ class SchedulerCore:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
         numbers = logprobs, prompt_logprobs, request.index, pooled
-        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, *numbers, *drafts))
+        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, *numbers, details))
         if reason is not None:
             self._end(request)
 
-    def _note_drafts(self, request: Request, chunk: Chunk, num_accepted: int, num_kept: int) -> None:
-        self.state.counters.note_drafts(len(chunk.drafts), min(num_accepted, num_kept))
+    def _note_drafts(self, request: Request, chunk: Chunk, num_accepted: int, num_kept: int) -> TokenDetails:
+        details = TokenDetails(len(chunk.drafts), min(num_accepted, num_kept))
+        self.state.counters.note_drafts(details.num_drafts, details.num_accepted)
         if self.drafter is not None:
             self.drafter.note(request, num_accepted)
+        return details
 
     def _give_up(self, step: PlannedStep) -> None:
         """Fail the requests of a step that was not computed, and those whose plans in flight use blocks or images of that step. The caches

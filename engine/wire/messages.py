@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.wire.details import TokenDetails
 from engine.wire.media import MediaRef, Region, VideoRef
 from engine.wire.params import (
     ChatPrompt,
@@ -136,8 +137,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: list[int] = []  # of this event, if asked for
     prompt_logprobs: list[list[RankedToken]] = []  # of the prompt's next tokens: each, and the likely ones in its place
     index: int = 0  # index of the answer
-    num_drafts: int = 0  # drafts of the whole answer, in its last event
-    num_accepted: int = 0  # accepted drafts
+    details: TokenDetails | None = None  # of the whole answer, in its last event
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -230,8 +230,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the prompt has more than one
     index: int = 0
     pooled: bytes = b""  # float32, see `SamplingParams.pooled_ids`
-    num_drafts: int = 0  # verified with these tokens
-    num_accepted: int = 0  # accepted drafts: the first tokens
+    details: TokenDetails | None = None  # of these tokens
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):

@@ -1,6 +1,6 @@
 """Measurements of the engine: times of a request, gauges and totals. Part of the messages."""
 
-from typing import Annotated
+from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
@@ -22,29 +22,50 @@ class Stages(msgspec.Struct):
     video_frames: int = 0  # that are seen
 
 
-class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and totals of the scheduler, but for what says otherwise. The texts are those of the metrics."""
+class Total(NamedTuple):
+    """A count that only grows: the metric's text, and vLLM's name of it after `vllm:` (else `engine_` and the field's name)."""
 
-    max_model_len: Annotated[int, "tokens that a prompt and its answer may have, cut to the KV pool"] = 0
-    num_running: Annotated[int, "requests that run"] = 0
-    num_waiting: Annotated[int, "requests that wait for their first step, or again after a preemption"] = 0
-    num_blocks: Annotated[int, "KV blocks of the pool"] = 0
-    num_free_blocks: Annotated[int, "KV blocks that no request holds: free or only cached"] = 0
-    num_pinned_images: Annotated[int, "images whose embeddings must stay, as a request has yet to compute their tokens"] = 0
-    image_cache_bytes: Annotated[int, "memory that embeddings in the image cache take"] = 0
-    image_cache_budget: Annotated[int, "most bytes of the image cache"] = 0
-    steps: Annotated[int, "batches that the decoder was launched for: prefill, decoding or both"] = 0
-    prompt_tokens: Annotated[int, "tokens of prompts, cached ones included"] = 0
-    cached_prompt_tokens: Annotated[int, "tokens of prompts that the prefix cache had"] = 0
-    computed_tokens: Annotated[int, "tokens that went through the decoder"] = 0
-    generated_tokens: Annotated[int, "tokens that were sampled for answers"] = 0
-    images_encoded: Annotated[int, "images that went through the vision tower"] = 0
-    images_hit: Annotated[int, "images whose embeddings the image cache had"] = 0
-    images_skipped: Annotated[int, "images of which every token came from the prefix cache"] = 0
-    images_evicted: Annotated[int, "embeddings that made room for others in the image cache"] = 0
-    images_decoded: Annotated[int, "image files that are no plain JPEGs, decoded by the processor"] = 0
-    preemptions: Annotated[int, "requests that lost their KV blocks to others"] = 0
-    drafts: Annotated[int, "rows that were verified with drafts"] = 0
-    draft_tokens: Annotated[int, "draft tokens that were verified"] = 0
-    accepted_draft_tokens: Annotated[int, "draft tokens that are in answers"] = 0
-    accepted_by_position: list[int] = []  # of these: first, second ... draft of a row
+    text: str
+    vllm: str = ""
+
+
+class Gauge(Total):
+    """A value at this time."""
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges and totals of the scheduler, each of which is a metric. A list has a value per position."""
+
+    max_model_len: Annotated[int, Gauge("tokens that a prompt and its answer may have, cut to the KV pool")] = 0
+    num_running: Annotated[int, Gauge("requests that run", "num_requests_running")] = 0
+    num_waiting: Annotated[int, Gauge("requests that wait for their first step, or again after a preemption", "num_requests_waiting")] = 0
+    num_blocks: Annotated[int, Gauge("KV blocks of the pool")] = 0
+    num_free_blocks: Annotated[int, Gauge("KV blocks that no request holds: free or only cached")] = 0
+    num_pinned_images: Annotated[int, Gauge("images whose embeddings must stay, as a request has yet to compute their tokens")] = 0
+    image_cache_bytes: Annotated[int, Gauge("memory that embeddings in the image cache take")] = 0
+    image_cache_budget: Annotated[int, Gauge("most bytes of the image cache")] = 0
+    steps: Annotated[int, Total("batches that the decoder was launched for: prefill, decoding or both")] = 0
+    prompt_tokens: Annotated[int, Total("tokens of prompts, cached ones included", "prompt_tokens")] = 0
+    cached_prompt_tokens: Annotated[int, Total("tokens of prompts that the prefix cache had", "prefix_cache_hits")] = 0
+    computed_tokens: Annotated[int, Total("tokens that went through the decoder")] = 0
+    generated_tokens: Annotated[int, Total("tokens that were sampled for answers", "generation_tokens")] = 0
+    images_encoded: Annotated[int, Total("images that went through the vision tower")] = 0
+    images_hit: Annotated[int, Total("images whose embeddings the image cache had")] = 0
+    images_skipped: Annotated[int, Total("images of which every token came from the prefix cache")] = 0
+    images_evicted: Annotated[int, Total("embeddings that made room for others in the image cache")] = 0
+    images_decoded: Annotated[int, Total("image files that are no plain JPEGs, decoded by the processor")] = 0
+    preemptions: Annotated[int, Total("requests that lost their KV blocks to others", "num_preemptions")] = 0
+    drafts: Annotated[int, Total("rows that were verified with drafts", "spec_decode_num_drafts")] = 0
+    draft_tokens: Annotated[int, Total("draft tokens that were verified", "spec_decode_num_draft_tokens")] = 0
+    accepted_draft_tokens: Annotated[int, Total("draft tokens that are in answers", "spec_decode_num_accepted_tokens")] = 0
+    accepted_by_position: Annotated[
+        list[int], Total("draft tokens in answers, by position in their row", "spec_decode_num_accepted_tokens_per_pos")
+    ] = []
+
+    @property
+    def tokens_per_verified_row(self) -> float | None:
+        """Mean number of tokens that a row with draft tokens added to its answer; None if there was no such row."""
+        return 1 + self.accepted_draft_tokens / self.drafts if self.drafts else None
+
+
+METRICS: dict[str, Total] = {name: get_args(hint)[1] for name, hint in get_type_hints(EngineStats, include_extras=True).items()}

@@ -227,7 +227,7 @@ class Native:
     async def server_info(self) -> Any:
         """Numbers that SGLang's benchmark reads."""
         stats = self._service.client.stats
-        accepted = 1 + stats.accepted_draft_tokens / stats.drafts if stats.drafts else None
+        accepted = stats.tokens_per_verified_row
         states = [{"avg_spec_accept_length": accepted, "num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}]
         return {**await self.model_info(), "version": VERSION, "max_total_num_tokens": stats.max_model_len, "internal_states": states}
 

@@ -325,7 +325,7 @@ def usage_json(usage: Usage) -> Json:
         "input_tokens": usage.num_prompt,
         "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
         "output_tokens": usage.num_generated,
-        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning, **usage.draft_json()},
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning, **usage.details.as_json()},
         "total_tokens": usage.num_prompt + usage.num_generated,
     }
 

@@ -4,33 +4,19 @@ What vLLM measures has vLLM's name (`vllm:`); only what vLLM does not have gets 
 """
 
 from collections.abc import Iterator
-from typing import get_args, get_type_hints
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from engine.wire.messages import ErrorInfo
-from engine.wire.stats import EngineStats, Stages
+from engine.wire.stats import METRICS, EngineStats, Gauge, Stages, Total
 from server.http.client import Client
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 TOKENS = tuple(float(1 << power) for power in range(19))
 LABELS = ("model_name",)
-TEXTS = {name: text for name, hint in get_type_hints(EngineStats, include_extras=True).items() for text in get_args(hint)[1:]}
-GAUGES = frozenset({
-    "max_model_len", "num_requests_running", "num_requests_waiting", "num_blocks", "num_free_blocks", "num_pinned_images",
-    "image_cache_bytes", "image_cache_budget", "kv_cache_usage_perc", "open_streams", "cache_config_info",
-})  # fmt: skip
-# Fields of EngineStats that vLLM has a name for, which follows `vllm:`.
-NAMES = {
-    "num_running": "num_requests_running", "num_waiting": "num_requests_waiting", "prompt_tokens": "prompt_tokens",
-    "cached_prompt_tokens": "prefix_cache_hits", "generated_tokens": "generation_tokens", "preemptions": "num_preemptions",
-    "drafts": "spec_decode_num_drafts", "draft_tokens": "spec_decode_num_draft_tokens",
-    "accepted_draft_tokens": "spec_decode_num_accepted_tokens",
-}  # fmt: skip
 HISTOGRAMS = {  # buckets, and texts by name
     SECONDS: {
         "time_to_first_token_seconds": "from the last byte of the body to the first text",
@@ -61,27 +47,25 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
-        values = msgspec.structs.asdict(stats)
-        by_position = values.pop("accepted_by_position")
+        for field, metric in METRICS.items():
+            value = getattr(stats, field)
+            samples = [({"position": str(i)}, one) for i, one in enumerate(value)] if isinstance(value, list) else [({}, value)]
+            yield self._family(f"vllm:{metric.vllm}" if metric.vllm else f"engine_{field}", metric, samples)
         num_hits, num_held = stats.images_hit + stats.images_skipped, stats.num_blocks - stats.num_free_blocks
-        rows = [(f"vllm:{NAMES[name]}" if name in NAMES else f"engine_{name}", TEXTS[name], value) for name, value in values.items()]
-        rows += [
-            ("vllm:prefix_cache_queries", "tokens looked for in the prefix cache", stats.prompt_tokens),
-            ("vllm:mm_cache_queries", "images looked for in the caches", num_hits + stats.images_encoded),
-            ("vllm:mm_cache_hits", "images whose embeddings a cache had", num_hits),
-            ("vllm:kv_cache_usage_perc", "share of KV blocks that requests hold", num_held / (stats.num_blocks or 1)),
-            ("engine_open_streams", "choices that a client waits for", self._client.num_streams),
-        ]
-        for name, text, value in rows:
-            yield self._family(name, text, [({}, value)])
-        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "draft tokens in answers, by position in their row"
-        yield self._family(name, text, [({"position": str(i)}, value) for i, value in enumerate(by_position)])
+        for name, metric, value in (
+            ("vllm:prefix_cache_queries", Total("tokens looked for in the prefix cache"), stats.prompt_tokens),
+            ("vllm:mm_cache_queries", Total("images looked for in the caches"), num_hits + stats.images_encoded),
+            ("vllm:mm_cache_hits", Total("images whose embeddings a cache had"), num_hits),
+            ("vllm:kv_cache_usage_perc", Gauge("share of KV blocks that requests hold"), num_held / (stats.num_blocks or 1)),
+            ("engine_open_streams", Gauge("choices that a client waits for"), self._client.num_streams),
+        ):
+            yield self._family(name, metric, [({}, value)])
         labels = {"block_size": str(self._block_size), "num_gpu_blocks": str(stats.num_blocks)}
-        yield self._family("vllm:cache_config_info", "settings of the KV cache", [(labels, 1)])
+        yield self._family("vllm:cache_config_info", Gauge("settings of the KV cache"), [(labels, 1)])
 
-    def _family(self, name: str, text: str, samples: list[tuple[dict[str, str], float]]) -> Metric:
-        kind, suffix = ("gauge", "") if name.removeprefix("vllm:").removeprefix("engine_") in GAUGES else ("counter", "_total")
-        family = Metric(name, text, kind)
+    def _family(self, name: str, metric: Total, samples: list[tuple[dict[str, str], float]]) -> Metric:
+        kind, suffix = ("gauge", "") if isinstance(metric, Gauge) else ("counter", "_total")
+        family = Metric(name, metric.text, kind)
         for labels, value in samples:
             family.add_sample(name + suffix, {"model_name": self._model_name, **labels}, value)
         return family

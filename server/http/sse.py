@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.wire.details import TokenDetails
 from engine.wire.messages import ErrorInfo, Event, Logprob, RankedToken
 from engine.wire.stats import Stages
 
@@ -25,8 +26,7 @@ class Usage(msgspec.Struct):
     num_cached: int = 0
     num_generated: int = 0
     num_reasoning: int = 0  # of the generated ones
-    num_drafts: int = 0  # that were verified
-    num_accepted: int = 0  # of these, that were generated
+    details: TokenDetails = msgspec.field(default_factory=TokenDetails)
 
     def note(self, event: Event) -> None:
         if event.num_prompt_tokens:  # with the first and the last event
@@ -34,22 +34,14 @@ class Usage(msgspec.Struct):
         self.num_generated = event.num_tokens or self.num_generated
         if event.is_reasoning:
             self.num_reasoning = event.num_tokens
-        if event.num_drafts:
-            self.num_drafts, self.num_accepted = event.num_drafts, event.num_accepted
+        self.details = event.details or self.details
 
     def add(self, other: "Usage", with_prompt: bool) -> None:
         self.num_prompt += other.num_prompt * with_prompt
         self.num_cached += other.num_cached * with_prompt
         self.num_generated += other.num_generated
         self.num_reasoning += other.num_reasoning
-        self.num_drafts += other.num_drafts
-        self.num_accepted += other.num_accepted
-
-    def draft_json(self) -> dict[str, int]:
-        """OpenAI's names for drafts, of whatever source, if any were verified."""
-        if not self.num_drafts:
-            return {}
-        return {"accepted_prediction_tokens": self.num_accepted, "rejected_prediction_tokens": self.num_drafts - self.num_accepted}
+        self.details.add(other.details)
 
 
 def stage_times(stages: Stages, started: float) -> dict[str, float]:

@@ -163,7 +163,7 @@ def usage_json(usage: Usage) -> dict[str, object]:
         "total_tokens": usage.num_prompt + usage.num_generated,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached},
     }
-    details = ({"reasoning_tokens": usage.num_reasoning} if usage.num_reasoning else {}) | usage.draft_json()
+    details = ({"reasoning_tokens": usage.num_reasoning} if usage.num_reasoning else {}) | usage.details.as_json()
     return shown | {"completion_tokens_details": details} if details else shown
 
 

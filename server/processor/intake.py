@@ -59,7 +59,7 @@ LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take sec
 
 
 class Encoded(NamedTuple):
-    """A prompt, its prediction if drafts are made of it, and its text if that is asked for."""
+    """A prompt, its prediction if the engine reads it, and its text if that is asked for."""
 
     ids: list[int]
     predicted: list[int]
@@ -250,7 +250,7 @@ class Intake:
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
         ids = self._prompts.encode(prompt, are_videos, limit, submit.pooled_words is not None)
-        is_used = bool(submit.prediction) and self.config.draft == "lookup"
+        is_used = bool(submit.prediction) and self.config.reads_predictions
         predicted = self._prompts.predicted(submit.prediction, limit) if is_used else []
         return Encoded(ids, predicted, self._echo(prompt) if submit.output.echo else "")
 

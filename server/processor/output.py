@@ -68,7 +68,6 @@ class Output:
             return
         if request.submit.params.max_tokens == 0:  # nothing but the echo is asked for: the one token that was drawn is not shown
             output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason=output.finish_reason and "length")
-        answer.num_drafts += output.num_drafts
         final = None if output.error is not None else output.finish_reason
         hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it
         for i, token_id in enumerate(output.token_ids):
@@ -76,7 +75,8 @@ class Output:
             begin = answer.text.begin
             text, is_stopped = answer.text.push(token_id, is_hidden=is_last and hides_end and request.is_stop_token(token_id))
             answer.num_tokens += 1
-            answer.num_accepted += i < output.num_accepted
+            if output.details is not None:
+                answer.details.note(output.details, i)
             request.note(answer, begin, output, i)
             ends = final if is_last else None
             if is_stopped:
@@ -186,8 +186,7 @@ def _full_event(
         stop_reason=stop_reason,
         index=output.index,
         pooled=output.pooled,
-        num_drafts=answer.num_drafts,
-        num_accepted=answer.num_accepted,
+        details=answer.details,
     )
 
 

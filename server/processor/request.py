@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from engine.wire.details import TokenDetails
 from engine.wire.messages import EngineRequest, ErrorInfo, Event, Logprob, PromptLogprobs, RequestOutput, Submit
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.image import Image
@@ -45,8 +46,7 @@ class Answer:
     waiting: deque[Told] = field(default_factory=deque)  # of tokens whose text waits
     echo: str = ""  # what it begins with
     num_tokens: int = 0
-    num_drafts: int = 0  # verified for it
-    num_accepted: int = 0  # of these, that it has
+    details: TokenDetails = field(default_factory=TokenDetails)
     is_ended: bool = False  # its last event is out
 
 

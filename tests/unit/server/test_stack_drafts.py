@@ -8,6 +8,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from engine.wire.details import TokenDetails
 from engine.wire.messages import EngineRequest, RequestOutput
 from engine.wire.stats import Stages
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf
@@ -69,8 +70,8 @@ def test_usage_counts_the_drafts_of_kept_tokens(drafting: Stack, tokenizer: Toke
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         outputs = [
             RequestOutput(request.rid, ids[:1], stages=Stages()),
-            RequestOutput(request.rid, ids[1:-3], num_drafts=num_run + 2, num_accepted=num_run - 1),
-            RequestOutput(request.rid, ids[-3:], "length", num_drafts=4, num_accepted=3),
+            RequestOutput(request.rid, ids[1:-3], details=TokenDetails(num_run + 2, num_run - 1)),
+            RequestOutput(request.rid, ids[-3:], "length", details=TokenDetails(4, 3)),
         ]
         scheduler.send(outputs, [request.rid])
 

@@ -1,0 +1,25 @@
+"""What a usage says of an answer's tokens: at present, of draft tokens. Part of the messages."""
+
+import msgspec
+
+
+class TokenDetails(msgspec.Struct, array_like=True):
+    """Counts for some tokens of an answer."""
+
+    num_drafts: int = 0  # draft tokens that were verified
+    num_accepted: int = 0  # of these, those that the answer has: the first tokens of an output
+
+    def add(self, other: "TokenDetails") -> None:
+        self.num_drafts += other.num_drafts
+        self.num_accepted += other.num_accepted
+
+    def note(self, output: "TokenDetails", index: int) -> None:
+        """Count token `index` of an output with these details."""
+        self.num_drafts += output.num_drafts if index == 0 else 0
+        self.num_accepted += index < output.num_accepted
+
+    def as_json(self) -> dict[str, int]:
+        """Return members of OpenAI's `completion_tokens_details`."""
+        if not self.num_drafts:
+            return {}
+        return {"accepted_prediction_tokens": self.num_accepted, "rejected_prediction_tokens": self.num_drafts - self.num_accepted}
