@@ -72,6 +72,13 @@ def test_paths_links_and_modules_of_pages_exist() -> None:
     assert not missing
 
 
+def test_the_core_has_the_sizes_that_the_page_states() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## The core")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/]+/)` \| (.*) \| (\d+) \|$", page, re.MULTILINE)
+    sizes = [sum(len((ROOT / folder / name).read_text(encoding="utf-8")) for name in CODE.findall(names)) for folder, names, _ in rows]
+    assert len(rows) == 11 and not [row for row, size in zip(rows, sizes, strict=True) if abs(size / 1000 / int(row[2]) - 1) > 0.1]
+
+
 def test_pages_use_standard_terms() -> None:
     """Red for words that readers of other projects stumble over: write draft token, reported, sampled, the client, alongside, rejected."""
     people = "guess|guesses|guessed|told|whoever|nobody|somebody|beside|any more"
