@@ -34,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resolution", choices=list(RESOLUTIONS), default="720p")
     parser.add_argument("--content", choices=["noise", "smooth"], default="noise")
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--clients", type=int, default=1, help="conversations at once")
+    parser.add_argument("--clients", type=int, default=1, help="concurrent conversations")
     parser.add_argument("--document", type=int, default=0, help="images of the shared document; 0: hold conversations")
     parser.add_argument("--questions", type=int, default=32)
     parser.add_argument("--concurrency", type=int, default=8)

@@ -85,14 +85,14 @@ TOTALS = {
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("drafts", __doc__, "json")
-    parser.add_argument("--flags", default="", help="of both engines, as one string")
+    parser.add_argument("--flags", default="", help="flags of both engines, as one string")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["forms", "code", "random"])
-    parser.add_argument("--streams", nargs="+", type=int, default=[1], help="clients at once")
-    parser.add_argument("--requests", type=int, default=16, help="of a set")
+    parser.add_argument("--streams", nargs="+", type=int, default=[1], help="concurrent clients")
+    parser.add_argument("--requests", type=int, default=16, help="requests per set")
     parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--draft", choices=("lookup", "mtp"), default="lookup", help="of the second engine")
-    parser.add_argument("--accept", type=float, help="probability that a draft holds; needs no weights")
-    parser.add_argument("--drafts", type=int, default=0, help="with --accept: so many in every step of a row; 0: as the engine adapts")
+    parser.add_argument("--draft", choices=("lookup", "mtp"), default="lookup", help="draft source of the second engine")
+    parser.add_argument("--accept", type=float, help="acceptance probability of a draft token; needs no weights")
+    parser.add_argument("--drafts", type=int, default=0, help="with --accept: draft tokens per row and step; 0: adaptive")
     return parser.parse_args(argv)
 
 
@@ -142,7 +142,7 @@ def row_of(name: str, plain: dict[str, Any], drafted: dict[str, Any]) -> dict[st
     steps = max(1, drafted["tokens"] - drafted["accepted_draft_tokens"])
     return {
         "set, streams": name,
-        "ms a token without": round(before, 3),
+        "ms per token without": round(before, 3),
         "with": round(after, 3),
         "a step": round(after * drafted["tokens"] / steps, 3),
         "times faster": round(before / after, 2),

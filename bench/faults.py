@@ -46,7 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("faults", __doc__, "json")
     for name, choices in (("roles", ROLES), ("phases", PHASES), ("signals", SIGNALS)):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
-    parser.add_argument("--pause", type=float, default=60.0, help="seconds that a stopped process stands still")
+    parser.add_argument("--pause", type=float, default=60.0, help="seconds for which a process is stopped")
     parser.add_argument("--flags", default="", help="further flags of the engine, as one string")
     return parser.parse_args(argv)
 
@@ -80,7 +80,7 @@ async def engine(
     try:
         async with asyncio.timeout(START_S):
             while (match := READY.search((line := await process.stdout.readline()).decode())) is None:
-                assert line, "the engine does not start"
+                assert line, "the engine did not start"
         children = list(roles_of(process.pid).values())
         yield process, match[1]
     finally:

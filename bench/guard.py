@@ -60,8 +60,8 @@ Measure = Callable[[Target], Awaitable[str]]  # a probe: what was measured; an a
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("guard", __doc__, "url", "api-key", "pid", "json", url=None, api_key="guard")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of an attack")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="of names of probes")
+    parser.add_argument("--seconds", type=float, default=6.0, help="duration of an attack")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="parts of the names of probes to run")
     return parser.parse_args(argv)
 
 

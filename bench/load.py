@@ -28,13 +28,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--rate", type=float, help="requests per second, regardless of answers; default: --concurrency clients")
     parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--warm-ups", type=int, default=8, help="requests that are not counted")
+    parser.add_argument("--warm-ups", type=int, default=8, help="warm-up requests, which are not counted")
     parser.add_argument("--images", type=int, default=0)
     parser.add_argument("--resolution", choices=list(RESOLUTIONS), default="720p")
     parser.add_argument("--content", choices=["noise", "smooth"], default="smooth")
-    parser.add_argument("--input-tokens", type=int, default=256, help="text tokens, about")
+    parser.add_argument("--input-tokens", type=int, default=256, help="approximate number of text tokens")
     parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--fields", type=json.loads, default={}, help="JSON laid over each request's body; null takes a field away")
+    parser.add_argument("--fields", type=json.loads, default={}, help="JSON merged into each request body; null removes a field")
     return parser.parse_args(argv)
 
 

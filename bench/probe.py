@@ -27,7 +27,7 @@ WARM_UPS = 3
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("images", __doc__, *SERVER)
-    parser.add_argument("--resolutions", default="720p,1080p,2k", help="of " + ", ".join(RESOLUTIONS))
+    parser.add_argument("--resolutions", default="720p,1080p,2k", help="some of " + ", ".join(RESOLUTIONS))
     parser.add_argument("--counts", help="numbers of images, such as 1,8,32; default: powers of two up to --max-images")
     parser.add_argument("--max-images", type=int, default=64)
     parser.add_argument("--content", choices=["noise", "smooth"], default="noise")

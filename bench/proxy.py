@@ -127,7 +127,7 @@ def main() -> None:
     parser = make_parser("proxy", __doc__, "json")
     parser.add_argument("--bodies", type=int, default=30)
     parser.add_argument("--body-bytes", type=int, default=30 * MIB)
-    parser.add_argument("--chunks", type=int, default=20_000, help="of all streams")
+    parser.add_argument("--chunks", type=int, default=20_000, help="chunks of all streams")
     args = parser.parse_args()
     with Measured() as proxy:
         bodies = proxy.bodies(args.bodies, args.body_bytes)

@@ -174,7 +174,7 @@ def four_gpus() -> str:
     rows = [
         ["128 clients with an image: requests/s; ms to the first token", *images],
         ["256 clients with text: tokens/s", *texts],
-        ["one stream: ms a token (an engine of that size alone)", *alone],
+        ["one stream: ms per token (an engine of that size alone)", *alone],
     ]
     return table(["load", *ways], rows)
 
@@ -200,7 +200,7 @@ def sampling() -> str:
     for run in runs("h200/8B", "sampling"):
         fields = next((label for field, label in labels.items() if field in run["settings"]["fields"]), "none")
         cells.setdefault((run["settings"]["concurrency"], fields), []).append(figure(run["result"]["tpot_ms"]["p50"]))
-    return table(["streams", "fields", "ms a token, each run"], [[*key, ", ".join(values)] for key, values in cells.items()])
+    return table(["streams", "fields", "ms per token, each run"], [[*key, ", ".join(values)] for key, values in cells.items()])
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -39,10 +39,10 @@ LIST_RATE, OVERLAP_FRAMES = 8, 16  # of the list of frames that is sent twice, t
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("video", __doc__, *SERVER)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="8B", help="of the model that is served, for the bound")
-    parser.add_argument("--tflops", type=float, default=790.0, help="of the device in bf16, for the bound")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="8B", help="size of the served model, for the bound")
+    parser.add_argument("--tflops", type=float, default=790.0, help="TFLOP/s of the device in bf16, for the bound")
     parser.add_argument("--clip", choices=list(CLIPS), default="374")
-    parser.add_argument("--fps", default="2", help="frames a second that are seen, or several with commas between")
+    parser.add_argument("--fps", default="2", help="sampled frames per second, or several separated by commas")
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--requests", type=int, default=5)
     parser.add_argument("--output-tokens", type=int, default=1)

@@ -88,7 +88,7 @@ def serve_one(config: EngineConfig) -> int:
             runtime = make_runtime(config, supervisor, listener.fileno())
             if config.metrics_port is not None:
                 metrics = listeners.enter_context(bind(config.host, config.metrics_port, "--metrics-port"))
-                logger.info("metrics are at port %d", metrics.getsockname()[1])
+                logger.info("serving metrics on port %d", metrics.getsockname()[1])
                 runtime = msgspec.structs.replace(runtime, metrics_fd=metrics.fileno())
             _on_interrupt(_interrupt)
             start_all(supervisor, runtime)
@@ -129,7 +129,7 @@ def report(config: EngineConfig, problem: Exception) -> None:
 
 def drain(supervisor: Supervisor, timeout: float) -> None:
     """New requests are refused, running ones may end; a second signal ends the wait."""
-    logger.info("stopping: running requests have %d s to end; a second signal stops at once", timeout)
+    logger.info("stopping: running requests have %d s to finish; a second signal stops immediately", timeout)
     try:
         _on_interrupt(_interrupt)
         supervisor.drain(timeout)
@@ -173,7 +173,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     gpus = list_gpus()
     choice = choose(config.backend, config.device, config.tp, config.model == DEMO, gpus)
     if choice.device == "cpu" and config.device == "auto" and config.model != DEMO:
-        logger.warning("there is no GPU: the model will run on the CPU, slowly")
+        logger.warning("no GPU found: the model runs on the CPU, slowly")
     config = size_arenas(config, memory_limit())
     resolved = resolve(config.model, config.load_format, supervisor.run_dir)
     model = read_config(resolved.folder, with_head=config.reads_head)
@@ -206,7 +206,7 @@ def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu], b
     memory = config.gpu_memory or min(gpu.total_memory for gpu in gpus)
     fitted = fit(config, model, memory, backend)
     if smaller := cuts(config, fitted):
-        logger.warning("steps are smaller, so that the model fits in %.1f GiB: %s", memory / GIB, smaller)
+        logger.warning("reduced the step sizes so that the model fits in %.1f GiB: %s", memory / GIB, smaller)
     return fitted
 
 

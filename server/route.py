@@ -256,7 +256,7 @@ def backend_url(text: str) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("server.route", description=__doc__)
     parser.add_argument("--backends", type=backend_url, nargs="+", required=True, metavar="URL", help="servers")
-    parser.add_argument("--bound", type=float, default=BOUND, help="times the mean, a replica's most requests")
+    parser.add_argument("--bound", type=float, default=BOUND, help="maximum load of a replica as a multiple of the mean")
     parser.add_argument("--fd", type=int, help="an inherited socket to listen on")
     add_flags(parser, FLAGS)
     return parser

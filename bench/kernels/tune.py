@@ -101,7 +101,7 @@ def tune(name: str, products: list[Product], device: torch.device) -> None:
         best = min(times, key=lambda tiles: times[tiles])
         if times[best] < GAIN * before:
             found[key] = best
-        print(f"{name} {product.name} {key}: {rule} {before * 1e6:.1f} us a layer; {best} {times[best] * 1e6:.1f}", flush=True)
+        print(f"{name} {product.name} {key}: {rule} {before * 1e6:.1f} us per layer; {best} {times[best] * 1e6:.1f}", flush=True)
     lines = (f"    {key}: GemvTiles({tiles.rows}, {tiles.block}, {tiles.warps}, {tiles.programs})," for key, tiles in found.items())
     print("\n".join(lines), flush=True)
 

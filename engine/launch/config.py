@@ -57,15 +57,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "hopper", "portable", "torch"], "kernels: 'auto' is the fastest set for this machine; 'torch' is the slow reference"
     ] = "auto"
     seed: Annotated[
-        int | None, "requests without a seed get theirs from a generator of this seed, in the order in which they come; default: random"
+        int | None, "seed of the generator that gives requests without a seed theirs, in order of arrival; default: random"
     ] = None
     generation_config: Annotated[
-        Literal["auto", "vllm"], "temperature and others that a request leaves out: the checkpoint's generation_config.json, or vLLM's own"
+        Literal["auto", "vllm"], "sampling parameters that a request omits: from the checkpoint's generation_config.json, or vLLM's"
     ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
     dp: Annotated[int, "engines, each with --tp GPUs and its share of CPUs and memory, on the next ports behind an affinity proxy"] = 1
-    ep: Annotated[bool, "split a mixture of experts over the --tp workers by whole experts, not by width"] = False
-    symmetric_memory: Annotated[bool, "sum small steps over the --tp GPUs in symmetric memory if they support it; else by NCCL"] = True
+    ep: Annotated[bool, "expert parallelism: give each --tp worker whole experts instead of slices of all"] = False
+    symmetric_memory: Annotated[bool, "reduce small steps over the --tp GPUs in symmetric memory where supported, else by NCCL"] = True
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 picks a free one"] = 8000
     api_key: Annotated[str | None, "require this bearer token; prefer ENGINE_API_KEY, which process lists do not show; default: none"] = (
@@ -89,32 +89,32 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     wedge_timeout: Annotated[int, "seconds without progress after which the engine exits, so that a supervisor restarts it; 0: never"] = 120
 
     max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
-    max_num_seqs: Annotated[int, "requests that run at once"] = 128
-    max_num_batched_tokens: Annotated[int, "tokens of one step"] = 8192
+    max_num_seqs: Annotated[int, "maximum number of running requests"] = 128
+    max_num_batched_tokens: Annotated[int, "maximum number of tokens per step"] = 8192
     max_num_mixed_tokens: Annotated[
-        int | None, "most prefill tokens of a step that also decodes: bounds how long streams stall; default: tuned for the device"
+        int | None, "maximum prefill tokens of a step that also decodes; bounds how long streams stall; default: tuned for the device"
     ] = None
     mixed_step_tokens: Annotated[
         int | None,
-        "most tokens of a step that decodes and prefills, unless many more wait: lower favours streams, higher favours first tokens;"
+        "maximum tokens of a step that decodes and prefills, unless many more wait: lower favours streams, higher favours first tokens;"
         " default: tuned for the device and the model",
     ] = None
-    max_num_encoder_tokens: Annotated[int, "image tokens that one step encodes; also the largest image accepted"] = 16384
-    max_queued_requests: Annotated[int, "requests in the engine, running and waiting; beyond it, 503"] = 1024
-    max_queue_seconds: Annotated[int | None, "longest wait for the first step, then 503; default: no limit"] = None
-    request_timeout: Annotated[int | None, "longest time of a request in seconds, waiting and running; default: its field `timeout`"] = None
+    max_num_encoder_tokens: Annotated[int, "maximum image tokens encoded per step; also the largest image accepted"] = 16384
+    max_queued_requests: Annotated[int, "maximum number of requests, running and waiting; further ones get 503"] = 1024
+    max_queue_seconds: Annotated[int | None, "seconds until a request without a first step gets 503; default: no limit"] = None
+    request_timeout: Annotated[int | None, "seconds that a request may take, waiting and running; default: its field `timeout`"] = None
     draft: Annotated[
         Literal["off", "lookup", "mtp"],
-        "draft tokens, of which several are verified in one step: 'lookup' takes what followed the last tokens before, in the request and"
-        " its field `prediction` (also accepted: suffix); 'mtp' asks the model's own head (Qwen3.5 and later)",
+        "speculative decoding: 'lookup' proposes what followed the same context earlier in the request or in"
+        " its field `prediction` (also accepted: suffix); 'mtp' uses the model's own prediction head (Qwen3.5 and later)",
     ] = "off"
     prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
     snapshot_share: Annotated[
-        float, "most of the KV pool that snapshots of recurrent states take (hybrid models): prefixes are reused up to one"
+        float, "maximum share of the KV pool for snapshots of recurrent states (hybrid models); a prefix is reused up to a snapshot"
     ] = 0.75
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
-    gpu_memory: Annotated[int | None, "memory of each GPU to plan with; default: what it has, or with --plan that of common cards"] = None
+    gpu_memory: Annotated[int | None, "memory per GPU to plan with; default: the GPU's own, with --plan that of common cards"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: the rest of the GPU's share, 512M on CPUs"] = None
     num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, even if more or fewer fit (tests)"] = None
     block_size: Annotated[int, "tokens of one KV block"] = 16
@@ -122,41 +122,41 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
     jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "decoder of baseline JPEGs in the worker"] = "auto"
 
-    api_arena_bytes: Annotated[int | None, "most shared memory for request bodies; default: 1/16 of the host's, at most 1G"] = None
+    api_arena_bytes: Annotated[int | None, "maximum shared memory for request bodies; default: 1/16 of the host's, at most 1G"] = None
     processor_arena_bytes: Annotated[int | None, "the same for images and token ids; default: 1/8 of the host's, at most 2G"] = None
     media_pool_size: Annotated[int, "threads that fetch, decode base64 and hash"] = max(2, min(16, num_cpus()))
-    processing_pool_size: Annotated[int, "processes, at least two, for images other than baseline JPEGs; on CPUs threads for those"] = max(
+    processing_pool_size: Annotated[int, "processes (2 or more) for non-baseline images; threads for baseline JPEGs on CPUs"] = max(
         1, min(16, num_cpus())
     )
     max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
-    body_timeout: Annotated[int, "longest pause of a request body in seconds, and its time in total, plus 1 s per 32 KiB"] = 30
+    body_timeout: Annotated[int, "seconds that a request body may pause, and may take in total plus 1 s per 32 KiB"] = 30
     max_connections: Annotated[
         int,
-        "clients at once; beyond it the longest idle connection is closed; if none is idle, only /health is answered",
+        "maximum number of connections; beyond it the longest idle one is closed; if none is idle, only /health is answered",
     ] = 4096
     header_timeout: Annotated[int, "seconds that the head of a request may take"] = 20
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
-    write_timeout: Annotated[int, "seconds that a client may read nothing of its answer; sooner if connections run out"] = 30
-    max_images_per_request: Annotated[int, "most images that one request may have"] = 128
-    min_pixels: Annotated[int | None, "least pixels of an image after resizing, unless requests say so; default: the checkpoint's"] = None
-    max_pixels: Annotated[int | None, "most pixels of an image after resizing, unless requests say so; default: the checkpoint's"] = None
-    max_image_pixels: Annotated[int, "pixels of one image before resizing"] = 179_000_000
-    max_request_pixels: Annotated[int, "pixels of all images of one request before resizing"] = 1 << 30
+    write_timeout: Annotated[int, "seconds that a client may stop reading its response; fewer if connections run out"] = 30
+    max_images_per_request: Annotated[int, "maximum number of images per request"] = 128
+    min_pixels: Annotated[int | None, "minimum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None
+    max_pixels: Annotated[int | None, "maximum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None
+    max_image_pixels: Annotated[int, "maximum pixels of an image before resizing"] = 179_000_000
+    max_request_pixels: Annotated[int, "maximum pixels of all images of a request before resizing"] = 1 << 30
     max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
     grammar_timeout: Annotated[int, "seconds of CPU time that compiling a grammar or a JSON schema may take"] = 5
-    decode_timeout: Annotated[int, "seconds that an image other than a baseline JPEG may take"] = 30
+    decode_timeout: Annotated[int, "seconds that decoding an image other than a baseline JPEG may take"] = 30
     video_pool_size: Annotated[int, "processes that decode videos, at the lowest priority"] = max(1, min(4, num_cpus() // 4))
     max_video_bytes: Annotated[int, "largest video file"] = 256 * MIB
-    max_video_frames: Annotated[int, "frames that are seen of one video"] = 2048
-    max_video_file_frames: Annotated[int, "most frames that a video file may have"] = 500_000
-    max_video_frame_pixels: Annotated[int, "pixels of a video's frame before resizing"] = 1 << 26
+    max_video_frames: Annotated[int, "maximum number of frames sampled from a video"] = 2048
+    max_video_file_frames: Annotated[int, "maximum number of frames in a video file"] = 500_000
+    max_video_frame_pixels: Annotated[int, "maximum pixels of a video frame before resizing"] = 1 << 26
     max_video_memory: Annotated[int, "memory of each process that decodes videos"] = 2 * GIB
     video_timeout: Annotated[int, "seconds that a video may take to decode"] = 60
     max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
     max_request_downloads: Annotated[int, "media items that one request fetches at once; all requests together fetch 64"] = 8
     download_connect_timeout: Annotated[int, "seconds to resolve a name, to connect, and to wait for the next bytes"] = 5
     download_timeout: Annotated[int, "seconds for one item in total, redirects included"] = 30
-    download_pace_bytes: Annotated[int, "slowest download, in bytes per second on average after 5 s; below it, it fails"] = 16 * KIB
+    download_pace_bytes: Annotated[int, "minimum average speed of a download in bytes per second after 5 s; slower ones fail"] = 16 * KIB
     allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None
     allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = (
         None
@@ -263,7 +263,7 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
     if not is_json_object(config.default_chat_template_kwargs or "{}"):
         yield "--default-chat-template-kwargs must be a JSON object"
     if config.dp > 1 and config.port + config.dp > MAX_PORT:
-        yield f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines take the ports behind it"
+        yield f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines use the ports after it"
     if config.dp > 1 and config.metrics_port is not None:
         yield "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
     if not 0 <= config.snapshot_share <= 1:
@@ -273,4 +273,4 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
     if config.min_pixels is not None and config.max_pixels is not None and config.min_pixels > config.max_pixels:
         yield "--min-pixels must not exceed --max-pixels"
     if config.max_num_seqs > config.max_num_batched_tokens:
-        yield "--max-num-seqs must not exceed --max-num-batched-tokens: every running request decodes one token a step"
+        yield "--max-num-seqs must not exceed --max-num-batched-tokens: every running request decodes one token per step"

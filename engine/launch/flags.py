@@ -224,7 +224,7 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
     notes, problems = settle(values)
     problems = parser.problems + problems
     if unknown:
-        problems += [_nearest(parser, word) for word in unknown if word.startswith("-")] or [f"unknown word {unknown[0]}"]
+        problems += [_nearest(parser, word) for word in unknown if word.startswith("-")] or [f"unknown argument {unknown[0]}"]
     if problems:
         raise BadFlags("; ".join(problems))
     values.pop("config")
@@ -235,13 +235,13 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
     values["served_model_name"] = ",".join(names) or None
     if positional is not None:
         if values["model"] not in (parser.get_default("model"), positional):
-            raise BadFlags(f"the model is told twice: {positional} and --model {values['model']}")
+            raise BadFlags(f"the model is given twice: {positional} and --model {values['model']}")
         values["model"] = positional
     config = EngineConfig(**values)
     if problems := list(find_problems(config)):
         raise BadFlags("; ".join(problems))
     strangers = sorted(read_variables() - {action.env_var for action in parser._actions if action.env_var})
-    return config, notes + [f"{name} is the variable of no flag" for name in strangers]
+    return config, notes + [f"{name} is not the variable of any flag" for name in strangers]
 
 
 def _is_model_told(parser: Parser, words: list[str], values: dict[str, Any]) -> bool:

@@ -98,7 +98,7 @@ class Fleet:
 
     async def _end_when_stopped(self) -> None:
         await self._stop.wait()
-        logger.info("stopping: running requests have %d s to end; a second signal stops at once", self._config.shutdown_timeout)
+        logger.info("stopping: running requests have %d s to finish; a second signal stops immediately", self._config.shutdown_timeout)
         raise Ended(0)
 
     async def _keep(self, member: Member) -> None:
@@ -113,7 +113,7 @@ class Fleet:
                 if not self._ready:
                     raise Ended(1, f"engine {member.index} {how_it_ended(code)}, and no other is left")
                 pause = MIN_PAUSE_S if was_ready else min(2 * pause, MAX_PAUSE_S)
-                text = "engine %d %s: %d of %d serve on; it is started again in %d s"
+                text = "engine %d %s: %d of %d are still serving; restarting it in %d s"
                 logger.error(text, member.index, how_it_ended(code), len(self._ready), self._config.dp, pause)
                 await output  # its other processes end: their GPU and port are free then
             await asyncio.sleep(pause)
@@ -144,7 +144,7 @@ class Fleet:
             if found := READY.search(line.decode()):
                 self._ready[index] = found[1]
                 if self._all_ready.is_set():
-                    logger.info("engine %d serves again", index)
+                    logger.info("engine %d is serving again", index)
                 elif len(self._ready) == self._config.dp:
                     self._all_ready.set()
 

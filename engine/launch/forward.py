@@ -62,14 +62,14 @@ async def _body(receive: Receive, is_read: asyncio.Event) -> AsyncIterator[bytes
     while not is_read.is_set():
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ConnectionError("the client has left")
+            raise ConnectionError("the client disconnected")
         if not message.get("more_body"):
             is_read.set()
         yield message["body"]
 
 
 async def _left(receive: Receive, is_read: asyncio.Event) -> None:
-    """Returns when the client has left."""
+    """Returns when the client disconnected."""
     await is_read.wait()
     while (await receive())["type"] != "http.disconnect":
         pass

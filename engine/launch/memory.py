@@ -201,7 +201,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
         plan = Plan(needs, image_cache, fixed or CPU_KV_BYTES, block_bytes, 0)
     else:
         plan = divide(config, spec, needs, free)
-        logger.info("memory in GiB: %.1f free at the start; %s", free / GIB, ", ".join(map(" ".join, plan.parts.items())))
+        logger.info("memory in GiB: %.1f free at startup; %s", free / GIB, ", ".join(map(" ".join, plan.parts.items())))
     if 0 < plan.kv_pool < block_bytes and (fixed or free == sys.maxsize):
         raise ValueError(f"a KV pool of {plan.kv_pool:,} bytes holds no block of {block_bytes:,}: raise --kv-cache-memory-bytes")
     asked = plan.image_cache + plan.kv_pool  # may exceed --gpu-memory-utilization, but not the free memory

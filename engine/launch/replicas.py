@@ -93,15 +93,15 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConf
     """Our own flags, and the engines' configuration."""
     parser = argparse.ArgumentParser("engine.launch.replicas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, required=True, help="engines")
-    parser.add_argument("--max-replicas", type=int, help="engines at most, when those are busy; default: no more")
-    parser.add_argument("--address", help="of a Ray cluster that runs already; default: start one here")
+    parser.add_argument("--max-replicas", type=int, help="maximum number of engines when those are busy; default: no more")
+    parser.add_argument("--address", help="address of a running Ray cluster; default: start one here")
     own, rest = parser.parse_known_args(argv)
     config = parse_args(rest)
     own.max_replicas = own.max_replicas or own.replicas
     if own.replicas < 1 or own.max_replicas < own.replicas:
         parser.error("--replicas must be at least 1, and --max-replicas at least that")
     if config.dp != 1 or config.ssl_certfile or config.port == 0:
-        parser.error("--dp, --ssl-certfile and --port 0 do not go with replicas")
+        parser.error("--dp, --ssl-certfile and --port 0 cannot be combined with replicas")
     return own, config
 
 

@@ -198,7 +198,7 @@ class Arena(ArenaView, Regions):
             raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
         offset = super().alloc(length)
         if offset is None:
-            raise ArenaFull(f"no room for {length} bytes")
+            raise ArenaFull(f"no space for {length} bytes")
         try:
             self._reserve(offset + length)
         except OSError as problem:

@@ -36,28 +36,28 @@ class Gauge(Total):
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges and totals of the scheduler, each of which is a metric. A list has a value per position."""
 
-    max_model_len: Annotated[int, Gauge("tokens that a prompt and its answer may have, cut to the KV pool")] = 0
-    num_running: Annotated[int, Gauge("requests that run", "num_requests_running")] = 0
-    num_waiting: Annotated[int, Gauge("requests that wait for their first step, or again after a preemption", "num_requests_waiting")] = 0
-    num_blocks: Annotated[int, Gauge("KV blocks of the pool")] = 0
-    num_free_blocks: Annotated[int, Gauge("KV blocks that no request holds: free or only cached")] = 0
-    num_pinned_images: Annotated[int, Gauge("images whose embeddings must stay, as a request has yet to compute their tokens")] = 0
-    image_cache_bytes: Annotated[int, Gauge("memory that embeddings in the image cache take")] = 0
-    image_cache_budget: Annotated[int, Gauge("most bytes of the image cache")] = 0
-    steps: Annotated[int, Total("batches that the decoder was launched for: prefill, decoding or both")] = 0
-    prompt_tokens: Annotated[int, Total("tokens of prompts, cached ones included", "prompt_tokens")] = 0
-    cached_prompt_tokens: Annotated[int, Total("tokens of prompts that the prefix cache had", "prefix_cache_hits")] = 0
-    computed_tokens: Annotated[int, Total("tokens that went through the decoder")] = 0
-    generated_tokens: Annotated[int, Total("tokens that were sampled for answers", "generation_tokens")] = 0
-    images_encoded: Annotated[int, Total("images that went through the vision tower")] = 0
-    images_hit: Annotated[int, Total("images whose embeddings the image cache had")] = 0
-    images_skipped: Annotated[int, Total("images of which every token came from the prefix cache")] = 0
-    images_evicted: Annotated[int, Total("embeddings that made room for others in the image cache")] = 0
-    images_decoded: Annotated[int, Total("image files that are no plain JPEGs, decoded by the processor")] = 0
-    preemptions: Annotated[int, Total("requests that lost their KV blocks to others", "num_preemptions")] = 0
-    drafts: Annotated[int, Total("rows that were verified with drafts", "spec_decode_num_drafts")] = 0
-    draft_tokens: Annotated[int, Total("draft tokens that were verified", "spec_decode_num_draft_tokens")] = 0
-    accepted_draft_tokens: Annotated[int, Total("draft tokens that are in answers", "spec_decode_num_accepted_tokens")] = 0
+    max_model_len: Annotated[int, Gauge("maximum tokens of a prompt and its output, limited by the KV pool")] = 0
+    num_running: Annotated[int, Gauge("running requests", "num_requests_running")] = 0
+    num_waiting: Annotated[int, Gauge("requests that wait for their first step or after a preemption", "num_requests_waiting")] = 0
+    num_blocks: Annotated[int, Gauge("KV blocks in the pool")] = 0
+    num_free_blocks: Annotated[int, Gauge("KV blocks not held by a request: free or only cached")] = 0
+    num_pinned_images: Annotated[int, Gauge("images pinned in the cache until their tokens are computed")] = 0
+    image_cache_bytes: Annotated[int, Gauge("bytes of embeddings in the image cache")] = 0
+    image_cache_budget: Annotated[int, Gauge("capacity of the image cache in bytes")] = 0
+    steps: Annotated[int, Total("batches run by the decoder: prefill, decoding or both")] = 0
+    prompt_tokens: Annotated[int, Total("prompt tokens, including cached ones", "prompt_tokens")] = 0
+    cached_prompt_tokens: Annotated[int, Total("prompt tokens found in the prefix cache", "prefix_cache_hits")] = 0
+    computed_tokens: Annotated[int, Total("tokens computed by the decoder")] = 0
+    generated_tokens: Annotated[int, Total("sampled tokens", "generation_tokens")] = 0
+    images_encoded: Annotated[int, Total("images encoded by the vision tower")] = 0
+    images_hit: Annotated[int, Total("images found in the image cache")] = 0
+    images_skipped: Annotated[int, Total("images not needed because all their tokens were in the prefix cache")] = 0
+    images_evicted: Annotated[int, Total("embeddings evicted from the image cache")] = 0
+    images_decoded: Annotated[int, Total("image files other than baseline JPEGs, decoded by the processor")] = 0
+    preemptions: Annotated[int, Total("preemptions: requests that lost their KV blocks to others", "num_preemptions")] = 0
+    drafts: Annotated[int, Total("rows verified with draft tokens", "spec_decode_num_drafts")] = 0
+    draft_tokens: Annotated[int, Total("verified draft tokens", "spec_decode_num_draft_tokens")] = 0
+    accepted_draft_tokens: Annotated[int, Total("accepted draft tokens", "spec_decode_num_accepted_tokens")] = 0
     accepted_by_position: Annotated[
         list[int], Total("draft tokens in answers, by position in their row", "spec_decode_num_accepted_tokens_per_pos")
     ] = []

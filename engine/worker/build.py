@@ -236,7 +236,7 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend:
     if device.type != "cuda" or not child.config.symmetric_memory:
         return tp
     if not peers_are_mapped(size):
-        child.progress("GPUs do not share memory as NVLink would let them: NCCL sums also few tokens")
+        child.progress("the GPUs cannot map each other's memory (no NVLink): NCCL also reduces small steps")
         return tp
     exchange = backend.exchange(group) if dtype == torch.bfloat16 else None
     return replace(tp, small_sums=SymmetricSums(group, width, dtype, device), exchange=exchange)

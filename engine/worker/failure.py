@@ -19,9 +19,9 @@ def explain(problem: Exception) -> str:
         library = LIBRARIES.search(text)
         return f"{library[0] if library else 'a package'} cannot be loaded: is the driver or CUDA another version? {_line(text)}"
     if isinstance(problem, torch.OutOfMemoryError):
-        return f"the GPU's memory is too small: lower --gpu-memory-utilization, or end what else runs there. {_line(text)}"
+        return f"the GPU's memory is too small: lower --gpu-memory-utilization, or stop other programs on the GPU. {_line(text)}"
     if isinstance(problem, torch.distributed.DistError):
-        return f"the GPUs cannot reach each other (NCCL_DEBUG=INFO says more; try --no-symmetric-memory): {_line(text)}"
+        return f"the GPUs cannot reach each other (NCCL_DEBUG=INFO logs details; try --no-symmetric-memory): {_line(text)}"
     if "building extension" in text or "ninja" in text.lower() or "nvcc" in text:
         cause = COMPILER_ERROR.search(text.partition("\n")[2])
         said = _line(cause[0] if cause else text)

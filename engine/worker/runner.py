@@ -155,7 +155,7 @@ class Runner:
 
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """Return a step that computes nothing. Plans in flight may name its images."""
-        logger.error("step %d ran out of memory and is given up", plan.step)
+        logger.error("step %d ran out of memory and was abandoned", plan.step)
         if self._on_gpu:
             torch.cuda.empty_cache()
         self.images.leave_out(plan.encodes)

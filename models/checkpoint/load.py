@@ -57,7 +57,7 @@ def fill(model: LanguageModel, source: Mapping[str, Stored], progress: Progress)
     total, done = sum(slot.target.nbytes for slot in slots), 0
     for slot in slots:
         if (shape := tuple(source[slot.name].get_shape())) != slot.shape:
-            raise ValueError(f"tensor {slot.name} has shape {shape}, the configuration says {slot.shape}")
+            raise ValueError(f"tensor {slot.name} has shape {shape}, the configuration requires {slot.shape}")
         if slot.target.numel():
             slot.target.copy_(source[slot.name][slot.index])
             if slot.offset:

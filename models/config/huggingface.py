@@ -92,7 +92,7 @@ def _all_ids(*sources: Json) -> tuple[int, ...]:
 
 def _reject_unsupported(text: Json, model_type: str) -> None:
     if model_type.endswith("_moe") != bool(_num_experts(text)):
-        raise ValueError(f"text_config.num_experts does not go with model_type {model_type!r}")
+        raise ValueError(f"text_config.num_experts is not valid for model_type {model_type!r}")
     for name, default, supported in (
         ("hidden_act", "silu", "silu"),
         ("attention_bias", False, False),

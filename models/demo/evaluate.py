@@ -112,8 +112,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=1, help="processes that draw the questions")
-    parser.add_argument("--record", type=Path, help="write seed, task, answer, what the model said and with what margin as JSON")
+    parser.add_argument("--workers", type=int, default=1, help="processes that generate the questions")
+    parser.add_argument("--record", type=Path, help="write seed, task, expected and given answer, and its margin as JSON")
     args = parser.parse_args()
     reference = Reference(args.model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     records: list[dict[str, object]] = []

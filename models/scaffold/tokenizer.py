@@ -101,7 +101,7 @@ def _first_merges(count: int, known: set[str]) -> list[tuple[str, str]]:
     while len(merges) < count:
         pair = next(candidates, None)
         if pair is None:
-            raise ValueError(f"the merge rules give at most {len(merges)} merges, {count} were asked for")
+            raise ValueError(f"the merge rules give at most {len(merges)} merges, {count} were requested")
         if pair[0] + pair[1] not in known:
             known.add(pair[0] + pair[1])
             merges.append(pair)

@@ -71,7 +71,7 @@ class TowerGraphs:
         try:
             self._graphs[key] = self._capture(key)
         except RuntimeError as problem:  # no memory, which has several names: a matter of speed alone
-            logger.warning("an encode was not captured: %s", problem)
+            logger.warning("a graph of the vision tower was not captured: %s", problem)
             return True
         while sum(graph.patches_FPX.shape[1] for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:
             self._graphs.popitem(last=False)

@@ -114,7 +114,7 @@ async def read_body(
                     await _read_directly(direct, rest, body, config.max_images_per_request, pace)
                     break
         except TimeoutError:
-            raise RequestError(408, "The request body came too slowly.") from None
+            raise RequestError(408, "The request body arrived too slowly.") from None
         except ArenaTooSmall:
             raise _too_large(int((1 - RESERVED_PART) * arena.size)) from None
         except ArenaFull:
@@ -129,7 +129,7 @@ def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
     """Leave the reserve to small bodies. `num_new` bytes of the capacity are not allocated yet. ArenaTooSmall, ArenaFull."""
     reserve = int(RESERVED_PART * arena.size)
     if capacity > arena.size - reserve:
-        raise ArenaTooSmall(f"{capacity} bytes exceed what one body may have")
+        raise ArenaTooSmall(f"{capacity} bytes exceed the limit of one body")
     if capacity > SMALL_BYTES and arena.num_free - num_new < reserve:
         raise ArenaFull
 

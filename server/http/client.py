@@ -172,7 +172,7 @@ class Client:
         """RequestError 503 as `EngineHealth.check`, and while the server has as many requests as it may have."""
         self.health.check()
         if not self.has_room:
-            raise overloaded("The server has as many requests as it can queue.")
+            raise overloaded("The server's request queue is full.")
 
     def close(self, stream: Stream) -> None:
         """The client has its answer, or the engine is told to stop."""

@@ -34,7 +34,7 @@ END_OF_HEAD = re.compile(rb"\n\r?\n")
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 BEGINNINGS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n")
 
-FULL = overloaded("The server has as many connections as it can hold.", retry_after=5).info
+FULL = overloaded("The server's connection limit is reached.", retry_after=5).info
 
 
 class ConnectionLimiter:
@@ -250,7 +250,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _on_late_head(self) -> None:
         self._timer = None
         if self._head:
-            self._refuse(408, "The request's headers came too slowly.")
+            self._refuse(408, "The request's headers arrived too slowly.")
         else:
             self._close()
 

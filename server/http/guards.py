@@ -84,7 +84,7 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and get_route_path(scope) not in OPEN_PATHS - {"/"} and not self._is_allowed(scope):
-            error = ErrorInfo(421, "This server has another name.", error_type(421), code="host_not_allowed")
+            error = ErrorInfo(421, "The Host header does not name this server.", error_type(421), code="host_not_allowed")
             await error_response(error, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -32,8 +32,8 @@ HISTOGRAMS = {  # buckets, and texts by name
         "request_generation_tokens": "tokens of all answers of one request",
         "request_max_num_generation_tokens": "tokens of the longest answer of one request",
         "request_params_max_tokens": "limit of one request on the tokens of an answer",
-        "request_params_n": "answers that one request asks for",
-        "iteration_tokens_total": "tokens that one batch computes, averaged between two heartbeats",
+        "request_params_n": "choices requested by one request",
+        "iteration_tokens_total": "tokens per batch, averaged between two heartbeats",
     },
 }
 ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # reasons for which vLLM has another word
@@ -53,11 +53,11 @@ class StatsCollector(Collector):
             yield self._family(f"vllm:{metric.vllm}" if metric.vllm else f"engine_{field}", metric, samples)
         num_hits, num_held = stats.images_hit + stats.images_skipped, stats.num_blocks - stats.num_free_blocks
         for name, metric, value in (
-            ("vllm:prefix_cache_queries", Total("tokens looked for in the prefix cache"), stats.prompt_tokens),
-            ("vllm:mm_cache_queries", Total("images looked for in the caches"), num_hits + stats.images_encoded),
-            ("vllm:mm_cache_hits", Total("images whose embeddings a cache had"), num_hits),
-            ("vllm:kv_cache_usage_perc", Gauge("share of KV blocks that requests hold"), num_held / (stats.num_blocks or 1)),
-            ("engine_open_streams", Gauge("choices that a client waits for"), self._client.num_streams),
+            ("vllm:prefix_cache_queries", Total("prompt tokens looked up in the prefix cache"), stats.prompt_tokens),
+            ("vllm:mm_cache_queries", Total("images looked up in the caches"), num_hits + stats.images_encoded),
+            ("vllm:mm_cache_hits", Total("images found in a cache"), num_hits),
+            ("vllm:kv_cache_usage_perc", Gauge("fraction of KV blocks held by requests"), num_held / (stats.num_blocks or 1)),
+            ("engine_open_streams", Gauge("choices in progress"), self._client.num_streams),
         ):
             yield self._family(name, metric, [({}, value)])
         labels = {"block_size": str(self._block_size), "num_gpu_blocks": str(stats.num_blocks)}
@@ -79,10 +79,10 @@ class Metrics:
         self._registry.register(StatsCollector(client, model_name, block_size))
         self._name, self._stats = model_name, EngineStats()
         self._responses = self._counter("engine_responses", "answers by HTTP status", "status")
-        self._refusals = self._counter("engine_refused_requests", "requests that got an error, by its code", "reason")
-        self._finished = self._counter("vllm:request_success", "accepted requests by the reason for their end", "finished_reason")
+        self._refusals = self._counter("engine_refused_requests", "rejected requests by error code", "reason")
+        self._finished = self._counter("vllm:request_success", "finished requests by finish reason", "finished_reason")
         self._stage = Histogram(
-            "engine_stage_seconds", "time of each stage before the first text, but for the queue", [*LABELS, "stage"], buckets=SECONDS,
+            "engine_stage_seconds", "time of each stage before the first token, except the queue", [*LABELS, "stage"], buckets=SECONDS,
             registry=self._registry,
         )  # fmt: skip
         self._histograms = {

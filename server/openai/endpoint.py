@@ -139,8 +139,8 @@ class Endpoint(ABC):
     def note_dropped(self, names: Iterable[str]) -> list[str]:
         """Return warnings for fields that only a vendor's own service supports."""
         for name in names:
-            self._unknown.once(f"requests carry the field '{name}', which is dropped: it is for what its vendor does")
-        return [f"The field '{name}' is for what its vendor does: this server dropped it." for name in names]
+            self._unknown.once(f"dropping the vendor-specific field '{name}' of requests")
+        return [f"The vendor-specific field '{name}' was dropped." for name in names]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.service.client.check_open()

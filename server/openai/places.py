@@ -49,7 +49,7 @@ class Places:
     def of(self, url: str | None, uuid: str | None, name: str, field: str = "") -> MediaRef:
         """Return the reference to a medium in the part `name`. RequestError 400."""
         if url is None and uuid is None:
-            raise bad_value(name, "may be null beside a `uuid` only")
+            raise bad_value(name, "may be null only with a `uuid`")
         payload = None
         if url is not None:
             index = self._body.scanner.index_of(url)

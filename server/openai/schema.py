@@ -181,9 +181,9 @@ class GenerationRequest(ListedFields):
                     raise bad_value(f"{field}.{i}", f"must be less than {vocab_size}, the size of the vocabulary")
         for name in self.logit_bias or ():
             if not (name.isascii() and name.isdigit() and int(name) < vocab_size):
-                raise bad_value("logit_bias", f"'{name[:64]}' is no token id less than {vocab_size}")
+                raise bad_value("logit_bias", f"'{name[:64]}' is not a token id below {vocab_size}")
         if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
-            raise bad_value("min_tokens", "must not be greater than the most tokens that are asked for")
+            raise bad_value("min_tokens", "must not exceed the maximum number of tokens")
         if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise bad_value("stream_options", "is for requests with `stream: true` only")
         if self.prompt_logprobs is not None and self.stream:
@@ -234,7 +234,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def warnings(self) -> list[str]:
-        return [f"The tool '{kind}' is its vendor's: this server does not have it, and dropped it." for kind in self._dropped]
+        return [f"The tool '{kind}' is available from its vendor only and was dropped." for kind in self._dropped]
 
     @property
     def _dropped(self) -> list[str]:
@@ -242,7 +242,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def remarks(self) -> list[str]:
-        lines = [f"requests ask for the tool {words!r}, which is dropped" for words in self._dropped]
+        lines = [f"dropping the vendor's tool {words!r} of requests" for words in self._dropped]
         if self.reasoning_effort is not None:
             switch = "on" if EFFORTS[self.reasoning_effort] else "off"
             lines.append(f"requests ask for the effort '{self.reasoning_effort}': thinking is {switch} if the template has a switch")
@@ -265,12 +265,12 @@ class ChatRequest(GenerationRequest, MediaRequest):
             if self.add_generation_prompt:
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
             if self.messages[-1].role != "assistant" or not self.messages[-1].content:
-                raise bad_value("continue_final_message", "needs a last message of the assistant with content")
+                raise bad_value("continue_final_message", "needs a last message of role 'assistant' with content")
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "is for requests with `logprobs: true` only")
         names = [tool.function.name for tool in self.functions]
         if len(set(names)) < len(names):
-            raise bad_value("tools", "must have names of their own")
+            raise bad_value("tools", "must have unique names")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise bad_value("tool_choice", "needs tools")
         if self.called is not None and self.called not in names:

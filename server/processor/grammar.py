@@ -93,4 +93,4 @@ def _format_of(told: Grammar) -> Json:
             return {"type": "grammar", "grammar": told.text}
         case "choice":
             return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in json.loads(told.text)]}
-    raise RequestError(400, "tools: a structural tag says itself where calls may be.", "tools", "unsupported_value")
+    raise RequestError(400, "tools: excluded by a structural tag, which defines the calls.", "tools", "unsupported_value")

@@ -115,7 +115,7 @@ class Intake:
 
     def accept(self, submit: Submit) -> None:
         if len(self.requests) >= self.config.max_queued_requests:
-            self._give_up(submit.rid, submit.body, overloaded("The server has as many requests as it can queue.").info)
+            self._give_up(submit.rid, submit.body, overloaded("The server's request queue is full.").info)
             return
         self._note_arrival(submit.rid)
         early = self._early.pop(submit.rid, {})

@@ -29,7 +29,7 @@ from server.errors import error_type
 from server.processor.media.room import Room
 from server.processor.request import Answer, Request
 
-ABORTED = ErrorInfo(503, "The engine gave this request up.", error_type(503), code="aborted", retry_after=1)
+ABORTED = ErrorInfo(503, "The engine aborted this request.", error_type(503), code="aborted", retry_after=1)
 
 
 @dataclass(slots=True)

@@ -159,7 +159,7 @@ class TritonExchange:
         summed = self.sum_(torch.full((1, 2), rank + 1.0, dtype=torch.bfloat16, device=device)).tolist()
         first = self.broadcast_(torch.full((1,), rank + 1, device=device)).tolist()
         if summed != [[size * (size + 1) / 2] * 2] or first != [1]:
-            raise RuntimeError(f"these GPUs do not add up what they share, {summed} of {size} and {first}: --no-symmetric-memory")
+            raise RuntimeError(f"sums in symmetric memory are wrong on these GPUs ({summed} of {size}, {first}): use --no-symmetric-memory")
 
     def add_sum_(self, stream_TD: torch.Tensor, parts_STD: torch.Tensor) -> None:
         self._launch_sum(stream_TD, parts_STD, add=True)

@@ -24,7 +24,7 @@ def check_kernels(backend: Backend, text_head_dim: int, vision_head_dim: int) ->
         ("attention of the vision tower", _varlen_error(backend, vision_head_dim, generator) if vision_head_dim else 0.0),
     ):
         if not error < TOLERANCE:
-            raise RuntimeError(f"the {name} is wrong on this GPU (relative error {error:.2g}): --backend torch is slow, but right")
+            raise RuntimeError(f"the {name} is wrong on this GPU (relative error {error:.2g}): --backend torch is slow but correct")
 
 
 def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:

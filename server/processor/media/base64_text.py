@@ -32,7 +32,7 @@ def _decode_unusual(text: bytes) -> bytes:
         plain = b"".join(_unescape(piece).translate(URL_SAFE_TO_STANDARD, WHITE_SPACE) for piece in _pieces(text)).rstrip(b"=")
         data: bytes = pybase64.b64decode(plain + b"=" * (-len(plain) % 4), validate=True)
     except ValueError:
-        raise invalid_image("its base64 text is damaged") from None
+        raise invalid_image("its base64 data is malformed") from None
     return data
 
 
@@ -52,7 +52,7 @@ def _unescape(text: bytes) -> bytes:
     if b"\\" in text:
         text = from_json(b'"%b"' % text.translate(SPACES)).encode("ascii")
     if LONE_PERCENT.search(text):
-        raise ValueError("a percent sign stands for nothing")
+        raise ValueError("it contains an invalid percent escape")
     return a2b_qp(text.replace(b"=", b"=3D").replace(b"%", b"=")) if b"%" in text else text
 
 
@@ -68,5 +68,5 @@ def decode_data_url(url: str) -> bytes:
     except ValueError:
         data = b""
     if not data:
-        raise invalid_image("it has no payload, or a damaged one")
+        raise invalid_image("its payload is missing or malformed")
     return data

@@ -74,7 +74,7 @@ class Decoders:
     def check(self, header: Header) -> None:
         """RequestError 413 for an image that could never be decoded."""
         if header.num_pixels > LARGE_PIXELS and BYTES_PER_PIXEL * header.num_pixels > self.budget.total:
-            raise RequestError(413, "it takes more memory to decode than there may be", code="image_too_large")
+            raise RequestError(413, "decoding it needs more memory than --max-decode-bytes allows", code="image_too_large")
 
     async def read_header(self, encoded: Region) -> Header:
         """Of a file that is no plain JPEG. RequestError 422."""
@@ -94,7 +94,7 @@ class Decoders:
 
     async def _ask(self, job: Job, cpu_seconds: int, is_large: bool = False) -> Decoded:
         work = self._pool.ask(msgspec.msgpack.encode(job), self._timeout, cpu_seconds, is_large=is_large)
-        words = "it cannot be decoded with the time and memory that an image of its size needs"
+        words = "decoding it exceeds the time or memory allowed for an image of its size"
         return await answer_of(work, Decoded, self._timeout, invalid_image, words)
 
 
@@ -103,7 +103,7 @@ async def answer_of(work: Awaitable[bytes], kind: type[T], timeout: float, inval
     try:
         answer: Any = msgspec.msgpack.decode(await work, type=kind)
     except TimeoutError:
-        raise invalid(f"it takes longer than {timeout} s to decode") from None
+        raise invalid(f"decoding it takes longer than {timeout} s") from None
     except GuestKilled:
         raise overloaded(KILLED) from None
     except GuestDied:

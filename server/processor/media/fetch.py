@@ -71,7 +71,7 @@ def parse_url(text: str) -> URL:
     text = text.strip()
     origin = ORIGIN_END.split("/".join(text.split("/", 3)[:3]), 1)[0]
     if len(text) > MAX_URL_CHARACTERS or len(origin) > MAX_ORIGIN_CHARACTERS or CONTROL.search(text):
-        raise not_allowed("its URL is longer than URLs are, or damaged")
+        raise not_allowed("its URL is malformed or longer than 8,192 characters")
     return URL(text)
 
 
@@ -191,7 +191,7 @@ class Fetcher:
         except ValueError as error:
             if isinstance(error, RequestError):
                 raise
-            raise not_allowed("its URL is damaged") from None
+            raise not_allowed("its URL is malformed") from None
         if parsed.host not in (None, "", "localhost"):
             raise not_allowed("its file URL names another host")
         path = Path(os.path.normpath(parsed.path))

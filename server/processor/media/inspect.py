@@ -52,7 +52,7 @@ class Allowance:
         """RequestError 413."""
         self._left -= header.num_pixels
         if self._left < 0:
-            words = f"with it the images of this request have more than {self._max_pixels} pixels"
+            words = f"the images of this request have more than {self._max_pixels} pixels"
             raise RequestError(413, words, code="image_too_large")
 
 
@@ -87,7 +87,7 @@ class Inspector:
             self.check_size(height, width)
             return Header(True, height, width, orientation)
         if has_too_many_scans(data):
-            raise invalid_image("it is a JPEG of more scans or segments than encoders write")
+            raise invalid_image("it is a JPEG with too many scans or segments")
         return None
 
     def check_size(self, height: int, width: int) -> None:

@@ -80,14 +80,14 @@ def _open(data: memoryview) -> Image.Image:
     except UnidentifiedImageError as error:
         raise invalid_image(f"it is none of {', '.join(FORMATS)}") from error
     except Exception as error:
-        raise invalid_image("its header is damaged") from error
+        raise invalid_image("its header is malformed") from error
 
 
 def _tile_pixels(image: TiffImageFile) -> int:
     try:
         return math.prod([int(image.tag_v2.get(tag, 0)) for tag in TILE_TAGS])
     except DAMAGED_METADATA as error:
-        raise invalid_image("its header is damaged") from error
+        raise invalid_image("its header is malformed") from error
 
 
 def _orientation(image: Image.Image) -> int:

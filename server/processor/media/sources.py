@@ -56,7 +56,7 @@ class Sources:
         if ref.url is None:
             data = self._named.get(ref.name or b"")
             if data is None:
-                raise RequestError(400, "nothing is known by this uuid (any more): send it with its URL", code="unknown_uuid")
+                raise RequestError(400, "no media with this uuid is cached: send it with its URL", code="unknown_uuid")
         else:
             data = await run(self.pool, lambda: decode_data_url(url) if scheme == "data" else self.fetcher.read_local(url, max_bytes))
         await self.room.arena.prepare(len(data))

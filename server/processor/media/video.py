@@ -61,7 +61,7 @@ class Video(ABC):
         self._index = index
         with naming(f"Video {self._index + 1}", CODES):
             if not self._planner.takes_videos:
-                raise RequestError(400, "this model takes no videos", code="invalid_value")
+                raise RequestError(400, "this model does not support videos", code="invalid_value")
             self._video = self._planner.geometry_of(self._ref)
             await self._load(allowance)
 

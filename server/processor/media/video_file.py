@@ -174,7 +174,7 @@ def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
     if name not in CODECS:
         raise invalid_video(f"its codec {name} is none of {', '.join(sorted(CODECS))}")
     if context.width * context.height == 0:
-        raise invalid_video("its frames have no size, or one that no decoder takes")
+        raise invalid_video("its frames have no size or an unsupported one")
     if context.width * context.height > limits.frame_pixels:
         words = f"its frames have {context.width}x{context.height} pixels, the limit is {limits.frame_pixels}"
         raise RequestError(400, words, code="video_too_large")
@@ -257,7 +257,7 @@ def _decoded_from(container: InputContainer, stream: VideoStream, time: int, wan
 def _time_of(frame: VideoFrame) -> int:
     time = frame.dts if frame.pts is None else frame.pts
     if time is None:
-        raise invalid_video("its frames have no times")
+        raise invalid_video("its frames have no timestampstamps")
     return time
 
 

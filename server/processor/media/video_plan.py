@@ -58,7 +58,7 @@ class VideoPlanner:
     def check_frames(self, num_frames: int) -> None:
         """Raise RequestError 400 for too many frames."""
         if num_frames > self._max_frames:
-            words = f"{num_frames} of its frames would be seen, the limit is {self._max_frames}: lower fps or num_frames"
+            words = f"{num_frames} of its frames would be sampled, the limit is {self._max_frames}: lower fps or num_frames"
             raise RequestError(400, words, code="video_too_large")
 
     def plan(self, video: VideoGeometry, indices: list[int], times: list[float], size: tuple[int, int]) -> VideoPlan:

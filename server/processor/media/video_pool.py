@@ -46,7 +46,7 @@ class VideoDecoders:
 
     async def _ask(self, job: VideoJob) -> VideoAnswer:
         if not self._is_installed:
-            words = "this server was installed without a decoder of videos (PyAV); frames may be sent"
+            words = "this server has no video decoder (PyAV is not installed): send frames"
             raise RequestError(400, words, code="no_video_decoder")
         work = self._pool.ask(msgspec.msgpack.encode(job), self._timeout)
         return await answer_of(work, VideoAnswer, self._timeout, invalid_video, "the decoder crashed on this file")

@@ -121,7 +121,7 @@ class PromptBuilder:
         if isinstance(prompt, ChatPrompt):
             ids = self._encode_rendered(self._template.render(prompt), limit)
             if not ids:
-                raise RequestError(400, "The chat template makes an empty prompt of these messages.", PROMPT)
+                raise RequestError(400, "The chat template renders these messages to an empty prompt.", PROMPT)
         elif isinstance(prompt, TokenPrompt):
             if len(prompt.ids) > limit and not are_videos:
                 raise too_long(limit, str(len(prompt.ids)))
@@ -131,13 +131,13 @@ class PromptBuilder:
             ids = [*self._frame[0], *self._encode_piece(prompt.text)]
         shown = self._placeholders.shown(ids)
         if len(shown) > len(are_videos) == 0 and not is_chat:
-            raise RequestError(400, "The prompt holds the placeholder of an image, which only messages can bring.", PROMPT, "invalid_value")
+            raise RequestError(400, "The prompt contains an image placeholder, which only messages can add.", PROMPT, "invalid_value")
         if shown != list(are_videos) and not is_chat:
-            words = f"The prompt has {len(are_videos)} images and {len(shown)} placeholders of images."
+            words = f"The prompt has {len(are_videos)} images and {len(shown)} image placeholders."
             raise RequestError(400, words, PROMPT, "invalid_value")
         if shown != list(are_videos):
             kind = "image" if sum(shown) == sum(are_videos) else "video"
-            raise RequestError(400, f"The chat template does not show every {kind} of these messages.", PROMPT)
+            raise RequestError(400, f"The chat template does not render every {kind} of these messages.", PROMPT)
         return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
 
     def _shortened(self, ids: list[int]) -> list[int]:

@@ -79,7 +79,7 @@ class ChatTemplate:
         messages = [self._protect_message(message, shield) for message in msgspec.json.decode(prompt.messages)]
         tools = None if prompt.tools is None else self._protect(msgspec.json.decode(prompt.tools), shield)
         if tools is not None and "tools" not in self.source:
-            raise RequestError(400, "tools: the chat template does not show tools.", "tools", "unsupported_value")
+            raise RequestError(400, "tools: the chat template does not render tools.", "tools", "unsupported_value")
         if prompt.ending == "continue":
             _append_text(messages[-1], shield.end)
         given = {name: self._protect(value, shield) for name, value in prompt.template_kwargs.items()}
@@ -88,7 +88,7 @@ class ChatTemplate:
         if prompt.ending == "continue":
             text, found, _ = text.rpartition(shield.end)
             if not found:
-                words = "The chat template does not show the last message as it is."
+                words = "The chat template does not render the last message unchanged."
                 raise RequestError(400, words, "continue_final_message", "unsupported_value")
         return Rendered(text, shield.originals)
 

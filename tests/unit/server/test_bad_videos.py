@@ -80,9 +80,9 @@ async def test_bad_files_are_refused_with_the_reason(strict: Loading) -> None:
 async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
     """Red if frames are decoded before they are counted, or if a file takes more memory than there may be."""
     few = Loading(checkpoint, max_video_frames=3)
-    with pytest.raises(RequestError, match=r"4 of its frames would be seen, the limit is 3"):
+    with pytest.raises(RequestError, match=r"4 of its frames would be sampled, the limit is 3"):
         await few.load_video(b"AA==,AA==,AA==,AA==", holds_frames=True)
-    assert "20 of its frames would be seen, the limit is 3" in (await refusal(few, CLIP, samples=False)).info.message
+    assert "20 of its frames would be sampled, the limit is 3" in (await refusal(few, CLIP, samples=False)).info.message
     few.video_decoders._is_installed = False
     error = await refusal(few, CLIP)
     assert (error.info.status, error.info.code) == (400, "no_video_decoder")

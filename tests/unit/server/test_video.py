@@ -187,7 +187,7 @@ async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Check
         with monkeypatch.context() as patch:
             patch.setattr(video, "MediaRef", cut)
             frames = made.new_frames(ref=video.VideoRef(file=file, holds_frames=True), frames=[])
-            with pytest.raises(RequestError, match=f"{NUM_COMMAS + 1} of its frames would be seen, the limit is") as caught:
+            with pytest.raises(RequestError, match=f"{NUM_COMMAS + 1} of its frames would be sampled, the limit is") as caught:
                 await frames._load(video.Allowance(1 << 30, 8))
             await frames.release()
         assert caught.value.info.status == 400
@@ -202,7 +202,7 @@ async def test_listed_frames_are_counted_before_they_become_images(checkpoint: C
     intake._image = lambda ref, early, is_frame: created.append(ref) or made.new_image(ref=ref, is_frame=is_frame)
     listed = Intake._medium(intake, video.VideoRef(frames=[MediaRef(url="data:,x")] * 1000), {})
     assert len(created) == 4
-    with pytest.raises(RequestError, match="1000 of its frames would be seen, the limit is 3"):
+    with pytest.raises(RequestError, match="1000 of its frames would be sampled, the limit is 3"):
         await listed._load(video.Allowance(1 << 30, 8))
     await listed.release()
     await made.close()
