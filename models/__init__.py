@@ -3,13 +3,13 @@
 Read in this order:
 
     config/      a checkpoint's folder as typed values, and the registry of architectures
-    decoders/    what the engine asks of a model (`contract`), and the models
-    layers/      what decoders are made of
+    decoders/    interface of a model (`contract`), and the models
+    layers/      components of decoders
     weights/     formats of matrices
     vision/      the tower
-    checkpoint/  which tensor of a checkpoint goes where
-    cache/       what a sequence leaves behind: pages of keys and values, recurrent states
-    media/       sizes, videos and positions, for the server too
+    checkpoint/  mapping of a checkpoint's tensors to parameters
+    cache/       per-sequence caches: pages of keys and values, recurrent states
+    media/       sizes, videos and positions, also for the server
     parallel/    tensor parallelism
     kernels/     operations (`ops`) and attention (`paged`, `varlen`); `reference` (torch), `triton` (`--backend portable`), `hopper`
     scaffold/    writes model folders without a download

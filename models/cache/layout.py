@@ -1,4 +1,4 @@
-"""Which tokens of a step attend to which pages."""
+"""Attention layout of a step."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """Which tokens attend to which KV pages in this step.
+    """Rows of tokens and the KV pages that they attend to.
 
     Rows are sequences; row r has the step's tokens `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]`, the last of its `kv_lens_cpu[r]` cached ones:
-    the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: the last token drawn, and up to seven guesses of what
-    follows. All `*_cpu` tensors are int32 on the CPU.
+    the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: the last sampled token and up to seven draft
+    tokens. All `*_cpu` tensors are int32 on the CPU.
     """
 
     qo_indptr_cpu: torch.Tensor  # (R + 1,) token offsets
@@ -38,5 +38,5 @@ class AttentionLayout:
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:
-    """(R,) lengths -> (R + 1,) int32 on the CPU: where each row begins, and the end."""
+    """Convert (R,) lengths to (R + 1,) int32 offsets on the CPU."""
     return torch.from_numpy(np.concatenate(([0], lengths)).cumsum(dtype=np.int32))

@@ -1,12 +1,13 @@
-"""What a model caches of a sequence, in groups of equal layers. Plain Python: pools, the memory plan and the scheduler's limits follow.
+"""Specification of a model's per-sequence cache, in groups of equal layers. Plain Python; pools, the memory plan and the scheduler's
+limits derive from it.
 
-A layer finds its cache by its group and its ordinal there: in `[state, state, state, attention]` the attention is layer 0 of the paged
-group.
+The group of a layer and its ordinal in the group identify its cache: in `[state, state, state, attention]` the attention is layer 0 of
+the paged group.
 """
 
 from dataclasses import dataclass
 
-SPARE_ROWS = 2  # of states, for snapshots in the middle of a step: chunks that further ones of the same prompt follow
+SPARE_ROWS = 2  # states for snapshots in the middle of a step: chunks followed by another chunk of the same prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class PagedGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """A recurrent state of `layer_bytes` a row for each layer, however long the sequence is. A row that verifies drafts has `draft_bytes`
-    more for each: what it is repeated from. See `models.cache.states`."""
+    """Recurrent state of `layer_bytes` per row and layer, independent of the sequence length. Each draft token adds `draft_bytes`, from
+    which it can be replayed. See `models.cache.states`."""
 
     num_layers: int
     layer_bytes: int
@@ -39,7 +40,7 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """All groups of one rank. A block of tokens is a page of each layer of `paged`; a snapshot of a row's states lies in blocks, too."""
+    """All groups of one rank. A block is a page of each layer of `paged`; snapshots of states are also stored in blocks."""
 
     paged: PagedGroup
     states: tuple[StateGroup, ...] = ()
@@ -49,12 +50,12 @@ class CacheSpec:
         return sum(group.bytes_per_row for group in self.states)
 
     def row_bytes(self, num_drafts: int) -> int:
-        """The same, with room for so many drafts."""
+        """Return the bytes of a row's states with space for so many draft tokens."""
         return self.bytes_per_row + num_drafts * sum(group.num_layers * group.draft_bytes for group in self.states)
 
     def block_bytes(self, block_size: int) -> int:
         return block_size * self.paged.bytes_per_token
 
     def snapshot_blocks(self, block_size: int) -> int:
-        """Blocks that hold a row's states; 0 for a model without any."""
+        """Return the number of blocks of a row's states; 0 for a model without states."""
         return -(-self.bytes_per_row // self.block_bytes(block_size))

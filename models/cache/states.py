@@ -11,14 +11,14 @@ from models.kernels.transfers import to_device
 
 
 class RowStates:
-    """The states of one group: (layers, permanent rows + 1 + SPARE_ROWS, bytes) uint8; behind the permanent rows is scratch.
+    """States of one group: (layers, permanent rows + 1 + SPARE_ROWS, bytes) uint8; the permanent rows are followed by scratch rows.
 
-    A layer reads `layer(i)` at the step's rows before their first tokens and leaves there what holds behind their last ones. If two chunks
-    of a prompt follow each other in a step, what holds between them is left in a spare row.
+    A layer reads `layer(i)` at the step's rows as the states before their first tokens and writes the states after their last ones. If two
+    chunks of a prompt follow each other in a step, the state between them is written to a spare row.
 
-    Of a decode row it leaves what holds behind its first token, and behind `layer_bytes` what each further one, a draft, would do to that.
-    The next step does it again for as many as were accepted: a draft that does not hold has never been in a state, so nothing goes back,
-    and a step reads and writes each state once.
+    For a decode row it writes the state after the first token and, after `layer_bytes`, the inputs of each draft token. The next step
+    replays the accepted ones. A rejected draft token never enters a state, so there is no rollback, and each step reads and writes a
+    state once.
     """
 
     def __init__(self, group: StateGroup, num_rows: int, device: torch.device, num_drafts: int = 0) -> None:
@@ -26,25 +26,25 @@ class RowStates:
         num_all = num_rows + 1 + SPARE_ROWS
         self.values = torch.zeros((group.num_layers, num_all, layer_bytes), dtype=torch.uint8, device=device)
         self.kept = self.values[:, :, : group.layer_bytes]
-        self.num_accepted = torch.zeros(num_all, dtype=torch.int64, device=device)  # drafts of each row's last step
+        self.num_accepted = torch.zeros(num_all, dtype=torch.int64, device=device)  # draft tokens of each row's last step
         self.num_drafts = num_drafts
 
     def accept(self, rows_S: torch.Tensor, num_accepted_S: torch.Tensor | None) -> None:
-        """Behind a step that drew for these rows: how many of their drafts hold; None if there were no drafts."""
+        """Record the numbers of accepted draft tokens after a step that sampled for these rows; None if it had none."""
         if self.num_drafts and num_accepted_S is None:
             self.num_accepted.index_fill_(0, rows_S, 0)
         elif num_accepted_S is not None:
             self.num_accepted[rows_S] = num_accepted_S
 
     def layer(self, ordinal: int) -> torch.Tensor:
-        """(rows + 1 + SPARE_ROWS, bytes) of the group's layer, to be read and written in place."""
+        """Return (rows + 1 + SPARE_ROWS, bytes) of the group's layer, to be updated in place."""
         return self.values[ordinal]
 
 
 class Snapshots:
-    """Copies of rows' states in blocks, whose pages hold bytes then instead of keys and values.
+    """Copies of rows' states in blocks of the KV pool.
 
-    A block that held a snapshot is cleared before it holds values again: attention multiplies what lies behind a row's end by 0.
+    A block is cleared after a snapshot before it holds values again, because attention multiplies values after a row's end by 0.
     """
 
     def __init__(self, pools: Sequence[KVPool], states: Sequence[RowStates]) -> None:
@@ -54,7 +54,7 @@ class Snapshots:
         self._dirty: set[int] = set()
 
     def save(self, row: int, blocks: Sequence[int]) -> None:
-        """The row's states as they are now, into these blocks."""
+        """Copy the row's current states into these blocks."""
         index = self._index(blocks)
         content = torch.cat([group.kept[:, row].flatten() for group in self._states])
         room = len(blocks) * sum(pages.shape[1] for pages in self._pages)
@@ -64,7 +64,7 @@ class Snapshots:
         self._dirty.update(blocks)
 
     def load(self, row: int, blocks: Sequence[int]) -> None:
-        """The row's states become what `save` put into these blocks; with none, those of a sequence's beginning."""
+        """Restore the row's states from these blocks; without blocks, reset them to the start of a sequence."""
         for group in self._states:
             group.num_accepted[row] = 0
             if not blocks:
@@ -78,7 +78,7 @@ class Snapshots:
             group.kept[:, row] = part.view(len(group.kept), -1)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """These blocks hold tokens from now on."""
+        """Clear these blocks, which hold tokens from now on."""
         dirty = [block for block in blocks if block in self._dirty]
         if dirty:
             index = self._index(dirty)

@@ -1,4 +1,4 @@
-"""Fills a model's parameters: from safetensors, each rank reading only its slices, or with dummy values."""
+"""Loading of a model's parameters from safetensors, where each rank reads only its slices, or with dummy values."""
 
 import json
 import logging
@@ -26,16 +26,16 @@ Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
 
 
 class Stored(Protocol):
-    """A tensor of which slices can be read, on any device."""
+    """Tensor of which slices can be read, on any device."""
 
     def get_shape(self) -> Sequence[int]:
-        """Of the whole."""
+        """Return the shape of the whole tensor."""
 
     def __getitem__(self, index: Index) -> torch.Tensor: ...
 
 
 def load_weights(model: LanguageModel, folder: Path, progress: Progress) -> None:
-    """From the folder's safetensors. ValueError names tensors that are missing, not expected, or of another shape."""
+    """Load the folder's safetensors. ValueError names tensors that are missing, unexpected or of another shape."""
     architecture = model.config.architecture
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder, architecture)]
@@ -45,7 +45,7 @@ def load_weights(model: LanguageModel, folder: Path, progress: Progress) -> None
 
 
 def fill(model: LanguageModel, source: Mapping[str, Stored], progress: Progress) -> None:
-    """As `load_weights`, from tensors under the names that the model knows. Values are converted to its dtype."""
+    """Load tensors under the model's names, converted to its dtype; errors as in `load_weights`."""
     if OUTPUT_MATRIX not in source and not model.config.tie_word_embeddings:
         logger.warning("the checkpoint has no %s, as embedding models: logits are computed from the input embeddings", OUTPUT_MATRIX)
         model.tie_embeddings()
@@ -67,7 +67,7 @@ def fill(model: LanguageModel, source: Mapping[str, Stored], progress: Progress)
 
 
 def _present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[CheckpointTensor, ...]:
-    """The tensors of a part; of several ways the only one that the source has whole, or else the one that it has most of."""
+    """Return the tensors of a part; of several layouts the only complete one, or else the one with the most tensors."""
     if isinstance(part, CheckpointTensor):
         return (part,)
 
@@ -81,7 +81,7 @@ def _present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[Checkp
 
 
 def init_dummy_weights(model: LanguageModel, seed: int) -> None:
-    """Fill with random values: matrices of standard deviation fan_in ** -0.5, norms one, biases zero. What several ranks hold is equal."""
+    """Fill with random values: matrices with standard deviation fan_in ** -0.5, norms one, biases zero. Replicated values are equal."""
 
     def seeded(name: str, rank: int) -> torch.Generator:
         return torch.Generator(model.device).manual_seed(zlib.crc32(f"{seed}/{rank}/{name}".encode()))
@@ -99,12 +99,12 @@ def init_dummy_weights(model: LanguageModel, seed: int) -> None:
     if model.tp.size > model.config.text.num_kv_heads:
         for name, module in model.named_modules():
             for part, rows in module.rows_of_parts() if isinstance(module, FusedColumnParallelLinear) else ():
-                if part.name in ("k_proj", "v_proj"):  # of heads that several ranks share
+                if part.name in ("k_proj", "v_proj"):  # heads replicated on several ranks
                     rows.fill_normal_(rows.shape[1] ** -0.5, seeded(f"{name}/{part.name}/{part.start}", 0))
 
 
 def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
-    """Return the files that hold the model's weights. ValueError if there are none, or if several indexes name different ones."""
+    """Return the weight files of the model. ValueError if there are none, or if several indexes name different ones."""
     files: set[Path] = set()
     for pattern in architecture.weight_files:
         parent = (folder / pattern).parent

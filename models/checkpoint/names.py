@@ -1,4 +1,4 @@
-"""Which part of which checkpoint tensor goes into which part of a parameter: layers declare it, `models.checkpoint.load` fills."""
+"""Mapping of checkpoint tensors to parts of parameters, declared by layers and used by `models.checkpoint.load`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class CheckpointTensor:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Complete ways in which checkpoints hold the same parameters, told apart by names and shapes."""
+    """Alternative layouts of the same parameters, distinguished by names and shapes."""
 
     ways: tuple[tuple[CheckpointTensor, ...], ...]
 
@@ -33,14 +33,14 @@ CheckpointPart = CheckpointTensor | OneOf
 
 @runtime_checkable
 class HasCheckpointTensors(Protocol):
-    """A module whose parameters are not the checkpoint's tensors one to one."""
+    """Module whose parameters do not correspond one to one to tensors of the checkpoint."""
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointPart]:
-        """`prefix` is the dotted path of this module, which is that of the checkpoint except for fused layers."""
+        """Return the tensors of the module at the dotted path `prefix`, which is the checkpoint's except for fused layers."""
 
 
 def module_tensors(module: nn.Module, prefix: str) -> Iterator[CheckpointPart]:
-    """Those of a module and all below it; a plain parameter is the whole checkpoint tensor of the same path."""
+    """Return the tensors of a module and its children; a plain parameter is the checkpoint tensor of the same path."""
     if isinstance(module, HasCheckpointTensors):
         yield from module.checkpoint_tensors(prefix)
         return

@@ -1,5 +1,5 @@
-"""Cosmos3 Nano and Super: the reasoner is Qwen3-VL, under its own names beside a generator's weights, in the folders of Diffusers. Names as
-in transformers' conversion of `cosmos3_omni`; older files have `q_proj`, newer ones `to_q`."""
+"""Cosmos3 Nano and Super: the reasoner is Qwen3-VL under other names, stored with a generator's weights in Diffusers' layout. Names as in
+transformers' conversion of `cosmos3_omni`; older files have `q_proj`, newer ones `to_q`."""
 
 COSMOS3_FILES = ("transformer/*.safetensors", "vision_encoder/*.safetensors")
 

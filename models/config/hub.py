@@ -1,4 +1,4 @@
-"""From what a user passes as `--model` to a folder on disk. Imports no torch; the hub is contacted only for a model that is not on disk."""
+"""Resolution of `--model` to a folder on disk. Imports no torch; the hub is contacted only for a model that is not a folder."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from models.scaffold import SHAPES, write_model_folder
 LoadFormat = Literal["auto", "dummy"]
 
 SIZES = ("2B", "4B", "8B", "32B", "30B-A3B", "235B-A22B")
-HYBRIDS = {  # of Qwen3.5 and later: names that are sizes
+HYBRIDS = {  # sizes of Qwen3.5 and later
     "3.5": ("0.8B", "2B", "4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B"),
     "3.6": ("27B", "35B-A3B"),
     "3.8": ("27B",),
@@ -32,15 +32,15 @@ COSMOS = re.compile("Cosmos-Reason2-(2B|8B)|Cosmos3-(Nano|Super)(-Reasoner)?")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """`folder` holds config and tokenizer (and weights, unless they are dummies); `name` is what clients call the model."""
+    """`folder` holds config and tokenizer (and weights, unless they are dummies); `name` is the model's name in the API."""
 
     folder: Path
     name: str
 
 
 def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedModel:
-    """The folder of `model`: the demo, a given folder, or one downloaded into the hub's cache. A published size with dummy weights needs no
-    network: its files are written below `cache_dir`. ValueError for anything else, and when the download fails."""
+    """Return the folder of `model`: the demo, a given folder, or one downloaded into the hub's cache. The files of a published size with
+    dummy weights are written below `cache_dir` without a network. ValueError otherwise and if the download fails."""
     if model == DEMO:
         return ResolvedModel(CHECKPOINT, model)
     path = Path(model).expanduser()
@@ -60,7 +60,7 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
 
 
 def hub_id_of(model: str) -> str:
-    """What a short name stands for: `Qwen3-VL-8B` is the Instruct checkpoint."""
+    """Return the hub id of an alias: `Qwen3-VL-8B` is the Instruct checkpoint."""
     if qwen := QWEN.fullmatch(model):
         return f"Qwen/{qwen[1]}{qwen[2] or '-Instruct'}{qwen[3] or ''}"
     if HYBRID.fullmatch(model):

@@ -1,5 +1,5 @@
-"""Reads a checkpoint folder's JSON files: the one adapter of Hugging Face configurations, in the layout of transformers 5
-(`rope_parameters`) and in that of the published checkpoints (`rope_scaling`, `rope_theta`). Imports no torch."""
+"""Adapter of Hugging Face configurations: reads a checkpoint folder's JSON files in the layouts of transformers 5
+(`rope_parameters`) and of the published checkpoints (`rope_scaling`, `rope_theta`). Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from models.media.video import VideoGeometry
 
 Json = Mapping[str, Any]
 
-# For folders without preprocessor_config.json: those of the published checkpoints.
+# Values of the published checkpoints, for folders without preprocessor_config.json.
 DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
 DEFAULT_MIN_VIDEO_PIXELS = 4_096
@@ -24,9 +24,10 @@ LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position
 
 
 def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
-    """Read config.json, generation_config.json and the preprocessors' files. ValueError names what is not supported, or missing.
+    """Read config.json, generation_config.json and the preprocessors' files. ValueError names unsupported or missing
+    values.
 
-    `with_head`: the model's own layer for drafts is read, too.
+    `with_head`: also read the draft head.
     """
     config = _read_json(folder / "config.json", is_required=True)
     architecture = architecture_of(config)
@@ -76,7 +77,7 @@ def _value(config: Json, name: str) -> Any:
 
 
 def _first(sources: tuple[Json, ...], keys: tuple[str, ...], default: object) -> Any:
-    """The first value that any source holds under any of the keys."""
+    """Return the first value that any source has under any of the keys."""
     for source in sources:
         for key in keys:
             if source.get(key) is not None:
@@ -85,7 +86,7 @@ def _first(sources: tuple[Json, ...], keys: tuple[str, ...], default: object) ->
 
 
 def _all_ids(*sources: Json) -> tuple[int, ...]:
-    """Every end token that a file names: a generation may end with another one than a text."""
+    """Return the end tokens of all files: a generation may end with another one than a text."""
     found = [source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None]
     return tuple(dict.fromkeys(token_id for value in found for token_id in ([value] if isinstance(value, int) else value)))
 
@@ -141,7 +142,7 @@ def _text(config: Json, has_tower: bool, has_head: bool) -> TextConfig:
 
 
 def _rotary(config: Json, default_theta: float) -> dict[str, Any]:
-    """The rotary parameters, with `rope_theta` and `llama3` (empty: not so scaled) always inside. ValueError for other scalings."""
+    """Return the rotary parameters, always with `rope_theta` and `llama3` (empty: unscaled). ValueError for other scalings."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", _first((config,), ("rope_theta",), default_theta))
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
@@ -173,7 +174,7 @@ def _delta(config: Json) -> DeltaConfig | None:
 
 
 def _delta_layers(config: Json) -> frozenset[int]:
-    """By `layer_types`, or else all but every n-th. ValueError unless some layers have attention."""
+    """Return the DeltaNet layers by `layer_types`, or else all but every n-th. ValueError unless some layers have attention."""
     if not _is_hybrid(config):
         return frozenset()
     num_layers, interval = _value(config, "num_hidden_layers"), config.get("full_attention_interval", 4)
@@ -220,7 +221,7 @@ def _vision(config: Json) -> VisionConfig:
 
 
 def _geometry(settings: Json, vision: VisionConfig | None, least: int, most: int) -> VisionGeometry:
-    """How a preprocessor cuts pixels into patches; bounds of an area in either layout. Without a tower nothing is cut: published sizes."""
+    """Return the patch geometry of a preprocessor, with pixel limits of either layout; published values without a tower."""
     for key in ("image_mean", "image_std"):  # preprocess.py computes x / 127.5 - 1 and nothing else
         if any(value != 0.5 for value in settings.get(key, ())):
             raise ValueError(f"{key} must be 0.5 for every channel, got {settings[key]}")
@@ -231,7 +232,7 @@ def _geometry(settings: Json, vision: VisionConfig | None, least: int, most: int
 
 
 def _video_geometry(folder: Path, vision: VisionConfig | None) -> VideoGeometry:
-    """Of video_preprocessor_config.json, or the part of processor_config.json that takes its place."""
+    """Return the geometry of video_preprocessor_config.json or of the equivalent part of processor_config.json."""
     saved = _read_json(folder / "processor_config.json").get("video_processor")
     settings = saved or _read_json(folder / "video_preprocessor_config.json")
     return VideoGeometry(

@@ -1,4 +1,4 @@
-"""A checkpoint's `model_type` -> how its files lie and which class runs it. Imports no torch."""
+"""Registry of architectures by `model_type`: layout of the files and model class. Imports no torch."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,13 +11,13 @@ from models.config.cosmos3 import COSMOS3_DROPPED, COSMOS3_FILES, COSMOS3_RENAME
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`model` is `module:name` of what makes one (see `models.decoders.contract`), which workers import. `weight_files` are patterns of
-    paths below the folder; an index is followed instead, where there is one."""
+    """`model` is the `module:name` of the model class (see `models.decoders.contract`), which workers import. `weight_files` are patterns
+    of paths in the folder; an index takes precedence."""
 
     model: str
     weight_files: tuple[str, ...] = ("model*.safetensors",)
     renames: tuple[tuple[str, str], ...] = ()  # regular expression and replacement
-    dropped: str | None = None  # tensors that match belong to something else
+    dropped: str | None = None  # matching tensors are not part of the model
     has_tower: bool = True
 
     def known_name(self, stored: str) -> str:
@@ -26,7 +26,7 @@ class Architecture:
         return stored
 
     def names_of(self, stored: Iterable[str]) -> dict[str, str]:
-        """Names that the model knows -> names in the files. ValueError if two tensors become one."""
+        """Map the model's names to names in the files. ValueError if two tensors get the same name."""
         names: dict[str, str] = {}
         for name in stored:
             if self.dropped is not None and re.search(self.dropped, name):
@@ -38,7 +38,7 @@ class Architecture:
         return names
 
 
-# A layer has one mixer of tokens, whatever its kind. The head that predicts further tokens is read if it is used.
+# A layer has one token mixer of either kind. The draft head is read only if it is used.
 QWEN3_5 = Architecture("models.decoders.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
 TEXT_ONLY = Architecture(
     "models.decoders.causal_lm:CausalLM",
@@ -59,13 +59,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def imported(path: str) -> Any:
-    """What `module:name` names."""
+    """Import and return the object `module:name`."""
     module, _, name = path.partition(":")
     return vars(import_module(module))[name]
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """ValueError for a model type that nobody here runs."""
+    """Return the architecture. ValueError for an unsupported model type."""
     found = ARCHITECTURES.get(str(config.get("model_type")))
     if found is None:
         raise ValueError(f"model_type must be one of {', '.join(sorted(ARCHITECTURES))}, got {config.get('model_type')!r}")

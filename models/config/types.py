@@ -1,4 +1,4 @@
-"""A model's configuration as typed values; `config.huggingface` reads them from a folder. Imports no torch."""
+"""Typed configuration of a model; `config.huggingface` reads it from a folder. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -12,36 +12,36 @@ from models.media.video import VideoGeometry
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Every layer has these experts in place of one SwiGLU. The weights of those that the router gives a token sum to one."""
+    """Experts of every layer instead of one SwiGLU. The router's weights of a token's experts sum to one."""
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int  # of one expert
-    has_shared: bool = False  # one more, that every token is given, by a weight of its own
+    has_shared: bool = False  # one more expert for every token, with a weight of its own
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """Gated DeltaNet, which some layers have in place of attention: see `layers.delta`. Value heads share key heads in groups."""
+    """Gated DeltaNet of some layers instead of attention, see `layers.delta`. Groups of value heads share a key head."""
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int  # of a head
     value_dim: int
-    kernel_size: int  # of the convolution over time
+    kernel_size: int  # size of the convolution over time
 
     @property
     def conv_width(self) -> int:
-        """Channels of the convolution: those of queries, keys and values."""
+        """Return the number of convolution channels: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def state_bytes(self, tp: int, dtype_bytes: int) -> int:
-        """Of a layer and row: the recurrent state in float32 and the last inputs of the convolution, of one rank's heads."""
+        """Return the bytes per layer and row of one rank's heads: the float32 state and the last inputs of the convolution."""
         recurrent = 4 * self.num_value_heads * self.key_dim * self.value_dim
         return (recurrent + (self.kernel_size - 1) * self.conv_width * dtype_bytes) // tp
 
     def draft_bytes(self, tp: int, dtype_bytes: int) -> int:
-        """Bytes kept to repeat a draft token: inputs before and after the convolution, and gates; rounded up to align rows."""
+        """Return the bytes to replay a draft token: inputs before and after the convolution, and gates; rounded up to align rows."""
         return -(-2 * (self.conv_width + self.num_value_heads) // tp * dtype_bytes // 64) * 64
 
 
@@ -58,26 +58,26 @@ class TextConfig:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rotary_dim: int  # values of a head that are rotated, its first ones
+    rotary_dim: int  # number of rotated values, the first of a head
     mrope_section: tuple[int, int, int]  # rotary pairs that follow time, height, width; sums to rotary_dim / 2
     max_position_embeddings: int
-    llama3: tuple[float, ...] = ()  # of its rotary scaling: factor, low and high frequency factor, original positions; empty: unscaled
-    has_qk_norm: bool = True  # RMSNorm of the heads of queries and keys
-    format: Format = "plain"  # in which the layers' matrices are stored, see `format_of`
-    plain_modules: tuple[str, ...] = ()  # those that are plain although others are not: paths of modules, or parts of paths
-    quantized_to: Format | None = None  # what plain matrices become after a load, if they are to
+    llama3: tuple[float, ...] = ()  # rotary scaling: factor, low and high frequency factor, original positions; empty: unscaled
+    has_qk_norm: bool = True  # RMSNorm of query and key heads
+    format: Format = "plain"  # format of the layers' matrices, see `format_of`
+    plain_modules: tuple[str, ...] = ()  # unquantized modules: paths or parts of paths
+    quantized_to: Format | None = None  # target format of plain matrices after loading, if any
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
-    delta_layers: frozenset[int] = frozenset()  # the layers that have it; the others have attention, with a gate on its output
-    has_head: bool = False  # see `layers.head`; an attention layer more
+    delta_layers: frozenset[int] = frozenset()  # its layers; the others have attention with a gated output
+    has_head: bool = False  # draft head, one more attention layer, see `layers.head`
 
     def layer_path(self, layer: int) -> str:
-        """Of a layer in the checkpoint; the one after the last is that of the head for drafts."""
+        """Return the path of a layer in the checkpoint; the one after the last is the draft head's."""
         return "mtp.layers.0" if layer == self.num_layers else f"model.language_model.layers.{layer}"
 
     def format_of(self, parent: str, *names: str) -> MatrixFormat:
-        """How these matrices of the module `parent` are stored, and what becomes of them after a load. ValueError if they differ, since
-        they are computed as one."""
+        """Return the stored format of these matrices of the module `parent` and the format after loading. ValueError if they differ, since
+        they form one product."""
         plain = [name for name in names if any(f".{part}." in f".{parent}.{name}." for part in self.plain_modules)]
         if self.format != "plain" and plain and len(plain) < len(names):
             raise ValueError(f"quantization_config must leave out all or none of {', '.join(names)} of {parent}, got {', '.join(plain)}")
@@ -85,16 +85,16 @@ class TextConfig:
         return MatrixFormat(stored, stored if plain else self.quantized_to or stored)
 
     def ordinal(self, layer: int) -> int:
-        """Of a layer among those of its kind."""
+        """Return the index of a layer among those of its kind."""
         num_delta = sum(other < layer for other in self.delta_layers)
         return num_delta if layer in self.delta_layers else layer - num_delta
 
     def heads(self, tp: int) -> Heads:
-        """Of each of `tp` ranks. With more ranks than KV heads each has one."""
+        """Return the heads of each of `tp` ranks; at least one KV head each."""
         return Heads(self.num_heads // tp, max(1, self.num_kv_heads // tp), self.head_dim, self.rotary_dim)
 
     def cache_spec(self, tp: int, dtype_bytes: int) -> CacheSpec:
-        """Of each of `tp` ranks."""
+        """Return the cache specification of each of `tp` ranks."""
         num_paged = self.num_layers - len(self.delta_layers) + self.has_head
         paged = PagedGroup(num_paged, self.heads(tp).num_kv, self.head_dim, dtype_bytes)
         if self.delta is None:
@@ -127,7 +127,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What generation_config.json recommends where a request is silent. `top_k` 0 means off."""
+    """Defaults of generation_config.json for parameters that a request omits. `top_k` 0 means off."""
 
     temperature: float
     top_p: float
@@ -138,7 +138,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """All that the engine needs to know of a checkpoint besides its weights."""
+    """Configuration of a checkpoint."""
 
     text: TextConfig
     vision: VisionConfig | None  # None: a text model
@@ -146,10 +146,10 @@ class ModelConfig:
     geometry: VisionGeometry
     video: VideoGeometry
     sampling: SamplingDefaults
-    dtype: str  # "bfloat16", "float16" or "float32": that of the stored weights
+    dtype: str  # dtype of the stored weights: "bfloat16", "float16" or "float32"
     tie_word_embeddings: bool
     image_token_id: int  # -1: the model has no vision
-    video_token_id: int | None  # None: the model takes no videos
+    video_token_id: int | None  # None: the model does not support videos
     vision_start_token_id: int
     vision_end_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -161,5 +161,5 @@ class ModelConfig:
 
     @property
     def num_visual_levels(self) -> int:
-        """Rows of one visual token: the main embedding and one per DeepStack level."""
+        """Return the embeddings per visual token: the main one and one per DeepStack level."""
         return 1 if self.vision is None else 1 + len(self.vision.deepstack_indexes)

@@ -34,7 +34,7 @@ class VisualSlice:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step. `logits_indices` may be empty: then no logits are computed (a chunk in the middle of a prompt)."""
+    """Input of one step. No logits are computed if `logits_indices` is empty (a chunk in the middle of a prompt)."""
 
     input_ids_T: torch.Tensor  # int64 on the device; `visual` overwrites image placeholders
     positions_3T: torch.Tensor  # (3, T) int64 on the device: M-RoPE positions (time, height, width)
@@ -42,13 +42,13 @@ class ForwardBatch:
     visual: tuple[VisualSlice, ...]
     logits_indices: torch.Tensor  # (S,) int64 on the device, ascending: tokens whose logits are wanted
     states: tuple[RowStates, ...] = ()  # one for each state group
-    rows: StateRows | None = None  # of models with states
+    rows: StateRows | None = None  # only for models with states
     padding_slot: int | None = None  # that of tokens which are padding; None: there are none
-    hidden_TD: torch.Tensor | None = None  # where the final hidden states of all tokens go, for the model's head
+    hidden_TD: torch.Tensor | None = None  # receives the final hidden states of all tokens for the draft head
     row_class: RowClass | None = None  # of all products; None: that of the step's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTokens:
     positions_3T: torch.Tensor  # as in `ForwardBatch`
-    slots_T: torch.Tensor  # int64 on the device: where their keys and values go
+    slots_T: torch.Tensor  # int64 on the device: KV slots of the tokens

@@ -1,4 +1,4 @@
-"""A decoder and its head, without a tower: Llama, Qwen3. What a model with a tower adds is in a class of its own."""
+"""Decoder and output head without a vision tower: Llama, Qwen3."""
 
 from collections.abc import Iterator
 

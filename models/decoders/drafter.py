@@ -1,4 +1,4 @@
-"""A model's own head for drafts with what it shares with the model: rotary positions and the output matrix."""
+"""Draft head with the rotary positions and the output matrix that it shares with the model."""
 
 import torch
 
@@ -12,7 +12,7 @@ from models.layers.rotary import MRope
 from models.parallel.group import TensorParallel
 from models.weights.matrix import Matrix, storage_of
 
-ROUNDED = "float8"  # what the output matrix is for draft tokens
+ROUNDED = "float8"  # output matrix for draft tokens
 
 
 class HeadDrafter:

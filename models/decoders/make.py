@@ -1,4 +1,4 @@
-"""Makes the model that a configuration names."""
+"""Construct the model that a configuration names."""
 
 import torch
 
@@ -10,6 +10,6 @@ from models.parallel.group import TensorParallel
 
 
 def make_model(config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> LanguageModel:
-    """This rank's part, without values."""
+    """Return this rank's part of the model with uninitialised weights."""
     model: LanguageModel = imported(config.architecture.model)(config, tp, backend, dtype)
     return model

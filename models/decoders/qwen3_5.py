@@ -1,8 +1,8 @@
-"""Qwen3.5, 3.6 and 3.8: the tower of Qwen3-VL without DeepStack, and a decoder most of whose layers have Gated DeltaNet in place of
-attention. What attention is left has gated outputs and rotates a quarter of each head. Norms are stored as their distance from 1, except
-that inside DeltaNet.
+"""Qwen3.5, 3.6 and 3.8: the tower of Qwen3-VL without DeepStack, and a decoder in which most layers have Gated DeltaNet instead of
+attention. The attention layers have gated outputs and rotate a quarter of each head. Norms are stored as differences from 1, except the
+norm inside DeltaNet.
 
-    [DeltaNet, DeltaNet, DeltaNet, attention] x n, or as `layer_types` says; behind each SwiGLU, or experts of which all tokens share one
+    [DeltaNet, DeltaNet, DeltaNet, attention] x n, or by `layer_types`; each followed by SwiGLU, or by experts with one shared by all tokens
 """
 
 from models.config.types import TextConfig

@@ -1,4 +1,4 @@
-"""Qwen3-VL: a vision tower whose embeddings join a decoder's tokens."""
+"""Qwen3-VL: a decoder whose image tokens are embeddings of a vision tower."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from models.vision.encoder import ImageEncoder, make_tower
 
 
 class Qwen3VL(CausalLM):
-    """See `LanguageModel`. With experts or without, as the configuration says."""
+    """See `LanguageModel`. The configuration selects experts or SwiGLU."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__(config, tp, backend, dtype)

@@ -1,4 +1,4 @@
-"""A decoder: embedding, layers, DeepStack, final norm."""
+"""Decoder: embedding, layers, DeepStack, final norm."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from models.layers.rotary import MRope
 
 
 class TextModel(nn.Module):
-    """Token ids and image embeddings in, final hidden states of the wanted tokens out."""
+    """Map token ids and image embeddings to the final hidden states of the requested tokens."""
 
     def __init__(self, config: ModelConfig, setup: Setup, make_layer: MakeLayer) -> None:
         super().__init__()
@@ -25,12 +25,12 @@ class TextModel(nn.Module):
         self.rope = MRope(text, setup.ops, setup.place.device)
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, setup)
         self._layers = [make_layer(i, text, setup) for i in range(text.num_layers)]
-        self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
+        self.layers = nn.ModuleList(self._layers)  # typed alias of the module list
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """(S, D): normalised hidden states of `batch.logits_indices`. After the last layer's keys are stored, only the wanted tokens go
-        on."""
+        """Return the (S, D) normalised hidden states of `batch.logits_indices`. Only these tokens continue after the last layer's keys
+        are stored."""
         hidden_TD = self.embed_tokens(batch.input_ids_T)
         for item in batch.visual:
             hidden_TD[item.tokens] = item.level(0)

@@ -1,1 +1,1 @@
-"""The parts of the decoder and the vision tower."""
+"""Layers of the decoder and the vision tower."""

@@ -30,7 +30,7 @@ class LayerContext:
     slots_T: torch.Tensor  # KV slots of the tokens
     real_T: torch.Tensor | None  # which are not padding, for layers of experts; None: all
     states: RowStates | None = None  # of the layers that keep some
-    rows: StateRows | None = None  # which tokens are whose, for these
+    rows: StateRows | None = None  # tokens of each row, for these layers
 
 
 class RMSNorm(nn.Module):
@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
         self.weight = setup.parameter(size, dtype=torch.float32 if self.offset else None)
 
     def forward(self, residual: Residual) -> Normed:
-        """The normalised stream, for the products of one layer."""
+        """Return the normalised stream for the products of one layer."""
         return residual.normed(self.weight, self.eps)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
@@ -109,7 +109,7 @@ class SelfAttention(Mixer):
         self.o_proj.add_(residual, mixed_TX, rows)
 
     def _new_heads(self, x_TD: Normed, context: LayerContext) -> tuple[NewHeads, torch.Tensor | None]:
-        """And their gates (T, H * K), if they have such."""
+        """Also return the gates (T, H * K), if there are any."""
         qkv_TX, gate_TX = self.qkv_proj.weight.product(x_TD, context.row_class), None
         if self._gate_width:
             qkv_TX, gate_TX = qkv_TX.tensor_split((-self._gate_width,), dim=1)
@@ -135,7 +135,7 @@ class DecoderLayer(nn.Module):
         moe, path = config.moe, f"{config.layer_path(layer)}.mlp"
         self.mlp: MLP | SparseMoe
         if moe is None:
-            of_all = config.format_of(path, "gate_proj", "up_proj", "down_proj")  # SwiGLU is rounded as its product takes it
+            of_all = config.format_of(path, "gate_proj", "up_proj", "down_proj")  # SwiGLU is rounded to the input format of its product
             self.mlp = MLP(config.hidden_size, config.intermediate_size, of_all, setup)
         else:
             names = ("experts", "shared_expert") if moe.has_shared else ("experts",)

@@ -1,11 +1,11 @@
-"""Gated DeltaNet: attention whose cache is one matrix a head, however long the sequence is (arXiv 2412.06464, and a convolution before it).
+"""Gated DeltaNet: attention with one matrix per head as its cache, for any sequence length (arXiv 2412.06464, and a convolution before it).
 
     x ── in_proj ──┬─ q, k, v ── conv over 4 tokens, SiLU ──▶ delta rule: S = e^g S + k (beta (v - (e^g S)' k))',  o = S' q
                    ├─ z ────────────────────────────────────────────────────▶ norm(o) * silu(z) ── out_proj ──▶
                    └─ a, b ── g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
 
 The formula is that of transformers' `Qwen3_5GatedDeltaNet`. A state in the cache is S (value heads, key dim, value dim) in float32, then
-in the model's dtype the last inputs of the convolution (kernel - 1, channels); then what `DeltaState` has of drafts.
+in the model's dtype the last inputs of the convolution (kernel - 1, channels); then the inputs of draft tokens (see `DeltaState`).
 """
 
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ class GatedDeltaNet(Mixer):
 
 
 def _head_parts(delta: DeltaConfig, tp: TensorParallel) -> tuple[list[Part], int]:
-    """Of the matrix of queries, keys and values, this rank's heads; and how many of keys."""
+    """Return this rank's parts of the matrix of queries, keys and values, and its number of key heads."""
     num_keys, num_values = tp.share(delta.num_key_heads, "linear_num_key_heads"), tp.share(delta.num_value_heads, "linear_num_value_heads")
     keys, values = num_keys * delta.key_dim, num_values * delta.value_dim
     parts, first = [], 0

@@ -1,11 +1,11 @@
 """Draft head of a model: one more layer, which predicts the token after the next one (multi-token prediction).
 
     next token's embedding ── norm ─┐
-                                    ├─ fc ──▶ attention, MLP ── norm ──▶ the model's logits: the token behind it
-    final hidden state ────── norm ─┘                             └────▶ in place of the hidden state, for the token after that
+                                    ├─ fc ──▶ attention, MLP ── norm ──▶ the model's logits: the token after it
+    final hidden state ────── norm ─┘                             └────▶ replaces the hidden state for the following token
 
-The names are those of the published checkpoints, `mtp.*`; embedding and logits are the model's. The layer has keys and values of its own,
-behind those of the model's layers, and the rotary position of the hidden state's token.
+The names are those of the published checkpoints, `mtp.*`; embedding and logits are the model's. The layer has its own keys and values,
+after those of the model's layers, and the rotary position of the hidden state's token.
 """
 
 import torch
@@ -27,7 +27,7 @@ class PredictionHead(nn.Module):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (RMSNorm(width, config.rms_norm_eps, setup) for _ in range(3))
         self.fc = FusedColumnParallelLinear(2 * width, [Part("fc", width, 0, width)], PLAIN, setup)
         self._layers = [make_layer(config.num_layers, config, setup)]
-        self.layers = nn.ModuleList(self._layers)  # the list beside it keeps the type
+        self.layers = nn.ModuleList(self._layers)  # typed alias of the module list
 
     def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, context: LayerContext, wanted_S: torch.Tensor) -> torch.Tensor:
         """Return (S, D) of the wanted tokens. Keys and values of all tokens are stored."""

@@ -47,7 +47,7 @@ class Setup:
     tp: TensorParallel
     ops: Ops
     place: Place
-    norm_offset: float = 0.0  # a checkpoint's norms are so much less than what multiplies
+    norm_offset: float = 0.0  # difference between the factor and a norm of the checkpoint
 
     @classmethod
     def on(cls, backend: Backend, tp: TensorParallel, dtype: torch.dtype, norm_offset: float = 0.0) -> "Setup":

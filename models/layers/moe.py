@@ -1,4 +1,4 @@
-"""SwiGLU, and a mixture of SwiGLU experts in place of one, and how its matrices lie in checkpoints."""
+"""SwiGLU, mixtures of SwiGLU experts, and the layouts of their matrices in checkpoints."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -52,8 +52,8 @@ class StackedExperts(nn.Module):
         self.down = Matrix.empty(self.count * hidden_size, width, format, setup.place)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointPart]:
-        """As transformers 5 writes them (experts, outputs, inputs), as published (experts, inputs, outputs), or each expert's alone. The
-        shared one's are siblings of this module."""
+        """Accept the layouts of transformers 5 (experts, outputs, inputs), of published files (experts, inputs, outputs), and of one
+        tensor per expert. The shared expert's tensors are siblings of this module."""
         shared = {prefix.rpartition(".")[0] + ".shared_expert": self.moe.num_experts} if self.moe.has_shared else {}
         single = {f"{prefix}.{expert}": expert for expert in range(self.moe.num_experts)}
         matrices: Iterator[tuple[Stored, Stored]] = zip(self.gate_up.storage.stored, self.down.storage.stored, strict=True)
@@ -69,7 +69,7 @@ class StackedExperts(nn.Module):
     def _stacked(
         self, prefix: str, suffix: str, block: tuple[int, int], gate_up: torch.Tensor, down: torch.Tensor, is_input_major: bool
     ) -> Iterator[CheckpointTensor]:
-        """All matrices of experts that are not shared as one tensor; of values, or of what each block has one of."""
+        """Return all matrices of the experts, except the shared one, as one tensor of values or of per-block scales."""
         of_up, of_down, last = self._up(block), self._down(block), min(self.first + self.count, self.moe.num_experts)
         experts, ours = slice(self.first, last), slice(0, last - self.first)
 
@@ -88,7 +88,7 @@ class StackedExperts(nn.Module):
     def _single(
         self, experts: dict[str, int], suffix: str, block: tuple[int, int], gate_up: torch.Tensor, down: torch.Tensor
     ) -> Iterator[CheckpointTensor]:
-        """The three matrices of each of `experts` (path -> number); of other ranks' experts nothing is read."""
+        """Return the three matrices of each of `experts` (path -> number); those of other ranks are not read."""
         halves, downs = gate_up.unflatten(0, (self.count, 2, -1)), down.unflatten(0, (self.count, -1))
         for path, expert in experts.items():
             i = expert - self.first
@@ -98,7 +98,7 @@ class StackedExperts(nn.Module):
                 yield CheckpointTensor(f"{path}.{name}_proj.weight{suffix}", shape, index, target)
 
     def _up(self, block: tuple[int, int]) -> tuple[tuple[int, int], Index]:
-        """In blocks: the shape of an expert's gate or up projection, and this rank's part of it."""
+        """Return the shape of an expert's gate or up projection and this rank's part of it, in blocks."""
         return (-(-self.inner // block[0]), -(-self.hidden_size // block[1])), (in_blocks(self._share, block[0]), ALL)
 
     def _down(self, block: tuple[int, int]) -> tuple[tuple[int, int], Index]:

@@ -1,5 +1,5 @@
-"""Rotary tables, float32 (rows, K), for K values of a head, K / 2 cosines, then K / 2 sines: interleaved M-RoPE rows of a step, axial
-rows of a patch grid."""
+"""Rotary tables, float32 (rows, K): for the K values of a head, K / 2 cosines, then K / 2 sines. Interleaved M-RoPE rows of a step and
+axial rows of a patch grid."""
 
 import math
 
@@ -10,7 +10,7 @@ from models.kernels.ops import Ops
 
 
 class MRope:
-    """Position triples -> cos/sin rows. Pair i follows time, height or width: T H W T H W ... as far as the sections go, then time."""
+    """Position triples -> cos/sin rows. Pair i follows time, height or width: T H W T H W ... up to the ends of the sections, then time."""
 
     def __init__(self, config: TextConfig, ops: Ops, device: torch.device) -> None:
         self._ops = ops
@@ -33,8 +33,8 @@ def inverse_frequencies(theta: float, dim: int) -> torch.Tensor:
 
 
 def llama3(inv_freq_J: torch.Tensor, factor: float, low: float, high: float, positions: float) -> torch.Tensor:
-    """Divided by `factor` where less than `low` turns fit into `positions`, unchanged from `high` turns on, linear between: transformers'
-    `_compute_llama3_parameters`."""
+    """Divide frequencies with fewer than `low` periods in `positions` by `factor`, keep those with `high` or more, interpolate between, as
+    transformers' `_compute_llama3_parameters`."""
     kept_J = ((positions * inv_freq_J / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return inv_freq_J * ((1 - kept_J) / factor + kept_J)
 

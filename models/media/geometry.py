@@ -1,4 +1,4 @@
-"""Sizes of images in patches and tokens, for the server and the workers: only this file rounds a size. Standard library alone."""
+"""Sizes of images in patches and tokens, for the server and the workers. Only this module rounds sizes. Standard library only."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Grid = tuple[int, int, int]  # (t, h, w): frame pairs, patch rows, patch columns
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in pixels to which an image is resized: multiples of `factor`, area within the limits, ratio nearly kept, as
+    """Return (height, width) in pixels of the resized image: multiples of `factor`, area within the limits, aspect ratio nearly kept, as
     transformers' `qwen2_vl` image processor. ValueError for an empty image or an aspect ratio above 200."""
     if height < 1 or width < 1:
         raise ValueError(f"an image needs at least one pixel, got {width}x{height}")
@@ -25,7 +25,7 @@ def check_aspect_ratio(height: int, width: int, what: str) -> None:
 def rounded_size(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, num_frames: int = 1, num_counted: int = 1
 ) -> tuple[int, int]:
-    """Multiples of `factor` whose area over `num_counted` frames is within the limits; otherwise scaled by that of `num_frames`."""
+    """Round to multiples of `factor` with an area over `num_counted` frames within the limits; otherwise scale by that of `num_frames`."""
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     pixels = num_counted * new_height * new_width
     if pixels > max_pixels:
@@ -50,17 +50,17 @@ class VisionGeometry:
     max_pixels: int
 
     def grid(self, height: int, width: int) -> Grid:
-        """The patch grid (1, h, w) of an image of this size; h and w are multiples of `merge_size`. ValueError as `smart_resize`."""
+        """Return the patch grid (1, h, w) of an image of this size, multiples of `merge_size`. ValueError as in `smart_resize`."""
         factor = self.patch_size * self.merge_size
         new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
     def num_tokens(self, grid: Grid) -> int:
-        """Placeholder tokens of an item of this patch grid."""
+        """Return the number of placeholder tokens of an item of this patch grid."""
         t, h, w = grid
         return t * h * w // self.merge_size**2
 
     def merged(self, grid: Grid) -> Grid:
-        """The grid in tokens, (t, h / merge, w / merge)."""
+        """Return the grid in tokens, (t, h / merge, w / merge)."""
         t, h, w = grid
         return t, h // self.merge_size, w // self.merge_size

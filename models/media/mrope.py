@@ -11,10 +11,10 @@ Positions = npt.NDArray[np.int64]
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[tuple[int, Grid]]) -> tuple[Positions, int]:
-    """Positions (3, num_tokens) in (time, height, width) and the delta of what follows: token i >= num_tokens is at i + delta on all axes.
+    """Return positions (3, num_tokens) in (time, height, width) and the delta: a token i >= num_tokens is at i + delta on all axes.
 
     `spans` are (first placeholder token, grid in tokens (t, h, w)), ascending and not overlapping. Text counts up on all three axes. An
-    item starts at the next position p: its tokens are at (p + t, p + h, p + w), and text goes on at p + max(h, w), as in transformers'
+    item starts at the next position p: its tokens are at (p + t, p + h, p + w), and text continues at p + max(h, w), as in transformers'
     `Qwen3VLModel.get_rope_index`. ValueError if the spans do not fit.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
@@ -29,6 +29,6 @@ def mrope_positions(num_tokens: int, spans: Sequence[tuple[int, Grid]]) -> tuple
         position += max(h, w)
         token = end
     positions[:, token:] = np.arange(position, position + num_tokens - token)
-    # The next token follows the largest position, which many frame pairs may hold on the time axis.
+    # The next token follows the largest position, which may be on the time axis with many frame pairs.
     next_position = int(positions.max()) + 1 if num_tokens else 0
     return positions, next_position - num_tokens

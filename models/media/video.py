@@ -1,4 +1,4 @@
-"""Which frames of a video a model sees, how large, and at what times: the formulas of transformers' `Qwen3VLVideoProcessor`. No torch."""
+"""Sampling, sizes and times of video frames, with the formulas of transformers' `Qwen3VLVideoProcessor`. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ import numpy as np
 
 from models.media.geometry import Grid, check_aspect_ratio, rounded_size
 
-DEFAULT_SOURCE_FPS = 24.0  # of a video that does not tell
-FLOOR_MARGIN = 1.05  # a capped video keeps a little more than the least number of pixels
+DEFAULT_SOURCE_FPS = 24.0  # for a video without a frame rate
+FLOOR_MARGIN = 1.05  # a capped video keeps slightly more than the minimum of pixels
 
 
 @dataclass(frozen=True, slots=True)
 class VideoGeometry:
-    """`min_pixels` and `max_pixels` bound frames * height * width after resizing. `max_frame_tokens`: of one frame, None: no bound of its
-    own. `num_frames` excludes `fps`, of which the least and most frames are bounds."""
+    """`min_pixels` and `max_pixels` bound frames * height * width after resizing. `max_frame_tokens` bounds one frame (None: no
+    limit). `num_frames` excludes `fps`, for which the minimum and maximum of frames apply."""
 
     patch_size: int
     merge_size: int
@@ -25,11 +25,11 @@ class VideoGeometry:
     min_frames: int = 4
     max_frames: int = 768
     num_frames: int | None = None
-    samples: bool = True  # otherwise all frames are seen
+    samples: bool = True  # otherwise all frames are used
     max_frame_tokens: int | None = None
 
     def sample(self, total: int, source_fps: float | None) -> list[int]:
-        """Indices of frames, ascending; as many as `num_frames`, even if there are fewer to choose from."""
+        """Return ascending indices of frames; always `num_frames` if set, even if the video has fewer."""
         if not self.samples:
             return list(range(total))
         num_frames = self.num_frames
@@ -40,8 +40,8 @@ class VideoGeometry:
         return indices
 
     def grid(self, num_frames: int, height: int, width: int) -> Grid:
-        """The patch grid (pairs, h, w) of so many frames of this size; h and w are multiples of `merge_size`. ValueError for a single
-        frame, an empty one, or an aspect ratio above 200."""
+        """Return the patch grid (pairs, h, w) of so many frames of this size; h and w are multiples of `merge_size`. ValueError for a
+        single or empty frame, or an aspect ratio above 200."""
         if num_frames < self.temporal_patch_size:
             raise ValueError(f"a video needs at least {self.temporal_patch_size} frames, got {num_frames}")
         if height < 1 or width < 1:
@@ -61,7 +61,7 @@ class VideoGeometry:
         return pairs, new_height // self.patch_size, new_width // self.patch_size
 
     def pair_times(self, times: Sequence[float]) -> list[float]:
-        """Seconds of each pair: the mean of its first and last frame's; the last frame is repeated where one is missing."""
+        """Return the time of each pair in seconds: the mean of its two frames. An odd last frame is repeated."""
         size = self.temporal_patch_size
         padded = [*times, *[times[-1]] * (-len(times) % size)]
         return [(padded[i] + padded[i + size - 1]) / 2 for i in range(0, len(padded), size)]

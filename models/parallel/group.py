@@ -1,4 +1,4 @@
-"""Tensor parallelism: the group of ranks as an object. Activations between layers are whole on every rank."""
+"""Tensor-parallel group of ranks. Activations between layers are whole on every rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 
 class SmallSums(Protocol):
-    """Sums of few tokens over the ranks that are faster than those of the group."""
+    """All-reduce of few tokens, faster than the group's."""
 
     def room(self, num_tokens: int, width: int) -> torch.Tensor | None:
-        """Where this rank leaves what is to be summed, (T, D), until the sum is read; None if it is too much."""
+        """Return the (T, D) buffer for this rank's summands, used until the sum is read; None if it is too large."""
 
     def sum_(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place: of all of what `room` returned last."""
+        """All-reduce the last buffer of `room` in place."""
 
 
 class Exchange(Protocol):
-    """Collectives of few values, each in one kernel. Sums are of bfloat16."""
+    """Collectives of few values in one kernel each. Sums are bfloat16."""
 
     max_bytes: int  # of a rank
 
@@ -27,13 +27,13 @@ class Exchange(Protocol):
         """stream += the sum over S and the ranks."""
 
     def sum_(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place."""
+        """All-reduce in place."""
 
     def gather_columns(self, x_SN: torch.Tensor) -> torch.Tensor:
-        """(S, N) of each rank -> (S, size * N), in rank order."""
+        """Gather (S, N) of each rank to (S, size * N) in rank order."""
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """The value of rank 0, in place."""
+        """Broadcast from rank 0 in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +45,24 @@ class TensorParallel:
     group: dist.ProcessGroup | None
     small_sums: SmallSums | None = None
     exchange: Exchange | None = None
-    whole_experts: bool = False  # not a share of every one
+    whole_experts: bool = False  # instead of a share of each
 
     @classmethod
     def single(cls) -> "TensorParallel":
         return cls(rank=0, size=1, group=None)
 
     def share(self, total: int, what: str) -> int:
-        """`total / size`; ValueError that names `what` if it does not divide."""
+        """Return `total / size`. ValueError that names `what` if it is not divisible."""
         if total % self.size:
             raise ValueError(f"{what} ({total}) does not divide over {self.size} tensor-parallel ranks")
         return total // self.size
 
     def exchange_for(self, num_bytes: int) -> Exchange | None:
-        """If each rank's part is little enough for it."""
+        """Return the exchange if each rank's part is small enough for it."""
         return self.exchange if self.exchange is not None and num_bytes <= self.exchange.max_bytes else None
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place."""
+        """All-reduce in place."""
         if (exchange := self.exchange_for(x.nbytes)) is not None:
             return exchange.sum_(x)
         if self.size > 1:
@@ -70,13 +70,13 @@ class TensorParallel:
         return x
 
     def sum_of(self, num_tokens: int, width: int, compute: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
-        """The sum over the ranks of what `compute(out)` leaves in `out` (T, D), or makes if that is None. Read it before the next call."""
+        """Return the sum over the ranks of the result of `compute(out)`, in `out` (T, D) if not None. Valid until the next call."""
         if self.small_sums is None or (room_TD := self.small_sums.room(num_tokens, width)) is None:
             return self.all_reduce_(compute(None))
         return self.small_sums.sum_(compute(room_TD))
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """The value of rank 0, in place."""
+        """Broadcast from rank 0 in place."""
         if (exchange := self.exchange_for(x.nbytes)) is not None:
             return exchange.broadcast_(x)
         if self.size > 1:
@@ -84,7 +84,7 @@ class TensorParallel:
         return x
 
     def warm_up(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Each collective once, for one token and for so many, on every rank: NCCL's first of a kind and size takes a second and memory."""
+        """Run each collective once for one token and for so many: NCCL's first call of a kind and size takes a second and memory."""
         for count in (1, num_tokens) if self.size > 1 else ():
             x = torch.zeros((count, width), dtype=dtype, device=device)
             for tp in (self, replace(self, exchange=None)):
@@ -94,7 +94,7 @@ class TensorParallel:
             self.all_to_all_rows(x.expand(self.size, -1, -1).flatten(0, 1), [count] * self.size, [count] * self.size)
 
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """(S, n) of each rank -> (S, size * n), in rank order."""
+        """Gather (S, n) of each rank to (S, size * n) in rank order."""
         if self.size == 1:
             return x
         if (exchange := self.exchange_for(x.nbytes)) is not None:
@@ -104,7 +104,7 @@ class TensorParallel:
         return gathered.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """(counts[rank], ...) of each rank -> (sum(counts), ...) in rank order. Every rank knows all counts."""
+        """Gather (counts[rank], ...) of each rank to (sum(counts), ...) in rank order. Every rank knows all counts."""
         if self.size == 1:
             return x
         longest = max(counts)
@@ -115,14 +115,14 @@ class TensorParallel:
         return torch.cat([gathered[rank * longest : rank * longest + count] for rank, count in enumerate(counts)])
 
     def all_to_all_rows(self, x: torch.Tensor, to: Sequence[int], of: Sequence[int]) -> torch.Tensor:
-        """Of x, (sum(to), ...), the next `to[rank]` rows go to each rank -> (sum(of), ...): `of[rank]` rows of each, in rank order."""
+        """Send the next `to[rank]` rows of x (sum(to), ...) to each rank; return (sum(of), ...), `of[rank]` rows of each in rank order."""
         received = x.new_empty((sum(of), *x.shape[1:]))
         dist.all_to_all_single(received, x.contiguous(), list(of), list(to), group=self.group)
         return received
 
 
 def kv_heads_of(num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:
-    """(first KV head, number of KV heads) of this rank. With more ranks than heads a head is replicated on size / heads ranks."""
+    """Return (first KV head, number of KV heads) of this rank. With more ranks than heads a head is replicated on size / heads ranks."""
     if tp.size <= num_kv_heads:
         count = tp.share(num_kv_heads, "num_key_value_heads")
         return tp.rank * count, count

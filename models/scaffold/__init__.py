@@ -1,4 +1,4 @@
-"""Writes complete model folders without a download: the shapes of the published checkpoints with dummy weights, and a tiny one.
+"""Generator of complete model folders without a download: published shapes with dummy weights, and tiny models.
 
 Called by the registry (`--load-format dummy`), by tests and by `python -m models.scaffold`.
 """
@@ -15,11 +15,11 @@ __all__ = ["SHAPES", "Shape", "write_model_folder"]
 
 
 def write_model_folder(out: Path, shape: Shape, weights: str, seed: int, format: Format = "plain") -> None:
-    """Writes every file that a checkpoint of this shape has; loadable by this engine and by transformers.
+    """Write every file of a checkpoint of this shape, loadable by this engine and by transformers.
 
     `weights` is "none" (the folder then needs `--load-format dummy`; torch is not imported) or "random": seeded normal values as
-    safetensors under Hugging Face names, in shards when big. `format` is that of the decoder's matrices. Existing files are replaced. The
-    output is a function of the arguments.
+    safetensors under Hugging Face names, in shards when big. `format` is the format of the decoder's matrices. Existing files are replaced.
+    The output is a function of the arguments.
     """
     if weights not in ("none", "random"):
         raise ValueError(f"weights must be 'none' or 'random', got {weights!r}")

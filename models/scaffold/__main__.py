@@ -1,4 +1,4 @@
-"""`python -m models.scaffold --shape 8B --out DIR`: writes a model folder of a published shape, or the tiny one of the tests."""
+"""`python -m models.scaffold --shape 8B --out DIR`: write a model folder of a published shape or of a tiny test model."""
 
 import argparse
 from pathlib import Path

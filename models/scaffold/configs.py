@@ -1,4 +1,4 @@
-"""The JSON files of a model folder besides the tokenizer's, in the layout of the published checkpoints. Used by the scaffold."""
+"""JSON files of a model folder except the tokenizer's, in the layout of the published checkpoints."""
 
 from models.config.formats import FORMATS, Format
 from models.scaffold.shapes import Shape
@@ -6,7 +6,7 @@ from models.scaffold.tokenizer import special_token_ids
 
 
 def config_json(shape: Shape) -> dict[str, object]:
-    """config.json; transformers and `read_config` both read it."""
+    """Return config.json for transformers and `read_config`."""
     ids = special_token_ids(shape.num_base_tokens)
     return {
         "architectures": [f"Qwen3{'VL' if shape.delta is None else '_5'}{'Moe' if shape.experts else ''}ForConditionalGeneration"],
@@ -105,13 +105,13 @@ def _vision_config(shape: Shape) -> dict[str, object]:
 
 
 def quantization_json(format: Format) -> dict[str, object]:
-    """What config.json has besides if the decoder's matrices have this format."""
+    """Return the entries of config.json for this format of the decoder's matrices."""
     settings = FORMATS[format].settings
     return {"quantization_config": {**settings, "modules_to_not_convert": ["lm_head", "model.visual"]}} if settings else {}
 
 
 def generation_config_json(shape: Shape) -> dict[str, object]:
-    """generation_config.json: stop tokens and the sampling that the published Instruct checkpoints recommend."""
+    """Return generation_config.json: stop tokens and sampling of the published Instruct checkpoints."""
     ids = special_token_ids(shape.num_base_tokens)
     return {
         "bos_token_id": ids["<|endoftext|>"],
@@ -126,7 +126,7 @@ def generation_config_json(shape: Shape) -> dict[str, object]:
 
 
 def image_processor_json() -> dict[str, object]:
-    """preprocessor_config.json; `size` is an area in pixels."""
+    """Return preprocessor_config.json; `size` is an area in pixels."""
     return {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "processor_class": "Qwen3VLProcessor",
@@ -140,7 +140,7 @@ def image_processor_json() -> dict[str, object]:
 
 
 def video_processor_json() -> dict[str, object]:
-    """video_preprocessor_config.json; `size` is an area in pixels summed over the frames."""
+    """Return video_preprocessor_config.json; `size` is an area in pixels summed over the frames."""
     return {
         **image_processor_json(),
         "video_processor_type": "Qwen3VLVideoProcessor",

@@ -1,4 +1,4 @@
-"""The sizes of the Qwen3-VL and Qwen3.5 checkpoints as published, and of tiny models that the tests run. Used by the scaffold."""
+"""Sizes of the published Qwen3-VL and Qwen3.5 checkpoints and of tiny models for tests."""
 
 from dataclasses import dataclass, replace
 
@@ -8,12 +8,12 @@ NUM_BASE_TOKENS_3_5, VOCABULARY_3_5 = 248_044, 248_320
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of each layer: how many, how many of them a token is given to, and the width of one."""
+    """Experts of each layer: their number, the number per token, and the width of one."""
 
     count: int
     per_token: int
     intermediate: int
-    shared: int = 0  # width of one more, which all tokens are given
+    shared: int = 0  # width of the expert shared by all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Everything in which one size differs from another; what all sizes share is in `configs.py`.
+    """Values that differ between sizes; `configs.py` has the others.
 
-    Special tokens take the ids from `num_base_tokens` up; for every published size that gives their published ids.
+    The ids of special tokens start at `num_base_tokens`, which gives the published ids for every published size.
     """
 
     layers: int
@@ -60,7 +60,7 @@ def _published(layers: int, hidden: int, heads: int, kv_heads: int, intermediate
 def _hybrid(
     layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, value_heads: int, tied: bool = False, big_tower: bool = True
 ) -> Shape:
-    """Of Qwen3.5. That the small ones have the small tower of Qwen3-VL is a guess."""
+    """Return a shape of Qwen3.5. The tower of the small sizes is assumed to be Qwen3-VL's small one."""
     shape = _published(layers, hidden, heads, kv_heads, intermediate, tied, big_tower)
     shape = replace(shape, vocab_size=VOCABULARY_3_5, num_base_tokens=NUM_BASE_TOKENS_3_5, deepstack=())
     return replace(shape, head_dim=256, mrope_section=(11, 11, 10), delta=Delta(value_heads))

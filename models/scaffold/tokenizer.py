@@ -1,7 +1,7 @@
-"""A byte-level BPE tokenizer of the published vocabulary size, made from rules instead of a corpus. Used by the scaffold.
+"""Byte-level BPE tokenizer of the published vocabulary size, generated from rules instead of a corpus.
 
-Its splitting, byte alphabet, special tokens and ids are those of Qwen3-VL; its merges are not: they come from letter frequencies alone,
-so English words take about as many tokens as with the real one, but other ones. Every id decodes to text.
+Splitting, byte alphabet, special tokens and ids are those of Qwen3-VL. The merges derive from letter frequencies, so English words take
+about as many tokens as with the real tokenizer, but different ones. Every id decodes to text.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def special_token_ids(num_base_tokens: int) -> dict[str, int]:
 
 
 def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
-    """tokenizer.json as `tokenizers` reads it. `num_base_tokens` is 256 bytes and the merges that follow; ValueError if out of range."""
+    """Return tokenizer.json for `tokenizers`. `num_base_tokens` counts 256 bytes and the merges; ValueError if out of range."""
     alphabet = byte_alphabet()
     merges = _first_merges(num_base_tokens - len(alphabet), set(alphabet))
     tokens = alphabet + [left + right for left, right in merges]
@@ -55,7 +55,7 @@ def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
 
 
 def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[str, object]:
-    """tokenizer_config.json as transformers reads it, the chat template included: that of Qwen3.5 if it `thinks`."""
+    """Return tokenizer_config.json for transformers, with the chat template of Qwen3.5 if it `thinks`."""
     return {
         "tokenizer_class": "Qwen2Tokenizer",
         "added_tokens_decoder": {str(num_base_tokens + i): _added_token(i) for i in range(len(SPECIAL_TOKENS))},
@@ -69,15 +69,15 @@ def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[st
 
 
 def chat_template(thinks: bool = False) -> str:
-    """Qwen3-VL's, or Qwen3.5's, which nobody compared with the original. It thinks unless `enable_thinking` is false, and drops thoughts
-    before the last user's message unless `preserve_thinking`."""
+    """Return the template of Qwen3-VL, or of Qwen3.5, which was not compared with the original. The latter thinks unless `enable_thinking`
+    is false, and drops thoughts before the last user message unless `preserve_thinking`."""
     return "".join(
         (TEMPLATES / name).read_text(encoding="utf-8") for name in ("render.jinja", "thinking.jinja" if thinks else "chat.jinja")
     )
 
 
 def byte_alphabet() -> list[str]:
-    """One printable character per byte in the order of the ids of GPT-2's byte-level BPE: printable bytes first, then the others."""
+    """Return one printable character per byte in the order of GPT-2's byte-level BPE ids: printable bytes first, then the others."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
@@ -95,7 +95,7 @@ def _added_token(index: int) -> dict[str, object]:
 
 
 def _first_merges(count: int, known: set[str]) -> list[tuple[str, str]]:
-    """The first `count` merges whose result is not yet a token; both parts always are."""
+    """Return the first `count` merges of existing tokens that give a new token."""
     merges: list[tuple[str, str]] = []
     candidates = _merge_candidates()
     while len(merges) < count:
@@ -109,7 +109,7 @@ def _first_merges(count: int, known: set[str]) -> list[tuple[str, str]]:
 
 
 def _merge_candidates() -> Iterator[tuple[str, str]]:
-    """Pairs of tokens, the likelier ones of English first; BPE applies them in this order."""
+    """Yield pairs of tokens, likelier ones in English first; BPE applies them in this order."""
     pairs = _letter_pairs()
     capitals = _LETTERS.upper()
     words = [left + right for left, right in pairs]
@@ -129,7 +129,7 @@ def _merge_candidates() -> Iterator[tuple[str, str]]:
 
 
 def _letter_pairs() -> list[tuple[str, str]]:
-    """All pairs of lower-case letters by a guess at their frequency: frequent letters first, vowel beside consonant preferred."""
+    """Return all pairs of lower-case letters by estimated frequency: frequent letters and pairs of vowel and consonant first."""
 
     def rank(pair: tuple[str, str]) -> tuple[float, tuple[str, str]]:
         left, right = pair

@@ -1,6 +1,6 @@
-"""Seeded random weights under the tensor names of the published checkpoints. Used by the scaffold and by tests that compare models.
+"""Seeded random weights under the tensor names of the published checkpoints, for the scaffold and tests.
 
-Every tensor is a function of (seed, name), so any process can make any of them alone, on any device of one kind.
+Every tensor is a function of (seed, name), so any process can generate any tensor on any device of one kind.
 """
 
 import json
@@ -25,12 +25,12 @@ from models.weights.matrix import storage_of
 Shapes = dict[str, tuple[int, ...]]
 
 MAX_SHARD_BYTES = 4 << 30
-INPUTS_FIRST = 1  # of the ways in which experts are stored, see `StackedExperts`
+INPUTS_FIRST = 1  # layout of experts, see `StackedExperts`
 LAYER = re.compile(r"model\.language_model\.layers\.(\d+)\.")
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Name and shape of every tensor of a checkpoint in the published layout, none of them quantized."""
+    """Return the name and shape of every tensor of an unquantized checkpoint in the published layout."""
     return {slot.name: slot.shape for slot in _plain_slots(config)}
 
 
@@ -39,7 +39,7 @@ def _plain_slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
 
 
 def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
-    """What a model of one rank would load. Experts of Qwen3-VL are stored inputs first, those of Qwen3.5 outputs first."""
+    """Return the tensors that a single rank loads. Experts of Qwen3-VL are stored inputs first, those of Qwen3.5 outputs first."""
     backend = TorchBackend(torch.device("meta"))
     for part in make_model(config, TensorParallel.single(), backend, torch.bfloat16).checkpoint_tensors():
         for slot in (part,) if isinstance(part, CheckpointTensor) else part.ways[0 if config.text.delta is not None else INPUTS_FIRST]:
@@ -49,13 +49,13 @@ def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Embeddings of unit scale, matrices of fan_in ** -0.5 (activations keep their scale), norm weights about 1, biases about 0."""
+    """Return a random tensor: embeddings of unit scale, matrices of fan_in ** -0.5, norm weights about 1, biases about 0."""
     generator = torch.Generator(device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
     normal = torch.randn(shape, generator=generator, dtype=dtype, device=device)
     if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
         return normal
     if name.endswith("A_log"):
-        return normal.mul_(0.1).sub_(2.0)  # a state lasts for some ten tokens
+        return normal.mul_(0.1).sub_(2.0)  # states decay over about ten tokens
     if _is_experts(name):
         return normal.mul_(shape[1] ** -0.5)
     if len(shape) > 1:
@@ -64,7 +64,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
 
 
 def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Writes safetensors beside the folder's config.json: one file, or shards with an index when they exceed `max_shard_bytes`."""
+    """Write safetensors to the folder: one file, or shards with an index if they exceed `max_shard_bytes`."""
     config = read_config(folder, with_head=read_config(folder).text.delta is not None)
     shapes, dtype = tensor_shapes(config), torch_dtype(config.dtype)
     plain = {slot.name: slot.target.dtype for slot in _plain_slots(config)}
@@ -87,13 +87,13 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
 
 
 def _quantized(tensors: dict[str, torch.Tensor], names: set[str], format: Format, has_input_major: bool) -> dict[str, torch.Tensor]:
-    """Tensors of these names in this format, the others as they are."""
+    """Return the tensors with these names in this format and the others unchanged."""
     stored = {name: tensor for name, tensor in tensors.items() if name not in names}
     for name in names & tensors.keys():
         turns, tensor = has_input_major and _is_experts(name), tensors[name]
         rows = (tensor.transpose(1, 2) if turns else tensor).flatten(0, -2)
         for suffix, part, _ in storage_of(format).quantized(rows).stored:
-            whole = part.unflatten(0, (len(tensor), -1)) if _is_experts(name) else part  # their scales lie as they do
+            whole = part.unflatten(0, (len(tensor), -1)) if _is_experts(name) else part  # scales have the same layout
             stored[name + suffix] = (whole.transpose(1, 2) if turns else whole).contiguous()
     return stored
 
@@ -114,7 +114,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _shards(shapes: Shapes, dtype: torch.dtype, max_bytes: int) -> Iterator[list[str]]:
-    """Names grouped in order so that each group stays within `max_bytes`; a single larger tensor is a group of its own."""
+    """Group names in order within `max_bytes` each; a larger tensor is a group of its own."""
     group: list[str] = []
     size = 0
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""A vision tower with what it takes to encode images of any size: patches, graphs, and images that all ranks encode together."""
+"""Image encoder: the vision tower with preprocessing, CUDA graphs, and images that all ranks encode together."""
 
 from collections.abc import Sequence
 
@@ -58,7 +58,7 @@ class ImageEncoder:
         return self._graphs is not None and self._graphs.capture_one(is_busy)
 
     def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
-        """(F, P, X): of images one frame, of pairs two."""
+        """Return the patches (F, P, X): one frame per image, two per pair."""
         frames = [image if image.ndim == 4 else image[None] for image in images]
         patches_FPX = self._visual.empty_patches(grids, len(frames[0]))
         parts = patches_FPX.split([t * h * w for t, h, w in grids], dim=1)

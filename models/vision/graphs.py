@@ -1,5 +1,5 @@
-"""CUDA graphs of small encodes whose exact list of grids comes again: one launch instead of three hundred. Captured when the worker has
-nothing to launch, so no request waits for one."""
+"""CUDA graphs of small encodes whose exact list of grids repeats: one launch instead of three hundred. Graphs are captured while the
+worker has nothing to launch, so no request waits for a capture."""
 
 import logging
 from collections import OrderedDict
@@ -14,10 +14,10 @@ from models.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
-MAX_PATCHES_OF_ONE = 8192  # above it the device is slower than the host
-MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs are about 10 kB a patch at 8B
-SIGHTINGS = 2  # before an encode is worth a graph
-SIGHTINGS_WHEN_BUSY = 6  # to capture takes the host longer than a step: streams may wait once
+MAX_PATCHES_OF_ONE = 8192  # with more, the device is slower than the host
+MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs take about 10 kB per patch at 8B
+SIGHTINGS = 2  # encodes before a graph is captured
+SIGHTINGS_WHEN_BUSY = 6  # a capture takes longer than a step: streams may wait once
 MAX_SEEN = 256
 KEPT_SHARE = 3  # inputs and outputs of a graph take less than a third of its activations
 
@@ -45,24 +45,24 @@ class TowerGraphs:
         self._stream = torch.cuda.Stream()
 
     def replay(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor | None:
-        """(1 + L, N, D), which the next replay overwrites: the caller copies it. None, and the encode is noted, if it has no graph."""
+        """Return (1 + L, N, D), which the next replay overwrites. Without a graph, count the encode and return None."""
         key = len(patches_FPX), tuple(grids)
         graph = self._graphs.get(key)
         if graph is None:
             self._note(key, patches_FPX.shape[1])
             return None
         self._graphs.move_to_end(key)
-        self._tower.plan(grids)  # which the graph reads from buffers that other encodes use, too
+        self._tower.plan(grids)  # the graph reads buffers that other encodes use, too
         graph.patches_FPX.copy_(patches_FPX)
         graph.graph.replay()
         return graph.levels
 
     def max_bytes(self) -> int:
-        """Of all graphs that are kept: each one's inputs and outputs, and the largest's activations, which all share."""
+        """Return the bytes of all graphs: inputs and outputs of each, and the activations of the largest, which are shared."""
         return (MAX_PATCHES_OF_ALL // KEPT_SHARE + MAX_PATCHES_OF_ONE) * self._tower.patch_bytes()
 
     def capture_one(self, is_busy: bool = False) -> bool:
-        """Captures one encode that was seen often enough; False if there is none."""
+        """Capture one encode that was repeated often enough. Return False if there is none."""
         enough = SIGHTINGS_WHEN_BUSY if is_busy else SIGHTINGS
         key = next((key for key, count in reversed(self._seen.items()) if count >= enough), None)
         if key is None:
@@ -70,7 +70,7 @@ class TowerGraphs:
         del self._seen[key]
         try:
             self._graphs[key] = self._capture(key)
-        except RuntimeError as problem:  # no memory, which has several names: a matter of speed alone
+        except RuntimeError as problem:  # out of memory, in several exception types: only speed is lost
             logger.warning("a graph of the vision tower was not captured: %s", problem)
             return True
         while sum(graph.patches_FPX.shape[1] for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:

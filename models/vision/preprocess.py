@@ -1,6 +1,6 @@
-"""From decoded pixels to the patches that the vision tower multiplies, equal to transformers' Pillow image processor (`qwen2_vl`): resize
-in Pillow's fixed-point arithmetic, one axis after the other, then cut. The normalisation x / 127.5 - 1 is left to the patch embedding: x -
-128 is exact in bfloat16."""
+"""Conversion of decoded pixels to patches, equal to transformers' Pillow image processor (`qwen2_vl`): resize in Pillow's fixed-point
+arithmetic, one axis after the other, then cut. The patch embedding includes the normalisation x / 127.5 - 1: x - 128 is exact in
+bfloat16."""
 
 from functools import lru_cache
 
@@ -13,13 +13,13 @@ from models.kernels.transfers import to_device
 from models.media.geometry import Grid, VisionGeometry
 
 PIXEL_SCALE = 127.5  # with p the pixel minus 128, (p + 0.5) / 127.5 is the reference's normalised value
-MAX_CACHED_TAPS = 256  # of a few tens of kB each
+MAX_CACHED_TAPS = 256  # a few tens of kB each
 CUBIC = -0.5  # Pillow's bicubic parameter a
 CUBIC_REACH = 2.0
 
 
 class Preprocessor:
-    """Keeps the resampling weights of the sizes used last."""
+    """Preprocessor that caches the resampling weights of recent sizes."""
 
     def __init__(self, geometry: VisionGeometry, ops: Ops, device: torch.device) -> None:
         self._geometry = geometry
@@ -28,7 +28,7 @@ class Preprocessor:
         self._taps = lru_cache(MAX_CACHED_TAPS)(self._upload_taps)
 
     def write_patches(self, image_HWC: torch.Tensor, grid: Grid, out_PX: torch.Tensor) -> None:
-        """Fills `out_PX` (h * w of `grid`, C * patch_size ** 2) from a uint8 image, as `Ops.resample_to_patches_` says."""
+        """Fill `out_PX` (h * w of `grid`, C * patch_size ** 2) from a uint8 image, see `Ops.resample_to_patches_`."""
         patch, merge = self._geometry.patch_size, self._geometry.merge_size
         *first, (axis, size) = _passes(image_HWC.shape[0], image_HWC.shape[1], grid[1] * patch, grid[2] * patch)
         for earlier_axis, earlier_size in first:
@@ -40,9 +40,9 @@ class Preprocessor:
 
 
 def _passes(old_height: int, old_width: int, height: int, width: int) -> list[tuple[int, int]]:
-    """(axis, new size) in the order of the passes, at least one.
+    """Return (axis, new size) of at least one pass, in order.
 
-    Like Pillow: the width first unless the height loses more than twice as many pixels (Pillow 13; older ones: always the width).
+    As in Pillow 13, the width is first unless the height loses more than twice as many pixels; in older versions it always is.
     """
     height_first = height < old_height and old_height - height > 2 * (old_width - width)
     sizes = [(0, height), (1, width)] if height_first else [(1, width), (0, height)]
@@ -51,8 +51,8 @@ def _passes(old_height: int, old_width: int, height: int, width: int) -> list[tu
 
 
 def make_taps(old: int, new: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """First source pixel (new,) and weights (new, taps) of an antialiased bicubic resampling from `old` to `new` pixels: Pillow's
-    `precompute_coeffs` and `normalize_coeffs_8bpc`, operation by operation."""
+    """Return the first source pixel (new,) and the weights (new, taps) of an antialiased bicubic resampling from `old` to `new` pixels,
+    as Pillow's `precompute_coeffs` and `normalize_coeffs_8bpc`, operation by operation."""
     if old == new:
         return np.arange(new, dtype=np.int32), np.full((new, 1), 1 << TAP_BITS, dtype=np.int32)
     scale = old / new

@@ -1,4 +1,4 @@
-"""Which images of a step all ranks encode together, a part of the patches each, and which one rank encodes alone."""
+"""Distribution of a step's images over the ranks: encoded by all ranks, each a part of the patches, or by a single rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class SplitCosts(NamedTuple):
-    """In patches: the time in which a rank's matrices multiply one patch in all layers is one."""
+    """Costs in units of a rank's matrix products for one patch in all layers."""
 
-    fixed: int  # of the exchanges of all layers, whatever they carry
-    exchanged: float  # of a patch that is encoded by all ranks: its part of the exchanges
-    square: int  # of so many patches of an image, attention takes as long as the matrices
+    fixed: int  # latency of the exchanges of all layers
+    exchanged: float  # transfer of one patch that all ranks encode
+    square: int  # patches of an image at which attention costs as much as the matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Shares:
 
 
 def share_out(num_patches: Sequence[int], num_ranks: int, costs: SplitCosts | None) -> Shares:
-    """So that the slowest rank is done soonest: some of the largest images by all ranks (none without `costs`), each of the others by one,
-    the largest first to the least loaded rank."""
+    """Minimise the time of the slowest rank: all ranks encode some of the largest images (none without `costs`); the others go to one rank
+    each, the largest first, to the least loaded rank."""
     order = sorted(range(len(num_patches)), key=lambda image: (-num_patches[image], image))
     work = [count * (1 + count / costs.square) if costs else count for count in num_patches]
     best, least = Shares((), ()), float("inf")

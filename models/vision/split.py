@@ -1,4 +1,4 @@
-"""The attention of images whose patches lie on several ranks, by Ulysses' exchange of patches for heads (arXiv 2309.14509).
+"""Attention of images whose patches are distributed over ranks, by Ulysses' exchange of patches for heads (arXiv 2309.14509).
 
 own patches, all heads ──all-to-all──▶ all patches, own heads ──attention, all-to-all──▶ own patches, all heads
 """
@@ -13,10 +13,10 @@ from models.vision.shares import part_of
 
 
 class SplitAttention:
-    """`VarlenAttention` of whole images, or, after `plan_parts`, of images whose patches lie on all ranks."""
+    """`VarlenAttention` of whole images or, after `plan_parts`, of images whose patches are distributed over all ranks."""
 
     def __init__(self, whole: VarlenAttention, of_own_heads: VarlenAttention, tp: TensorParallel, group_size: int) -> None:
-        """Patches of a group of `group_size` lie on one rank."""
+        """Groups of `group_size` patches stay on one rank."""
         self._whole, self._of_own_heads = whole, of_own_heads
         self._tp, self._group_size = tp, group_size
         self._counts: list[int] = []  # patches of each rank; none: images are whole
@@ -26,7 +26,7 @@ class SplitAttention:
         self._whole.plan(lengths)
 
     def plan_parts(self, lengths: Sequence[int]) -> slice:
-        """The coming `run` calls get this rank's patches, and the rotary rows of all. Returns which are this rank's. All ranks run."""
+        """Plan the next `run` calls, which get this rank's patches and the rotary rows of all. Return this rank's patches. Collective."""
         parts = [part_of(sum(lengths) // self._group_size, rank, self._tp.size) for rank in range(self._tp.size)]
         self._counts = [len(part) * self._group_size for part in parts]
         self._of_own_heads.plan(lengths)

@@ -1,4 +1,4 @@
-"""Position embeddings and rotary rows of a patch grid, made once per grid and kept."""
+"""Position embeddings and rotary rows of a patch grid, cached per grid."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from models.layers.linear import Setup
 from models.layers.rotary import vision_rows
 from models.media.geometry import Grid
 
-MAX_CACHED_PATCHES = 1 << 17  # about 300 MB at 8B; the largest image has half as many
+MAX_CACHED_PATCHES = 1 << 17  # about 300 MB at 8B; twice the largest image
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +24,28 @@ class GridTables:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Of all images of an encode. The position embeddings are joined where the stream begins."""
+    """Tables of all images of an encode. The position embeddings are concatenated at the start of the stream."""
 
     position_PD: list[torch.Tensor]
     cos_sin_PK: torch.Tensor
 
 
 class PositionGrid(nn.Module):
-    """A learned square grid of embeddings, stretched over an image by bilinear interpolation with aligned corners."""
+    """Learned square grid of embeddings, interpolated bilinearly to an image with aligned corners."""
 
     def __init__(self, num_positions: int, hidden_size: int, setup: Setup) -> None:
         super().__init__()
         self.weight = setup.parameter(num_positions, hidden_size)
 
     def interpolate(self, rows: int, columns: int) -> torch.Tensor:
-        """(rows, columns, D) float32; the formula is that of transformers' `get_vision_interpolation_indices_and_weights`."""
+        """Return (rows, columns, D) float32; formula of transformers' `get_vision_interpolation_indices_and_weights`."""
         side = round(len(self.weight) ** 0.5)
         stretched = _stretch(self.weight.float().view(side, side, -1), rows)
         return _stretch(stretched.transpose(0, 1), columns).transpose(0, 1)
 
 
 def _stretch(grid: torch.Tensor, size: int) -> torch.Tensor:
-    """Linear interpolation of the first dimension to `size` points; the first and last stay where they are."""
+    """Interpolate the first dimension linearly to `size` points, with fixed first and last points."""
     last = len(grid) - 1
     point = torch.arange(size, dtype=torch.float32, device=grid.device) * last / max(size - 1, 1)
     lower = point.floor()
@@ -55,7 +55,7 @@ def _stretch(grid: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def grid_tables(grid: Grid, merge: int, positions: PositionGrid, offset_D: torch.Tensor, inv_freq: torch.Tensor) -> GridTables:
-    """The tables of a patch grid (1, h, w). `offset_D` is added to every position embedding."""
+    """Return the tables of a patch grid (1, h, w). `offset_D` is added to every position embedding."""
     _, rows, columns = grid
     position_PD = _merge_block_order(positions.interpolate(rows, columns), merge) + offset_D
     device = offset_D.device
@@ -65,13 +65,13 @@ def grid_tables(grid: Grid, merge: int, positions: PositionGrid, offset_D: torch
 
 
 def _merge_block_order(image: torch.Tensor, merge: int) -> torch.Tensor:
-    """(h, w, ...) in raster order -> (h * w, ...) block after block, as `Ops.resample_to_patches_` orders patches."""
+    """Reorder (h, w, ...) from raster order to (h * w, ...) in merge blocks, the order of `Ops.resample_to_patches_`."""
     blocks = image.unflatten(1, (-1, merge)).unflatten(0, (-1, merge))  # Y, i, X, j
     return blocks.transpose(1, 2).flatten(0, 3)
 
 
 class TableCache:
-    """The tables of the grids used last, together at most `MAX_CACHED_PATCHES` patches, or a single larger grid."""
+    """LRU cache of tables with at most `MAX_CACHED_PATCHES` patches in total, or a single larger grid."""
 
     def __init__(self, make: Callable[[Grid], GridTables]) -> None:
         self._make = make

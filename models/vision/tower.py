@@ -1,8 +1,8 @@
-"""The vision tower of Qwen3-VL: patches in, main and DeepStack embeddings out. Weights are whole on every rank; images of one call share
+"""Vision tower of Qwen3-VL, from patches to main and DeepStack embeddings. Weights are whole on every rank; images of one call share
 every GEMM and attention launch.
 
-The residual stream carries products only: the biases that end in it are constants, whose running sum ("offset") is added where the stream
-is read. A product then joins the stream in its own GEMM.
+The residual stream holds products only. Biases added to it are constants; their running sum ("offset") is added where the stream is
+read, so that each GEMM accumulates into the stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class PatchEmbed(nn.Module):
-    """The Conv3d of the checkpoint as GEMMs, one a frame (F). A still image is equal frames, so their kernels are summed."""
+    """Conv3d of the checkpoint as one GEMM per frame (F). An image has equal frames, so their kernels are summed."""
 
     def __init__(self, config: VisionConfig, setup: Setup) -> None:
         super().__init__()
@@ -37,17 +37,17 @@ class PatchEmbed(nn.Module):
 
     @cached_property
     def _frame_weight(self) -> torch.Tensor:
-        """(D, C * patch ** 2), summed at the first call: weights do not change once they are loaded."""
+        """Return (D, C * patch ** 2), summed at the first call: weights are constant after loading."""
         return self.weight.sum(0)
 
     def add_(self, patches_FPX: torch.Tensor, x_PD: torch.Tensor) -> None:
-        """x += the embedding of patches of pixels - 128, without `offset`. A single frame stands for all."""
+        """x += the embedding of patches of pixels - 128, without `offset`. A single frame represents equal frames."""
         weights = self.weight if len(patches_FPX) > 1 else self._frame_weight[None]
         for patches_PX, weight in zip(patches_FPX, weights, strict=True):
             x_PD.addmm_(patches_PX, weight.t(), alpha=1 / PIXEL_SCALE)
 
     def offset(self) -> torch.Tensor:
-        """(D,) float32: the bias, and what is left of the normalisation ((x - 128) + 0.5) / 127.5."""
+        """Return (D,) float32: the bias and the constant part of the normalisation ((x - 128) + 0.5) / 127.5."""
         return self.bias.float() + self.weight.float().sum((0, 2)) * (0.5 / PIXEL_SCALE)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
@@ -58,7 +58,7 @@ class PatchEmbed(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Over the last of two dimensions, of a stream that still lacks its offset."""
+    """Layer norm over the last of two dimensions of a stream plus its offset."""
 
     def __init__(self, size: int, setup: Setup) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class LayerNorm(nn.Module):
 
 
 class KeyValueQuery(Linear):
-    """The attention's projections, in the order that `VarlenAttention` wants; the checkpoint has queries first."""
+    """Projections in the order that `VarlenAttention` expects; the checkpoint has queries first."""
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         for name, target in (("weight", self.weight.data), ("bias", self.bias.data)):
@@ -128,12 +128,12 @@ class VisionBlock(nn.Module):
         self.mlp.add_(self.norm2(x_PD, offsets_2D[1]), x_PD)
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the attention and the MLP each leave out of the stream, (D,)."""
+        """Return the biases (D,) that the attention and the MLP omit from the stream."""
         return self.attn.proj.bias, self.mlp.linear_fc2.bias
 
 
 class PatchMerger(nn.Module):
-    """Joins the patches of a merge block into one token. The main merger normalises each patch, the others the joint."""
+    """Merge the patches of a block into one token. The main merger normalises each patch, the others their concatenation."""
 
     def __init__(self, config: VisionConfig, norm_after_join: bool, setup: Setup) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class PatchMerger(nn.Module):
         self.linear_fc2 = Linear(self.joined_size, config.out_hidden_size, setup)
 
     def forward(self, x_PD: torch.Tensor, offset_D: torch.Tensor, out_ND: torch.Tensor) -> None:
-        """The stream (P, vision hidden) -> `out_ND` (P / merge ** 2, decoder hidden)."""
+        """Map the stream (P, vision hidden) to `out_ND` (P / merge ** 2, decoder hidden)."""
         normed = self.norm(x_PD.view(-1, self.norm_size), offset_D).view(-1, self.joined_size)
         hidden = F.gelu(self.linear_fc1(normed))  # the exact GELU, unlike the blocks
         torch.addmm(self.linear_fc2.bias, hidden, self.linear_fc2.weight.t(), out=out_ND)
@@ -160,7 +160,7 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbed(config, setup)
         self.pos_embed = PositionGrid(config.num_position_embeddings, config.hidden_size, setup)
         self._blocks = [VisionBlock(config, attention, setup) for _ in range(config.depth)]
-        self.blocks = nn.ModuleList(self._blocks)  # the list beside it keeps the type
+        self.blocks = nn.ModuleList(self._blocks)  # typed alias of the module list
         self.merger = PatchMerger(config, norm_after_join=False, setup=setup)
         mergers = (PatchMerger(config, norm_after_join=True, setup=setup) for _ in config.deepstack_indexes)
         self.deepstack_merger_list = nn.ModuleList(mergers)
@@ -172,23 +172,23 @@ class VisionTower(nn.Module):
 
     @cached_property
     def _offsets(self) -> torch.Tensor:
-        """(2 * depth + 1, D) float32: the stream's offset before each attention and MLP, and at the end. Made at the first call."""
+        """Return (2 * depth + 1, D) float32: the stream's offset before each attention and MLP and at the end, cached."""
         biases = torch.stack([bias for block in self._blocks for bias in block.biases()])
         return F.pad(biases.float().cumsum(0), (0, 0, 1, 0))
 
     def forward(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Patches of images or frame pairs of these grids -> (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels."""
+        """Map patches of images or frame pairs to (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels."""
         self.plan(grids)
         return self.compute(patches_FPX, self.tables(grids))
 
     def part(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """The same of this rank's tokens alone; all ranks call it, with all patches."""
+        """Return the embeddings of this rank's tokens only. Collective: all ranks pass all patches."""
         assert isinstance(self.attention, SplitAttention)
         own, tables = self.attention.plan_parts([t * h * w for t, h, w in grids]), self.tables(grids)
         return self.compute(patches_FPX[:, own], Tables([torch.cat(tables.position_PD)[own]], tables.cos_sin_PK))
 
     def part_bytes(self, num_patches: int, num_ranks: int) -> int:
-        """What `part` takes at its peak, its input included."""
+        """Return the peak bytes of `part`, including its input."""
         frame = self.config.in_channels * self.config.patch_size**2
         of_all = self.config.temporal_patch_size * frame + self.config.hidden_size
         of_own = self.patch_bytes() + 6 * self.config.hidden_size * self.merger.norm.weight.itemsize  # exchanged: sent and received
@@ -206,18 +206,18 @@ class VisionTower(nn.Module):
         return MAX_CACHED_PATCHES * (self.config.hidden_size * self.merger.norm.weight.itemsize + 4 * self.config.head_dim)
 
     def patch_bytes(self) -> int:
-        """The widest activations of one patch, and its part of the result."""
+        """Return the bytes of a patch's widest activations and of its part of the result."""
         widest = 3 * self.config.hidden_size + 2 * self.config.intermediate_size + 2 * self.config.hidden_size
         levels = (1 + len(self.config.deepstack_indexes)) * self.config.out_hidden_size // self.config.merge_size**2
         return (widest + levels) * self.merger.norm.weight.itemsize
 
     def empty_patches(self, grids: Sequence[Grid], num_frames: int) -> torch.Tensor:
-        """(F, P, C * patch ** 2) of images of these grids, or of as many frames as a kernel sees."""
+        """Return an empty (F, P, C * patch ** 2) for images of these grids, or for a kernel's number of frames."""
         width = self.config.in_channels * self.config.patch_size**2
         return self.merger.norm.weight.new_empty((num_frames, sum(t * h * w for t, h, w in grids), width))
 
     def compute(self, patches_FPX: torch.Tensor, tables: Tables) -> torch.Tensor:
-        """As `forward`, for what was planned. Device work only."""
+        """Run `forward` as planned. Device work only."""
         cos_sin_PK = tables.cos_sin_PK
         x_PD = torch.cat(tables.position_PD)
         self.patch_embed.add_(patches_FPX, x_PD)

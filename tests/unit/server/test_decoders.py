@@ -107,7 +107,7 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
     send(signal.SIGSEGV)
     send(signal.SIGCONT)
     error = await refusal
-    assert (error.info.status, "cannot be decoded" in error.info.message) == (422, True)
+    assert (error.info.status, "exceeds the time or memory" in error.info.message) == (422, True)
     await check_and_stop()
     send(signal.SIGKILL)
     ended = [guest.process for guest in pool.guests if guest.process is not None]

@@ -80,7 +80,7 @@ async def test_a_jpeg_of_very_many_scans_is_a_422(loading: Loading) -> None:
     """Each scan is a pass over all pixels. Bytes that only look like a scan do not count."""
     for data in (progressive_jpeg(129), progressive_jpeg(3, num_comments=5000)):
         error = await loading.refusal(loading.body(base64.b64encode(data)))
-        assert (error.info.status, "more scans or segments" in error.info.message) == (422, True)
+        assert (error.info.status, "too many scans or segments" in error.info.message) == (422, True)
     in_a_comment, behind_the_end = progressive_jpeg(3, 10, b"\xff\xda" * 500), progressive_jpeg(3) + b"\xff\xda\x00\x02" * 500 + b"\xff\xd9"
     for data in (progressive_jpeg(100), in_a_comment, behind_the_end):
         assert (await loading.load_bytes(data)).source.width == 640

@@ -27,7 +27,7 @@ def test_a_known_image_needs_no_url(stack: Stack) -> None:
         hashes.add(stack.last.images[0].hash)
     assert len(hashes) == 1
     for refused in (stack.chat(part(None), cache_salt="tenant"), stack.chat(part(None, "second"))):
-        check_refusal(refused, "unknown_uuid", "Image 1: nothing is known by this uuid")
+        check_refusal(refused, "unknown_uuid", "Image 1: no media with this uuid")
     body = {"messages": user(part(None))}
     other = stack.http.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer of-another"})
     check_refusal(other, "unknown_uuid", "")

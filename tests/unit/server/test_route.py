@@ -414,7 +414,7 @@ async def test_a_full_file_table_is_not_a_dead_replica(monkeypatch: pytest.Monke
             patch.setattr(proxy._session, "request", fail)
             patch.setattr(proxy._session, "get", fail)
             async with running.client.post(running.url, data=b"{}") as answer:
-                assert answer.status == 503 and "as many connections" in await answer.text()
+                assert answer.status == 503 and "connection limit" in await answer.text()
             await proxy._poll(proxy.balancer.backends[0])
         assert proxy.balancer.backends[0].healthy and proxy.balancer.backends[0].num_in_flight == 0
         assert await running.ask() == "a"
