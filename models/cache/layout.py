@@ -12,8 +12,8 @@ class AttentionLayout:
     """Rows of tokens and the KV pages that they attend to.
 
     Rows are sequences; row r has the step's tokens `qo_indptr_cpu[r] : qo_indptr_cpu[r + 1]`, the last of its `kv_lens_cpu[r]` cached ones:
-    the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: the last sampled token and up to seven draft
-    tokens. All `*_cpu` tensors are int32 on the CPU.
+    the causal mask is aligned to the end. Rows `num_prefill_rows :` are decode rows: the last sampled token and up to seven tokens
+    to verify. All `*_cpu` tensors are int32 on the CPU.
     """
 
     qo_indptr_cpu: torch.Tensor  # (R + 1,) token offsets

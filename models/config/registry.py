@@ -38,7 +38,7 @@ class Architecture:
         return names
 
 
-# A layer has one token mixer of either kind. The draft head is read only if it is used.
+# A layer has one token mixer of either kind. The prediction head is read only if it is used.
 QWEN3_5 = Architecture("models.decoders.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
 TEXT_ONLY = Architecture(
     "models.decoders.causal_lm:CausalLM",

@@ -44,7 +44,7 @@ class ForwardBatch:
     states: tuple[RowStates, ...] = ()  # one for each state group
     rows: StateRows | None = None  # only for models with states
     padding_slot: int | None = None  # that of tokens which are padding; None: there are none
-    hidden_TD: torch.Tensor | None = None  # receives the final hidden states of all tokens for the draft head
+    hidden_TD: torch.Tensor | None = None  # receives the final hidden states of all tokens for the model's prediction head
     row_class: RowClass | None = None  # of all products; None: that of the step's tokens
 
 

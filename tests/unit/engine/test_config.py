@@ -257,7 +257,7 @@ def test_recipes_for_other_engines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_variable_of_no_flag_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ENGINE_MAX_NUM_SEQ", "3")
     monkeypatch.setenv("ENGINE_MAX_NUM_SEQS", "4")
-    assert parse_args([]).max_num_seqs == 4 and "ENGINE_MAX_NUM_SEQ is the variable of no flag" in capsys.readouterr().err
+    assert parse_args([]).max_num_seqs == 4 and "ENGINE_MAX_NUM_SEQ is not the variable of any flag" in capsys.readouterr().err
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
