@@ -1,4 +1,4 @@
-"""Guest processes, which may be killed at any time: decoders of images and videos, the compiler of grammars.
+"""Guest processes, which may be killed at any time; each decodes media or compiles rules of answers.
 
 The module's `prepare(*arguments)` returns the function that answers. Pipes carry frames of a header and bytes; the number is the limit of
 a job's CPU time in milliseconds, or the exit code of a child without an answer. A guest's first frame says that it is ready.

@@ -8,7 +8,7 @@ import msgspec
 from cachetools import LRUCache
 
 from engine.guests import GuestDied, GuestKilled, GuestPool
-from engine.wire.params import Grammar
+from engine.wire.grammar import Grammar
 
 QUICK_S = 1.0  # CPU time of a small grammar before it counts as a large one
 WALL_S = 70.0  # limit of a compilation: only a busy machine takes so long for its CPU time

@@ -14,7 +14,7 @@ import xgrammar
 from engine.grammar.client import Compiled
 from engine.grammar.schema import check
 from engine.grammar.vocabulary import read_vocabulary
-from engine.wire.params import Grammar
+from engine.wire.grammar import Grammar
 
 NUM_THREADS = 4
 PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-StructuredOutputsParams = dict[str, Any]  # one of json, regex, choice, grammar, ...; `json` may be a pydantic class
+StructuredOutputsParams = dict[str, Any]  # of one member; `json` may be a pydantic class
 
 
 @dataclass(kw_only=True)

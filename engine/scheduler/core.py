@@ -40,7 +40,6 @@ from engine.wire.stats import EngineStats
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
-TOO_SLOW = ErrorInfo(400, "The grammar takes too long to follow.", code="invalid_grammar")
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64
 QUICK_MS = 3.0  # device time; the host needs 1 to 2 ms from the end of a step to the launch of the step after next
@@ -300,8 +299,8 @@ class SchedulerCore:
                 _note_stages(request, chunk.sample, results)
             if index in drawn.prompt_logprobs:
                 request.note_prompt_logprobs(drawn.prompt_logprobs[index])
-            if chunk.sample and num_sampled - 1 in drawn.slow_draws:
-                self._fail(request, TOO_SLOW)
+            if chunk.sample and (error := drawn.failed_draws.get(num_sampled - 1)) is not None:
+                self._fail(request, error)
             elif kept:
                 self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""), details)
 

@@ -19,10 +19,10 @@ from typing import Literal
 import msgspec
 
 from engine.wire.details import TokenDetails
+from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.media import MediaRef, Region, VideoRef
 from engine.wire.params import (
     ChatPrompt,
-    Grammar,
     Logprob,
     OutputOptions,
     PromptLogprobs,
@@ -177,13 +177,6 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.start + self.length
 
 
-class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """Location in the processor arena. The grammar applies after token `after` (the end of thoughts), if given."""
-
-    region: Region
-    after: int | None = None
-
-
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     """Request to the engine. `prompt` is int32 token ids in the processor arena. Answer i of `n` has the seed `params.seed` + i. Lower
     `priority` values run first. No client waits after `deadline`."""
@@ -249,17 +242,6 @@ class Prefetch(msgspec.Struct, tag=True, frozen=True):
 
     source: ImageSource
     grid: tuple[int, int, int]
-
-
-class LoadGrammar(msgspec.Struct, tag=True, frozen=True):
-    """Read this large grammar concurrently with the steps, which would wait for it. Answered by a GrammarLoaded."""
-
-    region: Region
-    ticket: int
-
-
-class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
-    ticket: int
 
 
 # ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------
@@ -354,7 +336,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     pooled: dict[int, bytes] = {}  # by chunk
     starved_images: tuple[int, ...] = ()  # images for which this rank had no memory: zeros, like failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
-    slow_draws: tuple[int, ...] = ()  # sampled chunks whose grammars were too slow to follow further
+    failed_draws: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
     guesses: list[list[int]] = []  # head's drafts after each sampled chunk
 
 

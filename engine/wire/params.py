@@ -51,13 +51,6 @@ class OutputOptions(msgspec.Struct, frozen=True):
     prompt_logprobs: bool = False  # separate from the answer, not its beginning
 
 
-class Grammar(msgspec.Struct, frozen=True):
-    """Grammar of an answer. `text` of a "choice" is a JSON list of strings."""
-
-    kind: Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
-    text: str = ""
-
-
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """The table of sampling parameters: name, type, limits, kernel slot, and the value that turns it off. Fields of requests, their limits,
     the worker's tables and docs/fields.md derive from it.

@@ -1,6 +1,7 @@
 """Assembly of a worker: model, weights, profile, memory, KV pool, graphs. The device kind is decided here, so that a step needs no branches
 for it."""
 
+import functools
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,9 @@ from engine.launch.memory import (
     step_graph_bytes,
 )
 from engine.wire.arena import ArenaView
-from engine.wire.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, WorkerReady
+from engine.wire.grammar import LoadGrammar
+from engine.wire.ipc import Outbox
+from engine.wire.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, Prefetch, WorkerReady
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import DraftHead
@@ -99,18 +102,21 @@ def build_runner(
         child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     staged = staging_bytes(config, max_draws(config, backend.step_sizes), max_blocks)
+    images = make_images(loaded, arena)
+    load_grammar = functools.partial(loaded.sampler.rules.load_ahead, arena=arena, processor=Outbox(child.run_dir, "processor"))
     runner = Runner(
         model=model,
         attention=attention,
         rows=rows,
         sampler=loaded.sampler,
-        images=make_images(loaded, arena),
+        images=images,
         staging=Staging(staged, device, backend.transfers),
         graphs=graphs,
         prompts=arena,
         tp=loaded.tp,
         agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
         head=make_head(model, attention, rows, Staging(MAX_GUESSES * staged, device)) if text.has_head else None,
+        handlers={Prefetch: images.prefetch, LoadGrammar: load_grammar},
     )
     ready = WorkerReady(
         rank=rank,
@@ -137,7 +143,7 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
         sampler = Sampler(sampling, config.max_num_seqs, num_draws, model_config, Path(child.runtime.model_folder), device)
         sampler.warm_up()
         if device.type == "cuda" and rank == 0:
-            sampler.grammars.load()  # takes seconds that would delay streams later
+            sampler.rules.load()  # takes seconds that would delay streams later
         decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
         warm_up(decoder)
     return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream)

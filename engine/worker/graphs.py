@@ -2,7 +2,7 @@
 
 Without a graph a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens, or thousands
 if a rank's part of the model is small. A graph has a fixed shape: a number of prompt tokens, then of tokens of decode rows. The tokens per
-row belong to the step, not to the graph: a graph for 8 tokens takes 8 decoding rows, or two with 3 drafts each. A smaller step is padded:
+row belong to the step, not to the graph: a graph for 8 tokens takes 8 decoding rows of one token, or two of 4. A smaller step is padded:
 prompt tokens with their own row, others with rows of one token and empty rows. Padding accesses only the scratch row and the scratch block.
 
 All inputs of a graph are padded on the host and copied at once to memory that all graphs share. The layout is fixed for a shape, with

@@ -16,7 +16,7 @@ import torch
 from engine.launch.child import Child, StopFlag, settle_heap
 from engine.launch.config import num_cpus
 from engine.wire.ipc import Inbox, Outbox
-from engine.wire.messages import DEPTH, GrammarLoaded, LoadGrammar, Prefetch, StepResult, ToWorker, WorkerReady
+from engine.wire.messages import DEPTH, StepPlan, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner
 from engine.worker.failure import explain
 from engine.worker.heartbeat import HeartbeatThread
@@ -34,7 +34,6 @@ def run(
     runner: Runner,
     plans: Inbox[ToWorker],
     results: Outbox[WorkerReady | StepResult],
-    processor: Outbox[GrammarLoaded],
     stopping: StopFlag,
     heartbeat: HeartbeatThread,
 ) -> None:
@@ -47,15 +46,13 @@ def run(
         plan = plans.recv_ready() if pending else plans.recv(timeout=timeout_s)
         if plan is not None:
             timeout_s = PAUSE_S
-        if isinstance(plan, Prefetch):
-            heartbeat.note("images")
-            runner.images.prefetch(plan)
-        elif isinstance(plan, LoadGrammar):
-            runner.load_grammar(plan, processor.send)
-        elif plan is not None:
+        if isinstance(plan, StepPlan):
             heartbeat.note("images" if plan.encodes else "step")
             pending.append(runner.launch(plan))
             heartbeat.note("step")
+        elif plan is not None:
+            heartbeat.note("images")
+            runner.prepare(plan)
         if pending and (len(pending) == DEPTH or pending[0].watch.is_done()):
             results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
@@ -96,7 +93,7 @@ def main() -> None:
     results.send(ready)
     heartbeat = HeartbeatThread(child.run_dir, rank)
     notify_compilation(heartbeat.begin_compiling, heartbeat.end_compiling)
-    run(runner, plans, results, Outbox(child.run_dir, "processor"), stopping, heartbeat)
+    run(runner, plans, results, stopping, heartbeat)
     heartbeat.stop()
     os._exit(0)  # tearing down collectives may wait for ranks that have ended
 

@@ -3,15 +3,16 @@ polled later."""
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine.launch.memory import step_bytes
 from engine.wire.arena import ArenaView
-from engine.wire.messages import Admit, GrammarLoaded, LoadGrammar, StepPlan, StepResult
+from engine.wire.messages import ErrorInfo, StepPlan, StepResult
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
@@ -47,7 +48,7 @@ class LaunchedStep:
     encoded: Encoded  # its pixels belong to the reader's stream: kept until the step is done
     watch: Stopwatch
     out_of_memory: bool = False
-    slow_draws: tuple[int, ...] = ()
+    failed_draws: dict[int, ErrorInfo] = field(default_factory=dict)
     draws: HostDraws = NO_DRAWS
 
     def result(self) -> StepResult:
@@ -76,7 +77,7 @@ class LaunchedStep:
             prompt_logprobs=self.scores.per_chunk() if self.scores is not None and self.rank == 0 else {},
             pooled={chunk: values.numpy().tobytes() for chunk, values in self.pooled.items()} if self.rank == 0 else {},
             out_of_memory=self.out_of_memory,
-            slow_draws=self.slow_draws,
+            failed_draws=self.failed_draws,
             guesses=[] if guesses is None or self.rank else guesses[[run[-1] for run in kept]].tolist(),
         )
 
@@ -96,6 +97,7 @@ class Runner:
     tp: TensorParallel
     agreement: Agreement | None = None
     head: DraftHead | None = None
+    handlers: Mapping[type, Callable[[Any], object]] = field(default_factory=dict)  # of messages other than plans
 
     def __post_init__(self) -> None:
         self._memory = StepMemory(self.model.device)
@@ -121,7 +123,7 @@ class Runner:
             region = admit.prompt
             ids = self.rows.admit(admit, np.frombuffer(self.prompts.view(region.offset, region.length), dtype=np.int32))
             self.sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
-            self._admit_grammar(admit)
+            self.sampler.rules.admit(admit, self.prompts if self.tp.rank == 0 else None)
         self.rows.take_blocks(plan.chunks)
         if not self._has_memory_everywhere(plan):
             return self._give_up(plan, launched)
@@ -131,10 +133,10 @@ class Runner:
         sampled, scores, pooled = self._draw(step, plan)
         scores = scores and scores.to_host()
         watch.mark()
-        slow_draws = self.sampler.grammars.note(step.draws, sampled.tokens_S, watch)
+        failed = self.sampler.rules.note(step.draws, sampled.tokens_S, watch)
         if self._on_gpu:
             self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), watch.events[-1])
-        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, scores, pooled, encoded, watch, False, slow_draws, step.draws)
+        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, scores, pooled, encoded, watch, False, failed, step.draws)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
         """Return whether all ranks have memory. Each of several ranks makes a high estimate: running out later ends the engine. Decode rows
@@ -171,18 +173,9 @@ class Runner:
             self._memory.note_graphs()
         return has_prepared
 
-    def load_grammar(self, message: LoadGrammar, answer: Callable[[GrammarLoaded], None]) -> None:
-        """Start reading a grammar that a plan may name later; another thread sends the answer."""
-        data = bytes(self.prompts.view(message.region.offset, message.region.length))
-        self.sampler.grammars.load_ahead(data, lambda: answer(GrammarLoaded(message.ticket)))
-
-    def _admit_grammar(self, admit: Admit) -> None:
-        """Load the grammar on rank 0, the only rank that samples."""
-        data, after = None, None
-        if admit.grammar is not None and self.tp.rank == 0:
-            region, after = admit.grammar.region, admit.grammar.after
-            data = bytes(self.prompts.view(region.offset, region.length))
-        self.sampler.grammars.admit(admit.row, data, after, admit.output_ids, admit.params.allowed_token_ids)
+    def prepare(self, message: object) -> None:
+        """Do what another process asks of this rank before a plan needs it."""
+        self.handlers[type(message)](message)
 
     def _draw(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
         """Run forward and sampling: sampled tokens are copied to the host and into the rows for the next step."""
@@ -192,7 +185,7 @@ class Runner:
             self._guess(step, draws.rows_S, draws, 0)
             return NOTHING_DRAWN, scores, pooled
         if self.tp.rank == 0:
-            sampled = self.sampler.sample(logits_SV, draws, self.sampler.grammars.masks(step.draws))
+            sampled = self.sampler.sample(logits_SV, draws, self.sampler.rules.masks(step.draws))
         else:
             sampled = Sampled(torch.empty_like(draws.rows_S), None)
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's samples count: logits are not bit-equal on every rank

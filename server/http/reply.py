@@ -28,7 +28,6 @@ SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-
 LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
 LARGE_NUMBERS = 1 << 14  # the same for numbers, and characters of a text
 WRITE_S = 5
-CUT_OFF = "the answer was cut off by the limit of tokens before its grammar was complete: raise max_tokens"
 CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
 
 
@@ -196,8 +195,8 @@ class Reply(Answer):
 
     def _extra(self) -> dict[str, object]:
         """Fields of the document, or of the last event of a stream: warnings about the end, and timings if the client wants them."""
-        is_cut = self._options.has_grammar and any(choice.finish_reason == "length" for choice in self._choices.values())
-        extra: dict[str, object] = {"warnings": [*self._options.warnings, CUT_OFF]} if is_cut else {}
+        is_cut = self._options.cut_warning and any(choice.finish_reason == "length" for choice in self._choices.values())
+        extra: dict[str, object] = {"warnings": [*self._options.warnings, self._options.cut_warning]} if is_cut else {}
         if not self._options.timings:
             return extra
         last = max(choice.last_time for choice in self._choices.values())

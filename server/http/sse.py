@@ -57,12 +57,11 @@ def stage_times(stages: Stages, started: float) -> dict[str, float]:
 
 
 def timings_json(stages: Stages, started: float) -> dict[str, float]:
-    """`timings` of a response: milliseconds of each stage, device milliseconds of the overlapped work, images that were in no cache,
-    and frames of videos."""
+    """`timings` of a response: milliseconds of each stage, device milliseconds of the overlapped work, images that were in no cache, and
+    counts of its media."""
     timings = {f"{name}_ms": round(1000 * seconds, 3) for name, seconds in stage_times(stages, started).items()}
     device = {"device_decode_ms": stages.decode_ms, "device_encode_ms": stages.encode_ms, "device_forward_ms": stages.forward_ms}
-    counts = {"images_encoded": stages.images_encoded} | ({"video_frames": stages.video_frames} if stages.video_frames else {})
-    return timings | {name: round(value, 3) for name, value in device.items()} | counts
+    return timings | {name: round(value, 3) for name, value in device.items()} | {"images_encoded": stages.images_encoded} | stages.counts
 
 
 class Call:
@@ -154,7 +153,7 @@ class ReplyOptions:
     max_tokens: int | None = None
     warnings: list[str] = field(default_factory=list)  # what the answer lacks of what was asked for
     custom_tools: frozenset[str] = frozenset()  # which take one text
-    has_grammar: bool = False
+    cut_warning: str = ""  # added if the limit of tokens ends the answer
     drops_empty: bool = False  # no chunk for a token whose text waits: with tools, the thirty that begin a call
 
 

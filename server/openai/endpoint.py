@@ -35,7 +35,7 @@ from server.http.reply import GatheredReply, Reply
 from server.http.sse import Format, ReplyOptions
 from server.http.validate import check, read_object
 from server.openai.fields import UnknownFields
-from server.openai.grammar import read_grammar
+from server.openai.grammar import CUT_OFF, read_grammar
 from server.openai.openapi import BodyRoute
 from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 
@@ -238,7 +238,8 @@ class GenerationEndpoint(Endpoint):
             is_streamed=bool(request.stream), include_usage=bool(wanted.include_usage), timings=bool(request.timings),
             continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, max_tokens=params.max_tokens,
             warnings=[*request.warnings, *self.note_unknown(request.model_extra)],
-            custom_tools=request.custom_tools, has_grammar=grammar is not None or rules.must_call, drops_empty=rules.calls != "none",
+            custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
+            cut_warning=CUT_OFF if grammar is not None or rules.must_call else "",
         )  # fmt: skip
         return Generation(request=request, submits=submits, options=options, format=self.format)
 

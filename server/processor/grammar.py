@@ -10,9 +10,10 @@ import contextlib
 import json
 from typing import Any
 
+from engine.wire.grammar import Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Outbox
-from engine.wire.messages import GrammarLoaded, LoadGrammar, Region
-from engine.wire.params import Grammar, OutputOptions
+from engine.wire.messages import Region
+from engine.wire.params import OutputOptions
 from server.errors import RequestError
 
 Json = dict[str, Any]

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
@@ -20,12 +21,12 @@ import msgspec
 from engine.grammar.client import CompilerBusy, GrammarCompiler, GrammarError
 from engine.launch.config import EngineConfig, num_cpus
 from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.grammar import CompiledGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
     TIMED_OUT,
     Abort,
     ChatPrompt,
-    CompiledGrammar,
     EngineRequest,
     ErrorInfo,
     Event,
@@ -208,9 +209,9 @@ class Intake:
             request.counted = [] if isinstance(submit.prompt, TokenPrompt) else prompt.ids.tolist()
         elif num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
-        region = request.prompt = self._put(prompt.ids)
+        request.regions["prompt"] = self._put(prompt.ids)
         if predicted:
-            request.prediction = self._put(array("i", predicted))
+            request.regions["prediction"] = self._put(array("i", predicted))
         request.num_prompt_tokens = num_prompt
         for answer in request.answers:
             answer.text.read_prompt(prompt.ids)
@@ -221,10 +222,10 @@ class Intake:
         if submit.pooled_words is not None:
             changes |= {"max_tokens": 1, "pooled_ids": self._prompts.first_tokens(submit.pooled_words)}
         submit.stages.submitted = time.monotonic()
-        submit.stages.video_frames = sum(medium.num_frames for medium in media if not isinstance(medium, Image))
+        submit.stages.counts = dict(sum((Counter(medium.counts) for medium in media), Counter[str]()))
         return EngineRequest(
             rid=submit.rid,
-            prompt=wire(region),
+            prompt=wire(request.regions["prompt"]),
             images=[span for medium, starts in zip(media, prompt.starts, strict=True) for span in medium.spans(starts)],
             params=msgspec.structs.replace(submit.params, **changes),
             stages=submit.stages,
@@ -233,7 +234,7 @@ class Intake:
             priority=submit.priority,
             deadline=submit.deadline,
             grammar=self._grammar_of(request),
-            prediction=None if request.prediction is None else wire(request.prediction),
+            prediction=wire(request.regions["prediction"]) if predicted else None,
         )
 
     def _put(self, ids: "array[int]") -> Region:
@@ -294,13 +295,13 @@ class Intake:
         except CompilerBusy as busy:
             raise overloaded(f"{submit.grammar_field}: {busy}") from None
 
-        region = request.grammar = self.room.take(len(data))
+        region = request.regions["grammar"] = self.room.take(len(data))
         region.append(data)
         await self.loads.load(wire(region))
 
     def _grammar_of(self, request: Request) -> CompiledGrammar | None:
         """It holds behind the thoughts, if there are some."""
-        region = request.grammar
+        region = request.regions.get("grammar")
         if region is None:
             return None
         after = self._think.end if request.answers[0].text.is_thinking else None

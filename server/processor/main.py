@@ -15,6 +15,7 @@ import uvloop
 
 from engine.launch.child import Child
 from engine.wire.arena import Arena
+from engine.wire.grammar import GrammarLoaded
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import (
     API_ARENA,
@@ -23,7 +24,6 @@ from engine.wire.messages import (
     EngineOutputs,
     Events,
     Forget,
-    GrammarLoaded,
     Payload,
     Prefetch,
     Submit,

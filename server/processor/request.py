@@ -58,9 +58,7 @@ class Request:
     media: list[Medium]
     answers: list[Answer]
     task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
-    prompt: Region | None = None  # token ids
-    grammar: Region | None = None
-    prediction: Region | None = None  # token ids
+    regions: dict[str, Region] = field(default_factory=dict)  # what its EngineRequest names: the prompt's token ids under "prompt"
     counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
     is_in_scheduler: bool = False
     is_ended: bool = False  # the last events of all its answers are out, or nobody wants them
@@ -120,8 +118,7 @@ class Request:
 
     @property
     def prompt_ids(self) -> list[int]:
-        assert self.prompt is not None
-        return list(np.frombuffer(self.prompt.view, np.int32).tolist())
+        return list(np.frombuffer(self.regions["prompt"].view, np.int32).tolist())
 
     def prompt_logprobs(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Slices of them, as what an event has."""
@@ -139,6 +136,5 @@ class Request:
     async def release(self, room: Room) -> None:
         """Gives its memory back, as soon as no thread works for it."""
         await release_all(self.media)
-        for region in (self.prompt, self.grammar, self.prediction):
-            if region is not None:
-                room.give_back(region)
+        for region in self.regions.values():
+            room.give_back(region)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.wire.arena import ArenaView
+from engine.wire.grammar import GrammarLoaded, LoadGrammar
+from engine.wire.ipc import Outbox
+from engine.wire.messages import Admit, ErrorInfo, Region
 from engine.worker.sampling.draws import HostDraws
 from engine.worker.staging import ALIGNMENT, Staging
 from engine.worker.stopwatch import Stopwatch
@@ -28,6 +32,7 @@ if TYPE_CHECKING:  # importing it takes seconds
 
 NUM_CACHED = 64
 INDEX_BYTES = 8
+TOO_SLOW = ErrorInfo(400, "The grammar takes too long to follow.", code="invalid_grammar")
 SLOW_S = 0.1  # thread time for one token of one row; tens of microseconds are usual
 
 
@@ -91,8 +96,12 @@ def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-class Grammars:
-    """Grammars of all rows, for steps of up to `max_draws`. `model_folder` has the tokenizer of their compilation."""
+def _bytes_of(region: Region, arena: ArenaView) -> bytes:
+    return bytes(arena.view(region.offset, region.length))
+
+
+class TokenRules:
+    """Grammars and allowed tokens of all rows, for steps of up to `max_draws`. `model_folder` has the tokenizer of their compilation."""
 
     def __init__(self, model_folder: Path, max_num_seqs: int, max_draws: int, vocab_size: int, device: torch.device):
         self._folder = model_folder
@@ -112,28 +121,28 @@ class Grammars:
 
         self._vocabulary = self._vocabulary or read_vocabulary(self._folder)
 
-    def admit(self, row: int, data: bytes | None, after: int | None, output_ids: Sequence[int], allowed: Sequence[int] = ()) -> None:
-        """Assign row `row` to a request with this compiled grammar, if any, that sampled `output_ids` before a preemption and may only
-        sample `allowed` tokens, if given."""
+    def admit(self, admit: Admit, arena: ArenaView | None) -> None:
+        """Assign the row to a request. Grammars are read from `arena`; None on ranks that do not sample."""
+        row, allowed, grammar = admit.row, admit.params.allowed_token_ids, None if arena is None else admit.grammar
         self._allowed[row] = bits_of(allowed, self._num_words) if allowed else None
-        self._is_limited[row] = data is not None or bool(allowed)
-        if data is None:
-            self._sessions[row] = None
-            return
-        from xgrammar import GrammarMatcher
+        self._is_limited[row] = grammar is not None or bool(allowed)
+        self._sessions[row] = None
+        if grammar is not None and arena is not None:
+            from xgrammar import GrammarMatcher
 
-        session = self._sessions[row] = Session(GrammarMatcher(self._compiled_of(data)), after)
-        for token_id in output_ids:
-            session.take(token_id)
+            session = self._sessions[row] = Session(GrammarMatcher(self._compiled_of(_bytes_of(grammar.region, arena))), grammar.after)
+            for token_id in admit.output_ids:
+                session.take(token_id)
 
-    def load_ahead(self, data: bytes, done: Callable[[], None]) -> None:
-        """Read a compiled grammar in a thread that releases the interpreter lock, then call `done` there."""
+    def load_ahead(self, message: LoadGrammar, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> None:
+        """Read a grammar that a plan may name later, in a thread that releases the interpreter lock and answers `processor`."""
+        data = _bytes_of(message.region, arena)
 
         def load() -> None:
             try:
                 self._compiled_of(data)
             finally:
-                done()
+                processor.send(GrammarLoaded(message.ticket))
 
         self._loader.submit(load)
 
@@ -166,14 +175,14 @@ class Grammars:
         self._staging.copy()
         return index_A, allowed_AW
 
-    def note(self, draws: HostDraws, tokens_S: torch.Tensor, watch: Stopwatch) -> tuple[int, ...]:
-        """Note sampled tokens, which are on the host when `watch` is done. Return which samples' rows have a grammar that was too slow and
-        is no longer followed."""
+    def note(self, draws: HostDraws, tokens_S: torch.Tensor, watch: Stopwatch) -> dict[int, ErrorInfo]:
+        """Note sampled tokens, which are on the host when `watch` is done. Return errors by the number of a sampled chunk: its grammar was
+        too slow and is no longer followed."""
         if not any(map(self._sessions.__getitem__, draws.rows.tolist())):
-            return ()
+            return {}
         sessions = [self._sessions[row] for _, row, _ in draws.per_row()]
         self._drawn.append((sessions, draws, tokens_S, watch))
-        return tuple(index for index, session in enumerate(sessions) if session is not None and session.is_slow)
+        return {index: TOO_SLOW for index, session in enumerate(sessions) if session is not None and session.is_slow}
 
     def _take(self, drawn: Drawn) -> None:
         sessions, draws, tokens_S, watch = drawn

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from engine.wire.messages import SamplingParams, TokenLogprobs
 from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.draws import Draws, draws_of
-from engine.worker.sampling.grammar import Grammars, Mask
+from engine.worker.sampling.grammar import Mask, TokenRules
 from engine.worker.sampling.state import LogitState
 from models.config.types import ModelConfig
 from models.kernels.paged import Int32s
@@ -62,7 +62,7 @@ class Sampler:
     """State of all rows, for steps of up to `max_draws`. Only rank 0 samples: logits are not bit-equal on every rank."""
 
     def __init__(self, ops: SamplingOps, max_num_seqs: int, max_draws: int, config: ModelConfig, model_folder: Path, device: torch.device):
-        self.grammars = Grammars(model_folder, max_num_seqs, max_draws, config.text.vocab_size, device)
+        self.rules = TokenRules(model_folder, max_num_seqs, max_draws, config.text.vocab_size, device)
         self._ops, self._max_draws = ops, max_draws
         self._eos_ids = config.eos_token_ids
         self._state = LogitState(max_num_seqs, config.text.vocab_size, device)
@@ -86,7 +86,7 @@ class Sampler:
             self.sample(logits_SV, draws, (torch.zeros_like(draws.rows_S[:1]), everything))
 
     def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:
-        """Sample a token per row of (S, V) float32 logits, which may be changed. `mask` holds the tokens that grammars allow."""
+        """Sample a token per row of (S, V) float32 logits, which may be changed. `mask` holds the tokens that `rules` allow."""
         raw_LV = logits_SV[draws.reported_L] if len(draws.reported_L) else None
         if draws.changes:
             self._state.change_(logits_SV, draws, self._ops)

@@ -45,6 +45,7 @@ class Image:
     encoded: Region
     header: Header
     digest: bytes = b""  # of the encoded bytes
+    counts: Mapping[str, int] = MappingProxyType({})  # for `Stages.counts`
 
     def __init__(
         self, *, sources: Sources, inspector: Inspector, decoders: Decoders, early: EarlyReads, ref: MediaRef, is_frame: bool = False

@@ -11,7 +11,7 @@ Pixels are resized where they are decoded, and a pair's hash is of them: the sam
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -66,9 +66,9 @@ class Video(ABC):
             await self._load(allowance)
 
     @property
-    def num_frames(self) -> int:
-        """Number of frames that the model gets; the last one may be repeated."""
-        return len(self.plan.indices)
+    def counts(self) -> Mapping[str, int]:
+        """Return the number of frames that the model gets; the last one may be repeated."""
+        return {"video_frames": len(self.plan.indices)}
 
     @property
     def visual(self) -> Visual:

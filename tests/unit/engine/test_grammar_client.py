@@ -13,7 +13,7 @@ from engine import guests
 from engine.grammar.client import QUICK_S, SMALL_CHARACTERS, Compiled, CompilerBusy, GrammarCompiler, GrammarError
 from engine.grammar.compile import MAX_TOKEN_S, follow
 from engine.guests import MAX_CLIENTS, GuestDied, GuestKilled, GuestPool
-from engine.wire.params import Grammar
+from engine.wire.grammar import Grammar
 from server.errors import RequestError
 from server.processor.intake import Intake
 from tests.eventually import HANG_GUARD_S

@@ -9,7 +9,8 @@ import xgrammar
 
 from engine.grammar.compile import MAX_DIGITS, compiled
 from engine.grammar.vocabulary import read_vocabulary
-from engine.wire.params import Grammar, OutputOptions
+from engine.wire.grammar import Grammar
+from engine.wire.params import OutputOptions
 from models.demo import CHECKPOINT
 from server.processor.grammar import answer_grammar
 

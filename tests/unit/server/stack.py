@@ -17,13 +17,12 @@ from engine.launch.child import FAILED, Runtime, Status
 from engine.launch.config import EngineConfig
 from engine.serve import bind
 from engine.wire.arena import ArenaView, create_memfd
+from engine.wire.grammar import GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import (
     Abort,
     EngineOutputs,
     EngineRequest,
-    GrammarLoaded,
-    LoadGrammar,
     Pixels,
     Region,
     RequestOutput,

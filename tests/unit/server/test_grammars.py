@@ -13,22 +13,21 @@ import xgrammar
 from engine.grammar.client import GrammarCompiler
 from engine.grammar.compile import compiled
 from engine.grammar.vocabulary import read_vocabulary
+from engine.wire.grammar import Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
     PROCESSOR_ARENA,
     ChatPrompt,
     EngineRequest,
-    GrammarLoaded,
-    LoadGrammar,
     Region,
     RequestOutput,
     Stages,
     Submit,
     ToProcessor,
 )
-from engine.wire.params import Grammar, OutputOptions, SamplingParams
+from engine.wire.params import OutputOptions, SamplingParams
 from server.errors import RequestError
-from server.http.reply import CUT_OFF
+from server.openai.grammar import CUT_OFF
 from server.processor import intake
 from server.processor.grammar import LARGE_BYTES, LOAD_S, GrammarLoads, answer_grammar
 from server.processor.text.calls import CallSplitter

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from engine.wire.grammar import Grammar
 from engine.wire.messages import API_ARENA, ErrorInfo, MediaRef, Region
-from engine.wire.params import MAX_BAD_WORDS, MAX_BIASED, MAX_LOGIT_EDITS, MAX_STOP_IDS, PARAMETERS, Grammar
+from engine.wire.params import MAX_BAD_WORDS, MAX_BIASED, MAX_LOGIT_EDITS, MAX_STOP_IDS, PARAMETERS
 from server.checkpoint import SamplingDefaults
 from server.dialects import anthropic, responses
 from server.errors import RequestError

@@ -16,10 +16,10 @@ from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
 from engine.wire.arena import Arena, create_memfd
+from engine.wire.grammar import CompiledGrammar
 from engine.wire.messages import (
     MAX_DRAFTS,
     MAX_GUESSES,
-    CompiledGrammar,
     EngineRequest,
     ImageSource,
     ImageSpan,

@@ -15,8 +15,8 @@ import xgrammar
 from engine.grammar.compile import compiled as compile_grammar
 from engine.grammar.vocabulary import read_vocabulary
 from engine.scheduler.request import Request
+from engine.wire.grammar import Grammar
 from engine.wire.messages import MAX_DRAFTS
-from engine.wire.params import Grammar
 from engine.worker.sampling.drafts import NONE, HostDrafts
 from engine.worker.staging import Staging
 from models.checkpoint.load import init_dummy_weights

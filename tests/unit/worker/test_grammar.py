@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.grammar.compile import compiled as compile_grammar
-from engine.wire.params import Grammar
+from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
+from engine.wire.messages import Admit, Region, SamplingParams
 from engine.worker.sampling import grammar
 from engine.worker.sampling.draws import DrawTable
-from engine.worker.sampling.grammar import Grammars
+from engine.worker.sampling.grammar import TokenRules
 from models.checkpoint.load import init_dummy_weights
 from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
@@ -137,8 +139,8 @@ def test_allowed_tokens(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str
 
 def test_a_step_without_grammars_waits_for_nothing(model: Qwen3VL, compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    take = Grammars._take
-    monkeypatch.setattr(Grammars, "_take", lambda self, drawn: (taken.append(drawn), take(self, drawn)))
+    take = TokenRules._take
+    monkeypatch.setattr(TokenRules, "_take", lambda self, drawn: (taken.append(drawn), take(self, drawn)))
     engine = Engine(model)
     engine.add(0, [[5]], **PARAMS)
     engine.add(1, [[6]], allowed_token_ids=(5, 6), **PARAMS)
@@ -160,11 +162,15 @@ def test_wrong_grammars_are_refused() -> None:
         assert reason and len(reason) <= 200 and "/" not in reason and ".cc" not in reason and ".h" not in reason, (kind, reason)
 
 
-def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars, done = Grammars(CHECKPOINT, 4, 4, 768, torch.device("cpu")), threading.Semaphore(0)
-    for data in (compiled["schema"], b"damaged"):
-        grammars.load_ahead(data, done.release)
+def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes]) -> None:
+    rules, done = TokenRules(CHECKPOINT, 4, 4, 768, torch.device("cpu")), threading.Semaphore(0)
+    processor: Any = SimpleNamespace(send=lambda message: done.release())
+    for data in (b"damaged", compiled["schema"]):
+        arena: Any = SimpleNamespace(view=lambda offset, length, data=data: data)
+        region = Region(0, 0, len(data))
+        rules.load_ahead(LoadGrammar(region, 1), arena, processor)
         assert done.acquire(timeout=60)
-    monkeypatch.setattr(Grammars, "_read", None)
-    grammars.admit(0, compiled["schema"], None, ())
-    assert grammars.masks(DrawTable(1, 0).draws(np.array([0]), np.array([1]))) is not None
+    num_read = rules._compiled_of.cache_info().misses
+    rules.admit(Admit(0, region, [], [], [], SamplingParams(), CompiledGrammar(region)), arena)
+    assert rules._compiled_of.cache_info().misses == num_read
+    assert rules.masks(DrawTable(1, 0).draws(np.array([0]), np.array([1]))) is not None

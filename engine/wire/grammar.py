@@ -1,0 +1,32 @@
+"""Grammars of answers, as text and compiled, and the messages about them."""
+
+from typing import Literal
+
+import msgspec
+
+from engine.wire.media import Region
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """Grammar of an answer. `text` of a "choice" is a JSON list of strings."""
+
+    kind: Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    text: str = ""
+
+
+class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """Location in the processor arena. The grammar applies after token `after` (the end of thoughts), if given."""
+
+    region: Region
+    after: int | None = None
+
+
+class LoadGrammar(msgspec.Struct, tag=True, frozen=True):
+    """Read this large grammar concurrently with the steps, which would wait for it. Answered by a GrammarLoaded."""
+
+    region: Region
+    ticket: int
+
+
+class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
+    ticket: int
