@@ -1,5 +1,6 @@
 """The documentation says what is so: paths, modules and flags that it names exist, and generated pages are what the code says."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -79,13 +80,22 @@ def test_the_core_has_the_sizes_that_the_page_states() -> None:
     assert len(rows) == 11 and not [row for row, size in zip(rows, sizes, strict=True) if abs(size / 1000 / int(row[2]) - 1) > 0.1]
 
 
-def test_pages_use_standard_terms() -> None:
+def messages(path: Path) -> list[str]:
+    """Strings of a module with several words, except docstrings: messages and help texts."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    constants = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    return [node.value for node in constants if isinstance(node.value, str) and " " in node.value]
+
+
+def test_pages_and_messages_use_standard_terms() -> None:
     """Red for words that readers of other projects stumble over: write draft token, reported, sampled, the client, alongside, rejected."""
-    people = "guess|guesses|guessed|told|whoever|nobody|somebody|beside|any more"
+    people = "guess|guesses|guessed|told|whoever|nobody|somebody|anybody|beside|any more"
     terms = re.compile(rf"\b({people}|lanes?|deals?|real_T|other factor|is a 4\d\d|are a 4\d\d)\b", re.IGNORECASE)
-    pages = [page for page in PAGES if page.name not in ("CHANGELOG.md", "optimisation-log.md")]
-    found = [(name_of(page), match[0]) for page in pages for match in terms.finditer(page.read_text(encoding="utf-8"))]
-    assert not found
+    texts = [(page, page.read_text(encoding="utf-8")) for page in PAGES if page.name not in ("CHANGELOG.md", "optimisation-log.md")]
+    sources = (path for folder in ("engine", "server", "models", "bench") for path in (ROOT / folder).rglob("*.py"))
+    texts += [(path, text) for path in sources for text in messages(path)]
+    assert not [(name_of(path), match[0]) for path, text in texts for match in terms.finditer(text)]
 
 
 def test_generated_pages_are_current() -> None:
