@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,11 +29,11 @@ from engine.wire.messages import (
     ErrorInfo,
     FinishReason,
     Pixels,
-    PromptLogprobs,
     RequestOutput,
     StepResult,
     TokenLogprobs,
 )
+from engine.wire.reports import joined
 from engine.wire.stats import EngineStats
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
@@ -229,7 +228,7 @@ class SchedulerCore:
 
     def _make_request(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], siblings: list[Request], index: int) -> Request:
         room = self._capacity - len(prompt_ids)
-        params = wire.params
+        params = wire.params.of_answer(index)
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         token_ids = np.empty(len(prompt_ids) + max_tokens, dtype=np.int32)
         token_ids[: len(prompt_ids)] = prompt_ids
@@ -237,7 +236,6 @@ class SchedulerCore:
         order = (wire.priority, self._num_arrived)
         self._num_arrived += 1
         if index:
-            params = msgspec.structs.replace(params, seed=params.seed + index, prompt_logprobs=None)
             sources, awaited = siblings[0].sources, siblings[0].awaited
         else:
             sources, awaited = {span.hash: span.source for span in wire.images if span.source.encoding != "file"}, set()
@@ -297,12 +295,12 @@ class SchedulerCore:
             details = self._note_drafts(request, chunk, len(ids) - 1, len(kept)) if chunk.drafts else None
             if step.requests[index + 1 : index + 2] != [request]:
                 _note_stages(request, chunk.sample, results)
-            if index in drawn.prompt_logprobs:
-                request.note_prompt_logprobs(drawn.prompt_logprobs[index])
+            if index in drawn.reports:
+                drawn.reports[index].add_to(request.reports)
             if chunk.sample and (error := drawn.failed_draws.get(num_sampled - 1)) is not None:
                 self._fail(request, error)
             elif kept:
-                self._deliver(request, kept, known[: len(kept)], reason, drawn.pooled.get(index, b""), details)
+                self._deliver(request, kept, known[: len(kept)], reason, details)
 
     def _deliver(
         self,
@@ -310,19 +308,18 @@ class SchedulerCore:
         token_ids: list[int],
         logprobs: list[TokenLogprobs],
         reason: FinishReason | None,
-        pooled: bytes,
         details: TokenDetails | None,
     ) -> None:
         """Add an output."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
         is_first = request.num_known == request.num_prompt + len(token_ids)
-        prompt_logprobs = PromptLogprobs.joined(request.prompt_parts) if is_first else None
+        report = joined(request.reports) if is_first else None
         if not request.wire.stages.first_token:
             stages = request.wire.stages
             stages.first_token = time.monotonic()
-        numbers = logprobs, prompt_logprobs, request.index, pooled
-        self._outputs.append(RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, *numbers, details))
+        output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, report, request.index, details)
+        self._outputs.append(output)
         if reason is not None:
             self._end(request)
 

@@ -131,7 +131,7 @@ class _StepBuilder:
             return request.awaits_prefix
         size = self.state.blocks.block_size
         worth = max(size, int(STEP_PART_WORTH_WAITING * self.limits.max_num_batched_tokens))
-        for other in self.state.running if self.limits.prefix_cache and request.uses_prefixes else []:
+        for other in self.state.running if self.limits.prefix_cache and request.params.uses_prefixes else []:
             if other.order > request.order:
                 break  # the oldest request never waits, so every wait ends
             if other.num_known - other.num_committed * size < worth:
@@ -209,7 +209,7 @@ class _StepBuilder:
 
     def _prefix_hits(self, request: Request) -> list[int]:
         """Return the cached blocks of the prefix; at least one token remains to be computed for its logits."""
-        if not self.limits.prefix_cache or not request.uses_prefixes:
+        if not self.limits.prefix_cache or not request.params.uses_prefixes:
             return []
         ids = request.known_ids()
         usable = min(request.num_tokens - 1, len(ids)) // self.state.blocks.block_size

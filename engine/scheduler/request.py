@@ -8,7 +8,8 @@ from itertools import pairwise, zip_longest
 import numpy as np
 
 from engine.scheduler.blocks import BlockHasher
-from engine.wire.messages import EngineRequest, FinishReason, ImageSource, ImageSpan, PromptLogprobs, SamplingParams
+from engine.wire.messages import EngineRequest, FinishReason, ImageSource, ImageSpan, SamplingParams
+from engine.wire.reports import Report
 
 MIN_SNAPSHOT_TOKENS = 256  # minimum distance between snapshots
 ANSWER_OPENING = 8  # most tokens of a template's answer opening: a next turn need not repeat it
@@ -63,7 +64,7 @@ class Request:
     leader: "Request | None" = None  # while waiting: an older request that computes this one's beginning
     num_shared_blocks: int = 0  # blocks of that prefix
     sources: dict[bytes, ImageSource] = field(default_factory=dict)  # by hash, without files
-    prompt_parts: list[PromptLogprobs] = field(default_factory=list)  # consecutive log-probabilities of the prompt, so far
+    reports: list[Report] = field(default_factory=list)  # consecutive parts, so far
     awaited: set[bytes] = field(default_factory=set)  # files whose pixels were requested
     is_stateful: bool = False  # the model has recurrent states: a prefix needs a snapshot
     snapshot_points: tuple[int, ...] = ()  # ends of blocks at which states are kept
@@ -101,11 +102,6 @@ class Request:
         return self.num_computed >= self.num_prompt and self.num_tokens - self.num_computed == 1
 
     @property
-    def uses_prefixes(self) -> bool:
-        """False if log-probabilities of the whole prompt are requested."""
-        return self.params.prompt_logprobs is None
-
-    @property
     def awaits_prefix(self) -> bool:
         """True until the leader has committed the shared prefix or stopped running. A sibling's blocks need only be planned: an image that
         fails in them fails all answers."""
@@ -115,12 +111,6 @@ class Request:
         if leader.wire is self.wire and not self.is_stateful:
             return leader.num_computed < self.num_shared_blocks * self.hasher.block_size
         return leader.num_committed < self.num_shared_blocks
-
-    def note_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Add the log-probabilities of a chunk. After a preemption, chunks may repeat with other bounds."""
-        start = self.prompt_parts[-1].end if self.prompt_parts else part.start
-        if part.end > start:
-            self.prompt_parts.append(part.beginning_at(start))
 
     def num_shared_with(self, other: "Request") -> int:
         """Number of tokens of the common prefix: equal salt, ids and images."""

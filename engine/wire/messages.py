@@ -25,13 +25,13 @@ from engine.wire.params import (
     ChatPrompt,
     Logprob,
     OutputOptions,
-    PromptLogprobs,
     RankedToken,
     SamplingParams,
     TextPrompt,
     TokenLogprobs,
     TokenPrompt,
 )
+from engine.wire.reports import Report
 from engine.wire.stats import EngineStats, Stages
 from models.kernels.step_sizes import StepSizes
 
@@ -132,7 +132,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     logprobs: list[Logprob] = []  # of this event's tokens
-    pooled: bytes = b""  # float32, instead of text
+    numbers: bytes = b""  # float32, instead of text
     prompt_ids: list[int] = []  # if asked for with the first token; of a request that was only counted. Images are placeholders
     token_ids: list[int] = []  # of this event, if asked for
     prompt_logprobs: list[list[RankedToken]] = []  # of the prompt's next tokens: each, and the likely ones in its place
@@ -220,9 +220,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     stages: Stages | None = None  # with the first token
     logprobs: list[TokenLogprobs] = []  # of token_ids
-    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the prompt has more than one
+    report: Report | None = None  # with the first token
     index: int = 0
-    pooled: bytes = b""  # float32, see `SamplingParams.pooled_ids`
     details: TokenDetails | None = None  # of these tokens
 
 
@@ -332,8 +331,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     forward_ms: float = 0.0
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # as the token ids; empty if no row wants any
-    prompt_logprobs: dict[int, PromptLogprobs] = {}  # by chunk
-    pooled: dict[int, bytes] = {}  # by chunk
+    reports: dict[int, Report] = {}  # by chunk
     starved_images: tuple[int, ...] = ()  # images for which this rank had no memory: zeros, like failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_draws: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error

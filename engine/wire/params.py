@@ -1,6 +1,6 @@
 """Options of sampling and of reported tokens. Part of the messages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
@@ -82,6 +82,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int | None = None  # each dialect has its own fields for it, of type `NumLogprobs`
     pooled_ids: tuple[int, ...] | None = None
 
+    @property
+    def uses_prefixes(self) -> bool:
+        """False if log-probabilities of the whole prompt are requested."""
+        return self.prompt_logprobs is None
+
+    def of_answer(self, index: int) -> "SamplingParams":
+        """Return the parameters of answer `index`; the first one alone reports the prompt."""
+        return msgspec.structs.replace(self, seed=self.seed + index, prompt_logprobs=None) if index else self
+
 
 class Parameter(NamedTuple):
     """A sampling parameter that requests have a field for."""
@@ -104,41 +113,6 @@ def _parameters() -> Iterator[Parameter]:
 
 PARAMETERS = {parameter.name: parameter for parameter in _parameters()}
 PENALISING = [name for name, parameter in PARAMETERS.items() if parameter.slot == "penalties"]  # in the order of the kernels
-
-
-class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of N tokens of a prompt from `start` on (the first token has none), as arrays in row-major order."""
-
-    start: int
-    num_top: int
-    logprobs: bytes  # float32 (N,)
-    top_ids: bytes  # int32 (N, num_top), the most likely first
-    top_logprobs: bytes  # float32 (N, num_top)
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.logprobs) // 4
-
-    def beginning_at(self, start: int) -> "PromptLogprobs":
-        """Return the part without the tokens before `start`."""
-        skipped = 4 * (start - self.start)
-        num_top = self.num_top
-        tops = self.top_ids[skipped * num_top :], self.top_logprobs[skipped * num_top :]
-        return PromptLogprobs(start, num_top, self.logprobs[skipped:], *tops)
-
-    @staticmethod
-    def joined(parts: Sequence["PromptLogprobs"]) -> "PromptLogprobs | None":
-        """Join consecutive parts; None if there are none."""
-        if not parts:
-            return None
-        first = parts[0]
-        return PromptLogprobs(
-            first.start,
-            first.num_top,
-            b"".join(part.logprobs for part in parts),
-            b"".join(part.top_ids for part in parts),
-            b"".join(part.top_logprobs for part in parts),
-        )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -13,6 +13,7 @@ import torch
 from engine.launch.memory import step_bytes
 from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo, StepPlan, StepResult
+from engine.wire.reports import Numbers, Report
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
@@ -74,12 +75,16 @@ class LaunchedStep:
             encode_ms=sum(watch.elapsed_ms() for watch in self.encoded.watches),
             forward_ms=self.watch.elapsed_ms(),
             logprobs=logprobs,
-            prompt_logprobs=self.scores.per_chunk() if self.scores is not None and self.rank == 0 else {},
-            pooled={chunk: values.numpy().tobytes() for chunk, values in self.pooled.items()} if self.rank == 0 else {},
+            reports={} if self.rank else self._reports(),
             out_of_memory=self.out_of_memory,
             failed_draws=self.failed_draws,
             guesses=[] if guesses is None or self.rank else guesses[[run[-1] for run in kept]].tolist(),
         )
+
+
+    def _reports(self) -> dict[int, Report]:
+        reports: dict[int, Report] = {chunk: Numbers(values.numpy().tobytes()) for chunk, values in self.pooled.items()}
+        return reports | (self.scores.per_chunk() if self.scores is not None else {})
 
 
 @dataclass(eq=False, repr=False)

@@ -105,7 +105,7 @@ class PoolingEndpoint(Endpoint):
         usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(event.num_prompt_tokens for event in events))
         head = {"id": f"pool-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "usage": usage}
         head["model"] = request.model or self.service.model_names[0]
-        return json_response(encode(head | self.show(request, [np.frombuffer(event.pooled, np.float32) for event in events])))
+        return json_response(encode(head | self.show(request, [np.frombuffer(event.numbers, np.float32) for event in events])))
 
 
 class EmbeddingsEndpoint(PoolingEndpoint):

@@ -25,6 +25,7 @@ from engine.wire.messages import (
     ToScheduler,
     WantedPixels,
 )
+from engine.wire.reports import Numbers
 from server.errors import error_type
 from server.processor.media.room import Room
 from server.processor.request import Answer, Request
@@ -185,7 +186,7 @@ def _full_event(
         calls=calls,
         stop_reason=stop_reason,
         index=output.index,
-        pooled=output.pooled,
+        numbers=output.report.values if isinstance(output.report, Numbers) else b"",
         details=answer.details,
     )
 

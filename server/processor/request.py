@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from engine.wire.details import TokenDetails
-from engine.wire.messages import EngineRequest, ErrorInfo, Event, Logprob, PromptLogprobs, RequestOutput, Submit
+from engine.wire.messages import EngineRequest, ErrorInfo, Event, Logprob, RequestOutput, Submit
+from engine.wire.reports import PromptLogprobs
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.image import Image
 from server.processor.media.room import Room
@@ -122,7 +123,8 @@ class Request:
 
     def prompt_logprobs(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Slices of them, as what an event has."""
-        self.scores = output.prompt_logprobs or self.scores  # the first answer's come alone, before any other's token
+        if isinstance(output.report, PromptLogprobs):  # the first answer's come alone, before any other's token
+            self.scores = output.report
         entries = of_prompt(self.prompt_ids, self.scores)
         options, num_top = self.submit.output, self.submit.params.logprobs
         while part := list(islice(entries, SLICE)):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.wire.messages import Chunk, PromptLogprobs
+from engine.wire.messages import Chunk
+from engine.wire.reports import PromptLogprobs, Report
 from engine.worker.sampling.draws import Int64s
 from engine.worker.staging import Staging
 from models.kernels.paged import Int32s
@@ -60,9 +61,10 @@ class PromptScores:
     def to_host(self) -> "PromptScores":
         return PromptScores(self.chunks, *map(to_host, (self.logprobs_N, self.top_ids_NM, self.top_NM)))
 
-    def per_chunk(self) -> dict[int, PromptLogprobs]:
+    def per_chunk(self) -> dict[int, Report]:
         """Return scores by chunk index in the plan. The copies must have reached the host."""
-        found, first = {}, 0
+        found: dict[int, Report] = {}
+        first = 0
         for chunk in self.chunks:
             rows = slice(first, first + len(chunk.targets))
             top_ids, top = (values[rows, : chunk.num_top].contiguous().numpy() for values in (self.top_ids_NM, self.top_NM))

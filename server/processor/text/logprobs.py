@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from engine.wire.messages import Logprob, RankedToken
-from engine.wire.params import PromptLogprobs, TokenLogprobs
+from engine.wire.params import TokenLogprobs
+from engine.wire.reports import PromptLogprobs
 
 Spelling = Callable[[int], bytes]
 Entry = tuple[int, float | None, list[tuple[int, float]]]  # of a prompt's token: its id, its value, the most likely ones in its place

@@ -18,7 +18,7 @@ from engine.scheduler.core import OUT_OF_MEMORY, SchedulerCore
 from engine.scheduler.policy import MOST_FOUND
 from engine.scheduler.request import Request
 from engine.wire.messages import StepResult
-from engine.wire.params import PromptLogprobs
+from engine.wire.reports import PromptLogprobs, joined
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 NUM_ROWS = 32
@@ -89,15 +89,15 @@ def test_log_probabilities_of_a_prompt_are_copied_once() -> None:
     core = make_core()
     core.add(make_request(1, [7] * 8, [], 4), np.full(8, 7, np.int32))
     request = core._requests[1][0]
-    num_bytes = 0
+    num_bytes, parts = 0, request.reports
     for start, end in [(1, 400), (1, 300), (200, 600), *((at, at + 1) for at in range(600, 1000))]:  # preempted after 400
-        request.note_prompt_logprobs(part_of(values, start, end))
-        num_bytes += len(request.prompt_parts[-1].logprobs)
+        part_of(values, start, end).add_to(parts)
+        num_bytes += len(parts[-1].logprobs) if isinstance(parts[-1], PromptLogprobs) else 0
     assert num_bytes <= 4 * (999 + 399)  # the part that came again was dropped
-    joined = PromptLogprobs.joined(request.prompt_parts)
-    assert joined is not None and (joined.start, joined.end) == (1, 1000)
-    assert np.array_equal(np.frombuffer(joined.logprobs, np.float32), values[1:])
-    assert np.array_equal(np.frombuffer(joined.top_ids, np.int32).reshape(-1, NUM_TOP)[:, 1], values[1:].astype(np.int32))
+    found = joined(request.reports)
+    assert isinstance(found, PromptLogprobs) and (found.start, found.end) == (1, 1000)
+    assert np.array_equal(np.frombuffer(found.logprobs, np.float32), values[1:])
+    assert np.array_equal(np.frombuffer(found.top_ids, np.int32).reshape(-1, NUM_TOP)[:, 1], values[1:].astype(np.int32))
 
 
 class CountedImages(list[Any]):

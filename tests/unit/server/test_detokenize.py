@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models
 
 from engine.wire.arena import Arena, create_memfd
 from engine.wire.messages import ChatPrompt, EngineOutputs, Event, Events, RequestOutput, Submit
-from engine.wire.params import OutputOptions, PromptLogprobs, SamplingParams, TokenLogprobs
+from engine.wire.params import OutputOptions, SamplingParams, TokenLogprobs
+from engine.wire.reports import PromptLogprobs
 from engine.wire.stats import Stages
 from server.dialects.generate import GenerateFormat, GenerateRequest
 from server.http.sse import Choice, ReplyOptions
@@ -207,8 +208,8 @@ def request(room: Room, tokenizer: Tokenizer, rid: int, num_top: int | None) -> 
     submit = Submit(rid, ChatPrompt(b""), [], params, OutputOptions(echo=True), Stages())
     answer = Answer(OutputText(TokenTable(tokenizer), ThinkTokens(None, None), OutputOptions()))
     made = Request(submit, [], [answer], is_in_scheduler=True, num_prompt_tokens=NUM_PROMPT)
-    made.prompt = room.take(4 * NUM_PROMPT)
-    made.prompt.append(array("i", [70] * NUM_PROMPT).tobytes())
+    region = made.regions["prompt"] = room.take(4 * NUM_PROMPT)
+    region.append(array("i", [70] * NUM_PROMPT).tobytes())
     return made
 
 

@@ -130,10 +130,10 @@ async def thread_of(*events: Event) -> threading.Thread:
 
 async def test_large_answers_leave_the_event_loop() -> None:
     here = threading.current_thread()
-    small = Event(1, "text", 1, finish_reason="stop", pooled=bytes(4 * HIDDEN))
+    small = Event(1, "text", 1, finish_reason="stop", numbers=bytes(4 * HIDDEN))
     assert await thread_of(small) is here
     for large in (
-        [Event(1, "", 1, finish_reason="stop", pooled=bytes(4 * HIDDEN), index=index) for index in range(5)],
+        [Event(1, "", 1, finish_reason="stop", numbers=bytes(4 * HIDDEN), index=index) for index in range(5)],
         [Event(1, "", finish_reason="stop", prompt_ids=[1] * (LARGE_NUMBERS + 1))],
         [Event(1, "x" * (LARGE_NUMBERS + 1), finish_reason="stop")],
     ):

@@ -7,7 +7,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from engine.wire.messages import EngineRequest, RequestOutput
-from engine.wire.params import PromptLogprobs, TokenLogprobs
+from engine.wire.params import TokenLogprobs
+from engine.wire.reports import PromptLogprobs
 from engine.wire.stats import Stages
 from server.processor.text.detokenize import TokenTable
 from tests.e2e.serving import data_uri, picture
@@ -60,7 +61,7 @@ def tell(ids: list[int]) -> Script:
             outputs = [
                 RequestOutput(
                     request.rid, [token_id], "stop" if is_last else None, stages=Stages() if is_first else None, logprobs=entry,
-                    prompt_logprobs=of_prompt if is_first and not index else None, index=index,
+                    report=of_prompt if is_first and not index else None, index=index,
                 )
                 for index in range(request.n)  # as the scheduler says it: the prompt's with the first answer alone
             ]  # fmt: skip

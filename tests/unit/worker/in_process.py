@@ -23,12 +23,12 @@ from engine.wire.messages import (
     EngineRequest,
     ImageSource,
     ImageSpan,
-    PromptLogprobs,
     Region,
     SamplingParams,
     StepResult,
     TokenLogprobs,
 )
+from engine.wire.reports import Numbers, PromptLogprobs
 from engine.wire.stats import Stages
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
@@ -208,10 +208,10 @@ class Engine:
             key = key_of(output.rid, output.index)
             self.tokens[key] += output.token_ids
             self.logprobs[key] += output.logprobs
-            if output.pooled:
-                self.pooled[key] = output.pooled
-            if output.prompt_logprobs is not None:
-                self.prompt_logprobs[key] = output.prompt_logprobs
+            if isinstance(output.report, Numbers):
+                self.pooled[key] = output.report.values
+            if isinstance(output.report, PromptLogprobs):
+                self.prompt_logprobs[key] = output.report
             if output.error is not None:
                 self.errors[output.rid] = output.error.message
         return True

@@ -1,0 +1,56 @@
+"""Numbers that a request reports besides its tokens. Part of the messages.
+
+A worker reports them by chunk, the scheduler joins the parts of a request, and the first output of an answer has them.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Numbers(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Float32 values instead of text."""
+
+    values: bytes
+
+    def add_to(self, parts: "list[Report]") -> None:
+        parts[:] = [self]
+
+
+class PromptLogprobs(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Log-probabilities of N tokens of a prompt from `start` on (the first token has none), as arrays in row-major order."""
+
+    start: int
+    num_top: int
+    logprobs: bytes  # float32 (N,)
+    top_ids: bytes  # int32 (N, num_top), the most likely first
+    top_logprobs: bytes  # float32 (N, num_top)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.logprobs) // 4
+
+    def beginning_at(self, start: int) -> "PromptLogprobs":
+        """Return the part without the tokens before `start`."""
+        skipped = 4 * (start - self.start)
+        num_top = self.num_top
+        tops = self.top_ids[skipped * num_top :], self.top_logprobs[skipped * num_top :]
+        return PromptLogprobs(start, num_top, self.logprobs[skipped:], *tops)
+
+    def add_to(self, parts: "list[Report]") -> None:
+        """Append what follows the last part. After a preemption, chunks may repeat with other bounds."""
+        start = parts[-1].end if parts and isinstance(parts[-1], PromptLogprobs) else self.start
+        if self.end > start:
+            parts.append(self.beginning_at(start))
+
+
+Report = PromptLogprobs | Numbers
+
+
+def joined(parts: Sequence[Report]) -> Report | None:
+    """Join the parts of a request; None if there are none."""
+    scores = [part for part in parts if isinstance(part, PromptLogprobs)]
+    if not scores:
+        return parts[0] if parts else None
+    arrays = (b"".join(part) for part in zip(*((part.logprobs, part.top_ids, part.top_logprobs) for part in scores), strict=True))
+    return PromptLogprobs(scores[0].start, scores[0].num_top, *arrays)
