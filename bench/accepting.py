@@ -1,5 +1,5 @@
 """An engine whose drafts hold with a given probability, whatever its weights: `python -m bench.accepting P K --model ... --draft lookup`,
-or `--draft mtp`, whose head computes as many guesses as it would, at most three, which others then replace.
+or `--draft mtp`, whose head computes as many draft tokens as it would, at most three, which others then replace.
 
 The first time that a prompt comes, its greedy answer is recorded, without drafts. From the second time on each draft is the recorded token
 with probability P, and a wrong one otherwise. K drafts a row in every step; with K = 0 the engine adapts as always and is told that each
@@ -18,7 +18,7 @@ from engine.scheduler.drafts.drafter import Drafter, Guess, Offer, Trust
 from engine.scheduler.drafts.lookup import LookupDrafter, Source
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
-from engine.wire.messages import MAX_GUESSES
+from engine.wire.messages import MAX_HEAD_DRAFTS
 
 BELIEVED = 0.9
 REAL, INSTEAD = "engine.scheduler.main", "bench.accepting"
@@ -55,11 +55,11 @@ class AcceptingDrafter(LookupDrafter):
                 answer = self._answers.get(_prompt_of(request), [])
                 self._sources[request] = AcceptingSource(request, answer, self._probability, self._num_drafts, self._rng)
         super().offer(state)
-        most = min(MAX_GUESSES, self._verify_rows // max(1, len(state.running)) - 1)
-        state.num_guesses = max(0, min(most, self._num_drafts or MAX_GUESSES)) if self._has_head else 0
+        most = min(MAX_HEAD_DRAFTS, self._verify_rows // max(1, len(state.running)) - 1)
+        state.num_head_drafts = max(0, min(most, self._num_drafts or MAX_HEAD_DRAFTS)) if self._has_head else 0
 
     def _offer(self, request: Request, most: int) -> Offer:
-        return super()._offer(request, min(most, MAX_GUESSES) if self._has_head else most)
+        return super()._offer(request, min(most, MAX_HEAD_DRAFTS) if self._has_head else most)
 
     def release(self, request: Request) -> None:
         self._answers.setdefault(_prompt_of(request), request.known_ids()[request.num_prompt :].tolist())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.launch.config import GIB, MIB, EngineConfig
-from engine.wire.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_GUESSES
+from engine.wire.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_HEAD_DRAFTS
 from models.cache.spec import SPARE_ROWS, CacheSpec
 from models.config.formats import FORMATS, Format
 from models.config.types import ModelConfig, TextConfig, VisionConfig
@@ -138,7 +138,7 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
 
 def max_drafts(config: EngineConfig) -> int:
     """Most drafts per row and step."""
-    return {"off": 0, "mtp": MAX_GUESSES}.get(config.draft, MAX_DRAFTS)
+    return {"off": 0, "mtp": MAX_HEAD_DRAFTS}.get(config.draft, MAX_DRAFTS)
 
 
 def max_draws(config: EngineConfig, sizes: StepSizes) -> int:

@@ -275,29 +275,29 @@ class SchedulerCore:
         self._fail_images({step.made[image_id] for result in results for image_id in result.starved_images}, OUT_OF_MEMORY)
         if any(result.out_of_memory for result in results):
             self._give_up(step)
-        drawn = next(result for result in results if result.rank == 0)
-        token_ids, logprobs, counts = iter(drawn.token_ids), iter(drawn.logprobs), iter(drawn.num_tokens)
-        guesses = iter(drawn.guesses)
+        rank0 = next(result for result in results if result.rank == 0)
+        token_ids, logprobs, counts = iter(rank0.token_ids), iter(rank0.logprobs), iter(rank0.num_tokens)
+        head_drafts = iter(rank0.head_drafts)
         num_sampled = 0
         for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
             ids: list[int] = []
             known: list[TokenLogprobs] = []
             if chunk.sample:
                 num_sampled += 1
-                count = next(counts) if drawn.num_tokens else 1
+                count = next(counts) if rank0.num_tokens else 1
                 ids = list(islice(token_ids, count))
-                if drawn.logprobs:
+                if rank0.logprobs:
                     known = [entry for entry in islice(logprobs, count) if entry is not None]
-            kept, reason = self.state.land(request, chunk, ids, next(guesses, []) if chunk.sample else [])
+            kept, reason = self.state.land(request, chunk, ids, next(head_drafts, []) if chunk.sample else [])
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
                 continue
             details = self._note_drafts(request, chunk, len(ids) - 1, len(kept)) if chunk.drafts else None
             if step.requests[index + 1 : index + 2] != [request]:
                 _note_stages(request, chunk.sample, results)
-            if index in drawn.reports:
-                drawn.reports[index].add_to(request.reports)
-            if chunk.sample and (error := drawn.failed_draws.get(num_sampled - 1)) is not None:
+            if index in rank0.reports:
+                rank0.reports[index].add_to(request.reports)
+            if chunk.sample and (error := rank0.failed_draws.get(num_sampled - 1)) is not None:
                 self._fail(request, error)
             elif kept:
                 self._deliver(request, kept, known[: len(kept)], reason, details)

@@ -24,7 +24,7 @@ from engine.scheduler.policy import PlannedStep
 from engine.scheduler.state import Limits, State
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import (
-    MAX_GUESSES,
+    MAX_HEAD_DRAFTS,
     PROCESSOR_ARENA,
     Abort,
     EngineOutputs,
@@ -176,7 +176,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         prefix_cache=config.prefix_cache,
         snapshot_blocks=worker.snapshot_blocks,
         verify_rows=0 if config.draft == "off" else sizes.verify_rows,
-        num_ahead=MAX_GUESSES if config.draft == "mtp" else 0,
+        num_ahead=MAX_HEAD_DRAFTS if config.draft == "mtp" else 0,
     )
 
 

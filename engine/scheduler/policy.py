@@ -101,7 +101,7 @@ class _StepBuilder:
             admits=self.admits,
             encodes=self.encodes,
             chunks=[chunk for _, chunk in members],
-            num_guesses=self.state.num_guesses,
+            num_head_drafts=self.state.num_head_drafts,
         )
         self.state.note_plan(step)
         return PlannedStep(step, [request for request, _ in members], self.made)

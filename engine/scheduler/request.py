@@ -52,7 +52,7 @@ class Request:
     num_committed: int = 0  # blocks offered to the block directory
     num_drawn: int = 0  # sampled by plans in flight, without drafts
     drafts: tuple[int, ...] = ()  # drafts after the last known token
-    guesses: list[int] = field(default_factory=list)  # drafts of the model's head after the last known token
+    head_drafts: list[int] = field(default_factory=list)  # drafts of the model's head after the last known token
     is_held: bool = False  # waits for tokens in flight, to get drafts after them
     prediction: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # client's predicted output
     last_step: int = 0  # last step that computed a part of it

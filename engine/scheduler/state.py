@@ -74,7 +74,7 @@ class State:
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
     saving: list[list[int]] = field(default_factory=list)  # snapshot blocks written by plans in flight
     counters: Counters = field(default_factory=Counters)
-    num_guesses: int = 0  # draft tokens per row that the model's head makes after the next step
+    num_head_drafts: int = 0  # draft tokens per row that the model's head makes after the next step
     num_steps: int = 0
 
     def add(self, request: Request) -> None:
@@ -105,7 +105,7 @@ class State:
         self.running.remove(request)
         self._take_all(request)
         request.num_computed = request.num_committed = request.first_needed = 0
-        request.drafts, request.guesses, request.is_held = (), [], False
+        request.drafts, request.head_drafts, request.is_held = (), [], False
         self.add(request)
         self.counters.preemptions += 1
 
@@ -184,24 +184,24 @@ class State:
         self.counters.images_encoded += len(plan.encodes)
         self.counters.computed_tokens += sum([chunk.length for chunk in plan.chunks])
 
-    def land(self, request: Request, chunk: Chunk, drawn: list[int], guesses: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Land a chunk that sampled these ids; all but the last were drafts, and `guesses` are the head's next ones. Return the ids up to
-        an end, and the finish reason if the request ends."""
+    def land(self, request: Request, chunk: Chunk, sampled: list[int], head_drafts: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Land a chunk that sampled these ids; all but the last were drafts, and `head_drafts` are the next ones. Return the ids up to an
+        end, and the finish reason if the request ends."""
         request.num_in_flight -= 1
         if chunk.snapshot:
             self._keep_snapshot(request, chunk)
         if request.status is Status.STOPPING:
             return [], None
-        kept, reason = drawn, None
-        for i, token_id in enumerate(drawn):
+        kept, reason = sampled, None
+        for i, token_id in enumerate(sampled):
             reason = request.append(token_id)
             if reason is not None:
-                kept = drawn[: i + 1]
+                kept = sampled[: i + 1]
                 break
         num_computed = chunk.start + chunk.length - len(chunk.drafts)
         if chunk.sample:
             request.num_drawn -= 1
-            request.drafts, request.guesses = (), guesses
+            request.drafts, request.head_drafts = (), head_drafts
             num_computed += len(kept) - 1
         if request.status is Status.RUNNING:
             request.num_computed = max(request.num_computed, num_computed)

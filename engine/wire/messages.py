@@ -40,7 +40,7 @@ PROCESSOR_ARENA = 1
 
 MAX_EARLY_TOKENS = 2048  # size limit of an image encoded before a plan requests it: 1080p
 MAX_DRAFTS = 7  # per chunk
-MAX_GUESSES = 3  # draft tokens of a model's head per row
+MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
 DEPTH = 2  # steps launched by a worker and not answered: one runs, one waits
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -304,7 +304,7 @@ class StepPlan(msgspec.Struct, tag=True, frozen=True):
     admits: list[Admit]
     encodes: list[Encode]
     chunks: list[Chunk]
-    num_guesses: int = 0  # drafts by the model's head after each sampled chunk
+    num_head_drafts: int = 0  # drafts by the model's head after each sampled chunk
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
@@ -335,7 +335,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     starved_images: tuple[int, ...] = ()  # images for which this rank had no memory: zeros, like failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_draws: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
-    guesses: list[list[int]] = []  # head's drafts after each sampled chunk
+    head_drafts: list[list[int]] = []  # head's drafts after each sampled chunk
 
 
 Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads images

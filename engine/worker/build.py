@@ -30,7 +30,7 @@ from engine.launch.memory import (
 from engine.wire.arena import ArenaView
 from engine.wire.grammar import LoadGrammar
 from engine.wire.ipc import Outbox
-from engine.wire.messages import MAX_DRAFTS, MAX_GUESSES, PROCESSOR_ARENA, Prefetch, WorkerReady
+from engine.wire.messages import MAX_DRAFTS, MAX_HEAD_DRAFTS, PROCESSOR_ARENA, Prefetch, WorkerReady
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import DraftHead
@@ -115,7 +115,7 @@ def build_runner(
         prompts=arena,
         tp=loaded.tp,
         agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
-        head=make_head(model, attention, rows, Staging(MAX_GUESSES * staged, device)) if text.has_head else None,
+        head=make_head(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged, device)) if text.has_head else None,
         handlers={Prefetch: images.prefetch, LoadGrammar: load_grammar},
     )
     ready = WorkerReady(
@@ -264,7 +264,7 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
     model.finish()
     if model.drafter is not None and backend.runs("float8"):
-        model.drafter.round_guesses()
+        model.drafter.round_output_matrix()
     child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
     return model
 

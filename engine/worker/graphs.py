@@ -8,7 +8,7 @@ prompt tokens with their own row, others with rows of one token and empty rows. 
 All inputs of a graph are padded on the host and copied at once to memory that all graphs share. The layout is fixed for a shape, with
 variable-length data after the pages:
 
-    ids_P | places_D | positions_3T | slots_T | logits_indices_S | rows of states | plan of the attention | pages ... | sampling ...
+    ids_P | gather_D | positions_3T | slots_T | logits_indices_S | rows of states | plan of the attention | pages ... | sampling ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -123,13 +123,13 @@ class StepGraphs:
         """Return whether there is a graph for the step."""
         if step.scored and len(step.ids):
             return False
-        return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.places))
+        return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.gather))
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, torch.Tensor, Draws]:
         """Return (S, V) logits and (S, D) final hidden states of the step's `logits_indices`, valid until the next replay, and the sampling
         inputs. In addition to the graph the device copies once and launches only the work of new rows and `_embed`. At most as many
         steps may be in flight as `Staging` allows."""
-        shape = self._shape_for(len(step.ids), len(step.places))
+        shape = self._shape_for(len(step.ids), len(step.gather))
         graph, padded = self._graphs[shape], self._pad(step, shape)
         self._staging.begin()
         ids_P, *_ = [self._staging.put(array) for array in self._fixed_arrays(padded, graph.attention)]
@@ -140,13 +140,13 @@ class StepGraphs:
         if len(step.ids):
             self._embed(ids_P[: len(step.ids)], step.visual)
         graph.replay()
-        first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.places))
+        first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.gather))
         wanted = slice(first, first + len(step.logits_indices))
         return graph.logits_SV[wanted], self._hidden[wanted], draws
 
-    def places_of(self, step: HostStep) -> Int64s:
+    def indices_of(self, step: HostStep) -> Int64s:
         """Return the indices of the step's tokens in its graph."""
-        num_prefill, num_decode = len(step.ids), len(step.places)
+        num_prefill, num_decode = len(step.ids), len(step.gather)
         tokens = self._shape_for(num_prefill, num_decode).num_prefill_tokens
         return np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))
 
@@ -166,16 +166,16 @@ class StepGraphs:
     def _pad(self, step: HostStep, shape: Shape) -> HostStep:
         """Pad the step to the tokens and rows of `shape`, with its prompts' ends in the last MAX_PREFILL_ROWS logits indices."""
         tokens, size = shape
-        num_prefill, num_decode = len(step.ids), len(step.places)
+        num_prefill, num_decode = len(step.ids), len(step.gather)
         if len(step.rows) == num_decode == size and not tokens:
             return step
-        ids_P, places_D = np.zeros(tokens, dtype=np.int64), np.full(size, self._scratch_row, dtype=np.int64)
-        ids_P[:num_prefill], places_D[:num_decode] = step.ids, step.places
+        ids_P, gather_D = np.zeros(tokens, dtype=np.int64), np.full(size, self._scratch_row, dtype=np.int64)
+        ids_P[:num_prefill], gather_D[:num_decode] = step.ids, step.gather
         num_prompts, first_decode = step.attention.num_prefill_rows, _num_prefill_rows(shape)
         rows_R = np.full(first_decode + size, self._scratch_row, dtype=np.int64)
         rows_R[:num_prompts] = step.rows[:num_prompts]
         rows_R[first_decode : first_decode + len(step.rows) - num_prompts] = step.rows[num_prompts:]
-        real = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # see `places_of`
+        real = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # see `indices_of`
         slots_T = np.full(tokens + size, self._padding_slot, dtype=np.int64)
         positions_3T = np.zeros((3, tokens + size), dtype=np.int64)
         slots_T[real], positions_3T[:, real] = step.attention.slot_mapping_T.numpy(), step.positions
@@ -183,7 +183,7 @@ class StepGraphs:
         logits_indices_S = np.arange(tokens - last, tokens + size)
         logits_indices_S[last - num_ends : last] = step.logits_indices[:num_ends]
         layout = replace(self._pad_layout(step.attention, shape), slot_mapping_T=torch.from_numpy(slots_T))
-        step = replace(step, ids=ids_P, places=places_D, rows=rows_R, positions=positions_3T)
+        step = replace(step, ids=ids_P, gather=gather_D, rows=rows_R, positions=positions_3T)
         return replace(step, attention=layout, logits_indices=logits_indices_S)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
@@ -214,7 +214,7 @@ class StepGraphs:
         padded = self._pad(HostStep.empty(), shape)
         self._staging.begin()
         fixed = [self._staging.put(array) for array in self._fixed_arrays(padded, attention)]
-        ids_P, places_D, positions_3T, slots_T, logits_indices_S, *behind = fixed
+        ids_P, gather_D, positions_3T, slots_T, logits_indices_S, *behind = fixed
         num_states = len(self._rows.state_arrays(padded))
         rows, plan = self._rows.state_rows(behind[:num_states], padded.attention.num_prefill_rows), behind[num_states:]
         pages = self._staging.rest(torch.int32)
@@ -225,7 +225,7 @@ class StepGraphs:
         visual = (VisualSlice(0, len(ids_P), 0, self._embedding),) if len(ids_P) else ()
 
         def forward() -> torch.Tensor:
-            drawn = self._rows.last_tokens[places_D]
+            drawn = self._rows.last_tokens[gather_D]
             ids_T = torch.cat([ids_P, drawn]) if len(ids_P) else drawn
             states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
             of_step = layout, visual, logits_indices_S, states, rows, padding_slot, self._rows.hidden_of(len(ids_T))
@@ -241,7 +241,7 @@ class StepGraphs:
     def _fixed_arrays(self, padded: HostStep, attention: PagedAttention) -> list[npt.NDArray[np.integer]]:
         """Return a graph's inputs without the pages, in memory order."""
         layout = padded.attention
-        step: tuple[Int64s, ...] = padded.ids, padded.places, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
+        step: tuple[Int64s, ...] = padded.ids, padded.gather, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
         return [*step, *self._rows.state_arrays(padded), *attention.plan_arrays(layout)]
 
 

@@ -35,19 +35,19 @@ class DraftHead:
             layout = self._rows.scratch_layout(count)
             layout = replace(layout, pages=layout.pages.to(index.device), slot_mapping_T=layout.slot_mapping_T.to(index.device))
             self._attention.plan(layout)
-            places = HeadTokens(index.expand(3, -1).contiguous(), layout.slot_mapping_T)
-            found_SD = self._drafter.predict(hidden_TD[:count], hidden_TD[:count], places, self._attention, index)
-            self._drafter.guesses(found_SD)
+            tokens = HeadTokens(index.expand(3, -1).contiguous(), layout.slot_mapping_T)
+            found_SD = self._drafter.predict(hidden_TD[:count], hidden_TD[:count], tokens, self._attention, index)
+            self._drafter.draft_tokens(found_SD)
 
-    def run(self, step: HostStep, places_T: Int64s, tokens_S: torch.Tensor, draws: Draws, num_guesses: int) -> torch.Tensor:
-        """Return (S, num_guesses) drafts after each sample of the step. The final hidden states of the step's tokens are at `places_T` of
-        `Rows.hidden_TD`. A chunk that ends before an image is followed by its placeholder."""
+    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, draws: Draws, num_head_drafts: int) -> torch.Tensor:
+        """Return (S, num_head_drafts) drafts after each sample of the step. The final hidden states of the step's tokens are at
+        `indices_T` of `Rows.hidden_TD`. A chunk that ends before an image is followed by its placeholder."""
         put = self._staging.put
         self._staging.begin()
-        next_T, hidden_T, drawn_S = put(step.next_ids), put(places_T), put(step.logits_indices)
+        next_T, hidden_T, drawn_S = put(step.next_ids), put(indices_T), put(step.logits_indices)
         passes = [(put(step.positions), self._staged(step.attention))]
-        for distance in range(1, num_guesses if len(step.logits_indices) else 0):
-            positions, layout = self._rows.behind(step.draws, distance)
+        for distance in range(1, num_head_drafts if len(step.logits_indices) else 0):
+            positions, layout = self._rows.after(step.draws, distance)
             passes.append((put(positions), self._staged(layout)))
         self._staging.copy()
         next_T[drawn_S] = tokens_S
@@ -58,20 +58,20 @@ class DraftHead:
             embedded_TD[item.start : item.start + len(rest_ND)] = rest_ND
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]
-        hidden_TD, wanted_S = self._rows.hidden(hidden_T), drawn_S if num_guesses else drawn_S[:0]
+        hidden_TD, wanted_S = self._rows.hidden(hidden_T), drawn_S if num_head_drafts else drawn_S[:0]
         is_last_S = None if draws.drafts is None else draws.drafts.keep(tokens_S)[1]
-        guesses: list[torch.Tensor] = []
+        head_drafts: list[torch.Tensor] = []
         for positions_3T, layout in passes:
             slots_T = layout.slot_mapping_T
-            if guesses:
-                embedded_TD, wanted_S = self._model.embed(guesses[-1]), drawn_S
+            if head_drafts:
+                embedded_TD, wanted_S = self._model.embed(head_drafts[-1]), drawn_S
                 slots_T = slots_T if is_last_S is None else torch.where(is_last_S, slots_T, self._rows.scratch_slot)
             self._attention.plan(layout)
             hidden_TD = self._drafter.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
             if len(wanted_S):
-                guesses.append(self._drafter.guesses(hidden_TD))
-                self._model.tp.broadcast_(guesses[-1])
-        return torch.stack(guesses, dim=1) if guesses else tokens_S[:, None][:, :0]
+                head_drafts.append(self._drafter.draft_tokens(hidden_TD))
+                self._model.tp.broadcast_(head_drafts[-1])
+        return torch.stack(head_drafts, dim=1) if head_drafts else tokens_S[:, None][:, :0]
 
     def _staged(self, layout: AttentionLayout) -> AttentionLayout:
         pages, slots_T = (self._staging.put(tensor.numpy()) for tensor in (layout.pages, layout.slot_mapping_T))

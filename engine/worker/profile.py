@@ -87,8 +87,8 @@ def profile_peak(
     hidden_SD = model(batch, attention)
     if model.drafter is not None:  # its pass takes a little more than a layer of the step
         hidden_TD = torch.empty((num_tokens, model_config.text.hidden_size), dtype=model.dtype, device=device)
-        places = HeadTokens(batch.positions_3T, batch.attention.slot_mapping_T)
-        model.drafter.predict(model.embed(batch.input_ids_T), hidden_TD, places, attention, batch.logits_indices)
+        tokens = HeadTokens(batch.positions_3T, batch.attention.slot_mapping_T)
+        model.drafter.predict(model.embed(batch.input_ids_T), hidden_TD, tokens, attention, batch.logits_indices)
         del hidden_TD
     logits_SV = model.logits(hidden_SD)
     rows_to_sort = [SamplingParams(top_p=0.9)] * len(logits_SV)

@@ -46,7 +46,7 @@ class HostStep:
     """A step on the host: P prompt tokens, then D tokens of decode rows."""
 
     ids: Int64s  # (P,)
-    places: Int64s  # (D,) indices of their ids in `Rows.last_tokens`
+    gather: Int64s  # (D,) indices of their ids in `Rows.last_tokens`
     rows: Int64s  # (R,) permanent rows
     positions: Int64s  # (3, P + D)
     attention: AttentionLayout  # with pages and slots on the CPU
@@ -145,13 +145,13 @@ class Rows:
         rows = np.asarray([chunk.row for chunk in chunks], dtype=np.int64)
         logits_indices, draws = self._drawn(chunks, has_drafts)
         known = [(admit.row, self._row(admit.row).known_ids[-1]) for admit in admits]
-        places = rows[num_prefills:]
+        gather = rows[num_prefills:]
         if has_drafts:
             known += enumerate((token for chunk in decodes for token in chunk.drafts), self.scratch_row + 1)
-            places = self._places(decodes)
+            gather = self._gather_indices(decodes)
         return HostStep(
             ids=ids,
-            places=places,
+            gather=gather,
             rows=rows,
             positions=positions,
             attention=self._layout(rows, *self._extents(chunks), num_prefills),
@@ -168,7 +168,7 @@ class Rows:
         """Copy a step to the device for a forward pass without a graph."""
         num_prefill, layout = len(step.ids), step.attention
         staging.begin()
-        ids_T, places_D = staging.put(np.concatenate((step.ids, np.zeros_like(step.places)))), staging.put(step.places)
+        ids_T, gather_D = staging.put(np.concatenate((step.ids, np.zeros_like(step.gather)))), staging.put(step.gather)
         positions_3T = staging.put(step.positions)
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
         tokens = step.logits_indices
@@ -179,8 +179,8 @@ class Rows:
         rows = self.state_rows([staging.put(array) for array in self.state_arrays(step)], layout.num_prefill_rows)
         staging.copy()
         self.remember(known)
-        if len(step.places):
-            ids_T[num_prefill:] = self.last_tokens[places_D]
+        if len(step.gather):
+            ids_T[num_prefill:] = self.last_tokens[gather_D]
         batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, self.states, rows)
         return StepInputs(replace(batch, hidden_TD=self.hidden_of(len(ids_T))), draws, places, scoring)
 
@@ -212,7 +212,7 @@ class Rows:
         assert self.hidden_TD is not None
         return self.hidden_TD[places_T]
 
-    def behind(self, draws: HostDraws, distance: int) -> tuple[Int64s, AttentionLayout]:
+    def after(self, draws: HostDraws, distance: int) -> tuple[Int64s, AttentionLayout]:
         """Return M-RoPE positions, rows and pages of tokens at this distance after the sampling tokens, with as many tokens per row as it
         samples."""
         counts = np.ones_like(draws.rows) if draws.drafts is None else draws.drafts.counts
@@ -269,13 +269,13 @@ class Rows:
         rows, positions, last = (np.repeat(values, counts) for values in (rows, positions, last))
         return last - before_end, self._draws.draws(rows, positions - before_end, drafts)
 
-    def _places(self, decodes: Sequence[Chunk]) -> Int64s:
+    def _gather_indices(self, decodes: Sequence[Chunk]) -> Int64s:
         """Return the table indices of the tokens of decode rows."""
-        places, first_draft = [], self.scratch_row + 1
+        indices, first_draft = [], self.scratch_row + 1
         for chunk in decodes:
-            places += [chunk.row, *range(first_draft, first_draft + len(chunk.drafts))]
+            indices += [chunk.row, *range(first_draft, first_draft + len(chunk.drafts))]
             first_draft += len(chunk.drafts)
-        return np.asarray(places, dtype=np.int64)
+        return np.asarray(indices, dtype=np.int64)
 
     def _tokens(self, prefills: Sequence[Chunk], decodes: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
         """Return ids of the prefill tokens, and M-RoPE positions of all tokens."""

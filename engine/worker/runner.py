@@ -57,8 +57,8 @@ class LaunchedStep:
         self.watch.wait()
         token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_draw()
         num_tokens: list[int] = []
-        drafts, guesses = self.draws.drafts, self.sampled.guesses_SG
-        kept = [*self.draws.kept(token_ids)] if not self.rank and (drafts or guesses is not None) else []
+        drafts, head_drafts = self.draws.drafts, self.sampled.head_drafts_SG
+        kept = [*self.draws.kept(token_ids)] if not self.rank and (drafts or head_drafts is not None) else []
         if kept and drafts:
             token_ids, logprobs = ([values[i] for run in kept for i in run if values] for values in (token_ids, logprobs))
             num_tokens = [len(run) for run in kept]
@@ -78,9 +78,8 @@ class LaunchedStep:
             reports={} if self.rank else self._reports(),
             out_of_memory=self.out_of_memory,
             failed_draws=self.failed_draws,
-            guesses=[] if guesses is None or self.rank else guesses[[run[-1] for run in kept]].tolist(),
+            head_drafts=[] if head_drafts is None or self.rank else head_drafts[[run[-1] for run in kept]].tolist(),
         )
-
 
     def _reports(self) -> dict[int, Report]:
         reports: dict[int, Report] = {chunk: Numbers(values.numpy().tobytes()) for chunk, values in self.pooled.items()}
@@ -187,23 +186,24 @@ class Runner:
         logits_SV, draws, scores, pooled = self._forward(step)
         self.rows.save_snapshots(step, plan.chunks)
         if not len(draws.rows_S):
-            self._guess(step, draws.rows_S, draws, 0)
+            self._head_drafts(step, draws.rows_S, draws, 0)
             return NOTHING_DRAWN, scores, pooled
         if self.tp.rank == 0:
             sampled = self.sampler.sample(logits_SV, draws, self.sampler.rules.masks(step.draws))
         else:
             sampled = Sampled(torch.empty_like(draws.rows_S), None)
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's samples count: logits are not bit-equal on every rank
-        tokens_S, guesses_SG = self.rows.deliver(sampled.tokens_S, draws), self._guess(step, sampled.tokens_S, draws, plan.num_guesses)
-        return sampled.on_host(tokens_S, guesses_SG), scores, pooled
+        tokens_S = self.rows.deliver(sampled.tokens_S, draws)
+        head_drafts_SG = self._head_drafts(step, sampled.tokens_S, draws, plan.num_head_drafts)
+        return sampled.on_host(tokens_S, head_drafts_SG), scores, pooled
 
-    def _guess(self, step: HostStep, tokens_S: torch.Tensor, draws: Draws, num_guesses: int) -> torch.Tensor | None:
+    def _head_drafts(self, step: HostStep, tokens_S: torch.Tensor, draws: Draws, num_head_drafts: int) -> torch.Tensor | None:
         if self.head is None:
             return None
-        places_T = np.arange(step.positions.shape[1])
+        indices_T = np.arange(step.positions.shape[1])
         if self.graphs is not None and self.graphs.fits(step):
-            places_T = self.graphs.places_of(step)
-        return self.head.run(step, places_T, tokens_S, draws, num_guesses)
+            indices_T = self.graphs.indices_of(step)
+        return self.head.run(step, indices_T, tokens_S, draws, num_head_drafts)
 
     def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None, dict[int, torch.Tensor]]:
         if self.graphs is not None and self.graphs.fits(step):

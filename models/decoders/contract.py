@@ -46,16 +46,16 @@ class Drafter(Protocol):
     """Draft head of a model, see `layers.head`."""
 
     def predict(
-        self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, places: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
+        self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
     ) -> torch.Tensor:
-        """Return (S, D), the input of `guesses`, from the final hidden states of tokens and the embeddings of the tokens after them. The
+        """Return (S, D), the input of `draft_tokens`, from the final hidden states of tokens and the embeddings of the next tokens. The
         result replaces the hidden states in the next call. `attention` has been planned for the tokens."""
 
-    def guesses(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+    def draft_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return the (S,) tokens with the largest logits of `predict`'s result; the output matrix may be rounded."""
 
-    def round_guesses(self) -> None:
-        """Keep a float8 copy of the output matrix for `guesses`, if it has whole blocks."""
+    def round_output_matrix(self) -> None:
+        """Keep a float8 copy of the output matrix for `draft_tokens`, if it has whole blocks."""
 
 
 class LanguageModel(Protocol):

@@ -24,18 +24,18 @@ class HeadDrafter:
         self._rounded: Matrix | None = None
 
     def predict(
-        self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, places: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
+        self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
     ) -> torch.Tensor:
         rows = RowClass.of(len(hidden_TD)), RowClass.of(len(wanted_S))
-        context = LayerContext(attention, None, *rows, self._rope.rows(places.positions_3T), places.slots_T, None)
+        context = LayerContext(attention, None, *rows, self._rope.rows(tokens.positions_3T), tokens.slots_T, None)
         hidden_SD: torch.Tensor = self._head(embedded_TD, hidden_TD, context, wanted_S)
         return hidden_SD
 
-    def guesses(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+    def draft_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         matrix_VD = self._rounded or self._lm_head.as_matrix()
         return self._tp.all_gather_columns(matrix_VD.product_f32(hidden_SD, RowClass.of(len(hidden_SD)))).argmax(dim=-1)
 
-    def round_guesses(self) -> None:
+    def round_output_matrix(self) -> None:
         rows, columns = self._lm_head.weight.shape
         try:
             storage_of(ROUNDED).check(columns, (rows,))

@@ -10,13 +10,13 @@ from pydantic_core import from_json
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NotEmpty, Temperature, TokenCount, TopK, TopP
 from server.http.scan import Scanner
-from server.http.sse import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
+from server.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 from server.http.validate import OneOf, Open, Strict, bad_value
 from server.openai.chat import TranslatedChat, TranslatedCount, assistant_message
 from server.openai.endpoint import Endpoint
 from server.openai.fields import LIMITED_IN_DIALECTS, limits_of, rest_of
+from server.openai.media_refs import check_url
 from server.openai.parts import FIRST, ToolList
-from server.openai.places import check_url
 from server.openai.schema import MAX_STOPS, Effort, MessageList, SchemaFormat
 from server.openai.tools import HostedTool, Name
 

@@ -17,13 +17,13 @@ from engine.wire.params import NumLogprobs, OutputOptions, RankedToken, Sampling
 from engine.wire.stats import Stages
 from server.errors import RequestError, error_body
 from server.http.body import Body
-from server.http.sse import Choice, Format, ReplyOptions, Usage, encode
+from server.http.streaming import Choice, Format, ReplyOptions, Usage, encode
 from server.http.validate import OneOf, Open, Worded, bad_value, check
 from server.openai.endpoint import Endpoint, GenerationEndpoint, Job, Service
 from server.openai.fields import limits_of, rest_of
+from server.openai.media_refs import locate
 from server.openai.openapi import DescribedRoute
 from server.openai.parts import FIRST
-from server.openai.places import locate
 from server.openai.schema import CompletionRequest, Ids
 
 Json = dict[str, Any]

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from engine.wire.messages import ChatPrompt, Event, TokenPrompt
 from engine.wire.params import OutputOptions, SamplingParams, TokenId
 from server.http.body import Body
-from server.http.sse import encode
+from server.http.streaming import encode
 from server.http.validate import OneOf, Strict, bad_value
 from server.openai.chat import conversation_of
 from server.openai.endpoint import Endpoint, Gathering, Job, json_response, submits_of

@@ -14,15 +14,15 @@ from pydantic import BaseModel, Field
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NumLogprobs, Temperature, TokenCount, TopP
 from server.http.scan import Scanner
-from server.http.sse import BlockFormat, Call, Choice, Format, ReplyOptions, Usage, encode, named_event
+from server.http.streaming import BlockFormat, Call, Choice, Format, ReplyOptions, Usage, encode, named_event
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 from server.openai.chat import TranslatedChat, TranslatedCount, assistant_message
 from server.openai.endpoint import Endpoint, Generation
 from server.openai.fields import LIMITED_IN_DIALECTS, limits_of, rest_of
 from server.openai.format import logprobs_json
 from server.openai.media import ImagePart
+from server.openai.media_refs import check_urls
 from server.openai.parts import FIRST, RefusalPart, TextPart, ToolList
-from server.openai.places import check_urls
 from server.openai.schema import FORMATS, Effort, MessageList, PlainFormat, SchemaFormat
 from server.openai.tools import CustomText, FunctionDefinition, FunctionName, HostedTool, Name, custom_text
 from server.openai.video import VideoPart

@@ -22,7 +22,7 @@ from server.http.direct import direct_reader
 from server.http.guards import error_response
 from server.http.log import Record, record_of
 from server.http.metrics import Metrics
-from server.http.sse import Choice, Format, ReplyOptions, Usage, stage_times, timings_json
+from server.http.streaming import Choice, Format, ReplyOptions, Usage, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LARGE_LOGPROBS = 1024  # from here on a document is made in a thread

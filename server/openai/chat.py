@@ -13,15 +13,15 @@ from engine.wire.messages import ChatPrompt, Event, MediaRef, TextPrompt, TokenP
 from engine.wire.params import OutputOptions, SamplingParams
 from server.http.body import Body
 from server.http.scan import Scanner
-from server.http.sse import Format, ReplyOptions, encode
+from server.http.streaming import Format, ReplyOptions, encode
 from server.http.validate import bad_value, check
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.openai.conversation import Conversation, read_conversation
 from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Prompt, Service, json_response, submits_of
 from server.openai.format import ChatFormat, CompletionFormat
 from server.openai.grammar import check_strict_tools, read_grammar
+from server.openai.media_refs import locate
 from server.openai.parts import Message
-from server.openai.places import locate
 from server.openai.schema import (
     MAX_PROMPTS,
     BatchChatRequest,

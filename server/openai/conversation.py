@@ -7,8 +7,8 @@ from typing import Any
 from engine.wire.messages import MediaRef, VideoRef
 from server.http.body import Body
 from server.openai.media import ImagePart
+from server.openai.media_refs import MediaRefs
 from server.openai.parts import Message, RefusalPart, TextPart
-from server.openai.places import Places
 from server.openai.tools import CustomCall, ToolCall
 from server.openai.video import MediaIoKwargs, ProcessorKwargs, VideoIo, reference
 
@@ -26,7 +26,7 @@ def read_conversation(
     messages: list[Message], body: Body, salt: str | None, limits: ProcessorKwargs | None, io: MediaIoKwargs | None = None
 ) -> Conversation:
     """Replace every part with a medium by an index into the media; `limits` and `io` are those of the whole request. RequestError 400."""
-    places, media = Places(body, salt), list[MediaRef | VideoRef]()
+    places, media = MediaRefs(body, salt), list[MediaRef | VideoRef]()
     limits, video_io = limits or ProcessorKwargs(), (io and io.video) or VideoIo()
 
     def read(part: Any, name: str) -> dict[str, object]:

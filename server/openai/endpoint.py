@@ -32,7 +32,7 @@ from server.http.direct import direct_reader
 from server.http.guards import address_of, credentials_of
 from server.http.metrics import Metrics
 from server.http.reply import GatheredReply, Reply
-from server.http.sse import Format, ReplyOptions
+from server.http.streaming import Format, ReplyOptions
 from server.http.validate import check, read_object
 from server.openai.fields import UnknownFields
 from server.openai.grammar import CUT_OFF, read_grammar

@@ -8,7 +8,7 @@ from abc import abstractmethod
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob
 from server.errors import error_body
-from server.http.sse import Call, Choice, Format, ReplyOptions, Usage, encode
+from server.http.streaming import Call, Choice, Format, ReplyOptions, Usage, encode
 from server.openai.tools import CustomText, custom_text
 
 DONE = b"data: [DONE]\n\n"

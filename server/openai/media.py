@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from engine.wire.messages import MediaRef
 from server.http.validate import Open, Strict
-from server.openai.places import Places, check_extra
+from server.openai.media_refs import MediaRefs, check_extra
 
 LOW_DETAIL_PIXELS = 512 * 512
 
@@ -67,7 +67,7 @@ class ImagePart(PixelLimits, Open):
     detail: Detail | None = None  # as Responses have it
     uuid: Uuid | None = None
 
-    def reference(self, name: str, places: Places, limits: PixelLimits) -> MediaRef:
+    def reference(self, name: str, places: MediaRefs, limits: PixelLimits) -> MediaRef:
         """Return what the processor gets. Limits beside the URL take precedence, then the part's, then `limits`. RequestError 400."""
         check_extra(self, self.image_url, f"{name}.image_url")
         bounds = merged((self.image_url, self, limits), PixelLimits.model_fields.keys())

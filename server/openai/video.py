@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from engine.wire.messages import MediaRef, VideoRef
 from server.http.validate import OneOf, Open, Strict, bad_value
 from server.openai.media import NO_URL, PixelLimits, PixelSizes, Uuid, merged, url_object
-from server.openai.places import Places, check_extra
+from server.openai.media_refs import MediaRefs, check_extra
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's: images with commas between, and their rate if no other is given
 MAX_FRAMES = 4096  # of one video
@@ -111,7 +111,7 @@ def _merged(options: Sequence[VideoOptions]) -> dict[str, Any]:
     return merged(options, VideoOptions.model_fields.keys(), RATES)
 
 
-def reference(part: VideoPart | FramesPart, name: str, places: Places, limits: ProcessorKwargs, io: VideoIo) -> VideoRef:
+def reference(part: VideoPart | FramesPart, name: str, places: MediaRefs, limits: ProcessorKwargs, io: VideoIo) -> VideoRef:
     """Return what the processor gets of a part. Options beside the URL take precedence, then the part's, then `limits`, then `io`."""
     sources: list[VideoOptions] = [part, limits]
     if isinstance(part, FramesPart):

@@ -126,7 +126,7 @@ def host_step(batch: ForwardBatch) -> HostStep:
     places, decode_rows = np.arange(len(ids) - num_prefill), np.arange(len(layout.kv_lens_cpu) - layout.num_prefill_rows)
     return HostStep(
         ids=ids[:num_prefill],
-        places=places,
+        gather=places,
         rows=np.concatenate((np.zeros(layout.num_prefill_rows, dtype=np.int64), decode_rows)),
         positions=batch.positions_3T.cpu().numpy(),
         attention=layout,

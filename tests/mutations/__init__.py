@@ -117,7 +117,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "        request.pins.clear()\n        self.blocks.release(request.blocks)",
             "        self.blocks.release(request.blocks)",
         ),
-        "tokens after an end are kept": ("kept = drawn[: i + 1]", "kept = drawn"),
+        "tokens after an end are kept": ("kept = sampled[: i + 1]", "kept = sampled"),
     },
     ("engine/worker/sampling/drafts.py", WORKER): {
         "a refused draft is kept": ("yield range(first, first + count + 1)", "yield range(first, first + min(count + 2, 1 + len(drafts)))"),

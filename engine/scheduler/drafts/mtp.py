@@ -3,7 +3,7 @@
 from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Trust, give_drafts
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
-from engine.wire.messages import MAX_GUESSES
+from engine.wire.messages import MAX_HEAD_DRAFTS
 
 
 class HeadDrafter:
@@ -22,9 +22,9 @@ class HeadDrafter:
         improvement."""
         give_drafts(state, self._verify_rows, self._offer)
         num_rows = min(len(state.running) + len(state.waiting), state.limits.max_num_seqs)
-        most = min(MAX_GUESSES, self._verify_rows // max(1, num_rows) - 1)
-        worth = (sum(trust.share**count >= LEAST_PROBABILITY for count in range(1, MAX_GUESSES + 1)) for trust in self._trust.values())
-        state.num_guesses = max(0, min(most, max(1, max(worth, default=MAX_GUESSES))))
+        most = min(MAX_HEAD_DRAFTS, self._verify_rows // max(1, num_rows) - 1)
+        worth = (sum(trust.share**count >= LEAST_PROBABILITY for count in range(1, MAX_HEAD_DRAFTS + 1)) for trust in self._trust.values())
+        state.num_head_drafts = max(0, min(most, max(1, max(worth, default=MAX_HEAD_DRAFTS))))
 
     def note(self, request: Request, num_accepted: int) -> None:
         self._trust[request].note(request, num_accepted)
@@ -42,9 +42,9 @@ class HeadDrafter:
             return offer
         if request.num_known != trust.num_known:
             trust.score(request)
-            trust.guess = [(token, 1.0) for token in request.guesses]
-        drafts = [token for token, _ in trust.guess[:MAX_GUESSES]]
-        most = 0 if trust.is_paused(request) else min(most, MAX_GUESSES, request.max_tokens - request.num_output - 1)
+            trust.guess = [(token, 1.0) for token in request.head_drafts]
+        drafts = [token for token, _ in trust.guess[:MAX_HEAD_DRAFTS]]
+        most = 0 if trust.is_paused(request) else min(most, MAX_HEAD_DRAFTS, request.max_tokens - request.num_output - 1)
         for i in range(most if request.num_drawn else min(most, len(drafts))):
             if (probability := trust.share ** (i + 1)) < LEAST_PROBABILITY:
                 break

@@ -39,7 +39,7 @@ class Scoring:
     """Scored chunks of a step, on the device: indices of hidden states, and next tokens."""
 
     chunks: tuple[ScoredChunk, ...]
-    places_N: torch.Tensor  # int64
+    rows_N: torch.Tensor  # int64
     targets_N: torch.Tensor  # int64
 
     @classmethod
@@ -78,8 +78,8 @@ def score_prompts(hidden_SD: torch.Tensor, scoring: Scoring, head: Callable[[tor
     """Score prompts; `head` maps hidden states to (n, V) float32 logits."""
     num_top = max(chunk.num_top for chunk in scoring.chunks)
     parts = []
-    for places, targets in zip(scoring.places_N.split(SLICE), scoring.targets_N.split(SLICE), strict=True):
-        logits = head(hidden_SD[places])
+    for rows, targets in zip(scoring.rows_N.split(SLICE), scoring.targets_N.split(SLICE), strict=True):
+        logits = head(hidden_SD[rows])
         norm = logits.logsumexp(dim=-1, keepdim=True)
         top, top_ids = logits.topk(num_top, dim=-1)
         parts.append((logits.gather(-1, targets[:, None])[:, 0] - norm[:, 0], top_ids.int(), top - norm))

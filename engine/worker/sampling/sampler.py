@@ -40,11 +40,11 @@ class Sampled:
 
     tokens_S: torch.Tensor  # int64
     logprobs: Logprobs | None
-    guesses_SG: torch.Tensor | None = None  # int64, drafts after them
+    head_drafts_SG: torch.Tensor | None = None  # int64, drafts after them
 
-    def on_host(self, tokens_S: torch.Tensor, guesses_SG: torch.Tensor | None) -> "Sampled":
+    def on_host(self, tokens_S: torch.Tensor, head_drafts_SG: torch.Tensor | None) -> "Sampled":
         """Add copies on the host; the tokens are there already."""
-        return Sampled(tokens_S, self.logprobs and self.logprobs.to_host(), None if guesses_SG is None else to_host(guesses_SG))
+        return Sampled(tokens_S, self.logprobs and self.logprobs.to_host(), None if head_drafts_SG is None else to_host(head_drafts_SG))
 
     def logprobs_per_draw(self) -> list[TokenLogprobs | None]:
         """Return log-probabilities per sample; empty if none are requested. The copies must have reached the host."""

@@ -45,7 +45,7 @@ def plan_items(tiles: Int32s, num_heads: int, tile_keys: int, num_blocks: int) -
     number, head = np.tile(np.arange(len(tiles)), num_heads), np.repeat(np.arange(num_heads), len(tiles))
     costs = -(-tiles[number, 3] // tile_keys)
     order = np.lexsort((head, -tiles[number, 1], -costs))  # neighbours share keys
-    order = order[deal(len(order), num_blocks)]
+    order = order[assign_tiles(len(order), num_blocks)]
     num_whole = len(order) // num_blocks * num_blocks
     rest = cut_round(costs[order[num_whole:]], num_blocks)
     order = np.concatenate((order[:num_whole], order[num_whole:][rest[:, 0]]))
@@ -66,7 +66,7 @@ def max_items(num_tiles: int, num_heads: int, num_blocks: int) -> int:
     return num_tiles * num_heads + MAX_TURNS * num_blocks
 
 
-def deal(count: int, num_blocks: int) -> Ints:
+def assign_tiles(count: int, num_blocks: int) -> Ints:
     """Deals 0 ... count - 1 to blocks in rounds that go back and forth; the last one, which may be short, goes forth."""
     order = np.arange(count)
     rounds = order[: (count - 1) // num_blocks * num_blocks].reshape(-1, num_blocks)  # without the last

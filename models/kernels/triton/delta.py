@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
-from models.kernels.triton.launch import await_kernel, await_kernel_ahead, early_launch, floats
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch, floats
 from models.kernels.triton.tuned import DELTA, DeltaTiles
 
 # Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
@@ -53,7 +53,7 @@ def _convolve(
     kept = before + place * row_stride + tl.load(accepted + place, inside, 0) * CHANNELS
     channel = head * DIM + tl.arange(0, DIM)
     total = tl.zeros((TOKENS, DIM), tl.float32)
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1) + tap
         is_new = at >= start
@@ -80,7 +80,7 @@ def _keep(
 ) -> None:  # fmt: skip
     """Program (r, c): the last inputs of row r, WIDTH channels, and what repeats its drafts. What is read lies behind what was written."""
     row, channel = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
         return
@@ -141,7 +141,7 @@ def _step(
     for number in range(0, tl.load(accepted + permanent).to(tl.int32)):
         token = tl.cast(number, tl.int64)
         state = _advance(state, kept_mixed + kept, kept_gates + kept, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
-    await_kernel_ahead(OVERLAP)  # nothing above is written by the kernel ahead
+    await_previous_kernel(OVERLAP)  # nothing above is written by the kernel ahead
     for number in range(0, end - start):
         token = start.to(tl.int64) + number
         state = _advance(state, mixed, gates, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
@@ -291,7 +291,7 @@ def _gated_norm(
     LINES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program i: LINES heads of tokens."""
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     line, dim = tl.program_id(0) * LINES + tl.arange(0, LINES).to(tl.int64), tl.arange(0, DIM)
     inside = (line < num_lines)[:, None]
     value = floats(o + line[:, None] * DIM + dim[None, :], inside)

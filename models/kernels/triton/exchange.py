@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_kernel_ahead, early_launch, floats
+from models.kernels.triton.launch import await_previous_kernel, early_launch, floats
 
 BLOCK = 256  # messages of a program
 MAX_PROGRAMS = 512  # of an exchange: all of them are on a device at once, since each waits for the same one of the other ranks
@@ -25,7 +25,7 @@ QUICK_POLLS = tl.constexpr(32)  # some 20 us
 @triton.jit
 def _begin(epochs: tensor, OVERLAP: constexpr) -> tensor:
     """The number of this program's exchange, which is the same on all ranks."""
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     return tl.load(epochs + tl.program_id(0)) + 1
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_kernel_ahead, early_launch, floats, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, early_launch, floats, num_multiprocessors
 from models.kernels.triton.tuned import EXPERT_GEMV
 from models.weights.plain import Plain
 
@@ -32,7 +32,7 @@ def _gate_up(
     BLOCK: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: every num_programs-th ROWS values of the experts' SwiGLU."""
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     gate, up = _fetch(matrices, chosen, tl.program_id(0), CHOSEN, WIDTH, INNER, ROWS, BLOCK)
     column = tl.arange(0, BLOCK)
     value = floats(x + column, column < WIDTH)[None, :]
@@ -65,7 +65,7 @@ def _down(
     fetched = ()
     for k in tl.static_range(AHEAD):
         fetched += (_rows_of_choice(matrices, chosen, row, column, k, WIDTH, INNER),)  # type: ignore[assignment]
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for k in tl.static_range(CHOSEN):
         if k + AHEAD < CHOSEN:

@@ -9,7 +9,7 @@ from triton.language import constexpr, tensor
 
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
-from models.kernels.triton.launch import await_kernel_ahead, early_launch
+from models.kernels.triton.launch import await_previous_kernel, early_launch
 from models.kernels.triton.products import ExpertOperands, TritonProducts
 from models.kernels.triton.text import quantized, swiglu_quantized
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
@@ -35,7 +35,7 @@ def _multiply(
     inputs = x + token[None, :] * WIDTH + first * 128 + column[:, None]
     inside = token < num_tokens
     total = tl.zeros((ROWS, TOKENS), tl.float32)
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         products = tl.dot(tl.load(weights + block * 128), tl.load(inputs + block * 128, inside[None, :], 0.0))
         input_scales = tl.load(x_scales + (first + block) * scale_stride + token, inside, 0.0)

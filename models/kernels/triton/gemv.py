@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_kernel_ahead, capability_of, early_launch, floats, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, capability_of, early_launch, floats, num_multiprocessors
 from models.kernels.triton.tuned import gemv_tiles
 
 Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
@@ -46,7 +46,7 @@ def _gemv(
     up = gate
     if GATED:
         up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     value = floats(x + column, column < WIDTH)
     if NORM:
         value = _norm(value, norm_weight, normed, eps, column, WIDTH, KEPT)

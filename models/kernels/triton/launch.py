@@ -23,7 +23,7 @@ def early_launch(x: torch.Tensor) -> dict[str, bool]:
 
 
 @triton.jit
-def await_kernel_ahead(OVERLAP: constexpr) -> None:
+def await_previous_kernel(OVERLAP: constexpr) -> None:
     """From here on what it has written is there; the kernel behind may begin."""
     if OVERLAP:
         gdc_wait()

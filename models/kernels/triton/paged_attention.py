@@ -13,7 +13,7 @@ from models.cache.layout import AttentionLayout
 from models.kernels.heads import MAX_GROUP
 from models.kernels.ops import KVPool
 from models.kernels.paged import EagerAttention, Int32s, MakeFixed, PagedAttention, Piece
-from models.kernels.triton.launch import await_kernel_ahead, early_launch, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, early_launch, num_multiprocessors
 from models.kernels.triton.tuned import AttentionTiles, Tiles
 from models.kernels.units import UNIT_FIELDS, max_token_groups, max_units, plan_units, token_groups
 
@@ -47,7 +47,7 @@ def _attend(
     """Program (u, h): unit u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's. The last
     key of a group is its last token's alone, and so on."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     stop = tl.load(unit + 4)
     if stop == 0:
         return
@@ -98,7 +98,7 @@ def _merge(
 ) -> None:  # fmt: skip
     """Program (u, h): if unit u is the first part of several, their weighted mean."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     first, num_tokens, stop = tl.load(unit), tl.load(unit + 1), tl.load(unit + 4)
     number, first_part, parts = tl.load(unit + 5), tl.load(unit + 6), tl.load(unit + 7)
     if (stop == 0) | (number != first_part) | (parts == 1):

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import Experts
-from models.kernels.triton.launch import await_kernel, await_kernel_ahead, early_launch
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch
 from models.kernels.triton.tuned import FEW_CHOICES
 
 SORTED = 128  # choices of a program that sorts
@@ -55,7 +55,7 @@ def _route(
     """One program: the experts of one token, CHOSEN by the router and GIVEN with the shared one, counted from expert `first` on, or -1 if
     not ours: ZEROED gives these parts of zeros. If COUNTED, each has a rank among the choices of its expert."""
     token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, CHOICES)
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     best, weight = _best(logits + token * LOGITS, EXPERTS, BLOCK, CHOSEN, CHOICES, BITS)
     if GIVEN > CHOSEN:
         shared = tl.load(logits + token * LOGITS + EXPERTS).to(tl.float32)

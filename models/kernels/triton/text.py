@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import KVPool, NewHeads
-from models.kernels.triton.launch import await_kernel, await_kernel_ahead, early_launch, floats
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch, floats
 from models.weights.float8 import GroupScaled
 
 MAX_HEADS_PER_PROGRAM = 4
@@ -46,7 +46,7 @@ def _rms_norm(
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
     scale = floats(weight + column, inside)
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     value = floats(x + place, inside)
     if ADDENDS > 0:
         for part in tl.static_range(ADDENDS):
@@ -125,7 +125,7 @@ def _norm_rope_store(
 ) -> None:  # fmt: skip
     """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens. Two halves of a head are
     rotated; its other values come in pieces of as many."""
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     first, row = tl.program_id(1) * GROUP, tl.arange(0, TOKENS * GROUP)[:, None]
     token, heads = (tl.program_id(0) * TOKENS + row // GROUP).to(tl.int64), first + row % GROUP
     inside, pairs = token < num_tokens, tl.arange(0, HALF)[None, :]
@@ -165,7 +165,7 @@ def _norm_rope_store(
 @triton.jit
 def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: constexpr, BLOCK: constexpr, OVERLAP: constexpr) -> None:
     """Program (t, i): BLOCK values of token t."""
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     logit = floats(gate + token * stride + column // GROUP, inside)

@@ -140,7 +140,7 @@ class SimulatedWorker:
                 if self.is_stateful:  # the drafts that hold are repeated before the row's next token
                     self.states[chunk.row] = end + len(tokens[-1]) - 1, sequence.meanings()[end + len(tokens[-1]) - 2]
         sampled = [request for request, chunk in pairs(step) if chunk.sample]
-        self.guesses.append([sequences[key_of(one.rid, one.index)].peek(plan.num_guesses) for one in sampled])
+        self.guesses.append([sequences[key_of(one.rid, one.index)].peek(plan.num_head_drafts) for one in sampled])
         return tokens
 
     @staticmethod
@@ -329,10 +329,10 @@ class Simulation:
             flat, counts = [token for drawn in tokens for token in drawn], [len(drawn) for drawn in tokens]
             counts = counts if max(counts, default=1) > 1 else []
             bad, starved = ([], tuple(failed_here)) if step.plan.step % 2 else (failed_here, ())  # damaged, or without memory for them
-            drawn_ids = flat if rank == 0 else []
+            ids = flat if rank == 0 else []
             times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if step.plan.step // TURN % 2 else 9.0}
-            guesses = self.worker.guesses[step.plan.step] if rank == 0 else []
-            result = StepResult(rank, step.plan.step, drawn_ids, bad, **times, num_tokens=counts, starved_images=starved, guesses=guesses)
+            drafts = self.worker.guesses[step.plan.step] if rank == 0 else []
+            result = StepResult(rank, step.plan.step, ids, bad, **times, num_tokens=counts, starved_images=starved, head_drafts=drafts)
             if step.plan.step in self.given_up:
                 result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)
             self.core.collect(result)

@@ -14,7 +14,7 @@ from engine.scheduler.drafts.drafter import Offer
 from engine.scheduler.drafts.lookup import CONTEXTS, Contexts, LookupDrafter, Source
 from engine.scheduler.main import make_limits
 from engine.scheduler.request import Request
-from engine.wire.messages import MAX_GUESSES, WorkerReady
+from engine.wire.messages import MAX_HEAD_DRAFTS, WorkerReady
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 
@@ -62,7 +62,7 @@ def test_a_prediction_is_used_from_the_first_token_on() -> None:
 
 
 def simulate_head(max_num_seqs: int = 4, verify_rows: int = 32) -> Simulation:
-    limits = {"max_num_batched_tokens": 64, "verify_rows": verify_rows, "num_ahead": MAX_GUESSES, "max_num_seqs": max_num_seqs}
+    limits = {"max_num_batched_tokens": 64, "verify_rows": verify_rows, "num_ahead": MAX_HEAD_DRAFTS, "max_num_seqs": max_num_seqs}
     sim = Simulation(make_core(num_blocks=400, **limits), random.Random(0))
     sim.worker.refuse_rate = 0.0
     return sim
@@ -81,9 +81,9 @@ def test_a_head_that_guesses_wrong_is_hardly_asked() -> None:
     add(sim, 0, max_tokens=400)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sequence, "peek", lambda self, count: [777] * count)
-        asked = [sim.core.state.num_guesses for _ in range(300) if sim.step()]
+        asked = [sim.core.state.num_head_drafts for _ in range(300) if sim.step()]
     sim.run()
-    assert 1 < sim.core.state.counters.drafts < 10 and asked[0] == MAX_GUESSES and {*asked[50:]} == {1}
+    assert 1 < sim.core.state.counters.drafts < 10 and asked[0] == MAX_HEAD_DRAFTS and {*asked[50:]} == {1}
 
 
 def test_a_head_is_not_asked_by_many_rows() -> None:
@@ -92,7 +92,7 @@ def test_a_head_is_not_asked_by_many_rows() -> None:
         add(sim, rid, max_tokens=30 + 20 * rid)
     seen = set()
     while sim.step():
-        seen.add((len(sim.core.state.running), sim.core.state.num_guesses))
+        seen.add((len(sim.core.state.running), sim.core.state.num_head_drafts))
     assert (6, 0) in seen and (2, 3) in seen and not any(rows > 4 and guesses for rows, guesses in seen)
 
 

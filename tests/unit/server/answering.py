@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.wire.messages import CallDelta, Event, Logprob
 from server.http.scan import Scanner
-from server.http.sse import Choice
+from server.http.streaming import Choice
 from server.http.validate import check
 from server.openai.schema import ChatRequest
 

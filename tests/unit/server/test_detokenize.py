@@ -19,7 +19,7 @@ from engine.wire.params import OutputOptions, SamplingParams, TokenLogprobs
 from engine.wire.reports import PromptLogprobs
 from engine.wire.stats import Stages
 from server.dialects.generate import GenerateFormat, GenerateRequest
-from server.http.sse import Choice, ReplyOptions
+from server.http.streaming import Choice, ReplyOptions
 from server.openai import tools
 from server.openai.schema import CompletionRequest
 from server.openai.tools import CustomText

@@ -10,7 +10,7 @@ from engine.wire.messages import ErrorInfo, Event
 from server.dialects import anthropic
 from server.dialects.anthropic import LIMITED, MessageFormat, MessagesRequest, message_error_body
 from server.errors import RequestError
-from server.http.sse import ReplyOptions
+from server.http.streaming import ReplyOptions
 from tests.unit.server.answering import chat_of, document_of, events, named_events, stream_of
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "why?"}

@@ -10,7 +10,7 @@ from engine.wire.messages import CallDelta, ErrorInfo, Event
 from server.dialects import responses
 from server.dialects.responses import LIMITED, ResponseFormat, ResponsesRequest
 from server.errors import RequestError
-from server.http.sse import ReplyOptions
+from server.http.streaming import ReplyOptions
 from tests.unit.server.answering import chat_of, document_of, events, named_events, stream_of
 
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "of a city", "parameters": {"type": "object"}, "strict": True}

@@ -19,7 +19,7 @@ from engine.wire.arena import Arena, create_memfd
 from engine.wire.grammar import CompiledGrammar
 from engine.wire.messages import (
     MAX_DRAFTS,
-    MAX_GUESSES,
+    MAX_HEAD_DRAFTS,
     EngineRequest,
     ImageSource,
     ImageSpan,
@@ -128,7 +128,7 @@ class Engine:
             "bytes_per_image_token": per_token,
             "step_sizes": sizes,
             "snapshot_blocks": spec.snapshot_blocks(16),
-            "num_ahead": MAX_GUESSES if config.text.has_head else 0,
+            "num_ahead": MAX_HEAD_DRAFTS if config.text.has_head else 0,
         }
         merged = Limits(**{**defaults, **limits})
         directory = ImageDirectory(image_tokens * per_token)

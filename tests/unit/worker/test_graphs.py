@@ -68,7 +68,7 @@ def test_graphs_change_nothing(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, 
     run, seen = graphs.StepGraphs.run, set()
 
     def note(self: graphs.StepGraphs, step: HostStep) -> object:
-        seen.add((min(step.attention.num_prefill_rows, 2), len(step.places) > 0, len(step.visual) > 0))
+        seen.add((min(step.attention.num_prefill_rows, 2), len(step.gather) > 0, len(step.visual) > 0))
         return run(self, step)
 
     monkeypatch.setattr(graphs.StepGraphs, "run", note)
@@ -119,7 +119,7 @@ def test_padding_goes_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             given.clear()
             result = run(self, step)
         *layers, (last, _) = given
-        assert {real for real, _ in layers} == {len(step.ids) + len(step.places)} and last >= len(step.logits_indices)
+        assert {real for real, _ in layers} == {len(step.ids) + len(step.gather)} and last >= len(step.logits_indices)
         padded.append(any(real < total for real, total in layers))
         return result
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from engine.scheduler.drafts.mtp import HeadDrafter
 from engine.scheduler.policy import PlannedStep
-from engine.wire.messages import MAX_GUESSES, StepResult
+from engine.wire.messages import MAX_HEAD_DRAFTS, StepResult
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.qwen3_vl import Qwen3VL
@@ -93,12 +93,12 @@ class Telling:
     def alter(self, step: PlannedStep, result: StepResult) -> StepResult:
         sampled = [request for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.sample]
         guesses = []
-        for request, count, guess in zip(sampled, result.num_tokens or [1] * len(sampled), result.guesses, strict=True):
+        for request, count, guess in zip(sampled, result.num_tokens or [1] * len(sampled), result.head_drafts, strict=True):
             done = request.num_known - request.num_prompt + count
             self.noted.append((request, done, guess))
             right = self._known[key_of(request.rid, request.index)][done : done + len(guess)]
             guesses.append([token if self._rng.random() < self._share else self._rng.randrange(300) for token in right])
-        return msgspec.structs.replace(result, guesses=guesses)
+        return msgspec.structs.replace(result, head_drafts=guesses)
 
 
 def prompts(config: ModelConfig) -> list[list[list[int] | Picture]]:
@@ -135,7 +135,7 @@ def test_guesses_are_those_of_the_formula(both: Both, limits: dict[str, Any], ch
         one.run()
     assert engine.tokens == plain.tokens and engine.core.state.counters.accepted_draft_tokens > OUTPUT // 2
     lengths = {len(guess) for _, _, guess in telling.noted}
-    assert MAX_GUESSES in lengths and len(telling.noted) > OUTPUT
+    assert MAX_HEAD_DRAFTS in lengths and len(telling.noted) > OUTPUT
     firsts = [one for one in telling.noted if one[1] == 1]
     for request, done, guess in (*firsts, *random.Random(0).sample(telling.noted, 16)):
         parts = [part if isinstance(part, list) else torch.from_numpy(part.pixels) for part in asked[request.rid]]
@@ -164,10 +164,10 @@ def test_guesses_come_from_an_output_matrix_in_float8(tmp_path: Path) -> None:
     model.lm_head.weight.mul_(torch.logspace(-2, 0, len(model.lm_head.weight))[:, None])
     hidden_SD = torch.randn((64, model.config.text.hidden_size), generator=torch.Generator().manual_seed(0))
     logits_SV = model.logits(hidden_SD)
-    assert model.drafter.guesses(hidden_SD).equal(logits_SV.argmax(dim=-1))
-    model.drafter.round_guesses()
+    assert model.drafter.draft_tokens(hidden_SD).equal(logits_SV.argmax(dim=-1))
+    model.drafter.round_output_matrix()
     model.lm_head.weight.zero_()
-    found_S = logits_SV.gather(1, model.drafter.guesses(hidden_SD)[:, None])[:, 0]
+    found_S = logits_SV.gather(1, model.drafter.draft_tokens(hidden_SD)[:, None])[:, 0]
     assert (found_S > 0.9 * logits_SV.amax(dim=-1)).all()
 
 

@@ -91,7 +91,7 @@ def test_guesses_are_in_float8_where_it_runs(
     model = load_model(child, found, TensorParallel.single(), backend(torch.device("cpu")), torch.float32)
     dict(model.named_modules())["lm_head"].weight.zero_()
     assert model.drafter is not None
-    guesses_S = model.drafter.guesses(torch.randn((8, found.text.hidden_size)))
+    guesses_S = model.drafter.draft_tokens(torch.randn((8, found.text.hidden_size)))
     assert bool(guesses_S.any()) == (backend is TorchBackend)
 
 

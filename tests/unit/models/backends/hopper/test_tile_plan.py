@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.kernels.hopper.tile_plan import TILES_TO_START, cut_round, deal, max_items, num_blocks_of, plan_items
+from models.kernels.hopper.tile_plan import TILES_TO_START, assign_tiles, cut_round, max_items, num_blocks_of, plan_items
 from models.kernels.units import max_token_groups, token_groups
 from models.kernels.varlen import varlen_tiles
 from tests.unit.models.backends.hopper.attention_step import layout_of
@@ -95,6 +95,6 @@ def test_a_cut_must_pay() -> None:
 
 
 def test_rounds_go_back_and_forth() -> None:
-    assert deal(11, 4).tolist() == [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10]
-    assert deal(8, 4).tolist() == [3, 2, 1, 0, 4, 5, 6, 7]
-    assert deal(3, 4).tolist() == [0, 1, 2] and deal(0, 4).tolist() == []
+    assert assign_tiles(11, 4).tolist() == [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10]
+    assert assign_tiles(8, 4).tolist() == [3, 2, 1, 0, 4, 5, 6, 7]
+    assert assign_tiles(3, 4).tolist() == [0, 1, 2] and assign_tiles(0, 4).tolist() == []

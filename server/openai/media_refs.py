@@ -37,7 +37,7 @@ def locate(url: str, path: str, body: Body, used: set[int]) -> tuple[Region | No
     return Region(API_ARENA, body.region.offset + reference.offset, reference.length), None
 
 
-class Places:
+class MediaRefs:
     """References to the media of one request. Names of media are separate for each key that clients send, and for each salt."""
 
     def __init__(self, body: Body, salt: str | None):
