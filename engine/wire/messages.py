@@ -284,6 +284,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     snapshot: list[int] = []
 
     @property
+    def num_draws(self) -> int:
+        """Number of samples of the chunk."""
+        return self.sample and 1 + len(self.drafts)
+
+    @property
     def is_decode(self) -> bool:
         """True if the chunk holds the row's last token and drafts."""
         return self.sample and self.length == 1 + len(self.drafts) and not self.visual

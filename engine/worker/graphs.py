@@ -121,7 +121,7 @@ class StepGraphs:
 
     def fits(self, step: HostStep) -> bool:
         """Return whether there is a graph for the step."""
-        if step.scored and len(step.ids):
+        if step.reports.tokens and len(step.ids):
             return False
         return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.gather))
 

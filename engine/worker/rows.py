@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.wire.messages import MAX_DRAFTS, Admit, Chunk
+from engine.wire.messages import MAX_DRAFTS, Admit, Chunk, SamplingParams
 from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.draws import Draws, DrawTable, HostDraws, Int64s
-from engine.worker.sampling.pooling import PooledRow
-from engine.worker.sampling.prompt import ScoredChunk, Scoring
+from engine.worker.sampling.prompt import Scoring
+from engine.worker.sampling.reports import NO_REPORTS, StepReports
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout, offsets_of
 from models.cache.states import RowStates, Snapshots
@@ -37,8 +37,11 @@ class Row:
     known_ids: Int32s
     prompt_positions: Int64s  # (3, num_prompt)
     delta: int
-    pooled_ids: tuple[int, ...] | None  # see `SamplingParams`
-    num_prompt_top: int | None  # number of log-probabilities in addition to that of each prompt token
+    params: SamplingParams
+
+    @property
+    def prompt_ids(self) -> Int32s:
+        return self.known_ids[: self.prompt_positions.shape[1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,7 @@ class HostStep:
     draws: HostDraws  # S, or none if the caller samples
     known: Int64s  # (2, A): indices in `Rows.last_tokens` and their new values: last tokens of new rows, drafts
     next_ids: Int64s  # (P + D,) known ids after each token, for the model's head
-    scored: tuple[ScoredChunk, ...] = ()
-    pooled: tuple[PooledRow, ...] = ()
+    reports: StepReports = NO_REPORTS
 
     @classmethod
     def empty(cls) -> "HostStep":
@@ -113,7 +115,7 @@ class Rows:
         spans = [(start, self._geometry.merged((t, h, w))) for start, t, h, w in admit.spans]
         positions, delta = mrope_positions(len(prompt_ids), spans)
         known_ids = np.concatenate([prompt_ids, np.asarray(admit.output_ids, dtype=np.int32)])
-        self._rows[admit.row] = Row(known_ids, positions, delta, admit.params.pooled_ids, admit.params.prompt_logprobs)
+        self._rows[admit.row] = Row(known_ids, positions, delta, admit.params)
         self._draws.set(admit.row, admit.params)
         self._num_blocks[admit.row] = 0
         self._tables[admit.row] = self.scratch_slot // self.block_size
@@ -160,8 +162,7 @@ class Rows:
             draws=draws,
             known=np.asarray(known, dtype=np.int64).reshape(-1, 2).T,
             next_ids=self._next_ids(prefills, positions.shape[1]),
-            scored=self._scored(prefills),
-            pooled=self._pooled(chunks),
+            reports=StepReports.of(chunks, num_prefills, self._row),
         )
 
     def stage(self, step: HostStep, staging: Staging) -> StepInputs:
@@ -171,10 +172,10 @@ class Rows:
         ids_T, gather_D = staging.put(np.concatenate((step.ids, np.zeros_like(step.gather)))), staging.put(step.gather)
         positions_3T = staging.put(step.positions)
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
-        tokens = step.logits_indices
-        wanted = np.unique(np.concatenate((tokens, *(chunk.tokens for chunk in step.scored)))) if step.scored else tokens
+        tokens, others = step.logits_indices, step.reports.tokens
+        wanted = np.unique(np.concatenate((tokens, *others))) if others else tokens
         logits_indices, places = staging.put(wanted), staging.put(np.searchsorted(wanted, tokens))
-        scoring = Scoring.stage(step.scored, wanted, staging) if step.scored else None
+        scoring = step.reports.stage(wanted, staging)
         draws, known = step.draws.stage(staging), staging.put(step.known)
         rows = self.state_rows([staging.put(array) for array in self.state_arrays(step)], layout.num_prefill_rows)
         staging.copy()
@@ -296,26 +297,6 @@ class Rows:
             last = np.repeat(last - np.cumsum(counts) + counts, counts) + np.arange(sum(counts))
         positions.append(np.broadcast_to(last, (3, len(last))))
         return np.concatenate(ids).astype(np.int64), np.concatenate(positions, axis=1)
-
-    def _scored(self, prefills: Sequence[Chunk]) -> tuple[ScoredChunk, ...]:
-        found, first = [], 0
-        for index, chunk in enumerate(prefills):
-            row = self._row(chunk.row)
-            if row.num_prompt_top is not None:
-                prompt_ids = row.known_ids[: row.prompt_positions.shape[1]]
-                found.append(ScoredChunk.of(index, chunk, first, prompt_ids, row.num_prompt_top))
-            first += chunk.length
-        return tuple(scored for scored in found if scored is not None)
-
-    def _pooled(self, chunks: Sequence[Chunk]) -> tuple[PooledRow, ...]:
-        found, draw = [], 0
-        for index, chunk in enumerate(chunks):
-            if chunk.sample:
-                ids = self._row(chunk.row).pooled_ids
-                if ids is not None:
-                    found.append(PooledRow(index, draw, ids))
-                draw += 1 + len(chunk.drafts)
-        return tuple(found)
 
     def _next_ids(self, prefills: Sequence[Chunk], num_tokens: int) -> Int64s:
         """Return known next ids; zeros for tokens to be sampled."""

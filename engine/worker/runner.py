@@ -13,7 +13,6 @@ import torch
 from engine.launch.memory import step_bytes
 from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo, StepPlan, StepResult
-from engine.wire.reports import Numbers, Report
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
@@ -21,8 +20,7 @@ from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.profile import StepMemory
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.draws import Draws, HostDraws
-from engine.worker.sampling.pooling import pool, reads_logits
-from engine.worker.sampling.prompt import PromptScores, score_prompts
+from engine.worker.sampling.reports import NOTHING_READ, Readings
 from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
@@ -43,9 +41,8 @@ class LaunchedStep:
     step: int
     rank: int
     launched: float
-    sampled: Sampled  # in pinned host memory, as `scores`
-    scores: PromptScores | None
-    pooled: dict[int, torch.Tensor]  # in pinned host memory, too
+    sampled: Sampled  # in pinned host memory, as `readings`
+    readings: Readings
     encoded: Encoded  # its pixels belong to the reader's stream: kept until the step is done
     watch: Stopwatch
     out_of_memory: bool = False
@@ -75,15 +72,11 @@ class LaunchedStep:
             encode_ms=sum(watch.elapsed_ms() for watch in self.encoded.watches),
             forward_ms=self.watch.elapsed_ms(),
             logprobs=logprobs,
-            reports={} if self.rank else self._reports(),
+            reports={} if self.rank else self.readings.by_chunk(),
             out_of_memory=self.out_of_memory,
             failed_draws=self.failed_draws,
             head_drafts=[] if head_drafts is None or self.rank else head_drafts[[run[-1] for run in kept]].tolist(),
         )
-
-    def _reports(self) -> dict[int, Report]:
-        reports: dict[int, Report] = {chunk: Numbers(values.numpy().tobytes()) for chunk, values in self.pooled.items()}
-        return reports | (self.scores.per_chunk() if self.scores is not None else {})
 
 
 @dataclass(eq=False, repr=False)
@@ -134,13 +127,12 @@ class Runner:
         encoded = self.images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         step = self.rows.build(plan.admits, plan.chunks, self.images.tensors)
-        sampled, scores, pooled = self._draw(step, plan)
-        scores = scores and scores.to_host()
+        sampled, readings = self._draw(step, plan)
         watch.mark()
         failed = self.sampler.rules.note(step.draws, sampled.tokens_S, watch)
         if self._on_gpu:
             self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), watch.events[-1])
-        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, scores, pooled, encoded, watch, False, failed, step.draws)
+        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.draws)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
         """Return whether all ranks have memory. Each of several ranks makes a high estimate: running out later ends the engine. Decode rows
@@ -167,7 +159,7 @@ class Runner:
         self.images.leave_out(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         watch.mark()
-        return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_DRAWN, None, {}, NOTHING_ENCODED, watch, out_of_memory=True)
+        return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_DRAWN, NOTHING_READ, NOTHING_ENCODED, watch, out_of_memory=True)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
@@ -181,13 +173,13 @@ class Runner:
         """Do what another process asks of this rank before a plan needs it."""
         self.handlers[type(message)](message)
 
-    def _draw(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, PromptScores | None, dict[int, torch.Tensor]]:
+    def _draw(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, Readings]:
         """Run forward and sampling: sampled tokens are copied to the host and into the rows for the next step."""
-        logits_SV, draws, scores, pooled = self._forward(step)
+        logits_SV, draws, readings = self._forward(step)
         self.rows.save_snapshots(step, plan.chunks)
         if not len(draws.rows_S):
             self._head_drafts(step, draws.rows_S, draws, 0)
-            return NOTHING_DRAWN, scores, pooled
+            return NOTHING_DRAWN, readings
         if self.tp.rank == 0:
             sampled = self.sampler.sample(logits_SV, draws, self.sampler.rules.masks(step.draws))
         else:
@@ -195,7 +187,7 @@ class Runner:
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's samples count: logits are not bit-equal on every rank
         tokens_S = self.rows.deliver(sampled.tokens_S, draws)
         head_drafts_SG = self._head_drafts(step, sampled.tokens_S, draws, plan.num_head_drafts)
-        return sampled.on_host(tokens_S, head_drafts_SG), scores, pooled
+        return sampled.on_host(tokens_S, head_drafts_SG), readings
 
     def _head_drafts(self, step: HostStep, tokens_S: torch.Tensor, draws: Draws, num_head_drafts: int) -> torch.Tensor | None:
         if self.head is None:
@@ -205,18 +197,14 @@ class Runner:
             indices_T = self.graphs.indices_of(step)
         return self.head.run(step, indices_T, tokens_S, draws, num_head_drafts)
 
-    def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, PromptScores | None, dict[int, torch.Tensor]]:
+    def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, Readings]:
         if self.graphs is not None and self.graphs.fits(step):
             logits_SV, hidden_SD, draws = self.graphs.run(step)
-            return logits_SV, draws, None, pool(step.pooled, hidden_SD, logits_SV)
+            return logits_SV, draws, step.reports.read_samples(hidden_SD, logits_SV)
         inputs = self.rows.stage(step, self.staging)
         self.attention.plan(inputs.batch.attention)
-        hidden_SD, scores = self.model(inputs.batch, self.attention), None
-        if inputs.scoring is not None:
-            scores = score_prompts(hidden_SD, inputs.scoring, self.model.logits)
-            hidden_SD = hidden_SD[inputs.places_S]
-        if reads_logits(step.pooled, len(hidden_SD)):
-            logits_SV = self.model.logits(hidden_SD)
-        else:
-            logits_SV = hidden_SD.new_zeros((len(hidden_SD), self.model.config.text.vocab_size), dtype=torch.float32)
-        return logits_SV, inputs.draws, scores, pool(step.pooled, hidden_SD, logits_SV)
+        hidden_SD = self.model(inputs.batch, self.attention)
+        found, readings = step.reports.read(hidden_SD, inputs.places_S, inputs.scoring, self.model.logits)
+        if found is None:
+            found = hidden_SD.new_zeros((len(inputs.places_S), self.model.config.text.vocab_size), dtype=torch.float32)
+        return found, inputs.draws, readings

@@ -22,7 +22,13 @@ def reads_logits(rows: Sequence[PooledRow], num_draws: int) -> bool:
     return len(rows) < num_draws or any(row.ids for row in rows)
 
 
-def pool(rows: Sequence[PooledRow], hidden_SD: torch.Tensor, logits_SV: torch.Tensor) -> dict[int, torch.Tensor]:
+def pool(rows: Sequence[PooledRow], hidden_SD: torch.Tensor, logits_SV: torch.Tensor | None) -> dict[int, torch.Tensor]:
     """Return pooled outputs by chunk index, float32, on the host when the step is done."""
-    values = (logits_SV[row.draw, list(row.ids)] if row.ids else hidden_SD[row.draw] for row in rows)
-    return {row.chunk: to_host(value.float()) for row, value in zip(rows, values, strict=True)}
+    found = {}
+    for row in rows:
+        values = hidden_SD[row.draw]
+        if row.ids:
+            assert logits_SV is not None
+            values = logits_SV[row.draw, list(row.ids)]
+        found[row.chunk] = to_host(values.float())
+    return found

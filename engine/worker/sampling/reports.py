@@ -1,0 +1,88 @@
+"""What the rows of a step report besides samples: pooled numbers, and log-probabilities of prompts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.wire.messages import Chunk, SamplingParams
+from engine.wire.reports import Numbers, Report
+from engine.worker.sampling.draws import Int64s
+from engine.worker.sampling.pooling import PooledRow, pool, reads_logits
+from engine.worker.sampling.prompt import PromptScores, ScoredChunk, Scoring, score_prompts
+from engine.worker.staging import Staging
+from models.kernels.paged import Int32s
+
+
+class ReportingRow(Protocol):
+    params: SamplingParams
+
+    @property
+    def prompt_ids(self) -> Int32s: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Reports of a launched step, on the host when it is done."""
+
+    pooled: dict[int, torch.Tensor]
+    scores: PromptScores | None = None
+
+    def by_chunk(self) -> dict[int, Report]:
+        reports: dict[int, Report] = {chunk: Numbers(values.numpy().tobytes()) for chunk, values in self.pooled.items()}
+        return reports if self.scores is None else reports | self.scores.per_chunk()
+
+
+NOTHING_READ = Readings({})
+
+
+@dataclass(frozen=True, slots=True)
+class StepReports:
+    """Reports that a step has to make."""
+
+    scored: tuple[ScoredChunk, ...] = ()
+    pooled: tuple[PooledRow, ...] = ()
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], num_prefills: int, row_of: Callable[[int], ReportingRow]) -> "StepReports":
+        """Return the reports of a plan's chunks, whose first `num_prefills` compute prompts."""
+        scored, pooled = list[ScoredChunk | None](), list[PooledRow]()
+        first, draw = 0, 0
+        for index, chunk in enumerate(chunks):
+            row = row_of(chunk.row)
+            if index < num_prefills and row.params.prompt_logprobs is not None:
+                scored.append(ScoredChunk.of(index, chunk, first, row.prompt_ids, row.params.prompt_logprobs))
+            if chunk.sample and row.params.pooled_ids is not None:
+                pooled.append(PooledRow(index, draw, row.params.pooled_ids))
+            draw += chunk.num_draws
+            first += chunk.length
+        return cls(tuple(one for one in scored if one is not None), tuple(pooled))
+
+    @property
+    def tokens(self) -> list[Int64s]:
+        """Return the indices of the step's tokens that are read in addition to those that sample."""
+        return [chunk.tokens for chunk in self.scored]
+
+    def stage(self, wanted: Int64s, staging: Staging) -> Scoring | None:
+        """Stage the indices of `tokens`. `wanted` are the ascending step tokens with hidden states."""
+        return Scoring.stage(self.scored, wanted, staging) if self.scored else None
+
+    def read(
+        self, hidden_SD: torch.Tensor, places_S: torch.Tensor, scoring: Scoring | None, head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor | None, Readings]:
+        """Return the logits of the samples, None if nothing reads them, and the reports. `places_S` are the indices of the samples' hidden
+        states, and `head` maps hidden states to logits."""
+        scores = None
+        if scoring is not None:
+            scores = score_prompts(hidden_SD, scoring, head).to_host()
+            hidden_SD = hidden_SD[places_S]
+        logits_SV = head(hidden_SD) if reads_logits(self.pooled, len(hidden_SD)) else None
+        return logits_SV, self.read_samples(hidden_SD, logits_SV, scores)
+
+    def read_samples(self, hidden_SD: torch.Tensor, logits_SV: torch.Tensor | None, scores: PromptScores | None = None) -> Readings:
+        """Return the reports that are made of the samples' hidden states and logits."""
+        return Readings(pool(self.pooled, hidden_SD, logits_SV), scores) if self.pooled or scores else NOTHING_READ
+
+
+NO_REPORTS = StepReports()
