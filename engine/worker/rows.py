@@ -74,7 +74,7 @@ class StepInputs:
 
     batch: ForwardBatch  # its logits_indices include the scored tokens
     draws: Draws
-    places_S: torch.Tensor  # int64: indices of the step's logits_indices among these
+    indices_S: torch.Tensor  # int64: indices of the step's logits_indices among these
     scoring: Scoring | None
 
 

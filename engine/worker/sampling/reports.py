@@ -69,14 +69,14 @@ class StepReports:
         return Scoring.stage(self.scored, wanted, staging) if self.scored else None
 
     def read(
-        self, hidden_SD: torch.Tensor, places_S: torch.Tensor, scoring: Scoring | None, head: Callable[[torch.Tensor], torch.Tensor]
+        self, hidden_SD: torch.Tensor, indices_S: torch.Tensor, scoring: Scoring | None, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor | None, Readings]:
-        """Return the logits of the samples, None if nothing reads them, and the reports. `places_S` are the indices of the samples' hidden
+        """Return the logits of the samples, None if nothing reads them, and the reports. `indices_S` are the indices of the samples' hidden
         states, and `head` maps hidden states to logits."""
         scores = None
         if scoring is not None:
             scores = score_prompts(hidden_SD, scoring, head).to_host()
-            hidden_SD = hidden_SD[places_S]
+            hidden_SD = hidden_SD[indices_S]
         logits_SV = head(hidden_SD) if reads_logits(self.pooled, len(hidden_SD)) else None
         return logits_SV, self.read_samples(hidden_SD, logits_SV, scores)
 
