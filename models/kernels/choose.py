@@ -1,4 +1,4 @@
-"""The one choice of a backend: by what the driver says of the GPUs and by what is installed.
+"""Choice of a backend from the driver's list of GPUs and the installed packages.
 
 | backend  | device                      | needs                                                            |
 |----------|-----------------------------|------------------------------------------------------------------|
@@ -37,7 +37,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`note`: one line that the user should see, if any."""
+    """Chosen backend. `note`: a line for the user, or empty."""
 
     backend: BackendName
     device: DeviceName
@@ -69,7 +69,7 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
 
 
 def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu]) -> Choice:
-    """The backend for these flags; `auto` is the best that works. ValueError, in one line, for what cannot be had."""
+    """Return the backend for these flags; `auto` is the best one that works. ValueError of one line if none does."""
     if device == "cpu" or (device == "auto" and not gpus):
         if requested not in ("auto", "torch"):
             raise ValueError(f"--backend {requested} needs a GPU: " + ("--device is cpu" if device == "cpu" else "there is none"))
@@ -93,7 +93,7 @@ def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu])
 
 
 def suit(choice: Choice, requested: str, heads: Heads) -> Choice:
-    """The backend that was chosen, if it computes a decoder's heads; with `auto`, plain torch if not. ValueError if it was requested."""
+    """Return the chosen backend if it supports a decoder's heads, otherwise torch with `auto`. ValueError if it was requested."""
     lack = "" if choice.backend == "torch" else portable_lack(heads)  # `hopper` uses these kernels, too
     if lack and requested != "auto":
         raise ValueError(f"--backend {requested} {lack}")
@@ -105,7 +105,7 @@ def has_jpeg_decoder() -> bool:
 
 
 def gpu_decodes_jpegs(choice: Choice, jpeg_decoder: str) -> bool:
-    """Whether the workers' GPUs decode plain JPEGs, not their hosts."""
+    """Return whether the workers' GPUs decode baseline JPEGs instead of their hosts."""
     return choice.device == "cuda" and choice.backend != "torch" and jpeg_decoder != "cpu" and has_jpeg_decoder()
 
 
@@ -121,7 +121,7 @@ def _problem_of_gpus(gpus: list[Gpu], tp: int) -> str | None:
 
 
 def _lack_of(backend: str, gpus: list[Gpu]) -> str:
-    """What a backend lacks, in words that follow its name."""
+    """Return what a backend lacks, as words that follow its name."""
     if backend == "torch":
         return ""
     if backend == "hopper" and (other := next((gpu for gpu in gpus if gpu.capability != HOPPER), None)):
@@ -140,6 +140,6 @@ def _lack_of(backend: str, gpus: list[Gpu]) -> str:
 
 
 def _torch_has_cuda() -> bool:
-    """Told from its files: importing torch takes seconds."""
+    """Inspect torch's files: importing it takes seconds."""
     spec = find_spec("torch")
     return spec is not None and spec.origin is not None and any(Path(spec.origin).parent.glob("lib/libtorch_cuda*"))

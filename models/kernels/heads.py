@@ -1,9 +1,9 @@
-"""Which attention heads the kernels of each backend compute. Plain Python: the launcher asks before anything is loaded."""
+"""Attention heads that the kernels of each backend support. Plain Python, used by the launcher before anything is loaded."""
 
 from dataclasses import dataclass
 
 MAX_GROUP = 16  # query heads that share a KV head: they are rows of one product
-HOPPER_GROUPS = (1, 2, 4, 8, 16)  # they share a tile's rows without a rest
+HOPPER_GROUPS = (1, 2, 4, 8, 16)  # these divide a tile's rows evenly
 HOPPER_DIMS = (64, 128)
 
 
@@ -14,20 +14,20 @@ class Heads:
     num_queries: int
     num_kv: int
     dim: int
-    rotary_dim: int  # values of a head that are rotated
+    rotary_dim: int  # rotated values of a head
 
     def __str__(self) -> str:
         return f"{self.num_queries} query heads on {self.num_kv} KV heads of {self.dim} values, {self.rotary_dim} of them rotated"
 
 
 def hopper_takes(heads: Heads) -> bool:
-    """Whether our CUDA kernels compute these heads; otherwise the backend `hopper` uses the attention of `portable`."""
+    """Return whether our CUDA kernels support these heads; otherwise `hopper` uses the attention of `portable`."""
     group, rest = divmod(heads.num_queries, heads.num_kv)
     return not rest and group in HOPPER_GROUPS and heads.dim in HOPPER_DIMS
 
 
 def portable_lack(heads: Heads) -> str:
-    """What our Triton kernels lack for these heads, in words that follow the backend's name; empty if nothing."""
+    """Return what our Triton kernels lack for these heads, as words that follow the backend's name, or an empty string."""
     group, rest = divmod(heads.num_queries, heads.num_kv)
     powers = all(16 <= size == 1 << (size.bit_length() - 1) for size in (heads.dim, heads.rotary_dim))
     if powers and not rest and group <= MAX_GROUP:

@@ -1,4 +1,4 @@
-"""Causal attention over a paged KV cache, behind one Protocol."""
+"""Causal attention over a paged KV cache: protocol and composition of kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -16,42 +16,42 @@ Int32s = npt.NDArray[np.int32]
 
 
 class AttentionBackend(Protocol):
-    """Owns the KV pools of a paged group; a layer is named by its ordinal there.
+    """Owner of the KV pools of a paged group; layers are identified by their ordinals in it.
 
-    Once a step: `plan`; then in each layer: keys and values go into `pool(layer)`, then `run`.
+    Call `plan` once per step; then, for each layer, write keys and values to `pool(layer)` and call `run`.
     """
 
     def plan(self, layout: AttentionLayout) -> None:
-        """Takes the rows and pages of the next step. Host work and copies only; not part of a captured graph."""
+        """Plan the rows and pages of the next step. Host work and copies only; not part of a captured graph."""
 
     def pool(self, layer: int) -> KVPool:
-        """Where the layer's keys and values are written, at the layout's slots."""
+        """Return the layer's key and value pools, written at the layout's slots."""
 
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
-        """(T, H, K) rotated queries -> (T, H, K). Row r attends to its `kv_lens_cpu[r]` cached tokens, causal, aligned to the end. Query
+        """Map rotated queries to (T, H, K). Row r attends to its `kv_lens_cpu[r]` cached tokens, causal, aligned to the end. Query
         heads share KV heads in groups; the scale is K ** -0.5. The step's keys must be in the pool."""
 
 
 @runtime_checkable
 class FusedAttention(AttentionBackend, Protocol):
     def run_fused(self, layer: int, heads: NewHeads) -> torch.Tensor:
-        """What `Ops.norm_rope_store_` does, then `run`."""
+        """Run `Ops.norm_rope_store_`, then `run`, in one kernel if available."""
 
 
 class Piece(Protocol):
-    """A kernel's part of a step's attention: some of the tokens, by a plan that is one array."""
+    """A kernel's part of a step's attention: some of the tokens, with a plan of one array."""
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
-        """What `launch` reads in addition to the layout's pages. `before`: the plans of the step's pieces that come first. Touches no
-        device. For a CUDA graph its shape is that of any layout of the graph's shape."""
+        """Return the array that `launch` reads in addition to the layout's pages. `before`: plans of the step's previous pieces. Host only.
+        Its shape depends only on the shape of a CUDA graph."""
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
-        """Writes the results of its tokens."""
+        """Write the results of this piece's tokens."""
 
 
 class PagedAttention:
-    """See `AttentionBackend`: pools, and the pieces that compute a step. For a CUDA graph: what `read_from` was given before the capture
-    is filled before each replay, from `plan_arrays` and with at most `max_pages` pages."""
+    """See `AttentionBackend`: pools, and the pieces that compute a step. With a CUDA graph, the tensors given to `read_from` before the
+    capture are filled before each replay from `plan_arrays`, with at most `max_pages` pages."""
 
     def __init__(self, pools: Sequence[KVPool], pieces: Sequence[Piece], max_pages: int) -> None:
         self.max_pages = max_pages
@@ -60,11 +60,11 @@ class PagedAttention:
         self._pages = torch.zeros(0, dtype=torch.int32, device=pools[0][0].device)
 
     def plan(self, layout: AttentionLayout) -> None:
-        """For a step that no graph replays."""
+        """Plan a step without a graph."""
         self.read_from([to_device(array, layout.pages.device) for array in self.plan_arrays(layout)], layout.pages)
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
-        """What the next run reads in addition to the layout's pages. Touches no device, changes nothing."""
+        """Return the arrays that the next run reads in addition to the layout's pages. Host only, without side effects."""
         assert len(layout.pages) <= self.max_pages, f"{len(layout.pages)} pages are more than {self.max_pages}"
         arrays: list[Int32s] = []
         for piece in self._pieces:
@@ -72,7 +72,7 @@ class PagedAttention:
         return tuple(arrays)
 
     def read_from(self, plans: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
-        """From now on runs take arrays of `plan_arrays`, and the layout's pages, from these tensors."""
+        """Make later runs read the arrays of `plan_arrays` and the layout's pages from these tensors."""
         self._plans, self._pages = plans, pages
 
     def pool(self, layer: int) -> KVPool:
@@ -86,7 +86,7 @@ class PagedAttention:
 
 
 class EagerAttention:
-    """See `AttentionBackend`: for steps of any mix, outside CUDA graphs. `make` chooses the pieces of each."""
+    """See `AttentionBackend`: for any mix of rows, outside CUDA graphs. `make` chooses the pieces of a step."""
 
     def __init__(self, pools: Sequence[KVPool], make: Callable[[AttentionLayout], PagedAttention]) -> None:
         self._pools, self._make = pools, make
@@ -108,7 +108,7 @@ MakeFixed = Callable[[int, int, int], PagedAttention]  # by prompt tokens, decod
 
 
 def allocate_pools(group: PagedGroup, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[KVPool]:
-    """One (k, v) pair for each layer of the group, zeros: a page that was never written must not hold NaN."""
+    """Return a zeroed (k, v) pair per layer of the group: pages that were never written must not contain NaN."""
     assert group.dtype_bytes == dtype.itemsize
     shape = num_blocks, page_size, group.num_kv_heads, group.head_dim
     pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * group.num_layers)]

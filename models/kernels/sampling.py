@@ -1,10 +1,10 @@
-"""How the rows of a step draw their tokens. All backends give the same tokens.
+"""Sampling of a step's rows. All backends give the same tokens.
 
-A row's score is its logit over the temperature. Filters keep the best tokens in the order (logit descending, id ascending): the `top_k`
-first; of these the first whose renormalised probabilities reach `top_p`, the one that crosses it included; of these the ones not less
-probable than `min_p` times the best. The token has the largest score plus Gumbel noise, the lowest id of several.
+A token's score is its logit divided by the temperature. Filters keep the best tokens in the order (logit descending, id ascending): the
+first `top_k`; of these the first whose renormalised probabilities reach `top_p`, including the one that crosses it; of these the ones with
+at least `min_p` times the best probability. The sample has the largest score plus Gumbel noise; ties go to the lowest id.
 
-The noise is a function of the row's key and the token id. Probabilities are summed as integers, so no order of a sum decides anything.
+The noise is a function of the row's key and the token id. Probabilities are summed as integers, so the result does not depend on the order.
 """
 
 from dataclasses import dataclass
@@ -12,50 +12,50 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-MASS_BITS = 40  # of a token's probability over the best one's: the sum over a vocabulary fits into 63 bits
+MASS_BITS = 40  # fixed-point scale of a probability relative to the best: sums over a vocabulary fit into 63 bits
 OFF = 2.0  # a `top_p` that keeps everything
-IN_PROMPT = 1 << 30  # added to the count of a token of the prompt
+IN_PROMPT = 1 << 30  # flag added to the count of a token in the prompt
 INTEGERS = ("top_k", "key")  # of `RowParams`: int32, the others are float32
 T = TypeVar("T")
 
 
 class RowParams(NamedTuple, Generic[T]):
-    """By what one row draws, or tensors (S,) for S rows: four bytes a value. Kernels take them in this order."""
+    """Sampling parameters of a row, or tensors (S,) for S rows: four bytes per value, in the order of the kernels' arguments."""
 
     inverse_temperature: T  # 0 for a greedy row, whose other parameters are off
     top_p: T  # OFF
     log_min_p: T  # minus infinity where off
     top_k: T  # 0 where off
-    key: T  # 32 random bits of this draw
+    key: T  # 32 random bits of this sample
 
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """S rows on the device."""
+    """Sampling parameters of S rows on the device."""
 
     rows: RowParams[torch.Tensor]
-    wide: torch.Tensor | None  # int64 (W,): filtered rows that are not cut by a top-k up to `SamplingOps.max_top_k` first
+    wide: torch.Tensor | None  # int64 (W,): filtered rows without a top-k of at most `SamplingOps.max_top_k`
     largest_top_k: int  # of the other rows
     is_greedy: bool  # all rows are
 
 
 class SamplingOps(Protocol):
-    """A backend's stages of sampling. Methods that end in an underscore change logits in place, of the rows `index_A` only."""
+    """Sampling stages of a backend. Methods that end in an underscore modify the logits of the rows `index_A` in place."""
 
     max_top_k: int  # the largest that needs no sorted vocabulary
 
     def penalise_(
         self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_RV: torch.Tensor, rows_A: torch.Tensor, penalties_A3: torch.Tensor
     ) -> None:
-        """Penalties are (repetition, frequency, presence), float32. `counts_RV[rows_A]` (int32): how often each token was drawn, plus
-        IN_PROMPT if it is in the prompt.
+        """Apply (repetition, frequency, presence) penalties, float32. `counts_RV[rows_A]` (int32): number of times that each token was
+        sampled, plus IN_PROMPT if it is in the prompt.
 
-        A logit of a token that was drawn or is in the prompt is divided by the repetition penalty, or multiplied if negative; then it loses
-        the frequency penalty for each time it was drawn, and the presence penalty if drawn at all.
+        The logit of a sampled or prompt token is divided by the repetition penalty, or multiplied if negative; then the frequency penalty
+        is subtracted per occurrence in the output, and the presence penalty once.
         """
 
     def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:
-        """Minus infinity for tokens whose bit is 0; `allowed_AW` is int32, token t is bit t % 32 of word t // 32."""
+        """Set tokens whose bit is 0 to minus infinity; `allowed_AW` is int32, token t is bit t % 32 of word t // 32."""
 
     def draw(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
-        """(S,) int64 token ids, always within the vocabulary."""
+        """Return (S,) int64 token ids, always within the vocabulary."""
