@@ -181,14 +181,14 @@ class Proxy:
         except (aiohttp.ClientError, TimeoutError) as error:
             backend.healthy &= _is_full(error)
         if backend.healthy != was_healthy:
-            logger.warning("%s takes %s requests", backend.url, "new" if backend.healthy else "no")
+            logger.warning("%s is %s", backend.url, "healthy" if backend.healthy else "not healthy: it gets no requests")
 
     async def _handle(self, scope: Scope, body: Body, send: Send) -> None:
-        """A body without an API key is not read: a replica refuses its head, in its own words."""
-        told, error = dict(scope["headers"]), NONE_LEFT
-        has_body = not told.keys().isdisjoint((b"content-length", b"transfer-encoding"))
+        """Forward a request. A body without an API key is not read: a replica rejects the head."""
+        received, error = dict(scope["headers"]), NONE_LEFT
+        has_body = not received.keys().isdisjoint((b"content-length", b"transfer-encoding"))
         has_body &= not self._api_keys or is_authorised(scope, self._api_keys)
-        key = told.get(SESSION_HEADER) or (await body.find_image() if has_body else b"")
+        key = received.get(SESSION_HEADER) or (await body.find_image() if has_body else b"")
         target = (scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")).decode("utf-8", "replace")
         headers = forwarded(scope, has_body)
         for _ in self.balancer.backends:

@@ -230,7 +230,7 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
     values.pop("config")
     positional = values.pop("positional")
     names = values["served_model_name"] or []
-    if len(names) > 1 and positional is None and not _is_model_told(parser, words, values):
+    if len(names) > 1 and positional is None and not _names_model(parser, words, values):
         positional = names.pop()  # `--served-model-name x MODEL`
     values["served_model_name"] = ",".join(names) or None
     if positional is not None:
@@ -244,7 +244,7 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
     return config, notes + [f"{name} is not the variable of any flag" for name in strangers]
 
 
-def _is_model_told(parser: Parser, words: list[str], values: dict[str, Any]) -> bool:
+def _names_model(parser: Parser, words: list[str], values: dict[str, Any]) -> bool:
     flags = {flag for action in parser._actions if action.dest == "model" for flag in action.option_strings}
     return values["model"] != parser.get_default("model") or any(word.partition("=")[0] in flags for word in words)
 

@@ -157,8 +157,8 @@ class Fleet:
         for name, value in msgspec.structs.asdict(config).items():
             command += ["--" + name.replace("_", "-"), str(value)] if name in OF_BOTH and value else []
         keys = os.memfd_create("keys", 0)  # in no file, and in no list of processes
-        if told := read_api_keys(config):
-            os.write(keys, "\n".join(told).encode())
+        if api_keys := read_api_keys(config):
+            os.write(keys, "\n".join(api_keys).encode())
             command += ["--api-key-file", f"/proc/self/fd/{keys}"]
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, env=child_environment(), pass_fds=(fd, keys), process_group=0
@@ -181,7 +181,7 @@ class Fleet:
 
 
 def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
-    """An equal share for each engine. `port` is the proxy's: theirs follow it, or are any with --port 0. Defaults are not told: each
+    """Return an equal share for each engine. Ports follow the proxy's `port`, or are any with --port 0. Defaults are not passed on: each
     engine counts its own CPUs."""
     ports = range(port + 1, port + 1 + config.dp) if config.port else _free_ports(config.dp)
     defaults = EngineConfig()

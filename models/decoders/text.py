@@ -36,11 +36,11 @@ class TextModel(nn.Module):
             hidden_TD[item.tokens] = item.level(0)
         residual = Residual(hidden_TD)
         slots_T = batch.attention.slot_mapping_T
-        real_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
+        valid_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
         fused = attention if isinstance(attention, FusedAttention) else None
         states = batch.states[0] if batch.states else None
         rows = batch.row_class or RowClass.of(len(hidden_TD)), batch.row_class or RowClass.of(len(batch.logits_indices))
-        context = LayerContext(attention, fused, *rows, self.rope.rows(batch.positions_3T), slots_T, real_T, states, batch.rows)
+        context = LayerContext(attention, fused, *rows, self.rope.rows(batch.positions_3T), slots_T, valid_T, states, batch.rows)
         *layers, last = self._layers
         for i, layer in enumerate(layers):
             layer(residual, context)

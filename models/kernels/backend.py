@@ -1,4 +1,4 @@
-"""What a backend offers to models and workers."""
+"""Interface of a backend for models and workers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,39 +20,39 @@ from models.vision.shares import SplitCosts
 
 
 class Backend(Protocol):
-    """All that depends on the kind of device. `torch` is the reference."""
+    """Device-dependent parts of models. `torch` is the reference."""
 
     name: str
     device: torch.device
     ops: Ops
     transfers: Transfers
     step_sizes: StepSizes
-    split_costs: SplitCosts  # of an image that several ranks encode
-    captures_graphs: bool  # whether what runs here may be recorded in CUDA graphs
+    split_costs: SplitCosts  # costs of an image that several ranks encode
+    captures_graphs: bool  # whether CUDA graphs can be captured
 
     def runs(self, format: Format) -> bool:
-        """Whether this device has products with matrices of the format."""
+        """Return whether this device supports products with matrices of the format."""
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
-        """Compiles what a model of these heads needs; `vision_head_dim` is 0 without a tower. RuntimeError if a compiler fails."""
+        """Compile the kernels for these heads; `vision_head_dim` is 0 without a tower. RuntimeError if a compiler fails."""
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        """For steps of any mix; `num_heads` are this rank's query heads. ValueError for unknown shapes."""
+        """Return attention for any mix of rows; `num_heads` are this rank's query heads. ValueError for unknown shapes."""
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True
     ) -> MakeFixed | None:
-        """By (prompt tokens, decode rows, rows of the prompt tokens), for CUDA graphs on one stream; None if the backend captures none.
+        """Return a factory by (prompt tokens, decode rows, prompt rows) for CUDA graphs on one stream; None without graphs.
         `max_blocks` bounds the pages of one row; `has_norms`: of new heads."""
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
-        """For the vision tower."""
+        """Return the attention of the vision tower."""
 
     def sampling(self, max_rows: int, vocab_size: int) -> SamplingOps:
-        """For steps of up to so many rows."""
+        """Return sampling for steps of up to so many rows."""
 
     def exchange(self, group: dist.ProcessGroup) -> Exchange | None:
-        """For GPUs that map each other's memory: all ranks make one at the same time. None if the backend has no kernels."""
+        """Return an exchange for GPUs that map each other's memory, or None without kernels. Collective."""
 
     def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
-        """`name` as `--jpeg-decoder`."""
+        """Return the decoder `name` of `--jpeg-decoder`."""

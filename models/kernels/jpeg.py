@@ -7,7 +7,7 @@ import torch
 
 
 class JpegDecoder(Protocol):
-    """Decodes a batch; the pixels are within 2/255 of Pillow's, before EXIF orientation is applied."""
+    """Decoder of batches; pixels are within 2/255 of Pillow's, before EXIF orientation is applied."""
 
     def decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
-        """uint8 (height, width, 3) on the device for each payload, None for one that cannot be decoded."""
+        """Return uint8 (height, width, 3) on the device for each payload, None for one that cannot be decoded."""

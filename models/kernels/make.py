@@ -1,4 +1,4 @@
-"""Makes the backend that was chosen."""
+"""Construction of the chosen backend."""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from models.kernels.choose import BackendName
 
 
 def make_backend(name: BackendName, device: torch.device) -> Backend:
-    """Imports what it needs only now: a CPU machine lacks Triton."""
+    """Return the backend. Imports are local: a CPU machine lacks Triton."""
     if name == "hopper":
         from models.kernels.hopper.backend import HopperBackend
 
@@ -25,12 +25,12 @@ def make_backend(name: BackendName, device: torch.device) -> Backend:
 
 
 def notify_compilation(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Calls these around every compilation by Triton: seconds, at sizes that warm-up has not met."""
+    """Call these around every compilation by Triton, which takes seconds at sizes that the warm-up did not cover."""
     if "triton" not in sys.modules:
         return
     from triton import knobs
 
-    def before(**of_triton: object) -> None:  # anything true would keep it from compiling
+    def before(**of_triton: object) -> None:  # a true result would prevent the compilation
         begin()
 
     def after(**of_triton: object) -> None:

@@ -121,15 +121,15 @@ class Ops(Protocol):
     def norm(self, x_TD: Normed) -> torch.Tensor:
         """Return the normalised values."""
 
-    def sparse_swiglu(self, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> torch.Tensor:
+    def sparse_swiglu(self, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None) -> torch.Tensor:
         """Return (S, T, D), whose sum over S is the output of these experts weighted by the router.
 
         Weights: float32 softmax of the logits x @ router.T, which have x's dtype; the `num_chosen` largest are divided by their sum;
-        the shared expert's is the sigmoid of its logit. All are rounded to x's dtype. Padding (not in `real_T`; None: no padding) and
+        the shared expert's is the sigmoid of its logit. All are rounded to x's dtype. Padding (not in `valid_T`; None: no padding) and
         tokens of other experts get 0.
         """
 
-    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> None:
+    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None) -> None:
         """residual += the sum of `sparse_swiglu`."""
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

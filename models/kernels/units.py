@@ -1,5 +1,5 @@
-"""How attention over paged keys is cut into units of work on the host: query tokens into groups that share a reading of their keys, and for
-few tokens (flash-decoding) the keys into parts."""
+"""Host-side partition of paged attention into work items (units): query tokens are grouped to share loads of their keys, and for few
+tokens (flash-decoding) keys are split into parts."""
 
 from bisect import bisect_left
 from typing import Any
@@ -10,30 +10,30 @@ import numpy.typing as npt
 from models.cache.layout import AttentionLayout
 from models.kernels.paged import Int32s
 
-UNIT_FIELDS = 8  # a unit is one aligned piece of memory; one that ends at 0 is none
-ROWS = 16  # of a matrix product: query tokens times the query heads of a KV head
+UNIT_FIELDS = 8  # a unit is one aligned piece of memory; a unit that ends at 0 is empty
+ROWS = 16  # rows of a matrix product: query tokens times the query heads of a KV head
 TILE = 32  # keys; units begin at multiples
-MAX_PARTS = 512  # of a group: all shares are kept while they are merged
-MIN_TILES = 3  # of a unit, if its group has them: merging many parts takes longer than reading a few tiles
+MAX_PARTS = 512  # maximum parts of a group: all are held during the merge
+MIN_TILES = 3  # minimum of a unit, if its group has them: merging many parts costs more than reading a few tiles
 
 
 def group_tokens(num_heads: int, kv_heads: int) -> int:
-    """Query tokens that share a reading of the keys: so many that their heads fill the rows of a matrix product."""
+    """Return the query tokens that share loads of keys: their heads fill the rows of a matrix product."""
     return ROWS // (num_heads // kv_heads)
 
 
 def max_token_groups(num_tokens: int, num_rows: int, size: int) -> int:
-    """Enough groups of up to `size` tokens for `num_tokens` in `num_rows` rows, however they are spread."""
+    """Return an upper bound of groups of up to `size` tokens for `num_tokens` in `num_rows` rows."""
     return min(num_tokens, (num_tokens + num_rows * (size - 1)) // size)
 
 
 def max_units(num_groups: int, kv_heads: int, num_blocks: int) -> int:
-    """Enough to fill the `num_blocks` that run at once, each with one KV head, and more than groups, so that the longest can be cut."""
+    """Return enough units to fill `num_blocks` concurrent blocks of one KV head each, and more than groups, to split the longest."""
     return max(-(-num_blocks // kv_heads), num_groups + num_groups // 2 + 1)
 
 
 def token_groups(layout: AttentionLayout, size: int) -> Int32s:
-    """(G, 4): first query token, number of query tokens (`size`, or a row's rest), the row's first page, end of the last token's keys."""
+    """Return (G, 4): first query token, number of query tokens (`size` or the rest), the row's first page, end of the last token's keys."""
     first_tokens = layout.qo_indptr_cpu.numpy()
     num_tokens = first_tokens[1:] - first_tokens[:-1]
     row, before, tokens = cut(num_tokens, size)
@@ -42,7 +42,7 @@ def token_groups(layout: AttentionLayout, size: int) -> Int32s:
 
 
 def cut(lengths: npt.NDArray[Any], size: int) -> tuple[npt.NDArray[Any], ...]:
-    """Rows in pieces of `size`, or a row's rest: for each piece its row, what is before it in the row, its length."""
+    """Cut rows into pieces of `size` or the rest: return each piece's row, offset in the row, and length."""
     counts = -(-lengths // size)
     row = np.repeat(np.arange(len(counts)), counts)
     before = (np.arange(len(row)) - (counts.cumsum() - counts)[row]) * size
@@ -50,7 +50,7 @@ def cut(lengths: npt.NDArray[Any], size: int) -> tuple[npt.NDArray[Any], ...]:
 
 
 def plan_units(groups: Int32s, limit: int) -> Int32s:
-    """At most `limit` units (U, UNIT_FIELDS), longest first, at most MAX_PARTS of a group. The limit must be above the number of groups.
+    """Return at most `limit` units (U, UNIT_FIELDS), longest first, at most MAX_PARTS per group. `limit` must exceed the number of groups.
 
     A unit is a part of a group's keys: first query token, number of query tokens, offset of the row's pages, first key, end, number of the
     part among all, number of the group's first part, parts of the group.

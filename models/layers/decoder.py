@@ -28,7 +28,7 @@ class LayerContext:
     wanted_class: RowClass  # of the tokens that continue after the last layer's keys are stored
     cos_sin_TK: torch.Tensor  # rotary rows of the tokens
     slots_T: torch.Tensor  # KV slots of the tokens
-    real_T: torch.Tensor | None  # which are not padding, for layers of experts; None: all
+    valid_T: torch.Tensor | None  # valid tokens (the rest is padding), for layers of experts; None: all
     states: RowStates | None = None  # of the layers that keep some
     rows: StateRows | None = None  # tokens of each row, for these layers
 
@@ -143,13 +143,13 @@ class DecoderLayer(nn.Module):
 
     def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
         """residual += mixed tokens, then residual += MLP. With `wanted_S`, only these tokens continue after their keys are stored."""
-        mixed_TX, real_T, rows = self.self_attn(self.input_layernorm(residual), context), context.real_T, context.row_class
+        mixed_TX, valid_T, rows = self.self_attn(self.input_layernorm(residual), context), context.valid_T, context.row_class
         if wanted_S is not None:
-            rows, real_T = context.wanted_class, None if real_T is None else real_T[wanted_S]
+            rows, valid_T = context.wanted_class, None if valid_T is None else valid_T[wanted_S]
             mixed_TX = mixed_TX[wanted_S]
             residual.keep_(wanted_S)
         self.self_attn.add_(residual, mixed_TX, rows)
-        self.mlp.add_(residual, self.post_attention_layernorm(residual), rows, real_T)
+        self.mlp.add_(residual, self.post_attention_layernorm(residual), rows, valid_T)
 
     def store(self, residual: Residual, context: LayerContext) -> None:
         """Only cache the tokens: for a last layer whose output is not needed."""

@@ -27,7 +27,7 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedColumnParallelLinear(hidden_size, parts, format, setup)
         self.down_proj = RowParallelLinear(inner, hidden_size, format, setup)
 
-    def add_(self, residual: Residual, x_TD: Normed, rows: RowClass, real_T: torch.Tensor | None) -> None:
+    def add_(self, residual: Residual, x_TD: Normed, rows: RowClass, valid_T: torch.Tensor | None) -> None:
         self.down_proj.add_(residual, self.gate_up_proj.weight.swiglu(x_TD, rows), rows)
 
 
@@ -131,12 +131,12 @@ class SparseMoe(nn.Module):
         self.gate = Router(hidden_size, moe, setup)
         self.experts = StackedExperts(hidden_size, moe, format, setup)
 
-    def add_(self, residual: Residual, x_TD: Normed, rows: RowClass, real_T: torch.Tensor | None) -> None:
+    def add_(self, residual: Residual, x_TD: Normed, rows: RowClass, valid_T: torch.Tensor | None) -> None:
         mine, moe = self.experts, self._moe
         chosen = moe.num_experts, moe.num_experts_per_tok, moe.has_shared
         experts = Experts(self.gate.weight, mine.gate_up, mine.down, mine.first, mine.count, *chosen)
         if self.tp.size == 1:
-            self.ops.add_experts_(residual, x_TD, experts, rows, real_T)
+            self.ops.add_experts_(residual, x_TD, experts, rows, valid_T)
         else:
-            parts_STD = self.ops.sparse_swiglu(x_TD, experts, rows, real_T)
+            parts_STD = self.ops.sparse_swiglu(x_TD, experts, rows, valid_T)
             add_sum_(residual, self.tp, mine.hidden_size, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD), parts_STD)

@@ -46,10 +46,10 @@ class GrammarLoads:
         self._awaited.pop(message.ticket).set()
 
 
-def answer_grammar(told: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:
-    """What an answer must follow. `told` is the request's own. RequestError 400 if both cannot hold."""
+def answer_grammar(request_grammar: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:
+    """Return the grammar of an answer: `request_grammar` combined with tool calls. RequestError 400 if they cannot be combined."""
     if options.calls == "none" or not tools:
-        return told
+        return request_grammar
     is_xml = XML_MARK in template
     functions = [tool["function"] for tool in tools if options.called in (None, tool["function"]["name"])]
     tags = [_tag(function, is_xml) for function in functions]
@@ -59,16 +59,16 @@ def answer_grammar(told: Grammar | None, tools: list[Json], options: OutputOptio
     }  # fmt: skip
     if options.must_call:
         return _grammar(calls)
-    if told is not None:
-        return _grammar({"type": "or", "elements": [_format_of(told), calls]})
+    if request_grammar is not None:
+        return _grammar({"type": "or", "elements": [_format_of(request_grammar), calls]})
     if any(function.get("strict") for function in functions):
         return _grammar({**calls, "type": "triggered_tags", "triggers": ["<tool_call>"], "at_least_one": False, "separator": None})
     return None
 
 
 def _grammar(content: Json) -> Grammar:
-    told = {name: value for name, value in content.items() if value is not None}
-    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": told}))
+    given = {name: value for name, value in content.items() if value is not None}
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": given}))
 
 
 def _tag(function: Json, is_xml: bool) -> Json:
@@ -83,15 +83,15 @@ def _tag(function: Json, is_xml: bool) -> Json:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def _format_of(told: Grammar) -> Json:
-    match told.kind:
+def _format_of(grammar: Grammar) -> Json:
+    match grammar.kind:
         case "json_object" | "json_schema":
-            schema = json.loads(told.text or '{"type": "object"}')
+            schema = json.loads(grammar.text or '{"type": "object"}')
             return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
         case "regex":
-            return {"type": "regex", "pattern": told.text}
+            return {"type": "regex", "pattern": grammar.text}
         case "ebnf":
-            return {"type": "grammar", "grammar": told.text}
+            return {"type": "grammar", "grammar": grammar.text}
         case "choice":
-            return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in json.loads(told.text)]}
+            return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in json.loads(grammar.text)]}
     raise RequestError(400, "tools: excluded by a structural tag, which defines the calls.", "tools", "unsupported_value")

@@ -21,7 +21,7 @@ from server.processor.text.logprobs import Spelling, id_spelling, named, of_prom
 from server.processor.text.reasoning import OutputText
 from server.region import Region
 
-SLICE = 256  # tokens of a prompt whose log-probabilities are told at once: 6 ms with 20 likely ones beside each
+SLICE = 256  # prompt tokens whose log-probabilities are sent at once: 6 ms with 20 alternatives each
 
 
 Medium = Image | Video
@@ -100,13 +100,13 @@ class Request:
 
     def tell(self, event: Event, answer: Answer, is_first: bool) -> Event:
         """With token ids and log-probabilities, if they are asked for: of the tokens whose text is shown by now."""
-        wants_ids, told = self.submit.output.token_ids, []
+        wants_ids, shown = self.submit.output.token_ids, []
         while answer.waiting and answer.text.shows(answer.waiting[0].begin, answer.waiting[0].end):
-            told.append(answer.waiting.popleft())
-        if not (told or (wants_ids and is_first)):
+            shown.append(answer.waiting.popleft())
+        if not (shown or (wants_ids and is_first)):
             return event
-        ids = [token.token_id for token in told] if wants_ids else []
-        logprobs = [entry for token in told for entry in token.logprobs]
+        ids = [token.token_id for token in shown] if wants_ids else []
+        logprobs = [entry for token in shown for entry in token.logprobs]
         return msgspec.structs.replace(
             event, token_ids=ids, logprobs=logprobs, prompt_ids=self.prompt_ids if wants_ids and is_first else []
         )

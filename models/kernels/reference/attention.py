@@ -15,7 +15,7 @@ class TorchAttention:
     def __init__(self, pools: Sequence[KVPool]) -> None:
         self._pools = pools
         self._rows: list[tuple[slice, int, torch.Tensor]] = []  # query tokens, cached tokens, pages
-        self._gathered = tuple(pool[:0] for pool in pools[0])  # memory that is new each time costs as much as the copy into it
+        self._gathered = tuple(pool[:0] for pool in pools[0])  # allocating the memory each time would cost as much as the copy
 
     def plan(self, layout: AttentionLayout) -> None:
         starts, lengths = layout.qo_indptr_cpu.tolist(), layout.kv_lens_cpu.tolist()
@@ -30,7 +30,7 @@ class TorchAttention:
         return self._pools[layer]
 
     def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
-        """The queries of a group's heads stand behind each other, as if they were tokens: nothing is repeated."""
+        """Concatenate the queries of a group's heads like tokens, so keys and values are not repeated."""
         num_groups = self._pools[layer][0].shape[2]
         out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
         for tokens, length, pages in self._rows:
@@ -41,7 +41,7 @@ class TorchAttention:
             k_1GSK, v_1GSK = (part.flatten(0, 1)[:length].transpose(0, 1)[None] for part in gathered)
             q_GHTK = q_THK[tokens].unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3)
             _, num_heads, count, _ = q_GHTK.shape
-            mask_TS = None  # of the last token, which sees all
+            mask_TS = None  # of the last token, which attends to all
             if count > 1:
                 mask_TS = torch.ones(count, length, dtype=torch.bool, device=q_THK.device).tril(diagonal=length - count)
                 mask_TS = mask_TS.repeat(num_heads, 1)

@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, on a CPU or a GPU."""
+"""Reference backend in plain torch, on a CPU or a GPU."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ class TorchBackend:
         return True
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
-        """There is nothing to compile."""
+        """Do nothing: torch needs no compilation."""
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
         return TorchAttention(pools)

@@ -21,10 +21,10 @@ def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.
         for kept in (state.recurrent_RHKV, state.inputs_RWC[:, : heads.conv_CW.shape[1] - 1]) if source != row else ():
             kept[row] = kept[source]
         is_prompt, num_again = index < rows.num_prefill_rows, int(state.num_accepted_R[row])
-        num_new = end - start if is_prompt else 1  # behind them the state is kept
+        num_new = end - start if is_prompt else 1  # the state after these tokens is stored
         mixed_TC = _convolved(qkv_TC[start:end], state.inputs_RWC[row], num_again, num_new, heads.conv_CW)
-        mixed_TC = _behind_drafts(state.mixed_RDC[row], mixed_TC, num_again, num_new)
-        gates_TG = _behind_drafts(state.gates_RDG[row], heads.gates_TX[start:end], num_again, num_new)
+        mixed_TC = _after_drafts(state.mixed_RDC[row], mixed_TC, num_again, num_new)
+        gates_TG = _after_drafts(state.gates_RDG[row], heads.gates_TX[start:end], num_again, num_new)
         key_width = heads.num_key_heads * key_dim
         q_TX, k_TX, v_TX = mixed_TC.float().split([key_width, key_width, num_heads * value_dim], dim=1)
         q_HTK, k_HTK = (_unit(x, key_dim).repeat_interleave(num_heads // heads.num_key_heads, dim=0) for x in (q_TX, k_TX))
@@ -43,7 +43,7 @@ def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.
 
 
 def gated_norm(o_THV: torch.Tensor, z_TX: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
-    """(T, H * V): the norm of each head, rounded, times its weight, times silu(z)."""
+    """Return (T, H * V): the rounded norm of each head times its weight times silu(z)."""
     o = o_THV.float()
     normed_THV = (o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps)).to(o_THV.dtype) * weight_V
     return (normed_THV.flatten(1) * F.silu(z_TX.float())).to(z_TX.dtype)
@@ -52,7 +52,7 @@ def gated_norm(o_THV: torch.Tensor, z_TX: torch.Tensor, weight_V: torch.Tensor, 
 def recurrent(
     q_HTK: torch.Tensor, k_HTK: torch.Tensor, v_HTV: torch.Tensor, g_HT: torch.Tensor, beta_HT: torch.Tensor, memory_HKV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (H, T, V) and the state behind the last token. All float32."""
+    """Return outputs (H, T, V) and the state after the last token, in float32."""
     outputs = []
     for t in range(q_HTK.shape[1]):
         q_HK1, k_HK1 = q_HTK[:, t, :, None], k_HTK[:, t, :, None]
@@ -66,7 +66,7 @@ def recurrent(
 def chunked(
     q_HTK: torch.Tensor, k_HTK: torch.Tensor, v_HTV: torch.Tensor, g_HT: torch.Tensor, beta_HT: torch.Tensor, memory_HKV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `recurrent`, by products of matrices. Inside a chunk, with G the sums of g, changes U solve a triangular system:
+    """Compute `recurrent` by matrix products. Within a chunk, with G the sums of g, changes U solve a triangular system:
 
     (I + L) U = beta (V - e^G K S), L = beta_i e^(G_i - G_j) k_i k_j for j < i; then O = e^G Q S + [e^(G_i - G_j) q_i k_j for j <= i] U.
     """
@@ -85,7 +85,7 @@ def chunked(
 
 
 def _convolved(x_TC: torch.Tensor, kept_WC: torch.Tensor, num_again: int, num_new: int, weight_CW: torch.Tensor) -> torch.Tensor:
-    """SiLU of the convolution, rounded. `kept_WC` becomes the inputs around the end of the first `num_new` tokens."""
+    """Return the rounded SiLU of the convolution. `kept_WC` is set to the inputs around the end of the first `num_new` tokens."""
     whole_TC = torch.cat((kept_WC[num_again : num_again + weight_CW.shape[1] - 1], x_TC))
     kept_WC[: len(whole_TC) - num_new] = whole_TC[num_new:]
     sums_TC = sum(whole_TC[i : i + len(x_TC)].float() * weight for i, weight in enumerate(weight_CW.float().unbind(1)))
@@ -93,14 +93,14 @@ def _convolved(x_TC: torch.Tensor, kept_WC: torch.Tensor, num_again: int, num_ne
     return F.silu(sums_TC.to(x_TC.dtype))
 
 
-def _behind_drafts(kept_DX: torch.Tensor, new_TX: torch.Tensor, num_again: int, num_new: int) -> torch.Tensor:
-    """The drafts that were accepted, then the step's tokens. Those behind `num_new` are kept."""
+def _after_drafts(kept_DX: torch.Tensor, new_TX: torch.Tensor, num_again: int, num_new: int) -> torch.Tensor:
+    """Concatenate the accepted drafts and the step's tokens, and store those after `num_new`."""
     whole_TX = torch.cat((kept_DX[:num_again], new_TX))
     kept_DX[: len(new_TX) - num_new] = new_TX[num_new:]
     return whole_TX
 
 
 def _unit(x_TX: torch.Tensor, dim: int) -> torch.Tensor:
-    """(H, T, dim): heads of length 1."""
+    """Normalise heads (H, T, dim) to length 1."""
     x_THK = x_TX.unflatten(1, (-1, dim))
     return (x_THK * torch.rsqrt(x_THK.square().sum(-1, keepdim=True) + L2_EPS)).transpose(0, 1)

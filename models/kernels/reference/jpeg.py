@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from PIL import Image
 
-Image.MAX_IMAGE_PIXELS = None  # the server's --max-image-pixels is the limit; Pillow's own would refuse what was accepted
+Image.MAX_IMAGE_PIXELS = None  # --max-image-pixels is the limit; Pillow's own would reject accepted images
 
 
 class PillowDecoder:

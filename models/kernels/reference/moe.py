@@ -1,4 +1,4 @@
-"""A mixture of SwiGLU experts in plain torch, in the order of transformers' Qwen3-VL-MoE."""
+"""Mixture of SwiGLU experts in plain torch, in the order of operations of transformers' Qwen3-VL-MoE."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from models.weights.matrix import Matrix
 
 
 def route(logits_TE: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T, K) weights in the logits' dtype, and which experts they are of; the shared one is the last."""
+    """Return (T, K) weights in the logits' dtype and their experts; the shared one is the last."""
     weights_TK, experts_TK = logits_TE[:, : experts.num_experts].softmax(-1, dtype=torch.float32).topk(experts.num_chosen)
     weights_TK = (weights_TK / weights_TK.sum(-1, keepdim=True)).to(logits_TE.dtype)
     if experts.has_shared:
@@ -18,11 +18,11 @@ def route(logits_TE: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torc
     return weights_TK, experts_TK
 
 
-def sparse_swiglu(x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
-    """(K, T, D): see `Ops`. The k-th part of a token is that of its k-th best expert, the last that of the shared one."""
+def sparse_swiglu(x_TD: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
+    """Return (K, T, D), see `Ops`: part k of a token is from its k-th best expert, the last from the shared one."""
     weights_TK, experts_TK = route(x_TD @ experts.router_ED.t(), experts)
-    if real_T is not None:
-        experts_TK = experts_TK.masked_fill(~real_T[:, None], -1)
+    if valid_T is not None:
+        experts_TK = experts_TK.masked_fill(~valid_T[:, None], -1)
     parts_KTD = x_TD.new_zeros((experts.num_given, *x_TD.shape))
     for i in range(experts.count):
         token, place = (experts_TK == experts.first + i).nonzero(as_tuple=True)
@@ -34,6 +34,6 @@ def sparse_swiglu(x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | N
 
 
 def _product(x_TX: torch.Tensor, matrices: Matrix, index: int, count: int) -> torch.Tensor:
-    """x times matrix `index` of `count` equal ones that lie below each other."""
+    """Multiply x by matrix `index` of `count` stacked matrices of equal shape."""
     size = matrices.shape[0] // count
     return matrices.on("torch").rows(index * size, (index + 1) * size).product(x_TX, RowClass.MANY)

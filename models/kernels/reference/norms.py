@@ -6,13 +6,13 @@ from models.kernels.stream import Activation, Normed
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension."""
+    """Return x / sqrt(mean(x ** 2) + eps) * weight over the last dimension."""
     values = x.float()
     return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def values_of(x_TX: Activation) -> torch.Tensor:
-    """The values themselves. Those of a norm write its stream."""
+    """Return the values. Computing those of a norm also writes its stream."""
     if isinstance(x_TX, Normed):
         if x_TX.parts_STD is not None:
             x_TX.stream_TD.add_(x_TX.parts_STD.sum(0))

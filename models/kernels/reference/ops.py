@@ -11,15 +11,15 @@ from models.kernels.stream import Normed, Residual, RowClass
 
 
 class TorchOps:
-    """See `Ops`. Arithmetic is float32 inside, results have the input's dtype."""
+    """See `Ops`. Arithmetic is float32; results have the input's dtype."""
 
     norm = staticmethod(values_of)
 
-    def sparse_swiglu(self, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> torch.Tensor:
-        return sparse_swiglu(values_of(x_TD), experts, real_T)
+    def sparse_swiglu(self, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None) -> torch.Tensor:
+        return sparse_swiglu(values_of(x_TD), experts, valid_T)
 
-    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> None:
-        residual.sum_TD.add_(self.sparse_swiglu(x_TD, experts, rows, real_T).sum(0))
+    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None) -> None:
+        residual.sum_TD.add_(self.sparse_swiglu(x_TD, experts, rows, valid_T).sum(0))
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
@@ -70,7 +70,7 @@ class TorchOps:
 
 
 def rotate(x: torch.Tensor, cos_sin_TK: torch.Tensor) -> torch.Tensor:
-    """Rotates pairs (i, i + K / 2) of the first K values of x (..., T, H, X) by the angles of row t."""
+    """Rotate pairs (i, i + K / 2) of the first K values of x (..., T, H, X) by the angles of row t."""
     cos, sin = cos_sin_TK.unsqueeze(-2).chunk(2, dim=-1)
     rotated, rest = x.float().tensor_split((cos_sin_TK.shape[-1],), dim=-1)
     first, second = rotated.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Products of matrices in plain torch: a format adds how it multiplies."""
+"""Matrix products in plain torch; each format implements `multiply`."""
 
 from abc import abstractmethod
 from typing import TypeVar
@@ -14,11 +14,11 @@ S = TypeVar("S")
 
 
 class TorchProducts(Products[S]):
-    """See `Products`. Classes of rows make no difference."""
+    """See `Products`. Row classes have no effect."""
 
     @abstractmethod
     def multiply(self, x_TX: torch.Tensor, matrix: S) -> torch.Tensor:
-        """x @ matrix.T in x's dtype."""
+        """Return x @ matrix.T in x's dtype."""
 
     def product(self, x_TX: Activation, matrix: S, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         y_TN = self.multiply(values_of(x_TX), matrix)

@@ -1,4 +1,4 @@
-"""Sampling in plain torch: the reference, and for rows whose filter needs their whole vocabulary in order."""
+"""Sampling in plain torch: the reference, also used for rows whose filter needs a sorted vocabulary."""
 
 import torch
 
@@ -8,7 +8,7 @@ MASK32 = 0xFFFFFFFF
 
 
 class TorchSampling:
-    """`models.kernels.sampling.SamplingOps`: every random row is sorted if one row of the step has a filter."""
+    """See `models.kernels.sampling.SamplingOps`. Every random row is sorted if one row of the step has a filter."""
 
     max_top_k = 0
 
@@ -35,7 +35,7 @@ class TorchSampling:
 
 
 def draw_random(logits_SV: torch.Tensor, params: RowParams[torch.Tensor], any_filter: bool) -> torch.Tensor:
-    """(S,) tokens of random rows; what it says for a greedy one means nothing."""
+    """Return the (S,) tokens of random rows; values of greedy rows are undefined."""
     scores_SV = logits_SV.float() * params.inverse_temperature[:, None]
     if any_filter:
         scores_SV = scores_SV.masked_fill(~kept(logits_SV.float(), scores_SV, params), -torch.inf)
@@ -43,7 +43,7 @@ def draw_random(logits_SV: torch.Tensor, params: RowParams[torch.Tensor], any_fi
 
 
 def kept(logits_SV: torch.Tensor, scores_SV: torch.Tensor, params: RowParams[torch.Tensor]) -> torch.Tensor:
-    """Which tokens the filters of each row leave, as `models.kernels.sampling` says."""
+    """Return the mask of tokens that each row's filters keep, see `models.kernels.sampling`."""
     order = logits_SV.sort(dim=-1, descending=True, stable=True).indices
     scores_SV = scores_SV.gather(-1, order)
     ranks = torch.arange(logits_SV.shape[-1], device=logits_SV.device)
@@ -57,19 +57,19 @@ def kept(logits_SV: torch.Tensor, scores_SV: torch.Tensor, params: RowParams[tor
 
 
 def gumbel_noise(key_S: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """(S, V) float32 standard Gumbel noise, a pure function of key and token id."""
+    """Return (S, V) float32 standard Gumbel noise, a pure function of key and token id."""
     tokens = torch.arange(vocab_size, device=key_S.device)
     bits = _mix32((tokens * 0x9E3779B1 & MASK32) ^ (key_S.long() & MASK32)[:, None])
     return -(-to_uniform(bits).log()).log()
 
 
 def to_uniform(bits: torch.Tensor) -> torch.Tensor:
-    """32 random bits -> float32 in (0, 1), the ends excluded. 23 bits: with 24 the half would be rounded away and the largest be 1."""
+    """Convert 32 random bits to float32 in the open interval (0, 1). 23 bits are used: with 24 the largest value would round to 1."""
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's 32-bit finaliser on int64 tensors: products wrap, the low bits are right."""
+    """MurmurHash3's 32-bit finaliser on int64 tensors: products wrap, but the low bits are exact."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & MASK32
     x = x ^ (x >> 13)

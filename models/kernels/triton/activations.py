@@ -1,4 +1,4 @@
-"""What products take: values, a norm that is computed with the product, or values in float8."""
+"""Inputs of products: values, a norm fused into the product, or float8 values."""
 
 import torch
 
@@ -9,7 +9,7 @@ from models.weights.float8 import GroupScaled
 
 
 def single_of(x_TX: Activation, rows: RowClass) -> tuple[torch.Tensor, Norm | None] | None:
-    """A vector and the norm that it still lacks, if there is one token, and its stream lacks at most one addend."""
+    """Return the vector and its pending norm if there is one token and at most one pending addend."""
     if rows != RowClass.SINGLE:
         return None
     if isinstance(x_TX, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The backend for any NVIDIA GPU from compute capability 8.0 on: Triton, cuBLAS and torch's own kernels."""
+"""Backend for any NVIDIA GPU of compute capability 8.0 or newer: Triton, cuBLAS and torch's own kernels."""
 
 from collections.abc import Sequence
 

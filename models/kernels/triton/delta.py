@@ -1,10 +1,10 @@
-"""Gated DeltaNet in Triton (`layers.delta`). Convolution and gates, then decode rows token by token, and rows of prompts in chunks:
+"""Gated DeltaNet in Triton (`layers.delta`). Convolution and gates, then decode rows token by token and prompt rows in chunks:
 
     _prepare, each chunk for itself:    (I + L) U = beta V,  (I + L) W = beta e^G K,  P = [q_i k_j e^(G_i - G_j) for j <= i]
     _scan, a row's chunks in order:     U' = U - W S,  O = e^G Q S + P U',  S = e^(G_last) S + K' (e^(G_last - G) U')
 
-The system is solved by blocks of 16 and substitution: powers of L would lose every digit where keys are alike. Which rows begin where, and
-how many drafts of theirs hold, is read on the device: a captured graph serves any. Operands have the model's dtype, sums are float32.
+The system is solved in blocks of 16 by substitution: powers of L would lose all precision where keys are similar. Starts of rows and
+numbers of accepted drafts are read on the device, so that a graph serves any. Operands have the model's dtype, sums are float32.
 """
 
 import torch
@@ -16,14 +16,14 @@ from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch, floats
 from models.kernels.triton.tuned import DELTA, DeltaTiles
 
-# Rows and starts are slices of a staging buffer: a kernel must not compile anew, wherever they begin.
-BLOCK = 16  # of the triangular system
+# Rows and starts are slices of a staging buffer: no recompilation for another alignment.
+BLOCK = 16  # block size of the triangular system
 L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
 def _gates_of(gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
-    """Logarithms of the decay, 0 outside."""
+    """Load the logarithms of the decay, 0 outside."""
     a = floats(gates + token.to(tl.int64) * (2 * HEADS) + HEADS + head, inside) + tl.load(dt_bias + head)
     softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
     return tl.where(inside, -tl.exp(tl.load(a_log + head)) * softplus, 0.0)
@@ -31,7 +31,7 @@ def _gates_of(gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, insi
 
 @triton.jit
 def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS: constexpr) -> tensor:
-    """beta, 0 outside."""
+    """Load beta, 0 outside."""
     b = floats(gates + token.to(tl.int64) * (2 * HEADS) + head, inside)
     return tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
 
@@ -42,7 +42,7 @@ def _convolve(
     num_tokens: tensor, num_rows: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr,
     TAPS: constexpr, TOKENS: constexpr, ROWS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (i, h): TOKENS tokens of head h, of queries, keys or values: convolution, SiLU; of queries and keys the direction."""
+    """Program (i, h): convolution and SiLU of TOKENS tokens of head h of queries, keys or values; queries and keys are normalised."""
     token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     inside = token < num_tokens
     every = tl.arange(0, ROWS)
@@ -78,7 +78,7 @@ def _keep(
     starts: tensor, sources: tensor, firsts: tensor, first_row: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr,
     HEADS: constexpr, TAPS: constexpr, WIDTH: constexpr, GATES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (r, c): the last inputs of row r, WIDTH channels, and what repeats its drafts. What is read lies behind what was written."""
+    """Program (r, c): store the last inputs of row r, WIDTH channels, and the inputs of its drafts. Reads are after the writes."""
     row, channel = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     await_previous_kernel(OVERLAP)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
@@ -111,7 +111,7 @@ def _advance(
     state: tensor, mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, head: tensor, column: tensor,
     CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr,
 ) -> tensor:  # fmt: skip
-    """The state of a head behind a token."""
+    """Return the state of a head after a token."""
     line, there = mixed + token * CHANNELS, token >= 0
     k = tl.load(line + (KEY_HEADS + head // (HEADS // KEY_HEADS)) * DIM + tl.arange(0, DIM)).to(tl.float32)
     v = tl.load(line + (2 * KEY_HEADS + head) * DIM + column).to(tl.float32)
@@ -126,8 +126,8 @@ def _step(
     accepted: tensor, rows: tensor, starts: tensor, out: tensor, first_row: tensor, row_stride: tensor, kept_stride: tensor,
     CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, COLUMNS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (r, h, v): drafts of row `first_row` + r that were accepted, then its tokens, one after the other, for head h and COLUMNS
-    values. The state behind its first token is kept."""
+    """Program (r, h, v): the accepted drafts of row `first_row` + r, then its tokens one by one, for head h and COLUMNS values. The state
+    after its first token is stored."""
     row, head = first_row + tl.program_id(0), tl.program_id(1)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if start == end:
@@ -141,7 +141,7 @@ def _step(
     for number in range(0, tl.load(accepted + permanent).to(tl.int32)):
         token = tl.cast(number, tl.int64)
         state = _advance(state, kept_mixed + kept, kept_gates + kept, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
-    await_previous_kernel(OVERLAP)  # nothing above is written by the kernel ahead
+    await_previous_kernel(OVERLAP)  # the previous kernel writes nothing that is read above
     for number in range(0, end - start):
         token = start.to(tl.int64) + number
         state = _advance(state, mixed, gates, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
@@ -154,7 +154,7 @@ def _step(
 
 @triton.jit
 def _inverse(system: tensor, SIZE: constexpr) -> tensor:
-    """Of I + L, for L strictly below the diagonal."""
+    """Invert I + L for a strictly lower triangular L."""
     index = tl.arange(0, SIZE)
     result = (index[:, None] == index[None, :]).to(tl.float32)
     for i in tl.static_range(1, SIZE):
@@ -166,7 +166,7 @@ def _inverse(system: tensor, SIZE: constexpr) -> tensor:
 
 @triton.jit
 def _coupling(k: tensor, other: tensor, beta: tensor, sums: tensor, other_sums: tensor, DIAGONAL: constexpr, EXACT: constexpr) -> tensor:
-    """A block of L."""
+    """Compute a block of L."""
     products = tl.dot(k, tl.trans(other), input_precision="ieee" if EXACT else None)
     exponent = sums[:, None] - other_sums[None, :]
     if DIAGONAL:
@@ -183,7 +183,7 @@ def _times(left: tensor, right: tensor, EXACT: constexpr) -> tensor:
 
 @triton.jit
 def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr, ROWS: constexpr) -> tuple[tensor, tensor]:
-    """First token of a chunk, and the end of its row; chunks are counted row after row. The end is 0 if there are not so many."""
+    """Return the first token of a chunk and the end of its row; chunks are numbered row by row. The end is 0 beyond the last chunk."""
     row = tl.arange(0, ROWS)
     inside = row < num_rows
     first, end = tl.load(starts + row, inside, 0), tl.load(starts + row + 1, inside, 0)
@@ -220,7 +220,7 @@ def _prepare(
     place = (whole.to(tl.int64) * HEADS + head)[:, None] * CHUNK + index[None, :]
     tl.store(p + place, attended.to(p.dtype.element_ty), there[:, None])
 
-    solved, carry = (), 0.0  # keys, sums, u and w of the blocks before
+    solved, carry = (), 0.0  # keys, sums, u and w of the previous blocks
     for block in tl.static_range(CHUNK // SIZE):
         token = first + block * SIZE + tl.arange(0, SIZE)
         inside = token < end
@@ -250,7 +250,7 @@ def _scan(
     firsts: tensor, out: tensor, num_rows: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr,
     DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr, STAGES: constexpr, EXACT: constexpr,
 ) -> None:  # fmt: skip
-    """Program (r, h, v): the chunks of row r and of those that go on behind it, for head h and COLUMNS values."""
+    """Program (r, h, v): the chunks of row r and of the rows that continue it, for head h and COLUMNS values."""
     row, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     if (start == end) | (tl.load(firsts + row) < start):
@@ -290,7 +290,7 @@ def _gated_norm(
     o: tensor, z: tensor, weight: tensor, out: tensor, eps: tensor, num_lines: tensor, stride: tensor, HEADS: constexpr, DIM: constexpr,
     LINES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program i: LINES heads of tokens."""
+    """Program i: normalise LINES heads of tokens."""
     await_previous_kernel(OVERLAP)
     line, dim = tl.program_id(0) * LINES + tl.arange(0, LINES).to(tl.int64), tl.arange(0, DIM)
     inside = (line < num_lines)[:, None]
@@ -303,7 +303,7 @@ def _gated_norm(
 
 
 def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: DeltaTiles = DELTA) -> torch.Tensor:
-    """As `Ops.delta_rule_`, for heads of as many keys as values, a power of two."""
+    """Implement `Ops.delta_rule_` for equal numbers of keys and values per head, a power of two."""
     memory, before, kept = state.recurrent_RHKV, state.inputs_RWC, (state.mixed_RDC, state.gates_RDG, state.num_accepted_R)
     num_heads, dim, value_dim = memory.shape[1:]
     assert dim == value_dim == heads.key_dim and heads.inputs_TX.stride(1) == 1 and heads.gates_TX.is_contiguous()
@@ -342,7 +342,7 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
 
 
 def _padded(num_rows: int) -> int:
-    """Few sizes, as each is compiled when it is met first."""
+    """Round up to few sizes, since each is compiled at its first use."""
     return 16 if num_rows <= 16 else max(128, triton.next_power_of_2(num_rows))
 
 
@@ -350,7 +350,7 @@ def _chunked(
     heads: DeltaHeads, memory: torch.Tensor, rows: StateRows, mixed_TC: torch.Tensor, o_THV: torch.Tensor, tiles: DeltaTiles,
     sizes: dict[str, int],
 ) -> None:  # fmt: skip
-    """Rows of prompts. There are at most so many chunks as if each row had one that is not full."""
+    """Compute rows of prompts. Each row has at most one partial chunk."""
     num_tokens, num_heads, dim = o_THV.shape
     num_rows, exact = rows.num_prefill_rows, mixed_TC.dtype == torch.float32
     num_chunks = num_tokens // DELTA_CHUNK + num_rows

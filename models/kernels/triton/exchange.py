@@ -1,8 +1,8 @@
-"""Collectives of few values over GPUs that map each other's memory, a kernel each.
+"""Collectives of few values in one kernel each, over GPUs that map each other's memory.
 
-Every rank has an inbox. A message of 8 bytes is 4 bytes of values beside the number of its exchange, and arrives as one: whoever polls it
-needs no flag and no barrier, as in NCCL's protocol LL. Two places for each message, used in turn, are enough: who sends number n has
-received number n - 1 of the other rank, which sent that after it had read number n - 2.
+Every rank has an inbox. A message of 8 bytes has 4 bytes of values and the number of its exchange and arrives atomically, so a receiver
+needs neither flags nor barriers, as in NCCL's protocol LL. Two alternating slots per message suffice: the sender of number n has received
+number n - 1 of the other rank, which sent it after reading number n - 2.
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from triton.language import constexpr, tensor
 
 from models.kernels.triton.launch import await_previous_kernel, early_launch, floats
 
-BLOCK = 256  # messages of a program
-MAX_PROGRAMS = 512  # of an exchange: all of them are on a device at once, since each waits for the same one of the other ranks
+BLOCK = 256  # messages per program
+MAX_PROGRAMS = 512  # programs per exchange: all must be resident, since each waits for its counterparts on the other ranks
 MAX_WORDS = BLOCK * MAX_PROGRAMS
 QUICK_POLLS = tl.constexpr(32)  # some 20 us
 
 
 @triton.jit
 def _begin(epochs: tensor, OVERLAP: constexpr) -> tensor:
-    """The number of this program's exchange, which is the same on all ranks."""
+    """Return the number of this program's exchange, equal on all ranks."""
     await_previous_kernel(OVERLAP)
     return tl.load(epochs + tl.program_id(0)) + 1
 
 
 @triton.jit
 def _place(epoch: tensor, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr) -> tensor:
-    """Where this program's messages of rank 0 are; those of the others follow."""
+    """Return the offset of this program's messages of rank 0; those of other ranks follow."""
     return (((epoch & 1) * PROGRAMS + tl.program_id(0)) * SIZE).to(tl.int64) * BLOCK
 
 
@@ -39,7 +39,7 @@ def _place(epoch: tensor, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr
 def _send(
     word: tensor, inboxes: tl.tuple, epoch: tensor, RANK: constexpr, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK uint32 to every other rank."""
+    """Send BLOCK uint32 to every other rank."""
     message = (epoch.to(tl.int64) << 32) | word.to(tl.int64)
     place = _place(epoch, SIZE, PROGRAMS, BLOCK) + RANK * BLOCK + tl.arange(0, BLOCK)
     for peer in tl.static_range(SIZE):
@@ -52,7 +52,7 @@ def _receive(
     source: constexpr, inboxes: tl.tuple, epoch: tensor, RANK: constexpr, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr,
     NAPS: constexpr,
 ) -> tensor:  # fmt: skip
-    """BLOCK messages of `source`."""
+    """Receive BLOCK messages of `source`."""
     place = inboxes[RANK] + _place(epoch, SIZE, PROGRAMS, BLOCK) + source * BLOCK + tl.arange(0, BLOCK)
     message = tl.load(place, volatile=True)
     polls = 0
@@ -70,8 +70,8 @@ def _sum(
     stream: tensor, parts: tensor, inboxes: tl.tuple, epochs: tensor, num_words: tensor, ADD: constexpr, PARTS: constexpr, RANK: constexpr,
     SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, NAPS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: BLOCK pairs of values of the stream, which the sum over PARTS and ranks is added to or replaces. Each rank's is rounded
-    to bfloat16; all add them in the same order, so all have the same bits."""
+    """One program: add the sum over PARTS and ranks to BLOCK pairs of the stream, or replace them. Each rank's sum is rounded to bfloat16,
+    and all ranks add in the same order, so results are bitwise equal."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
     epoch = _begin(epochs, OVERLAP)
@@ -105,8 +105,8 @@ def _gather(
     values: tensor, out: tensor, inboxes: tl.tuple, epochs: tensor, num_words: tensor, width: tensor, FIRST: constexpr, RANK: constexpr,
     SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, NAPS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: BLOCK int32 of each rank. In `out` rows of `width` of each rank lie side by side; if FIRST, those of rank 0 alone: every
-    rank sends also then, since what arrives says that what was sent before has been read."""
+    """One program: gather BLOCK int32 of each rank. Rows of `width` of all ranks are side by side in `out`; if FIRST, only rank 0's. Every
+    rank still sends, because a message acknowledges the previous one."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
     epoch = _begin(epochs, OVERLAP)
@@ -118,7 +118,7 @@ def _gather(
         if source != RANK:
             message = _receive(source, inboxes, epoch, RANK, SIZE, PROGRAMS, BLOCK, NAPS)
             got = message.to(tl.uint32)
-            seen = tl.maximum(seen, tl.max((message >> 32).to(tl.int32), 0))  # Triton 3.6 cannot compile a loop of no use
+            seen = tl.maximum(seen, tl.max((message >> 32).to(tl.int32), 0))  # Triton 3.6 cannot compile a loop without effect
         if FIRST:
             if source == 0:
                 tl.store(out + word, got.to(tl.int32, bitcast=True), inside)
@@ -133,15 +133,15 @@ class TritonExchange:
     max_bytes = 4 * MAX_WORDS
 
     def __init__(self, rank: int, inboxes: Sequence[torch.Tensor], device: torch.device) -> None:
-        """`inboxes` of all ranks, `inbox_bytes` each, as this one sees them: zeros, before any rank uses them."""
-        self._inboxes = tuple(inboxes)  # this rank's own tensor keeps its memory, and that of the others mapped
+        """`inboxes` of all ranks, `inbox_bytes` each, mapped by this rank and zeroed before use."""
+        self._inboxes = tuple(inboxes)  # this tensor keeps its own memory and the mapping of the others alive
         self._epochs = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
         sizes = {"SIZE": len(inboxes), "PROGRAMS": MAX_PROGRAMS, "BLOCK": BLOCK, "num_warps": 4}
         self._ranks = {"RANK": rank, **sizes, "NAPS": device.type == "cuda"}
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, device: torch.device) -> "TritonExchange":
-        """For GPUs of one host, all at the same time."""
+        """Create the exchange for GPUs of one host. Collective."""
         rank, size = group.rank(), group.size()
         memory = symmetric_memory.empty(inbox_bytes(size) // 8, dtype=torch.int64, device=device)
         mapped = symmetric_memory.rendezvous(memory, group)
@@ -149,12 +149,12 @@ class TritonExchange:
         peers = [memory if peer == rank else mapped.get_buffer(peer, memory.shape, memory.dtype) for peer in range(size)]
         exchange = cls(rank, peers, device)
         torch.cuda.synchronize(device)
-        dist.barrier(group, device_ids=[memory.device.index])  # nobody writes into what is not zero yet
+        dist.barrier(group, device_ids=[memory.device.index])  # no rank may write before all are zeroed
         exchange.check(device)
         return exchange
 
     def check(self, device: torch.device) -> None:
-        """RuntimeError if what comes out is wrong on these GPUs."""
+        """RuntimeError if results are wrong on these GPUs."""
         rank, size = self._ranks["RANK"], self._ranks["SIZE"]
         summed = self.sum_(torch.full((1, 2), rank + 1.0, dtype=torch.bfloat16, device=device)).tolist()
         first = self.broadcast_(torch.full((1,), rank + 1, device=device)).tolist()
@@ -195,5 +195,5 @@ class TritonExchange:
 
 
 def inbox_bytes(size: int) -> int:
-    """Of a rank of `size`: two places for each message of each rank."""
+    """Return the size of a rank's inbox: two slots per message and rank."""
     return 2 * MAX_WORDS * size * 8

@@ -1,4 +1,4 @@
-"""As `gemv`, for the bfloat16 matrices of a single token's experts."""
+"""GEMV for the bfloat16 matrices of a single token's experts."""
 
 import math
 
@@ -17,7 +17,7 @@ def _fetch(
     matrices: tensor, chosen: tensor, index: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr, ROWS: constexpr,
     BLOCK: constexpr,
 ) -> tuple[tensor, tensor]:  # fmt: skip
-    """The `index`-th ROWS rows of the chosen gates and other factors, zeros of experts that are not ours."""
+    """Load the `index`-th ROWS rows of the chosen gate and up projections, zeros for experts of other ranks."""
     PIECES: tl.constexpr = INNER // ROWS
     slot, row, column = index // PIECES, index % PIECES * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     expert = tl.where(slot < CHOSEN, tl.load(chosen + tl.minimum(slot, CHOSEN - 1)), -1)
@@ -31,7 +31,7 @@ def _gate_up(
     x: tensor, matrices: tensor, chosen: tensor, inner: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr, ROWS: constexpr,
     BLOCK: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: every num_programs-th ROWS values of the experts' SwiGLU."""
+    """One program: every num_programs-th group of ROWS values of the experts' SwiGLU."""
     await_previous_kernel(OVERLAP)
     gate, up = _fetch(matrices, chosen, tl.program_id(0), CHOSEN, WIDTH, INNER, ROWS, BLOCK)
     column = tl.arange(0, BLOCK)
@@ -48,7 +48,7 @@ def _gate_up(
 def _rows_of_choice(
     matrices: tensor, chosen: tensor, row: tensor, column: tensor, K: constexpr, WIDTH: constexpr, INNER: constexpr,
 ) -> tensor:  # fmt: skip
-    """Rows of the K-th choice's matrix (R, C), zeros if its expert is not ours."""
+    """Load rows of the K-th choice's matrix (R, C), zeros if its expert is on another rank."""
     expert = tl.load(chosen + K)
     place = matrices + (expert.to(tl.int64) * WIDTH + row)[:, None] * INNER + column[None, :]
     return tl.load(place, (column < tl.where(expert < 0, 0, INNER))[None, :], 0.0)
@@ -59,8 +59,8 @@ def _down(
     inner: tensor, matrices: tensor, chosen: tensor, weights: tensor, out: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr,
     ROWS: constexpr, BLOCK: constexpr, AHEAD: constexpr, ADD: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: ROWS of the WIDTH values that all chosen experts of ours give, by the router's weights. Those of AHEAD choices are under
-    way, the first before the kernel ahead, which alone writes `inner`, has ended."""
+    """One program: ROWS of the WIDTH output values of this rank's chosen experts, weighted by the router. Weights of AHEAD choices are
+    prefetched, the first before the previous kernel, which writes `inner`, has finished."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     fetched = ()
     for k in tl.static_range(AHEAD):
@@ -70,7 +70,7 @@ def _down(
     for k in tl.static_range(CHOSEN):
         if k + AHEAD < CHOSEN:
             fetched += (_rows_of_choice(matrices, chosen, row, column, k + AHEAD, WIDTH, INNER),)  # type: ignore[assignment]
-        is_ours = tl.load(chosen + k) >= 0  # what else lies at its place is void
+        is_ours = tl.load(chosen + k) >= 0  # other values there are invalid
         value = floats(inner + k * INNER + column, column < tl.where(is_ours, INNER, 0))
         value *= tl.where(is_ours, tl.load(weights + k).to(tl.float32), 0.0)
         total += fetched[k].to(tl.float32) * value[None, :]
@@ -81,7 +81,7 @@ def _down(
 
 
 def expert_swiglu(x_1D: torch.Tensor, gate_up: Plain, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """(K, I): silu(gate) * up of a token's chosen experts; void at a choice of -1."""
+    """Return (K, I), silu(gate) * up of a token's chosen experts; undefined at a choice of -1."""
     matrices = gate_up.values
     inner, width, chosen = len(matrices) // num_experts // 2, matrices.shape[1], len(chosen_K)
     inner_KI, tiles, block = x_1D.new_empty((chosen, inner)), EXPERT_GEMV, triton.next_power_of_2(width)
@@ -97,7 +97,7 @@ def expert_swiglu(x_1D: torch.Tensor, gate_up: Plain, chosen_K: torch.Tensor, nu
 def expert_sum(
     inner_KI: torch.Tensor, down: Plain, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
 ) -> None:
-    """Into `out_1D`, or added to it: the sum of weight * down @ inner over the choices that are not -1."""
+    """Write or add to `out_1D` the sum of weight * down @ inner over the choices other than -1."""
     (chosen, inner), width, tiles = inner_KI.shape, out_1D.shape[1], EXPERT_GEMV
     rows = math.gcd(width, tiles.down_rows)
     assert inner_KI.is_contiguous() and down.values.is_contiguous() and out_1D.is_contiguous()

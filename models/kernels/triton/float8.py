@@ -1,4 +1,4 @@
-"""Products of float8 matrices in scaled blocks, of inputs that are rounded likewise."""
+"""Products of block-scaled float8 matrices with inputs quantized alike."""
 
 import math
 
@@ -15,8 +15,8 @@ from models.kernels.triton.text import quantized, swiglu_quantized
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
 from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
 
-ROWS = 64  # of the matrix in a program
-LEAST_TOKENS, MOST_TOKENS = 16, 128  # of a program's tile
+ROWS = 64  # matrix rows per program
+LEAST_TOKENS, MOST_TOKENS = 16, 128  # tokens of a program's tile
 SPLITS = 4
 STAGES, WARPS = 4, 4
 
@@ -45,14 +45,14 @@ def _multiply(
 
 
 def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """x @ weight.T for at least one token."""
+    """Return x @ weight.T for at least one token."""
     out_TN = x_TK.padded.new_empty((len(x_TK), len(weight_NK)), dtype=dtype)
     _launch(x_TK, weight_NK, out_TN[None])
     return out_TN
 
 
 def multiply_in_parts(x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
-    """(S, T, N) float32, whose sum over S is the product."""
+    """Return (S, T, N) float32 split-K partial sums of the product."""
     num_parts = math.gcd(SPLITS, x_TK.padded.shape[1] // BLOCK)
     parts_STN = x_TK.padded.new_empty((num_parts, len(x_TK), len(weight_NK)), dtype=torch.float32)
     _launch(x_TK, weight_NK, parts_STN)
@@ -73,10 +73,10 @@ def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) ->
 
 
 class TritonFloat8(TritonProducts[BlockScaled]):
-    """See `TritonProducts`. Products of few tokens that join the residual are cut along the inner dimension."""
+    """See `TritonProducts`. Products of few tokens that are added to the residual use split-K."""
 
     def multiply(self, x_TX: GroupScaled, matrix: BlockScaled, rows: RowClass) -> torch.Tensor:
-        """x @ matrix.T in bfloat16, for any number of tokens."""
+        """Return x @ matrix.T in bfloat16 for any number of tokens."""
         return multiply(x_TX, matrix)
 
     def product_of_many(self, x_TX: Activation, matrix: BlockScaled, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:

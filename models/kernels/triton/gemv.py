@@ -13,7 +13,7 @@ Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
 
 @triton.jit
 def _fetch(place: tensor, row: tensor, column: tensor, OUT: constexpr, WIDTH: constexpr) -> tensor:
-    """Weights at `place`, zeros outside the (OUT, WIDTH) matrix."""
+    """Load weights at `place`, zeros outside the (OUT, WIDTH) matrix."""
     return tl.load(place, (row < OUT)[:, None] & (column < WIDTH)[None, :], 0.0)
 
 
@@ -21,7 +21,7 @@ def _fetch(place: tensor, row: tensor, column: tensor, OUT: constexpr, WIDTH: co
 def _norm(
     value: tensor, weight: tensor, normed: tensor, eps: tensor, column: tensor, WIDTH: constexpr, KEPT: constexpr,
 ) -> tensor:  # fmt: skip
-    """RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
+    """Compute the RMSNorm of a vector. If KEPT, it is rounded, and one program stores it."""
     value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * floats(weight + column, column < WIDTH)
     if KEPT:
         kept = value.to(normed.dtype.element_ty)
@@ -37,8 +37,8 @@ def _gemv(
     NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
     BLOCKS: constexpr,
 ) -> None:  # fmt: skip
-    """One program: every num_programs-th group of ROWS values. The next weights are under way while the last are multiplied, the first
-    before the preceding kernel has ended: no kernel writes them."""
+    """One program: every num_programs-th group of ROWS values. The next weights are prefetched during a product, the first before the
+    preceding kernel has finished: weights are constant."""
     column, row = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step = tl.num_programs(0) * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -53,7 +53,7 @@ def _gemv(
     for _ in range(tl.program_id(0) * ROWS, OUT, step):
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for block in tl.static_range(BLOCKS):
-            first = ((block + 1) % BLOCKS) * BLOCK  # column of the weights that come next, which may be those of the next group
+            first = ((block + 1) % BLOCKS) * BLOCK  # column of the next weights, possibly of the next group
             coming = row
             if block + 1 == BLOCKS:
                 place += step.to(tl.int64) * WIDTH
@@ -85,7 +85,7 @@ def gemv(
     adds: bool = False,
     normed_1D: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """norm(x) @ weight.T into `out_1N`, or added to it; if `gated`, silu(g) * u of its halves g and u. norm(x) is left in `normed_1D`."""
+    """Write or add norm(x) @ weight.T to `out_1N`; if `gated`, silu(g) * u of its halves g and u. norm(x) is stored in `normed_1D`."""
     assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == 1
     norm_weight, eps = norm or (x_1D, 0.0)
     width, num_out, is_whole = x_1D.shape[1], out_1N.shape[1], norm is not None or gated

@@ -1,4 +1,4 @@
-"""`JpegDecoder` on the GPU by nvImageCodec: its pixels are within 1/255 of Pillow's."""
+"""`JpegDecoder` on the GPU with nvImageCodec; pixels are within 1/255 of Pillow's."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class NvImageCodecDecoder:
     """See `JpegDecoder`. Works on the caller's current stream."""
 
     def __init__(self, num_threads: int, device: torch.device) -> None:
-        from nvidia import nvimgcodec  # which not everybody has
+        from nvidia import nvimgcodec  # an optional dependency
 
         self._make_stream = nvimgcodec.CodeStream
         self._decoder = nvimgcodec.Decoder(device_id=device.index, max_num_cpu_threads=num_threads)
@@ -25,7 +25,7 @@ class NvImageCodecDecoder:
             return []
         try:
             return self._decode(payloads)
-        except RuntimeError:  # a header that only nvImageCodec finds damaged fails its whole batch
+        except RuntimeError:  # a header that only nvImageCodec rejects fails its whole batch
             return [self._one(payload) for payload in payloads]
 
     def _one(self, payload: memoryview) -> torch.Tensor | None:
@@ -42,7 +42,7 @@ class NvImageCodecDecoder:
 
 
 def pick_jpeg_decoder(name: str, num_threads: int, device: torch.device) -> JpegDecoder:
-    """`name` as `--jpeg-decoder`. ValueError for nvImageCodec if it is missing."""
+    """Return the decoder of `--jpeg-decoder`. ValueError for nvImageCodec if it is missing."""
     is_installed = has_jpeg_decoder()
     if name == "nvimgcodec" and not is_installed:
         raise ValueError('--jpeg-decoder nvimgcodec needs its package: pip install -e ".[cuda]"')

@@ -1,7 +1,7 @@
 """Triton kernels of a mixture of SwiGLU experts that `routing` chose. A choice (slot) is token * CHOSEN + k: the token's k-th best expert,
-or behind these the shared one.
+or after these the shared one.
 
-Programs for few tokens look through all choices for those of their expert; many choices are sorted. Nothing waits for the host.
+Programs for few tokens search all choices for those of their expert; many choices are sorted. The host is not involved.
 """
 
 import math
@@ -18,7 +18,7 @@ from models.kernels.triton.routing import Choices, route
 from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles
 from models.weights.matrix import Matrix
 
-TURNED_ROWS = 64  # with fewer, float8 values would be multiplied as wider ones
+TURNED_ROWS = 64  # with fewer rows, float8 values would be multiplied in a wider type
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _scaled_dot(values: tensor, factor: tensor, input_scale: tensor, scale: tens
 
 @triton.jit
 def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor:
-    """The scale at `place`; every other column has the one DISTANCE behind, if there is one."""
+    """Load the scale at `place`; every other column uses the one at DISTANCE after it, if any."""
     scale = tl.load(place)
     if DISTANCE:
         scale = tl.where(column % 2 == 0, scale, tl.load(place + DISTANCE))
@@ -47,10 +47,10 @@ def _multiply(
     CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
     STAGES: constexpr,
 ) -> None:  # fmt: skip
-    """ROWS choices of an expert times COLUMNS of its OUT rows of WIDTH values. Those of a factor lie in one block of scales.
+    """Multiply ROWS choices of an expert by COLUMNS of its OUT rows of WIDTH values; columns of a projection share a block of scales.
 
-    GATED: of tokens, with rows of gate and other factor in turn; stores the SwiGLU of each choice. Otherwise of such values, times the
-    router's weight: parts of a token's addends. TURNED: ROWS are the columns of the hardware's product.
+    GATED: inputs are tokens, rows alternate between gate and up projections, and the SwiGLU of each choice is stored. Otherwise inputs are
+    these values, and results times the router's weights are partial sums of tokens. TURNED: ROWS are columns of the MMA.
     """
     column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     source, row, first = slot, column, tile * COLUMNS
@@ -90,8 +90,8 @@ def _multiply_experts(
     CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
     STAGES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """With SLOTS, program (i, j): the j-th columns of the expert of choice i, unless an earlier choice has the same. Else one program:
-    some columns of one block of sorted `choices`; those of one block follow each other."""
+    """With SLOTS, program (i, j) computes the j-th columns of the expert of choice i, unless an earlier choice has the same expert.
+    Otherwise a program computes some columns of one block of sorted `choices`, in order of blocks."""
     await_kernel(OVERLAP)
     if SLOTS:
         index, every = tl.program_id(0), tl.arange(0, SLOTS)
@@ -121,12 +121,12 @@ def _multiply_experts(
             )  # fmt: skip
 
 
-def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
-    """(K, T, D): see `Ops`; `logits_TE` are the router's. At least one token."""
+def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
+    """Return (K, T, D), see `Ops`, from the router's logits `logits_TE`, for at least one token."""
     num_tokens, width = x_TD.shape
     tiles = triton_products(experts.gate_up).expert_tiles(num_tokens, capability_of(x_TD.device))
     parts_KTD = x_TD.new_empty((experts.num_given, num_tokens, width))
-    choices = route(logits_TE, experts, real_T, tiles.rows, parts_KTD)
+    choices = route(logits_TE, experts, valid_T, tiles.rows, parts_KTD)
     inner_SI = x_TD.new_empty((num_tokens * experts.num_given, experts.down.shape[1]))
     _launch(x_TD, experts.gate_up, choices, inner_SI, tiles, is_gated=True)
     _launch(inner_SI, experts.down, choices, parts_KTD, tiles, is_gated=False)
@@ -134,7 +134,7 @@ def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts,
 
 
 def _launch(x: torch.Tensor, matrices: Matrix, choices: Choices, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool) -> None:
-    """x are tokens if it `is_gated`, else values of each choice."""
+    """Launch; x holds tokens if it `is_gated`, otherwise values of each choice."""
     (num_tokens, chosen), width = choices.experts_TK.shape, matrices.shape[1]
     rows_out = matrices.shape[0] // choices.num_experts
     given = triton_products(matrices).expert_operands(x, matrices.storage)

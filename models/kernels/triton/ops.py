@@ -24,19 +24,19 @@ class TritonOps:
 
     norm = staticmethod(values_of)
 
-    def sparse_swiglu(self, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> torch.Tensor:
-        parts_STD = self._experts(x_TD, experts, rows, real_T, None)
+    def sparse_swiglu(self, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None) -> torch.Tensor:
+        parts_STD = self._experts(x_TD, experts, rows, valid_T, None)
         assert parts_STD is not None
         return parts_STD
 
-    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None) -> None:
-        if (parts_STD := self._experts(x_TD, experts, rows, real_T, residual.sum_TD)) is not None:
+    def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None) -> None:
+        if (parts_STD := self._experts(x_TD, experts, rows, valid_T, residual.sum_TD)) is not None:
             residual.add_(parts_STD)
 
     def _experts(
-        self, x_TD: Normed, experts: Experts, rows: RowClass, real_T: torch.Tensor | None, stream_TD: torch.Tensor | None
+        self, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None, stream_TD: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """As `sparse_swiglu`; None if a single token's sum was added to `stream_TD`, where that is given."""
+        """Compute `sparse_swiglu`; return None if a single token's sum was added to `stream_TD`."""
         if (single := single_of(x_TD, rows)) is not None:
             stream_1D, norm = single
             values_TD, logits_TE = torch.empty_like(stream_1D), stream_1D.new_empty((1, len(experts.router_ED)))
@@ -46,8 +46,8 @@ class TritonOps:
             logits_TE = ROUTER.product(values_TD, Plain(experts.router_ED), rows, None)
         own = triton_products(experts.gate_up).expert_gemv(experts.num_given)
         if rows != RowClass.SINGLE or own is None:
-            return sparse_swiglu(values_TD, logits_TE, experts, real_T)
-        choices = route(logits_TE, experts, real_T)
+            return sparse_swiglu(values_TD, logits_TE, experts, valid_T)
+        choices = route(logits_TE, experts, valid_T)
         chosen_K, weights_K = choices.experts_TK[0], choices.weights_TK[0]
         inner_KI = own.expert_swiglu(values_TD, experts.gate_up.storage, chosen_K, experts.count)
         out_1D = torch.empty_like(values_TD) if stream_TD is None else stream_TD

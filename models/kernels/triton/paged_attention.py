@@ -1,5 +1,5 @@
-"""Causal attention over paged keys and values in Triton: a program computes a unit of `models.kernels.units`; a second kernel merges the
-parts of a group."""
+"""Causal attention over paged keys and values in Triton: a program computes a work item of `models.kernels.units`; a second kernel
+merges the parts of a group."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from models.kernels.triton.launch import await_previous_kernel, early_launch, nu
 from models.kernels.triton.tuned import AttentionTiles, Tiles
 from models.kernels.units import UNIT_FIELDS, max_token_groups, max_units, plan_units, token_groups
 
-MAX_SPLIT_TOKENS = 64  # of prompts in a step: so few are cut along their keys, as decode rows are
+MAX_SPLIT_TOKENS = 64  # up to so many prompt tokens of a step use split-KV, as decode rows do
 LOG2_E = 1.4426950408889634
 
 
@@ -61,7 +61,7 @@ def _attend(
     queries = tl.load(q + place, inside[:, None], 0.0)
     is_last = number - first_part == parts - 1
     end = tl.where(is_last & inside, stop - (num_tokens - 1 - token), stop)  # of each row's keys
-    whole = tl.where(is_last, tl.maximum(stop - (num_tokens - 1), start), stop)  # up to here every row takes every key
+    whole = tl.where(is_last, tl.maximum(stop - (num_tokens - 1), start), stop)  # up to here every row attends to every key
     whole = start + (whole - start) // KEYS * KEYS
     largest = tl.full((ROWS,), -1e30, tl.float32)  # finite: a row without a key in the first tile must not become NaN
     total = tl.zeros((ROWS,), tl.float32)
@@ -96,7 +96,7 @@ def _merge(
     out: tensor, units: tensor, partials: tensor, sums: tensor, FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, DIM: constexpr,
     ROWS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (u, h): if unit u is the first part of several, their weighted mean."""
+    """Program (u, h): if unit u is the first of several parts, store their weighted mean."""
     unit = units + tl.program_id(0).to(tl.int64) * FIELDS
     await_previous_kernel(OVERLAP)
     first, num_tokens, stop = tl.load(unit), tl.load(unit + 1), tl.load(unit + 4)
@@ -132,11 +132,11 @@ class PagedKernel:
         self._grow(0)
 
     def num_units(self, num_groups: int) -> int:
-        """Enough for so many groups of few tokens."""
+        """Return the number of work items for so many groups of few tokens."""
         return max_units(num_groups, self.kv_heads, self._num_blocks) if num_groups else 0
 
     def reserve(self, num_units: int) -> None:
-        """Scratch memory for so many work items, before anything is captured."""
+        """Allocate scratch memory for so many work items; call before any capture."""
         if num_units > len(self.sums):
             self._grow(num_units)
 
@@ -172,7 +172,7 @@ class Chunks:
         self._of, self._num_chunks = of, num_chunks
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
-        """Longest first."""
+        """Return the work items, longest first."""
         return _padded(_whole_units(token_groups(layout.prefill_rows(), self._of.chunk_tokens)), self._num_chunks)
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
@@ -187,9 +187,9 @@ class FewTokens:
         self._of, self._num_prefill, self._num_units = of, num_prefill, num_units
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
-        """Longest first."""
+        """Return the work items, longest first."""
         groups = token_groups(layout.decode_rows() if self._num_prefill else layout, self._of.few_tokens)
-        if self._num_prefill:  # its tokens and pages lie after those of the prompts
+        if self._num_prefill:  # its tokens and pages follow those of the prompts
             groups[:, 0] += self._num_prefill
             groups[:, 2] += int(layout.page_indptr_cpu[layout.num_prefill_rows])
         limit = self._of.num_units(len(groups))
@@ -204,7 +204,7 @@ class FewTokens:
 
 
 def eager_attention(pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles) -> EagerAttention:
-    """For steps of any mix, outside CUDA graphs."""
+    """Return attention for any mix of rows, outside CUDA graphs."""
     kernel = PagedKernel(pools, num_heads, tiles)
 
     def make(layout: AttentionLayout) -> PagedAttention:
@@ -236,7 +236,7 @@ def fixed_attention_factory(
 
 
 def _whole_units(groups: Int32s) -> Int32s:
-    """Each group a unit, longest first."""
+    """Return one work item per group, longest first."""
     number = np.arange(len(groups), dtype=np.int32)
     zeros, ones = np.zeros_like(number), np.ones_like(number)
     units = np.stack((*groups[:, :3].T, zeros, groups[:, 3], number, number, ones), axis=1)
@@ -244,7 +244,7 @@ def _whole_units(groups: Int32s) -> Int32s:
 
 
 def _padded(units: Int32s, size: int) -> Int32s:
-    """At least `size` work items, of which the last are none."""
+    """Pad to `size` work items with empty ones."""
     padded = np.zeros((max(size, len(units)), UNIT_FIELDS), dtype=np.int32)
     padded[: len(units)] = units
     return padded

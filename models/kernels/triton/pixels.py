@@ -1,4 +1,4 @@
-"""Triton kernels that resample one axis in Pillow's fixed-point arithmetic. No size is a compile-time constant."""
+"""Triton kernels that resample one axis in Pillow's fixed-point arithmetic. Sizes are not compile-time constants."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ def _weigh(
     source: tensor, position: tensor, step: tensor, tap: tensor, limit: tensor, weights: tensor, row: tensor, taps: tensor, BITS: constexpr,
     mask: tensor,
 ) -> tensor:  # fmt: skip
-    """Values of 0 to 255 from taps `tap ...` of `limit`, at `position`, `position + step`, ..."""
+    """Accumulate taps `tap ...` of `limit` at `position`, `position + step`, ... to values of 0 to 255."""
     total = tl.full(position.shape, 1 << (BITS - 1), tl.int32)
     for t in range(taps):
         inside = mask & (tap + t < limit)

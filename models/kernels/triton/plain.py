@@ -14,7 +14,7 @@ SPLITS = 2  # of the inner dimension
 
 
 class TritonPlain(TritonProducts[Plain]):
-    """Products of several tokens that join the residual have few tiles: they are cut along the inner dimension."""
+    """See `TritonProducts`. Products of several tokens that are added to the residual have few tiles and use split-K."""
 
     @staticmethod
     def gemv(

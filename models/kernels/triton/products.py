@@ -1,5 +1,5 @@
-"""Products of matrices on NVIDIA GPUs: a GEMV for a single token, with the norm that its input still lacks, or a product of many. A format
-adds how it multiplies."""
+"""Products of matrices on NVIDIA GPUs: a GEMV with a fused norm for a single token, or a product for several. Each format
+implements `multiply`."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -17,7 +17,7 @@ S = TypeVar("S")
 
 
 class ExpertGemv(Protocol):
-    """A single token's products with its experts; matrices have one format."""
+    """Products of a single token with its experts; all matrices have the same format."""
 
     def expert_swiglu(self, x_1D: torch.Tensor, gate_up: Any, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor: ...
 
@@ -27,13 +27,13 @@ class ExpertGemv(Protocol):
 
 
 class ExpertOperands(NamedTuple):
-    """What the kernel of `moe` reads: inputs and matrices, each with its scales if there are such."""
+    """Inputs of the kernel of `moe`: values and matrices with their scales, if any."""
 
     inputs: torch.Tensor
     input_scales: torch.Tensor
     matrices: torch.Tensor
     scales: torch.Tensor
-    num_scales: int = 0  # of a row of blocks; 0: nothing is scaled
+    num_scales: int = 0  # scales per row of blocks; 0: unscaled
     scale_stride: int = 0  # between columns of the inputs' scales
 
 
@@ -67,28 +67,28 @@ class TritonProducts(Products[S]):
         residual.add_(self.product_of_many(x_TX, matrix, rows, None)[None])
 
     def activated(self, gate_up_TN: torch.Tensor) -> torch.Tensor | Rounded:
-        """silu(first half) * second half, as the next product takes it."""
+        """Return silu(first half) * second half in the input format of the next product."""
         return swiglu(gate_up_TN)
 
     def expert_gemv(self, num_given: int) -> ExpertGemv | None:
-        """For a single token with so many experts; None: it is computed as several are."""
+        """Return the products of a single token with so many experts, or None to compute it like several tokens."""
         return None
 
     def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:
-        """Of `expert_operands`."""
+        """Return the tiles for `expert_operands`."""
         raise ValueError(f"{type(self).__name__} has no kernels for experts: --backend torch has")
 
     def expert_operands(self, x_TX: torch.Tensor, matrices: S) -> ExpertOperands:
-        """For a product with stacked experts."""
+        """Return the operands of a product with stacked experts."""
         raise ValueError(f"{type(self).__name__} has no kernels for experts: --backend torch has")
 
 
 def triton_products(matrix: Matrix) -> TritonProducts[Any]:
-    """Those of a matrix of this backend."""
+    """Return the products of a matrix of this backend."""
     assert isinstance(matrix.products, TritonProducts)
     return matrix.products
 
 
 def width_of(matrix: Any) -> int:
-    """Of the product."""
+    """Return the width of the product."""
     return int(matrix.shape[0])

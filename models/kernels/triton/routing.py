@@ -1,5 +1,5 @@
-"""Triton kernels of a mixture's router. Many choices are sorted by expert into tiles, with atomic counts: their order within an expert may
-differ, which alters no row. A choice (slot): see `moe`."""
+"""Triton kernels of a mixture's router. Many choices are sorted by expert into tiles with atomic counters; the order within an expert
+varies without effect on any row. A choice (slot): see `moe`."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from models.kernels.ops import Experts
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch
 from models.kernels.triton.tuned import FEW_CHOICES
 
-SORTED = 128  # choices of a program that sorts
+SORTED = 128  # choices per sorting program
 ROUTE_WARPS, SORT_WARPS = 1, 4
-SORTED_BY_WARP = 64  # experts that a warp compares with choices, at most
+SORTED_BY_WARP = 64  # maximum experts that a warp compares with choices
 
 
 @triton.jit
 def _in_order(bits: tensor, BITS: constexpr) -> tensor:
-    """The bits of floats as integers in the floats' order, and back."""
+    """Map the bits of floats to integers in the same order, and back."""
     return tl.where(bits < 0, bits ^ ((1 << (BITS - 1)) - 1), bits)
 
 
@@ -27,8 +27,8 @@ def _in_order(bits: tensor, BITS: constexpr) -> tensor:
 def _best(
     logits: tensor, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr, CHOICES: constexpr, BITS: constexpr
 ) -> tuple[tensor, tensor]:
-    """(CHOICES,): the experts with a token's largest logits, of BITS bits, and their softmax. A logit and its expert are one integer:
-    of equals the first expert wins."""
+    """Return (CHOICES,) experts with a token's largest logits, of BITS bits, and their softmax. A logit and its expert form one integer, so
+    ties go to the first expert."""
     LOW: tl.constexpr = (1 << BITS) - 1
     LEAST: tl.constexpr = -(1 << (2 * BITS - 1))
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
@@ -52,8 +52,8 @@ def _route(
     num_experts: tensor, LOGITS: constexpr, PADDED: constexpr, COUNTED: constexpr, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr,
     GIVEN: constexpr, CHOICES: constexpr, BITS: constexpr, WIDTH: constexpr, STRIPE: constexpr, ZEROED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: the experts of one token, CHOSEN by the router and GIVEN with the shared one, counted from expert `first` on, or -1 if
-    not ours: ZEROED gives these parts of zeros. If COUNTED, each has a rank among the choices of its expert."""
+    """One program: the experts of one token, CHOSEN by the router and GIVEN including the shared one, relative to expert `first`, or -1 on
+    other ranks: ZEROED zeroes these parts. If COUNTED, each gets a rank among its expert's choices."""
     token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, CHOICES)
     await_previous_kernel(OVERLAP)
     best, weight = _best(logits + token * LOGITS, EXPERTS, BLOCK, CHOSEN, CHOICES, BITS)
@@ -85,7 +85,7 @@ def _sort(
     chosen: tensor, ranks: tensor, counts: tensor, slots: tensor, blocks: tensor, num_slots: tensor, num_blocks: tensor, EXPERTS: constexpr,
     BLOCK: constexpr, ROWS: constexpr, SORTED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Each expert's choices begin at a multiple of ROWS. One program: SORTED choices, and of some blocks of ROWS expert and rows."""
+    """One program: sort SORTED choices, with each expert's starting at a multiple of ROWS, and write expert and rows of some blocks."""
     expert = tl.arange(0, BLOCK)
     slot = tl.program_id(0) * SORTED + tl.arange(0, SORTED)
     await_kernel(OVERLAP)
@@ -110,14 +110,14 @@ class Choices:
     experts_TK: torch.Tensor
     weights_TK: torch.Tensor
     num_experts: int
-    slots: torch.Tensor | None = None  # sorted by expert, each expert's from a multiple of a tile's rows on
-    blocks: torch.Tensor | None = None  # (B, 2): of each such tile the expert, and how many rows are left
+    slots: torch.Tensor | None = None  # sorted by expert, each starting at a multiple of a tile's rows
+    blocks: torch.Tensor | None = None  # (B, 2): expert and remaining rows of each tile
 
 
 def route(
-    logits_TE: torch.Tensor, experts: Experts, real_T: torch.Tensor | None, rows: int = 0, parts_KTD: torch.Tensor | None = None
+    logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, rows: int = 0, parts_KTD: torch.Tensor | None = None
 ) -> Choices:
-    """What the router chooses, sorted into tiles of `rows` if it is much; parts that no expert of ours writes become zeros."""
+    """Return the router's choices, sorted into tiles of `rows` if there are many; parts not written by this rank's experts are zeroed."""
     num_tokens, given = len(logits_TE), experts.num_given
     assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
     ints = logits_TE.new_empty((2, num_tokens, given), dtype=torch.int32)
@@ -126,16 +126,16 @@ def route(
     counts = logits_TE.new_zeros(experts.count, dtype=torch.int32) if is_much else ints
     options = early_launch(logits_TE)
     _route[(num_tokens,)](
-        logits_TE, logits_TE if real_T is None else real_T, ints[0], choices.weights_TK, ints[1], counts,
+        logits_TE, logits_TE if valid_T is None else valid_T, ints[0], choices.weights_TK, ints[1], counts,
         logits_TE if parts_KTD is None else parts_KTD, experts.first, experts.count,
-        LOGITS=logits_TE.shape[1], PADDED=real_T is not None, COUNTED=is_much, ZEROED=parts_KTD is not None, EXPERTS=experts.num_experts,
+        LOGITS=logits_TE.shape[1], PADDED=valid_T is not None, COUNTED=is_much, ZEROED=parts_KTD is not None, EXPERTS=experts.num_experts,
         BLOCK=triton.next_power_of_2(experts.num_experts), CHOSEN=experts.num_chosen, GIVEN=given, CHOICES=triton.next_power_of_2(given),
         BITS=8 * logits_TE.itemsize, WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS, **options,
     )  # fmt: skip
     if not is_much:
         return choices
     num_slots = num_tokens * given
-    num_blocks = triton.cdiv(num_slots, rows) + experts.count  # at most: each expert may have a tile that is not full
+    num_blocks = triton.cdiv(num_slots, rows) + experts.count  # upper bound: each expert may have one partial tile
     slots, blocks = ints.new_empty(num_blocks * rows), ints.new_empty((num_blocks, 2))
     block = triton.next_power_of_2(experts.count)
     _sort[(triton.cdiv(num_slots, SORTED),)](

@@ -1,8 +1,8 @@
-"""Triton kernels of sampling: two launches, one reading of the logits, nothing sorted but a few candidates.
+"""Triton kernels of sampling: two launches, one pass over the logits, and only a few candidates are sorted.
 
-`_scan` keeps, of a row without a filter, the best (score, token) of each tile; of a row with top-k, the largest logit of each group of
-GROUP tokens. `_choose` ends a row; with top-k it takes the k best groups, in the order (largest logit, lowest group), and finds the k best
-tokens in them: a token elsewhere has k groups, hence k tokens, before it. Both are exact, whatever the tiles.
+`_scan` stores the best (score, token) of each tile for rows without a filter, and the largest logit of each group of GROUP tokens for rows
+with top-k. `_choose` completes a row; with top-k it takes the k best groups in the order (largest logit, lowest group) and finds the k best
+tokens in them: any other token is preceded by k groups, hence by k tokens. Both are exact for any tiles.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from models.kernels.reference.sampling import draw_random
 from models.kernels.sampling import MASS_BITS, DrawParams, RowParams
 from models.kernels.triton.launch import await_kernel, early_launch
 
-# Rows of a table: their alignment changes with the number of rows, and a kernel must not be compiled again for that.
+# Rows of a table: no recompilation when their alignment changes with the number of rows.
 PARAMS = list(RowParams._fields)
-SORTED_ROWS = 16  # at once: each takes 10 MB of a vocabulary of 150,000
+SORTED_ROWS = 16  # rows at once: each takes 10 MB with a vocabulary of 150,000
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _noise(token: tensor, key: tensor) -> tensor:
 
 @triton.jit
 def _rank(logit: tensor, index: tensor) -> tensor:
-    """int64 in the order (logit ascending, index descending)."""
+    """Return int64 keys in the order (logit ascending, index descending)."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # minus zero equals zero
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -56,7 +56,7 @@ def _scan(
     logits: tensor, inverse_temperature: tensor, top_k: tensor, key: tensor, maxima: tensor, best_score: tensor, best_token: tensor,
     stride: tensor, V: constexpr, TILES: constexpr, TILE: constexpr, GROUP: constexpr, MAX_TOP_K: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: a tile of a row. What it finds of a wide row is not used."""
+    """One program: a tile of a row. Results of wide rows are not used."""
     tile, row = tl.program_id(0), tl.program_id(1)
     GROUPS: tl.constexpr = TILE // GROUP
     group = tile * GROUPS + tl.arange(0, GROUPS)
@@ -141,7 +141,7 @@ def _mask(logits: tensor, index: tensor, allowed: tensor, stride: tensor, V: con
 class Tiles:
     """Sizes, all powers of two."""
 
-    group: int = 64  # tokens whose largest logit stands for them
+    group: int = 64  # tokens represented by their largest logit
     tile: int = 4096  # logits of a program
     candidates: tuple[int, ...] = (32, 128)  # a step uses the first that reaches all its top-k
     scan_warps: int = 8
@@ -153,7 +153,7 @@ ADJUSTED = 4096  # logits that a program changes
 
 
 class TritonSampling:
-    """`SamplingOps` for up to `max_rows` rows. Torch draws those that need their whole vocabulary in order."""
+    """`SamplingOps` for up to `max_rows` rows. Torch samples rows that need a sorted vocabulary."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, tiles: Tiles = TILES):
         self.max_top_k = tiles.candidates[-1]

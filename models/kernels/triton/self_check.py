@@ -1,4 +1,4 @@
-"""This GPU against plain torch, once at the start: a compiler or library may be wrong on a GPU that nobody has tried."""
+"""Comparison of this GPU with plain torch at startup: a compiler or library may be wrong on an untested GPU."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the decoder, all bound by memory."""
+"""Memory-bound Triton kernels of the decoder."""
 
 import math
 
@@ -12,7 +12,7 @@ from models.kernels.triton.launch import await_kernel, await_previous_kernel, ea
 from models.weights.float8 import GroupScaled
 
 MAX_HEADS_PER_PROGRAM = 4
-MANY_TOKENS, HEADS_OF_MANY = 32, 16  # from so many tokens on, a program has several with that many heads together
+MANY_TOKENS, HEADS_OF_MANY = 32, 16  # from so many tokens on, a program processes several, with so many heads in total
 NORM_WARPS, ROTARY_TOKENS = 8, 4
 SWIGLU_BLOCK = 1024
 
@@ -22,7 +22,7 @@ def _store(
     value: tensor, out: tensor, scales: tensor, token: tensor, first: tensor, scale_stride: tensor, SCALED: constexpr, WIDTH: constexpr,
     BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Stores columns `first : first + BLOCK` of a token's WIDTH values; if SCALED, as `fp8.GroupScaled.quantized` rounds them."""
+    """Store columns `first : first + BLOCK` of a token's WIDTH values; if SCALED, quantized as in `GroupScaled.quantized`."""
     if SCALED:
         groups = tl.reshape(value, (BLOCK // 128, 128))
         scale = tl.maximum(tl.max(tl.abs(groups), 1) / 448.0, 1e-30)
@@ -41,7 +41,7 @@ def _rms_norm(
     x: tensor, weight: tensor, addends: tensor, out: tensor, scales: tensor, eps: tensor, addend_size: tensor, scale_stride: tensor,
     ADDENDS: constexpr, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: one token, to which ADDENDS values are added first."""
+    """One program: one token after adding ADDENDS values."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -91,13 +91,13 @@ def _quantize(
     _store(value, out, scales, token, 0, scale_stride, True, WIDTH, BLOCK)
 
 
-# A slice of a staging buffer must not compile anew, wherever it begins.
+# No recompilation for another alignment of a staging slice.
 @triton.jit(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["positions"])
 def _rotary_rows(
     positions: tensor, axis: tensor, inv_freq: tensor, out: tensor, num_tokens: tensor, stride: tensor, HALF: constexpr, TOKENS: constexpr,
     OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: TOKENS tokens, whose positions on the next axis lie `stride` behind."""
+    """One program: TOKENS tokens, whose positions on the next axis are `stride` further."""
     token, pair = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None], tl.arange(0, HALF)[None, :]
     await_kernel(OVERLAP)
     position = tl.load(positions + tl.load(axis + pair) * stride + token, token < num_tokens, 0)
@@ -109,7 +109,7 @@ def _rotary_rows(
 
 @triton.jit
 def _squares(lower: tensor, upper: tensor, source: tensor, inside: tensor, DIM: constexpr, HALF: constexpr) -> tensor:
-    """Their sum over each head: of its first two pieces, and of the others."""
+    """Sum squares over each head: of its first two pieces, and of the others."""
     squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
     for piece in tl.static_range(2, DIM // HALF):
         rest = floats(source + piece * HALF, inside)
@@ -220,7 +220,7 @@ def _launch_swiglu(gate_up_TX: torch.Tensor, out: Target) -> torch.Tensor:
 
 
 def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
-    """As `Ops.gate_`."""
+    """Implement `Ops.gate_`."""
     num_tokens, width = x_TX.shape
     assert x_TX.is_contiguous() and gate_TG.stride(1) == 1
     block = min(1024, triton.next_power_of_2(width))
@@ -231,7 +231,7 @@ def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
 
 
 def quantized(x_TD: torch.Tensor) -> GroupScaled:
-    """As `GroupScaled.quantized`, for at least one token."""
+    """Implement `GroupScaled.quantized` for at least one token."""
     assert x_TD.is_contiguous()
     num_tokens, width = x_TD.shape
     out = GroupScaled.empty(num_tokens, width, x_TD.device)
@@ -243,7 +243,7 @@ def quantized(x_TD: torch.Tensor) -> GroupScaled:
 
 
 def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: torch.Tensor) -> torch.Tensor:
-    """As `Ops.rotary_rows`, for K / 2 that is a power of two."""
+    """Implement `Ops.rotary_rows` for a K / 2 that is a power of two."""
     num_tokens, half = positions_AT.shape[1], len(inv_freq_J)
     assert positions_AT.stride(1) == 1 or num_tokens <= 1
     out_TK = inv_freq_J.new_empty((num_tokens, 2 * half))
@@ -256,7 +256,7 @@ def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: to
 
 
 def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
-    """As `Ops.norm_rope_store_`, for a head_dim that is a power of two, and a power of two of rotated values."""
+    """Implement `Ops.norm_rope_store_` for a head_dim that is a power of two, and a power of two of rotated values."""
     qkv_TX, cos_sin_TK = heads.qkv_TX, heads.cos_sin_TK
     k_pool, v_pool = pool
     kv_heads, head_dim = k_pool.shape[2:]

@@ -1,4 +1,4 @@
-"""Triton kernels of the vision tower, bound by memory."""
+"""Memory-bound Triton kernels of the vision tower."""
 
 import torch
 import triton
@@ -42,7 +42,7 @@ def _layer_norm(
 
 
 def rotate_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
-    """Rotates keys and queries in place. H is a power of two."""
+    """Rotate keys and queries in place. H is a power of two."""
     num_patches, _, num_heads, head_dim = kvq_P3HK.shape
     assert kvq_P3HK.is_contiguous() and cos_sin_PK.is_contiguous()
     _rotate[(num_patches, 2)](
@@ -51,7 +51,7 @@ def rotate_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
 
 
 def layer_norm(x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `Ops.layer_norm`, for contiguous tensors."""
+    """Implement `Ops.layer_norm` for contiguous tensors."""
     num_rows, width = x.shape
     assert x.is_contiguous() and offset_D.is_contiguous()
     out = torch.empty_like(x)

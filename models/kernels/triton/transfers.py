@@ -1,4 +1,4 @@
-"""`Transfers` by Triton kernels that read and write pinned host memory: calls of a copy engine take the host longer, and the device waits
+"""`Transfers` by Triton kernels that read and write pinned host memory: calls of a copy engine cost more host time, and the device idles
 some microseconds around each."""
 
 import torch
@@ -11,7 +11,7 @@ from models.kernels.triton.launch import await_kernel, early_launch
 
 LINE = 128  # bytes
 LINES = 32  # of a program
-MOST_BYTES = 1 << 16  # a copy engine moves more faster
+MOST_BYTES = 1 << 16  # a copy engine is faster for more
 ROWS = 128  # of a program
 
 
@@ -37,7 +37,7 @@ def _deliver(
 
 
 class TritonTransfers(Transfers):
-    """For a GPU; each kernel runs once, so that no request waits for a compiler."""
+    """Transfers of a GPU. Each kernel runs once at startup, so that no request waits for a compilation."""
 
     def __init__(self, device: torch.device) -> None:
         device_B, host_B = (torch.zeros(LINE, dtype=torch.uint8, device=place) for place in (device, "cpu"))

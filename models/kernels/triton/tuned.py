@@ -1,13 +1,13 @@
-"""Numbers that were measured or that a GPU's shared memory allows."""
+"""Tuned parameters, measured or limited by a GPU's shared memory."""
 
 from dataclasses import dataclass
 
 from models.kernels.step_sizes import StepSizes
 from models.vision.shares import SplitCosts
 
-SPLIT_COSTS = SplitCosts(fixed=8000, exchanged=2.0, square=6600)  # computed for GPUs that exchange over PCIe
+SPLIT_COSTS = SplitCosts(fixed=8000, exchanged=2.0, square=6600)  # estimated for GPUs that communicate over PCIe
 
-# Those that fit the tiles of matrix products on any GPU.
+# Sizes that fit the tiles of matrix products on any GPU.
 STEP_SIZES = StepSizes(
     mixed=(128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
     cheap=192,
@@ -20,14 +20,14 @@ STEP_SIZES = StepSizes(
     largest_chunk=512,
     few_decodes=8,
     launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
-    verify_rows=96,  # computed: an H200 has 184 products a weight that it reads, an A100 160, an L40S 210; tiles of few rows lose some
+    verify_rows=96,  # estimated: an H200 has 184 products per weight read, an A100 160, an L40S 210; tiles of few rows lose some
     read_bytes=64 << 30,  # about 40 ms of an A100, 200 of an L4
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Of an attention kernel. Rows: query tokens times the heads that share a KV head."""
+    """Tiles of an attention kernel. Rows: query tokens times the heads that share a KV head."""
 
     rows: int
     keys: int
@@ -47,7 +47,7 @@ class AttentionTiles:
 LARGE = AttentionTiles(Tiles(128, 64, 8, 3), Tiles(16, 64, 4, 3), blocks=4)  # 160 KB of shared memory and more
 SMALL = AttentionTiles(Tiles(128, 32, 8, 2), Tiles(16, 32, 4, 3), blocks=3)  # 99 KB
 WIDE_HOPPER = AttentionTiles(Tiles(128, 64, 8, 3), Tiles(16, 32, 4, 2), blocks=3)  # heads of more than 128 values; 200 KB and more
-WIDE = {  # those of other GPUs: what fits, not measured
+WIDE = {  # other GPUs: sizes that fit, not measured
     LARGE: AttentionTiles(Tiles(128, 32, 8, 2), Tiles(16, 32, 4, 2), blocks=2),
     SMALL: AttentionTiles(Tiles(64, 16, 4, 2), Tiles(16, 16, 4, 2), blocks=2),
 }
@@ -63,9 +63,9 @@ def attention_tiles(capability: tuple[int, int], head_dim: int) -> AttentionTile
 
 @dataclass(frozen=True, slots=True)
 class DeltaTiles:
-    """Of the kernels of `delta`: a program's tokens and channels of the convolution, columns of a state, heads of the norm."""
+    """Tiles of the kernels of `delta`: tokens and channels of the convolution, columns of a state, heads of the norm, per program."""
 
-    many_tokens: int  # from so many on, a program of the convolution has `tokens`
+    many_tokens: int  # number of tokens from which a program of the convolution processes `tokens`
     tokens: int
     channels: int
     step_columns: int
@@ -82,7 +82,7 @@ DELTA = DeltaTiles(32, 16, 256, 64, 2, 4, 64, 4, 3, 8)
 
 @dataclass(frozen=True, slots=True)
 class GemvTiles:
-    """Of a matrix times a vector: rows and values at once, warps, programs on each multiprocessor."""
+    """Tiles of a matrix-vector product: rows and values per iteration, warps, programs per multiprocessor."""
 
     rows: int
     block: int
@@ -90,11 +90,11 @@ class GemvTiles:
     programs: int = 4
 
 
-GEMV_VALUES = 16_384  # of a matrix that a program fetches at once: enough to keep the memory busy, and they fit registers
+GEMV_VALUES = 16_384  # matrix values that a program loads at once: enough to saturate memory within its registers
 LONG_BLOCK = 4096  # of a vector that need not be whole
 FEW_ROWS = 1024  # programs with one row each fill the device
 Device = tuple[tuple[int, int], int]  # compute capability, number of multiprocessors
-GEMV_TILES: dict[Device, dict[tuple[int, int, bool], GemvTiles]] = {  # where others are better, see `bench.kernels.tune`
+GEMV_TILES: dict[Device, dict[tuple[int, int, bool], GemvTiles]] = {  # shapes with better tiles, see `bench.kernels.tune`
     ((9, 0), 132): {  # measured on an H200
         (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
         (2048, 2048, False): GemvTiles(8, 2048, 8, 4),
@@ -108,7 +108,7 @@ GEMV_TILES: dict[Device, dict[tuple[int, int, bool], GemvTiles]] = {  # where ot
 
 
 def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool, device: Device) -> GemvTiles:
-    """If `is_whole`, the vector must be one block."""
+    """Return the tiles. If `is_whole`, the vector must be one block."""
     tuned = GEMV_TILES.get(device, {}).get((num_out, width, gated))
     if tuned is not None and (width <= tuned.block or not is_whole):
         return tuned
@@ -120,8 +120,8 @@ def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool, device: De
 
 @dataclass(frozen=True, slots=True)
 class ExpertGemvTiles:
-    """Of a single token's experts. Gate and up: weights that a program fetches at once, warps, programs on each multiprocessor; down: rows
-    of a program, warps, experts whose weights are under way."""
+    """Tiles of a single token's experts. Gate and up: weights per load, warps, programs per multiprocessor; down: rows per program, warps,
+    experts with prefetched weights."""
 
     up_values: int
     up_warps: int
@@ -136,7 +136,7 @@ EXPERT_GEMV = ExpertGemvTiles(4096, 4, 8, 4, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Of the experts' products, up to so many tokens: rows (choices), columns of gate and up (as many of each factor) and of down, inputs
+    """Tiles of experts, up to so many tokens: rows (choices), columns of gate and up (as many of each factor) and of down, inputs
     at once, warps, stages. In float8 columns of a factor are 128 at most."""
 
     num_tokens: int

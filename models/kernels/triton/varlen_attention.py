@@ -1,4 +1,4 @@
-"""`VarlenAttention` on torch's own kernels, images of one size as one dense batch."""
+"""`VarlenAttention` with torch's kernels; images of one size form a dense batch."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models.kernels.triton.tower import rotate_
 
-# By speed on an H200; where one does not know a shape, torch takes the next.
+# In order of speed on an H200; torch falls back to the next for an unsupported shape.
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -20,7 +20,7 @@ class DenseVarlen:
         self._runs: list[tuple[int, int, int]] = []
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """(First patch, how many, length) of neighbours of one length."""
+        """Plan (first patch, count, length) of consecutive segments of equal length."""
         self._runs = []
         first = 0
         for length, members in groupby(lengths):

@@ -218,19 +218,19 @@ def _wanted_frames(container: InputContainer, stream: VideoStream, scan: Scan, w
     position = -1  # index of the frame before
     frames: Iterator[VideoFrame] = iter(())
     shown: VideoFrame | None = None
-    ahead: VideoFrame | None = None
+    upcoming: VideoFrame | None = None
     for index in wanted:
         time = scan.times[index]
         key = max(0, bisect_right(scan.key_times, time) - 1)
         if position < 0 or bisect_right(scan.times, scan.key_times[key]) - 1 - position > SEEK_FRAMES:
             frames, shown = _decoded_from(container, stream, scan.seek_times[key], times), None
-            ahead = next(frames, None)
-            if ahead is None or _time_of(ahead) > time:  # some files lead behind their keyframes
+            upcoming = next(frames, None)
+            if upcoming is None or _time_of(upcoming) > time:  # some files have leading frames after keyframes
                 frames = _decoded_from(container, stream, scan.seek_times[0], times)
-                ahead = next(frames, None)
-        while ahead is not None and _time_of(ahead) <= time:
-            shown, ahead = ahead, next(frames, None)
-        found = shown or ahead
+                upcoming = next(frames, None)
+        while upcoming is not None and _time_of(upcoming) <= time:
+            shown, upcoming = upcoming, next(frames, None)
+        found = shown or upcoming
         if found is None:
             raise invalid_video(f"its frame {index} cannot be decoded")
         position = index

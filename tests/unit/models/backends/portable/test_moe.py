@@ -50,10 +50,10 @@ def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bo
     return Experts(router, *matrices, 0, count, NUM_EXPERTS, CHOSEN, has_shared)
 
 
-def ours(x_TD: torch.Tensor, experts: Experts, real_T: torch.Tensor | None) -> torch.Tensor:
+def ours(x_TD: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
     from models.kernels.triton.moe import sparse_swiglu
 
-    return sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, real_T)
+    return sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, valid_T)
 
 
 def evenly(x_TD: torch.Tensor, experts: Experts) -> None:
