@@ -7,6 +7,7 @@ import contextlib
 import threading
 
 import msgspec
+from cachetools import LRUCache
 
 from engine.wire.ipc import Outbox
 from engine.wire.messages import MAX_EARLY_TOKENS, ImageSource, Prefetch
@@ -25,7 +26,7 @@ class EarlyReads:
         self.is_urgent = False  # the device has nothing to do until the image that comes first is announced
         self._worker = worker
         self._is_armed = False
-        self._seen: set[tuple[int, bytes]] = set()
+        self._seen: LRUCache[tuple[int, bytes], None] = LRUCache(NUM_REMEMBERED)
         self._num_sent = 0
         self._lock = threading.Lock()  # also of the socket, which one thread at a time may use
 
@@ -38,9 +39,7 @@ class EarlyReads:
         with self._lock, contextlib.suppress(ValueError):  # a shape that will be refused
             key = len(data), bytes(data[-TAIL_BYTES:])
             is_new = key not in self._seen
-            if len(self._seen) == NUM_REMEMBERED:
-                self._seen.clear()
-            self._seen.add(key)
+            self._seen[key] = None
             grid = self.geometry.grid(source.height, source.width)
             is_small = source.height * source.width <= MAX_PIXELS and len(data) <= MAX_BYTES
             is_small = is_small and self.geometry.num_tokens(grid) <= MAX_EARLY_TOKENS

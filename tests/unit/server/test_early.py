@@ -15,7 +15,7 @@ from engine.wire.messages import ImageSource, Prefetch, Region
 from models.media.geometry import VisionGeometry
 from server.http.body import Body
 from server.http.scan import Scanner
-from server.processor.media.early import MAX_BYTES, NUM_REMEMBERED, EarlyReads
+from server.processor.media.early import MAX_BYTES, EarlyReads
 from tests.eventually import eventually
 from tests.unit.server.conftest import StackOf
 from tests.unit.server.raw_http import JPEG, body_of, connect, head_of, large_image, read_answer, request_of, text_body
@@ -65,13 +65,6 @@ def test_large_images_wait_for_their_plan(early: EarlyReads, sent: list[Prefetch
         assert announce(early, f"{height}", ImageSource("jpeg", Region(1, 0, 1000), height, width)) == 0
     assert early.announce(memoryview(bytes(MAX_BYTES + 1)), SOURCE) == 0
     assert not sent and announce(early, "c")
-
-
-def test_what_is_remembered_is_bounded(early: EarlyReads) -> None:
-    for i in range(NUM_REMEMBERED + 1):
-        announce(early, f"{i}")
-    early.arm(is_idle=True)
-    assert announce(early, "0")
 
 
 def test_without_a_gpu_nobody_is_told() -> None:

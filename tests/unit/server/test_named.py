@@ -71,22 +71,8 @@ def test_a_name_is_bound_when_its_bytes_are_gone(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RequestError, match="other content"):
         images.bind(b"a", b"two")
     assert images.get(b"a") is None and images.bind(b"a", b"one")
-
-
-def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named, "MAX_BYTES", 10)
-    images = NamedImages()
-    images.put(b"a", b"1234")
-    images.put(b"b", b"1234")
-    assert images.get(b"a") == b"1234"
-    images.put(b"c", b"1234")
-    assert (images.get(b"a"), images.get(b"b"), images.get(b"c")) == (b"1234", None, b"1234")
-    images.put(b"a", b"12345678")
-    assert (images.get(b"a"), images.get(b"c")) == (b"12345678", None)
-    images.put(b"d", bytes(11))
-    assert images.get(b"d") is None and images.get(b"a") == b"12345678"
-    images.put(b"e", bytes(10))
-    assert images.get(b"e") == bytes(10)
+    images.put(b"a", b"12345")
+    assert images.get(b"a") is None
 
 
 def test_documents_may_be_named_too(stack: Stack) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from engine.wire.messages import (
     StepResult,
     TokenLogprobs,
 )
-from engine.wire.reports import Numbers, PromptLogprobs
 from engine.wire.stats import Stages
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
@@ -160,8 +159,7 @@ class Engine:
         self.tokens: dict[Key, list[int]] = {}
         self.errors: dict[int, str] = {}
         self.logprobs: dict[Key, list[TokenLogprobs]] = {}
-        self.prompt_logprobs: dict[Key, PromptLogprobs] = {}
-        self.pooled: dict[Key, bytes] = {}
+        self.reports: dict[Key, Any] = {}
         self.guess: Callable[[Request], tuple[int, ...]] = lambda request: ()  # drafts for the next step
 
     def add(
@@ -208,10 +206,8 @@ class Engine:
             key = key_of(output.rid, output.index)
             self.tokens[key] += output.token_ids
             self.logprobs[key] += output.logprobs
-            if isinstance(output.report, Numbers):
-                self.pooled[key] = output.report.values
-            if isinstance(output.report, PromptLogprobs):
-                self.prompt_logprobs[key] = output.report
+            if output.report is not None:
+                self.reports[key] = output.report
             if output.error is not None:
                 self.errors[output.rid] = output.error.message
         return True

@@ -146,7 +146,7 @@ def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], pl
     for key, expected in plain.logprobs.items():
         assert [item.top_ids for item in engine.logprobs[key]] == [item.top_ids for item in expected]
         assert [item.logprob for item in engine.logprobs[key]] == pytest.approx([item.logprob for item in expected], abs=1e-4)
-    assert engine.prompt_logprobs.keys() == plain.prompt_logprobs.keys() == {14}
+    assert engine.reports.keys() == plain.reports.keys() == {14}
     assert (engine.core.state.counters.preemptions > 0) == ("num_blocks" in limits)
 
 

@@ -90,7 +90,7 @@ def test_pooled_rows_are_replayed(model: Qwen3VL, monkeypatch: pytest.MonkeyPatc
             for rid, ids in enumerate(wanted, streams):
                 engine.add(rid, [list(range(rid, 10 + 10 * rid))], max_tokens=1, pooled_ids=ids)
             engine.run()
-        return [values for _, values in sorted(engine.pooled.items())]
+        return [report.values for _, report in sorted(engine.reports.items())]
 
     expected = pooled((), (5, 7), (), streams=1)
     assert [len(values) // 4 for values in expected] == [model.config.text.hidden_size, 2, model.config.text.hidden_size]

@@ -184,9 +184,9 @@ def test_prompt_logprobs(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, chunk:
             engine.step()
     assert engine.run() == plain.run()
     assert (engine.core.state.counters.preemptions > 0) == (num_blocks == 12)
-    assert engine.prompt_logprobs.keys() == {1, 2, 3}
+    assert engine.reports.keys() == {1, 2, 3}
     for rid, prompt in enumerate(prompts, 1):
-        expected, found = expected_prompt_logprobs(model, prompt), engine.prompt_logprobs[rid]
+        expected, found = expected_prompt_logprobs(model, prompt), engine.reports[rid]
         assert (found.start, found.end, found.num_top) == (1, len(prompt), rid)
         top = expected.topk(rid)
         top_ids = np.frombuffer(found.top_ids, dtype=np.int32).reshape(-1, rid)
