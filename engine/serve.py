@@ -1,6 +1,6 @@
 """The launcher: `python -m engine.serve --model NAME`. Parses flags, makes the arenas, starts the processes and watches them.
 
-Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or a model that cannot be had.
+Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or an unavailable model.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_plan(config: EngineConfig) -> int:
-    """Of the model, or of every published size. ValueError or OSError."""
+    """Print the plan of the model or of every published size. ValueError or OSError."""
     names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -108,7 +108,7 @@ def serve_one(config: EngineConfig) -> int:
 
 
 def _supervise() -> Supervisor:
-    """A supervisor whose run directory is removed by any signal, however early it comes. Raises OSError."""
+    """Return a supervisor whose run directory is removed by any signal from the start. Raises OSError."""
     signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
         supervisor = Supervisor()
@@ -139,7 +139,7 @@ def drain(supervisor: Supervisor, timeout: float) -> None:
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """The api's socket, taken first so that a bad address is known at once. It listens when the api serves. Raises OSError."""
+    """Bind the api's socket first, to report a bad address immediately. It listens when the api serves. Raises OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

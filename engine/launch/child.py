@@ -49,7 +49,7 @@ class Runtime(msgspec.Struct, frozen=True):
     model_folder: str
     model_names: tuple[str, ...]  # the first one is in answers
     max_model_len: int
-    metrics_fd: int | None = None  # as the listener
+    metrics_fd: int | None = None  # like the listener
     gpu_decodes_jpegs: bool = False
 
 
@@ -166,7 +166,7 @@ def die_with_parent(sig: signal.Signals) -> None:
 
 
 def raise_file_limit() -> None:
-    """As many open files as this user may have."""
+    """Raise the limit of open files to the user's maximum."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -1,4 +1,4 @@
-"""All settings of the engine: one typed class, from which `flags.py` makes the command line."""
+"""Settings of the engine: one typed class, from which `flags.py` derives the command line."""
 
 import os
 import sys
@@ -206,7 +206,7 @@ def read_variables() -> set[str]:
 
 
 def read_api_keys(config: EngineConfig) -> list[str]:
-    """Without any, the server is open."""
+    """Return the keys; without any, the server is open."""
     keys = [] if config.api_key is None else [config.api_key]
     if config.api_key_file is not None:
         with open(config.api_key_file, encoding="utf-8") as file:
@@ -215,7 +215,7 @@ def read_api_keys(config: EngineConfig) -> list[str]:
 
 
 def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
-    """For one engine of several: its `tp` of the GPUs that we may use, and no flags of ours."""
+    """Return the environment of one engine of several: its `tp` of the visible GPUs, without the launcher's flags."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")} | _search_path()
     if has_gpus:
         listed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -226,9 +226,9 @@ def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
 
 RAY_DEFAULTS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # bodies and streams go through HAProxy, not through Python
-    # A conversation stays on its replica, which takes at most 1.25 times the mean. Serve writes this text behind `balance `.
+    # A conversation stays on its replica, which takes at most 1.25 times the mean. Serve writes this text after `balance `.
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)\n    hash-type consistent\n    hash-balance-factor 125",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # for balancers that hear later than HAProxy that a replica goes
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # for balancers that notice later than HAProxy that a replica stops
     "RAY_AUTH_MODE": "token",  # of the user's ~/.ray/auth_token
     "RAY_USAGE_STATS_ENABLED": "0",
 }

@@ -84,7 +84,7 @@ class Parser(configargparse.ArgumentParser):
         raise BadFlags("; ".join([*self.problems, message]))
 
     def get_possible_config_keys(self, action: argparse.Action) -> list[str]:
-        """Those of configargparse, and `max_num_seqs` for `max-num-seqs`."""
+        """Return configargparse's keys, and `max_num_seqs` for `max-num-seqs`."""
         keys: list[str] = super().get_possible_config_keys(action)
         return keys + [key.replace("-", "_") for key in keys if not key.startswith("-") and "-" in key]
 
@@ -123,7 +123,7 @@ def make_parser() -> Parser:
 
 
 def parse_length(text: str) -> int:
-    """As vLLM reads lengths: '32k' -> 32000, '32K' -> 32768. Raises ValueError."""
+    """Parse a length as vLLM does: '32k' -> 32000, '32K' -> 32768. Raises ValueError."""
     return int(float(text[:-1]) * LENGTHS[text[-1:]]) if text[-1:] in LENGTHS else int(text)
 
 
@@ -133,7 +133,7 @@ def add_flags(
     groups: Mapping[str, str] = types.MappingProxyType({}),
     problems: list[str] | None = None,
 ) -> None:
-    """Of these fields of EngineConfig."""
+    """Add flags for these fields of EngineConfig."""
     group: Any = parser
     hints, defaults = get_type_hints(EngineConfig, include_extras=True), msgspec.structs.asdict(EngineConfig())
     for name in names:
@@ -181,7 +181,7 @@ def _add_flag(group: Any, name: str, annotated: Any, default: Any, problems: lis
 
 
 def _note(problems: list[str] | None, flag: str, read: Callable[[str], Any], text: str) -> Any:
-    """A value; what is wrong with it goes to `problems`, so that all of them are reported at once."""
+    """Convert a value; errors are added to `problems`, so that all are reported together."""
     try:
         return read(text)
     except ValueError as problem:
@@ -192,7 +192,7 @@ def _note(problems: list[str] | None, flag: str, read: Callable[[str], Any], tex
 
 
 def _read_text(name: str, choices: Sequence[str], text: str) -> str:
-    """As vLLM and SGLang would read it. Raises BadFlags."""
+    """Parse a value as vLLM and SGLang do. Raises BadFlags."""
     if name.startswith("allowed_") and text.startswith("["):
         with contextlib.suppress(ValueError):
             return ",".join(json.loads(text))
@@ -203,7 +203,7 @@ def _read_text(name: str, choices: Sequence[str], text: str) -> str:
 
 
 def parse_args(argv: list[str] | None = None) -> EngineConfig:
-    """Exits with one line that names the flags if any are bad. What flags of others have come to is said on stderr."""
+    """Parse the flags, or exit with one line that names the bad ones. Notes on compatibility flags are written to stderr."""
     name = make_parser().prog
     try:
         config, notes = read_flags(sys.argv[1:] if argv is None else argv)
@@ -216,7 +216,7 @@ def parse_args(argv: list[str] | None = None) -> EngineConfig:
 
 
 def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
-    """And a line for whatever has no effect. Raises BadFlags."""
+    """Return the configuration and a line for each flag without effect. Raises BadFlags."""
     parser = make_parser()
     words = _rewrite(argv)
     known, unknown = parser.parse_known_args(words)
@@ -270,7 +270,7 @@ def _rewrite(argv: Sequence[str]) -> list[str]:
 
 
 def _nearest(parser: Parser, word: str) -> str:
-    """Never a flag that is refused or that says the opposite."""
+    """Return the most similar flag, never an unsupported or opposite one."""
     name = word.partition("=")[0]
     refused = {name for name, flag in BY_NAME.items() if flag.rule == "no"}
     flags = [flag for action in parser._actions for flag in action.option_strings if _is_negation(flag) == _is_negation(name)]

@@ -1,4 +1,4 @@
-"""`--dp N`: N engines of one host behind the affinity proxy, each with its share of GPUs, CPUs and memory.
+"""`--dp N`: N engines on one host behind the affinity proxy, each with its share of GPUs, CPUs and memory.
 
     launcher (this) ──▶ python -m server.route                     --host, --port
              │     └──▶ python -m engine.serve --config MEMFD      127.0.0.1, --port + 1     its CPUs, GPUs 0 .. tp-1
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 READY = re.compile(r"ready after .* serves (.+)")
 OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "dp")  # not the engines'
 OF_BOTH = ("max_connections", "header_timeout", "idle_timeout", "write_timeout", "ssl_certfile", "ssl_keyfile")
-MIN_PAUSE_S, MAX_PAUSE_S = 1, 60  # before an engine is started again; doubled if it had not become ready
+MIN_PAUSE_S, MAX_PAUSE_S = 1, 60  # before an engine is restarted; doubled if it had not become ready
 KILL_GRACE_S = 20  # after --shutdown-timeout; an engine gives its processes 10
 POLL_S = 0.05
 CPUS = Path("/sys/devices/system/cpu")
-GONE_S = 5  # for the last lines of a dead engine
+GONE_S = 5  # for the last log lines of a dead engine
 MAX_LINE = 1 << 20  # of a log
 
 
@@ -53,7 +53,7 @@ class Ended(Exception):
 class Member:
     index: int
     url: str
-    config_fd: int  # of a memfd: a key in it is in no file
+    config_fd: int  # a memfd, so that keys are not in a file
     cpus: frozenset[int]
     environment: dict[str, str]
 
@@ -164,7 +164,7 @@ class Fleet:
             *command, stdout=asyncio.subprocess.PIPE, env=child_environment(), pass_fds=(fd, keys), process_group=0
         )
         os.close(keys)
-        self._listener.close()  # when the proxy has ended, nobody listens
+        self._listener.close()  # when the proxy has ended, no process listens
         assert process.stdout is not None
         try:
             async for line in process.stdout:

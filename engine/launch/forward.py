@@ -13,7 +13,7 @@ HOP = (b"connection", b"date")  # the server in front sends its own
 
 
 class Forwarder:
-    """ASGI application that sends each request to a server on a Unix socket, and its answer to the client as it comes."""
+    """ASGI application that sends each request to a server on a Unix socket, and streams the answer to the client."""
 
     def __init__(self, path: str):
         self._path, self._clients = path, UnixClients()

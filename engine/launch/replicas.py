@@ -1,4 +1,4 @@
-"""A second composition root: engines as replicas of a Ray Serve deployment, behind Serve's HAProxy. Needs `pip install -e ".[ray]"`.
+"""Second composition root: engines as replicas of a Ray Serve deployment behind Serve's HAProxy. Needs `pip install -e ".[ray]"`.
 
     python -m engine.launch.replicas --replicas 4 [--max-replicas 8] [--address HOST:PORT] [flags of engine.serve]
 
@@ -27,7 +27,7 @@ from engine.launch.process import ServerProcess
 from engine.serve import size_arenas
 from engine.wire.arena import memory_limit
 
-set_ray_defaults()  # which Ray reads when it is imported
+set_ray_defaults()  # read by Ray when it is imported
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 APP = "mini-vlm"
 HEALTH_CHECK_S = 1  # three that fail in a row have a replica replaced
-BUSY_SHARE = 0.75  # of --max-num-seqs: autoscaling's target for a replica
+BUSY_SHARE = 0.75  # share of --max-num-seqs: autoscaling target of a replica
 
 
 @serve.deployment
@@ -84,7 +84,7 @@ def application(config: EngineConfig, replicas: int, max_replicas: int) -> serve
 
 
 def build(args: dict[str, str]) -> serve.Application:
-    """For Serve's configuration files (`import_path: engine.launch.replicas:build`): flags without their dashes as `args`."""
+    """Build for Serve's configuration files (`import_path: engine.launch.replicas:build`): flags without their dashes as `args`."""
     own, config = parse([word for name, value in args.items() for word in (f"--{name}", str(value))])
     return application(config, own.replicas, own.max_replicas)
 

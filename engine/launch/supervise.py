@@ -20,7 +20,7 @@ from models.kernels.hopper.toolkit import cuda_home
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-MAX_RUN_DIR_BYTES = 107 - len("/worker-1000.sock")  # of a UNIX socket's address
+MAX_RUN_DIR_BYTES = 107 - len("/worker-1000.sock")  # limit of a UNIX socket's address
 POLL_S = 0.1
 DUMP_S = 0.3
 

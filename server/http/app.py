@@ -51,7 +51,7 @@ TITLE = "A small serving engine for Qwen3-VL"
 LICENCE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 DRAIN_POLL_S = 0.05
 ALIVE_S = 1.0
-GRACE_S = 3  # for writing the last errors out
+GRACE_S = 3  # to send the last errors
 MAX_SCRAPERS = 64  # connections of the port for metrics
 
 
@@ -96,7 +96,7 @@ class Api:
 
         def description() -> Response:
             """This description."""
-            with is_making:  # once, when it is first asked for: 0.3 s, in a thread
+            with is_making:  # built at its first request: 0.3 s, in a thread
                 if not made:
                     made.append(msgspec.json.encode(app.openapi()))
             return Response(made[0], media_type="application/json")
@@ -173,15 +173,15 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def viewer() -> Response:
-    """A viewer of the OpenAPI document, whose code comes from a CDN."""
+    """Return a viewer of the OpenAPI document, with code from a CDN."""
     return get_swagger_ui_html(openapi_url="openapi.json", title=TITLE)
 
 
 async def serve(child: Child) -> None:
-    """Until a signal, the launcher's death or a broken invariant; then every waiting client gets an error."""
+    """Serve until a signal, the launcher's death or a broken invariant; then every waiting client gets an error."""
     inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
     listener = socket.socket(fileno=child.runtime.listener_fd)
-    listener.listen(BACKLOG)  # now: whoever reads the address in our ready message may connect
+    listener.listen(BACKLOG)  # now: a client may connect as soon as the address is printed
     api = Api(child)
     warm_up(api.arena)
     server = make_server(api.build(), ConnectionLimiter(child.config), child.config, GRACE_S)

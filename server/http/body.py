@@ -1,4 +1,4 @@
-"""Reads one request body into the api's arena: room is reserved before the first byte is read.
+"""Reader of a request body into the api's arena. Space is reserved before the first byte is read.
 
 socket ─▶ region ─▶ scanner ─▶ small JSON
                        └─────▶ every image of a large body, as soon as it is complete ─▶ processor
@@ -22,15 +22,15 @@ from server.http.direct import DirectReader
 from server.http.scan import Scanner
 from server.region import Region
 
-FIRST_CAPACITY = 1 << 16  # of a body without a Content-Length
+FIRST_CAPACITY = 1 << 16  # reserved for a body without a Content-Length
 MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout
 MAX_TIMEOUTS = 10  # times --body-timeout that a body may take
 MIN_DIRECT_BYTES = 1 << 17  # what is left of a smaller body comes with one or two reads anyway
 DIRECT_PIECE_BYTES = 1 << 19  # still in the cache when it is scanned
 SMALL_BYTES = 1 << 20  # bodies up to this size may use the reserve
 RESERVED_PART = 1 / 8  # of the arena
-MAX_SPARE_REFERENCES = 1024  # so that a few images too many are counted and refused as such
-MAX_TEXT_BYTES = 8 << 20  # of the JSON without media: several times what any context holds
+MAX_SPARE_REFERENCES = 1024  # so that requests with slightly too many images get the right error
+MAX_TEXT_BYTES = 8 << 20  # limit of JSON without media: several times the largest context
 
 
 class Body:
@@ -39,11 +39,11 @@ class Body:
     def __init__(self, region: Region, scanner: Scanner, client: Client, started: float):
         self.region = region
         self.scanner = scanner
-        self.started = started  # first byte asked for
+        self.started = started  # when the first byte was requested
         self.received = 0.0  # last byte here
         self.new_rid = client.new_rid
         self.rid = client.new_rid()
-        self.credentials = b""  # of whoever sent it
+        self.credentials = b""  # of the sender
         self.client = b""  # tells that one apart from others
         self.seed = 0  # of its requests, if they have none
         self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
@@ -54,7 +54,7 @@ class Body:
         return self.region.view
 
     def announce(self, limit: int) -> None:
-        """Images that are complete are decoded meanwhile, at most `limit` in all. The region may not move any more."""
+        """Start decoding complete images, at most `limit` in total. The region must not move after this."""
         complete = self.scanner.references[self.num_announced : min(limit, self.scanner.num_complete)]
         for reference in complete:
             if reference.mime.lower().startswith(("image/", "application/")) or not reference.mime:
@@ -70,7 +70,7 @@ class Body:
 
 
 class Pace:
-    """How long a client may let us wait: `timeout` seconds at once; in all, so many and those that its bytes take at the least rate."""
+    """Time limits of a client: `timeout` seconds per pause, and in total `timeout` plus the time of its bytes at the minimum rate."""
 
     def __init__(self, started: float, timeout: float, num_promised: int):
         self._started = started
@@ -135,7 +135,7 @@ def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
 
 
 async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int, pace: Pace) -> bool:
-    """What the server has read. Returns whether there is more."""
+    """Take the bytes that the server has read. Return whether there are more."""
     async with asyncio.timeout(pace.patience(region.used, asyncio.get_running_loop().time())):
         message = await receive()
     if message["type"] == "http.disconnect":
@@ -152,7 +152,7 @@ async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max
 
 
 async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images: int, pace: Pace) -> None:
-    """The last `rest` bytes, from the socket into the region, which has room for them."""
+    """Read the last `rest` bytes from the socket into the region, which has space for them."""
     region, scanner = body.region, body.scanner
     end, loop = region.used + rest, asyncio.get_running_loop()
     with direct.take_over(rest):

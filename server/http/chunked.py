@@ -2,8 +2,8 @@
 
 import re
 
-MAX_LINE_BYTES = 1 << 12  # of a chunk's size with its extensions, and of a trailer
-MAX_TRAILER_BYTES = 1 << 16  # of all trailers
+MAX_LINE_BYTES = 1 << 12  # limit of a chunk's size line with extensions, and of a trailer
+MAX_TRAILER_BYTES = 1 << 16  # limit of all trailers
 SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[^\r\n]{0,4000})?\r\n")
 
 
@@ -16,13 +16,13 @@ class LineTooLong(ValueError):
 
 
 class ChunkedDecoder:
-    """Decoder of one body. Every byte is looked at once, however the body is split into chunks and reads. Chunk extensions and trailers are
+    """Decoder of one body. Every byte is examined once, however the body is split into chunks and reads. Chunk extensions and trailers are
     discarded: a trailer never becomes a header."""
 
     def __init__(self) -> None:
         self.is_complete = False
         self._left = 0  # payload bytes of the current chunk that have not arrived
-        self._line = bytearray()  # of the framing, not complete yet
+        self._line = bytearray()  # incomplete framing bytes
         self._is_in_chunk = False  # the next line ends a chunk
         self._is_in_trailers = False
         self._num_trailer_bytes = 0

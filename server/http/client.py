@@ -30,7 +30,7 @@ class Stream:
     def __init__(self, answers: list[tuple[int, int]], name: str | None = None):
         self.name = name  # by the client
         self.choices = {answer: number for number, answer in enumerate(answers)}
-        self.open = set(answers)  # whose terminal event has not come
+        self.open = set(answers)  # without a terminal event yet
         self._events: list[Event] = []
         self.num_unread = 0  # events that wait for `next`; one with log-probabilities counts for as many as it has
         self._waiter: asyncio.Future[None] | None = None
@@ -48,7 +48,7 @@ class Stream:
         return events
 
     def push(self, event: Event) -> None:
-        if event.error is not None:  # which ends every answer to the request
+        if event.error is not None:  # ends every answer to the request
             ended = {answer for answer in self.open if answer[0] == event.rid}
         else:
             ended = self.open & {(event.rid, event.index)}
@@ -76,7 +76,7 @@ class EngineHealth:
 
     def __init__(self) -> None:
         self.heartbeat = 0.0  # time of the last one
-        self.refusal: ErrorInfo | None = None  # of new requests, while the server stops
+        self.refusal: ErrorInfo | None = None  # error of new requests while the server stops
 
     @property
     def started(self) -> bool:
@@ -112,8 +112,8 @@ class Client:
         self.num_reading = 0  # before the processor has them
         self._outbox, self._arena = outbox, arena
         self._rids = itertools.count(1)
-        self._streams: dict[int, Stream] = {}  # whose answers are not all there
-        self.replies: set[Stream] = set()  # that are being written
+        self._streams: dict[int, Stream] = {}  # with unfinished answers
+        self.replies: set[Stream] = set()  # bodies being written
         self.health = EngineHealth()
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # when answers ended of late
         self._token = asyncio.Event()  # set with the next token
@@ -131,17 +131,17 @@ class Client:
         return next(self._rids)
 
     def announce(self, rid: int, payload: Region) -> None:
-        """An image of a request to come. From now on `submit` or `abandon` must hand the body over."""
+        """Announce an image of a future request. Afterwards, `submit` or `abandon` must hand over the body."""
         self._outbox.send(Payload(rid, payload))
 
     def abandon(self, rid: int, body: int) -> None:
-        """The request that was announced does not come; the processor lets go of its body."""
+        """Cancel an announced request; the processor releases its body."""
         self._outbox.send(Abort(rid, body))
         self.num_bodies += 1
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """While a body is in the arena that nobody else knows of."""
+        """Context during which a body in the arena has no other owner."""
         self.num_reading += 1
         try:
             yield
@@ -175,7 +175,7 @@ class Client:
             raise overloaded("The server's request queue is full.")
 
     def close(self, stream: Stream) -> None:
-        """The client has its answer, or the engine is told to stop."""
+        """Close the stream; abort the request in the engine if it is unfinished."""
         self.replies.discard(stream)
         self._free(stream)
         for rid in {rid for rid, _ in stream.open}:
@@ -220,7 +220,7 @@ class Client:
                 stream.disconnect()
 
     def advise(self, error: ErrorInfo) -> ErrorInfo:
-        """An error of overload says when to come back: when what waits has been answered, at the rate of late."""
+        """Set Retry-After of an overload error to the time that the waiting requests take at the recent rate."""
         if error.code != "overloaded" or len(self._ends) < 2:
             return error
         seconds_per_answer = (time.monotonic() - self._ends[0]) / len(self._ends)
@@ -229,7 +229,7 @@ class Client:
         return msgspec.structs.replace(error, retry_after=max(error.retry_after or 1, seconds))
 
     def refuse_new(self, error: ErrorInfo) -> None:
-        """No stream is opened any more, and health is bad; open ones go on."""
+        """Reject new streams and report bad health; open streams continue."""
         self.health.refusal = error
 
     def refuse_all(self, error: ErrorInfo) -> None:

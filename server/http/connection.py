@@ -26,7 +26,7 @@ from server.http.guards import error_response, is_open
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_UNSENT_BYTES = 1 << 16  # beyond it an application waits; with TLS the default is eight times as much
-NUM_RESERVED = 64  # connections beyond the limit, for health alone
+NUM_RESERVED = 64  # connections beyond the limit, for /health only
 NUM_OTHER_FILES = 256  # of the api
 MIN_WAIT_S = 1.0  # before a waiting connection is closed for a new one: its request may have arrived and not been read yet
 LINGER_S = 1.0  # a refused client may still be sending, and must be able to read the error
@@ -61,7 +61,7 @@ class ConnectionLimiter:
         return max(0, excess)
 
     def forget(self, connection: "LimitedProtocol") -> None:
-        """It is closed, or will be at once."""
+        """Remove a connection that is closed or about to be."""
         self.waiting.pop(connection, None)
         self._open.discard(connection)
 
@@ -78,8 +78,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head = bytearray()
         self._held = bytearray()  # bytes after a request that is being answered
         self._body_left = 0  # bytes of the body that have not arrived, if it has a Content-Length
-        self._chunked: ChunkedDecoder | None = None  # of the body that arrives, if it is chunked
-        self._timer: asyncio.TimerHandle | None = None  # of the head, or of the close after a refusal
+        self._chunked: ChunkedDecoder | None = None  # decoder of the current body, if chunked
+        self._timer: asyncio.TimerHandle | None = None  # timer of the head, or of the close after a rejection
         self._stall: asyncio.TimerHandle | None = None  # runs while the client does not read
         self._num_unsent = 0  # when it was started
 
@@ -166,7 +166,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def end_body(self) -> None:
         """The body did not pass through the parser: a new parser reads the next request."""
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
         self.on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -174,7 +174,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._start_stall()
         if self.cycle.more_body:
-            self._start_timer()  # of a refused body, which is thrown away
+            self._start_timer()  # bytes of a rejected body, which are discarded
         else:
             self._wait_for_client()
             held, self._held = bytes(self._held), bytearray()
@@ -200,7 +200,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._unset_keepalive_if_required()
             self._start_timer()
         known = len(self._head)
-        self._head += data[: MAX_HEAD_BYTES + 1]  # what follows is a body, and large
+        self._head += data[: MAX_HEAD_BYTES + 1]  # a large body follows
         end = END_OF_HEAD.search(self._head, max(0, known - 2))
         size = end.end() if end else len(self._head)
         if size > MAX_HEAD_BYTES:
@@ -308,7 +308,7 @@ async def send_whole(cycle: RequestResponseCycle, app: ASGI3Application, scope: 
         if message["type"] == "http.response.start" and not any(name.lower() == b"content-length" for name, _ in message["headers"]):
             cycle.chunked_encoding = False
         elif message["type"] == "http.response.body" and cycle.chunked_encoding is False and not cycle.expected_content_length:
-            cycle.expected_content_length = len(message.get("body", b""))  # of a stream: as much as there is
+            cycle.expected_content_length = len(message.get("body", b""))  # a stream: all that is available
         await send(message)
 
     await app(scope, receive, send_plain)  # type: ignore[arg-type]

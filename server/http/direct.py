@@ -3,8 +3,8 @@
     uvicorn:  socket ─▶ buffer ─▶ bytes ─▶ parser ─▶ bytes ─▶ bytearray ─▶ bytes ─▶ application
     here:     socket ─▶ application
 
-A request whose body has a known length carries a `DirectReader` as an ASGI extension. Once the application has taken what the parser had
-read already, it may take the connection over for the rest of the body; after the last byte uvicorn's protocol goes on with a fresh parser.
+A request whose body has a known length carries a `DirectReader` as an ASGI extension. Once the application has taken the bytes
+that the parser had read, it may read the rest of the body itself; afterwards uvicorn's protocol continues with a new parser.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ SCRATCH_BYTES = 1 << 16
 
 
 class DirectProtocol(LimitedProtocol):
-    """uvicorn's HTTP protocol, whose applications may read bodies directly."""
+    """uvicorn's HTTP protocol with direct reads of bodies by the application."""
 
     def on_headers_complete(self) -> None:
         self.scope["extensions"] = {EXTENSION: DirectReader(self)}  # type: ignore[dict-item]
@@ -31,13 +31,13 @@ class DirectProtocol(LimitedProtocol):
 
 class DirectReader(asyncio.BufferedProtocol):
     """The rest of one body. Between `take_over` and the last byte it is the connection's protocol, and reading pauses between two `fill`.
-    If the application gives up, the rest is thrown away, so that the client reads its answer."""
+    If the application stops reading, the rest is discarded, so that the client reads the response."""
 
     def __init__(self, http: DirectProtocol):
         self._owner = weakref.ref(http)  # its scope holds this one
-        self._rest = 0  # bytes of the body that are still to come
-        self._room = memoryview(b"")  # where they go
-        self._waiter: asyncio.Future[None] | None = None  # of the application, until the room is full
+        self._rest = 0  # remaining bytes of the body
+        self._room = memoryview(b"")  # their destination
+        self._waiter: asyncio.Future[None] | None = None  # future of the application, until the buffer is full
         self._is_discarding = False
 
     @property
@@ -48,7 +48,7 @@ class DirectReader(asyncio.BufferedProtocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the application has all that was parsed, and more is to come."""
+        """Return whether the application has taken all parsed bytes and more are expected."""
         cycle = self._http.cycle
         return cycle.more_body and not cycle.body and not cycle.disconnected
 
@@ -131,7 +131,7 @@ class DirectReader(asyncio.BufferedProtocol):
             self._http.flow.resume_reading()
 
     def _hand_back(self) -> None:
-        """Reading stays paused until the application asks for what follows, or has answered."""
+        """Keep reading paused until the application requests more or has responded."""
         self._room = memoryview(b"")
         self._http.flow.pause_reading()
         self._http.transport.set_protocol(self._http)

@@ -31,7 +31,7 @@ class ErrorDialects:
 
 
 def is_open(scope: Scope) -> bool:
-    """Whether anybody may ask for this path; decided on the path that will be routed."""
+    """Return whether this path, as it will be routed, needs no key."""
     return get_route_path(scope) in OPEN_PATHS
 
 
@@ -51,7 +51,7 @@ def error_response(info: ErrorInfo, scope: Scope) -> Response:
 
 
 def is_authorised(scope: Scope, keys: list[bytes]) -> bool:
-    headers = dict(reversed(scope["headers"]))  # of several, the first one counts
+    headers = dict(reversed(scope["headers"]))  # the first of several counts
     bearer = headers.get(b"authorization", b"")
     words = bearer[:7].lower() + bearer[7:], headers.get(b"x-api-key", b"")
     pairs = zip(words, (b"bearer ", b""), strict=True)
@@ -76,7 +76,7 @@ class ApiKeyGuard:
 
 
 class HostGuard:
-    """Requests call the server by one of these names: a page of another site, whose name was made to lead here, does not."""
+    """Accept requests with one of these Host names only, against DNS rebinding."""
 
     def __init__(self, app: ASGIApp, hosts: str):
         self._app = app

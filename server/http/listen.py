@@ -16,7 +16,7 @@ from server.http.direct import DirectProtocol
 from server.http.log import Sparing
 
 BACKLOG = 2048
-SEND_BYTES = 1 << 16  # that the kernel holds of an answer
+SEND_BYTES = 1 << 16  # kernel buffer of a response
 
 
 class Server(uvicorn.Server):
@@ -28,7 +28,7 @@ class Server(uvicorn.Server):
 
     async def listen(self, listener: socket.socket) -> None:
         """Serves until `should_exit`."""
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # which its connections inherit
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # inherited by its connections
         await self.serve(sockets=[listener])
 
 

@@ -30,11 +30,11 @@ class Record:
     num_generated: int = 0
     num_images: int = 0
     first_token: float = 0.0  # clock reading
-    reason: str = ""  # of an error, in the words that the client got
+    reason: str = ""  # error message sent to the client
 
 
 def record_of(scope: Scope) -> Record:
-    """One that nobody reads if there is no log around the application."""
+    """Return the request's record, or an unused one without an access log."""
     record: Record = scope.setdefault(KEY, Record(""))
     return record
 
@@ -44,7 +44,7 @@ def note_error(scope: Scope, info: ErrorInfo) -> None:
 
 
 class Sparing(logging.Filter):
-    """Of messages in the same words, which anybody can cause, one each SPARING_S; the next one says how many there were."""
+    """Filter that passes one of equal messages per SPARING_S, since clients can cause any number; the next one reports the count."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-
 LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
 LARGE_NUMBERS = 1 << 14  # the same for numbers, and characters of a text
 WRITE_S = 5
-CLIENT_CLOSED_REQUEST = 499  # for metrics only, nobody is there to read it
+CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
 
 
 class Answer(ABC):
@@ -86,7 +86,7 @@ class Answer(ABC):
 
 
 class Reply(Answer):
-    """What the model generates, as a stream or as one document."""
+    """Response with the model's output, as a stream or as one document."""
 
     def __init__(self, *, format: Format, options: ReplyOptions, **exchange: Any):
         super().__init__(**exchange)
@@ -205,7 +205,7 @@ class Reply(Answer):
 
 
 class GatheredReply(Answer):
-    """What `show` makes of the one event of every choice, in the choices' order. An error comes at once."""
+    """Response of `show` from the single event of every choice, in order. An error is returned immediately."""
 
     def __init__(self, *, show: Callable[[list[Event]], Response], **exchange: Any):
         super().__init__(**exchange)

@@ -39,9 +39,9 @@ class Scanner:
 
     def __init__(self, nonce: str, max_references: int):
         self.references: list[Reference] = []
-        self.num_text_bytes = 0  # of the JSON without payloads
+        self.num_text_bytes = 0  # size of the JSON without payloads
         self._num_fed = 0
-        self.prefix = f"{nonce}:"  # of what stands for a payload
+        self.prefix = f"{nonce}:"  # prefix of references
         self._max_references = max_references
         self._pieces: list[bytes] = []
         self._held = b""
@@ -59,11 +59,11 @@ class Scanner:
 
     @property
     def num_complete(self) -> int:
-        """References whose payload has arrived: the first ones."""
+        """Return the number of references with complete payloads, which are the first ones."""
         return len(self.references) - self._in_payload
 
     def index_of(self, text: str) -> int | None:
-        """Of the reference that `text` is."""
+        """Return the index of the reference `text`."""
         return int(text[len(self.prefix) :]) if text.startswith(self.prefix) else None
 
     def json(self, body: memoryview, keep: Container[int] | None = None) -> bytes:
@@ -125,7 +125,7 @@ class Scanner:
         return end
 
     def _find_closing_quote(self, data: bytes, start: int) -> int | None:
-        """Of the string that `start` lies in; None: not in these bytes."""
+        """Return the closing quote of the string that contains `start`, or None if it is not in these bytes."""
         end = data.find(b'"', start)
         if not self._escaped and data.find(b"\\", start, end if end >= 0 else len(data)) < 0:
             return end if end >= 0 else None
@@ -149,11 +149,11 @@ class Scanner:
 
 
 def _is_undecided(data: bytes, found: int) -> bool:
-    """Whether more bytes may make a payload of the string at `found`, or of the value behind it."""
+    """Return whether more bytes may turn the string at `found`, or the value after it, into a payload."""
     opening = data[found : found + MAX_OPENING_BYTES]
     return len(opening) < MAX_OPENING_BYTES and UNDECIDED.fullmatch(opening) is not None
 
 
 def _overlap(data: bytes) -> int:
-    """How many bytes at the end may be the beginning of OPENING."""
+    """Return how many bytes at the end may start OPENING."""
     return next((n for n in range(len(OPENING) - 1, 0, -1) if data.endswith(OPENING[:n])), 0)

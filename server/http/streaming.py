@@ -1,4 +1,4 @@
-"""What answers of every dialect have in common: how far a choice has come, and what a `Format` makes bytes of."""
+"""Formats of streams and documents, common to all dialects: the state of each choice, and the `Format` that serialises it."""
 
 import secrets
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ class Usage(msgspec.Struct):
     num_prompt: int = 0
     num_cached: int = 0
     num_generated: int = 0
-    num_reasoning: int = 0  # of the generated ones
+    num_reasoning: int = 0  # part of the generated tokens
     details: TokenDetails = msgspec.field(default_factory=TokenDetails)
 
     def note(self, event: Event) -> None:
@@ -88,7 +88,7 @@ class Call:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as far as it has come."""
+    """State of one choice."""
 
     index: int
     usage: Usage = field(default_factory=Usage)
@@ -99,13 +99,13 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[list[RankedToken]] = field(default_factory=list)
-    num_characters: int = 0  # of the tokens whose log-probabilities were told
+    num_characters: int = 0  # characters of tokens with reported log-probabilities
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_time: float = 0.0  # when its last tokens came
 
     def note(self, event: Event) -> None:
-        """All but the text and log-probabilities, which a stream has no use for."""
+        """Record an event except its text and log-probabilities, which a stream does not need."""
         self.usage.note(event)
         self.prompt_ids = event.prompt_ids or self.prompt_ids
         for delta in event.calls:
@@ -129,7 +129,7 @@ class Choice:
         return len(self.logprobs) + len(self.prompt_logprobs)
 
     def blocks(self) -> Iterator[tuple[str, str, Call | None]]:
-        """Kind, text and call of what it says: `thinking`, then `text`, then each `call`, whose text are its arguments."""
+        """Yield kind, text and call of each block: `thinking`, `text`, then each `call` with its arguments as text."""
         for kind, pieces in (("thinking", self.reasoning), ("text", self.content)):
             if text := "".join(pieces):
                 yield kind, text, None
@@ -139,7 +139,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """How the client wants its answer, and when its body came."""
+    """Options of a response, and the arrival time of its body."""
 
     model: str
     created: int
@@ -151,14 +151,14 @@ class ReplyOptions:
     timings: bool = False
     n: int = 1
     max_tokens: int | None = None
-    warnings: list[str] = field(default_factory=list)  # what the answer lacks of what was asked for
+    warnings: list[str] = field(default_factory=list)  # unsupported parts of the request
     custom_tools: frozenset[str] = frozenset()  # which take one text
     cut_warning: str = ""  # added if the limit of tokens ends the answer
-    drops_empty: bool = False  # no chunk for a token whose text waits: with tools, the thirty that begin a call
+    drops_empty: bool = False  # no chunk for a token with held-back text, such as the first thirty of a tool call
 
 
 class Format(ABC):
-    """How an answer looks. Every method that returns bytes returns whole SSE messages, or the whole document."""
+    """Serialisation of an answer. Methods that return bytes return complete SSE messages or the whole document."""
 
     @abstractmethod
     def __init__(self, options: ReplyOptions): ...
@@ -189,7 +189,7 @@ class Format(ABC):
 
 
 class BlockFormat(Format):
-    """Of one choice, in blocks of the kinds of `Choice.blocks`; one is open at a time."""
+    """Format of one choice in blocks of the kinds of `Choice.blocks`, one open at a time."""
 
     _open = ""  # kind of the block that deltas go to
 
@@ -202,7 +202,7 @@ class BlockFormat(Format):
         """More of the open block, a piece of this event."""
 
     def kind_of(self, call: Call) -> str:
-        """Of the block of a call."""
+        """Return the kind of a call's block."""
         return "call"
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:

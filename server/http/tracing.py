@@ -11,7 +11,7 @@ from engine.launch.config import VERSION
 
 
 def traced(app: ASGIApp, endpoint: str) -> ASGIApp:
-    """None is made for single messages, which are tokens."""
+    """Return the traced application, without spans for single messages, which are tokens."""
     resource = Resource.create({"service.name": "mini-vlm-engine", "service.version": VERSION})
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))

@@ -1,4 +1,4 @@
-"""Grammars of requests with tools: calls in the notation of the model's template, beside what else an answer may be.
+"""Grammars of requests with tools: calls in the notation of the model's template, or other allowed answers.
 
     required, named ──▶ calls, nothing else
     auto, strict    ──▶ text with calls in it, each by its schema
@@ -17,7 +17,7 @@ from engine.wire.params import OutputOptions
 from server.errors import RequestError
 
 Json = dict[str, Any]
-LARGE_BYTES = 1 << 16  # of a compiled grammar: rank 0 reads 20 MB/s
+LARGE_BYTES = 1 << 16  # limit of a compiled grammar: rank 0 reads 20 MB/s
 LOAD_S = 10.0
 XML_MARK = "<function="  # in a template: how the coder models write calls
 MAX_WHITESPACE = 1  # in a row, as models write JSON

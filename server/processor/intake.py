@@ -1,8 +1,8 @@
-"""Requests on their way in: images and prompt are prepared, then the scheduler takes over.
+"""Intake of requests: images and prompt are prepared, then the request is sent to the scheduler.
 
     Payload ──▶ image.start ─┐
     Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler
-                     └──▶ an error, and the body goes back to the api
+                     └──▶ an error, and the body is returned to the api
 """
 
 import asyncio
@@ -60,7 +60,7 @@ LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take sec
 
 
 class Encoded(NamedTuple):
-    """A prompt, its prediction if the engine reads it, and its text if that is asked for."""
+    """Encoded prompt, its prediction if the engine reads it, and its text if requested."""
 
     ids: list[int]
     predicted: list[int]
@@ -92,7 +92,7 @@ class Intake:
         self._think = ThinkTokens.of(self._prompts.tokenizer)
         self._grammars = GrammarCompiler(model_folder, self.config.grammar_timeout)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
-        self._early: dict[int, dict[int, Image]] = {}  # of requests that have not come: images by the offset of their payload
+        self._early: dict[int, dict[int, Image]] = {}  # images of announced requests by the offset of their payload
 
     @property
     def num_holders(self) -> int:
@@ -243,7 +243,7 @@ class Intake:
         return region
 
     def _encode(self, submit: Submit) -> Encoded:
-        if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is asked for
+        if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is requested
             return Encoded(submit.prompt.ids, [], self._tokens.text_of(submit.prompt.ids))
         prompt = submit.prompt
         if submit.last_text_tokens is not None and isinstance(prompt, ChatPrompt):
@@ -262,7 +262,7 @@ class Intake:
         return prompt.text if isinstance(prompt, TextPrompt) else ""
 
     def _max_tokens(self, request: Request) -> int:
-        """A model that has lost its way goes on within a string of its JSON for ever."""
+        """Return the limit of tokens. A model may otherwise continue inside a JSON string forever."""
         submit, room = request.submit, self.max_model_len - request.num_prompt_tokens
         limit, grammar = submit.params.max_tokens, submit.grammar
         if limit is None and grammar is not None and grammar.kind in JSON_KINDS and not request.answers[0].text.is_thinking:
@@ -300,7 +300,7 @@ class Intake:
         await self.loads.load(wire(region))
 
     def _grammar_of(self, request: Request) -> CompiledGrammar | None:
-        """It holds behind the thoughts, if there are some."""
+        """Return the grammar, which applies after the thoughts, if any."""
         region = request.regions.get("grammar")
         if region is None:
             return None
@@ -308,11 +308,11 @@ class Intake:
         return CompiledGrammar(wire(region), after)
 
     async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest | ErrorInfo]", strays: list[Image]) -> None:
-        """A prepared request goes to the scheduler; one that failed, or that nobody waits for, is released. So are strays: they look like
-        images but stand elsewhere in the body."""
+        """Send a prepared request to the scheduler, or release it if it failed or was aborted. Release strays: payloads that look like
+        images but are elsewhere in the body."""
         rid, prepared = request.submit.rid, None
         await asyncio.wait([task])
-        with contextlib.suppress(asyncio.CancelledError):  # `abort` did; asked for, it is no longer kept
+        with contextlib.suppress(asyncio.CancelledError):  # `abort` did; it is no longer kept
             prepared = task.result()
         request.task = None
         await release_all(strays)
@@ -342,7 +342,7 @@ async def _load(medium: Medium, index: int, ref: MediaRef | VideoRef, allowance:
 
 
 def _tools_of(submit: Submit) -> list[dict[str, Any]]:
-    """Those whose calls are to be found in the answers."""
+    """Return the tools whose calls are parsed from the answers."""
     if submit.output.calls == "none" or not isinstance(submit.prompt, ChatPrompt) or submit.prompt.tools is None:
         return []
     tools: list[dict[str, Any]] = msgspec.json.decode(submit.prompt.tools)

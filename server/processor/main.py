@@ -72,7 +72,7 @@ class Processor:
         )  # fmt: skip
         early = EarlyReads(worker, checkpoint.geometry)
         new_image = functools.partial(Image, sources=sources, inspector=inspector, decoders=decoders, early=early)
-        max_model_len = child.runtime.max_model_len  # until the scheduler says what the KV pool holds
+        max_model_len = child.runtime.max_model_len  # until the scheduler reports the size of the KV pool
         self._loads = GrammarLoads(Outbox(child.run_dir, "worker-0"))
         self._intake = Intake(
             requests=requests, room=room, early=early, new_image=new_image,
@@ -96,7 +96,7 @@ class Processor:
                         self._intake.begin(message)
                     case Submit():
                         self._intake.accept(message)
-                        await asyncio.sleep(0)  # a thousand prompts at once are prepared between the tokens of others
+                        await asyncio.sleep(0)  # many prompts are prepared in turn with other clients' tokens
                     case Abort():
                         self._intake.abort(message)
                     case GrammarLoaded():
@@ -114,7 +114,7 @@ class Processor:
                 await one.close()
 
     def _check(self) -> None:
-        """At idle the arena must be empty."""
+        """Assert that the arena is empty at idle."""
         if not self._intake.num_holders:
             self._arena.check()
             assert self._arena.is_empty(), "a request's region was lost in the arena"
@@ -147,7 +147,7 @@ async def _serve(child: Child) -> None:
 
 def main() -> None:
     child = Child.attach("processor")
-    warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is its client's business
+    warnings.filterwarnings("ignore", module="PIL")  # errors of an image concern its client only
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     try:
         uvloop.run(serve(child))

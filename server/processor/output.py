@@ -1,4 +1,4 @@
-"""What the scheduler says, on its way out: tokens become text, wanted pixels are made.
+"""Output of the scheduler: conversion of tokens to text, and decoding of requested pixels.
 
     EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
                  ├──▶ wanted ──▶ medium.make_pixels ──▶ Pixels ──▶ scheduler
@@ -67,7 +67,7 @@ class Output:
         """One event a token; an answer's last one is terminal and carries the last token."""
         if request.is_ended or answer.is_ended:
             return
-        if request.submit.params.max_tokens == 0:  # nothing but the echo is asked for: the one token that was drawn is not shown
+        if request.submit.params.max_tokens == 0:  # only the echo is requested: the sampled token is not shown
             output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason=output.finish_reason and "length")
         final = None if output.error is not None else output.finish_reason
         hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it

@@ -1,4 +1,4 @@
-"""What the processor knows of one request."""
+"""State of one request in the processor."""
 
 import asyncio
 from collections import deque
@@ -28,12 +28,12 @@ Medium = Image | Video
 
 
 async def release_all(media: Iterable[Medium]) -> None:
-    """Of all of them, whether or not one is still worked on."""
+    """Release the memory of all, including those in progress."""
     await asyncio.gather(*(medium.release() for medium in media))
 
 
 class Told(NamedTuple):
-    """What a client hears of a token beside its text, which lies from `begin` to `end`."""
+    """Data of a token whose text is from `begin` to `end`."""
 
     begin: int
     end: int
@@ -44,8 +44,8 @@ class Told(NamedTuple):
 @dataclass(slots=True)
 class Answer:
     text: OutputText
-    waiting: deque[Told] = field(default_factory=deque)  # of tokens whose text waits
-    echo: str = ""  # what it begins with
+    waiting: deque[Told] = field(default_factory=deque)  # tokens with held-back text
+    echo: str = ""  # its beginning
     num_tokens: int = 0
     details: TokenDetails = field(default_factory=TokenDetails)
     is_ended: bool = False  # its last event is out
@@ -53,19 +53,19 @@ class Answer:
 
 @dataclass(slots=True)
 class Request:
-    """From Submit until its memory is given back."""
+    """Request from Submit until its memory is released."""
 
     submit: Submit
     media: list[Medium]
     answers: list[Answer]
     task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
-    regions: dict[str, Region] = field(default_factory=dict)  # what its EngineRequest names: the prompt's token ids under "prompt"
-    counted: list[int] = field(default_factory=list)  # token ids of a request that goes no further
+    regions: dict[str, Region] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
+    counted: list[int] = field(default_factory=list)  # token ids of a request that is not sent on
     is_in_scheduler: bool = False
-    is_ended: bool = False  # the last events of all its answers are out, or nobody wants them
+    is_ended: bool = False  # all its answers have ended or were aborted
     num_prompt_tokens: int = 0
-    scores: PromptLogprobs | None = None  # of the prompt, for all answers
-    backlog: deque[RequestOutput] = field(default_factory=deque)  # what waits behind log-probabilities of the prompt
+    scores: PromptLogprobs | None = None  # log-probabilities of the prompt, for all answers
+    backlog: deque[RequestOutput] = field(default_factory=deque)  # outputs that wait for log-probabilities of the prompt
     writer: asyncio.Task[None] | None = None  # tells them, slice by slice
 
     def item(self, index: int) -> tuple[Medium, int]:
@@ -82,7 +82,7 @@ class Request:
         self.is_ended = all(answer.is_ended for answer in self.answers)
 
     def error_of(self, failure: BaseException) -> ErrorInfo:
-        """What its client hears of a failure to prepare it, by the field names of its dialect. Nothing else is left of the failure."""
+        """Return the error for the client after a failure to prepare it, with its dialect's field names."""
         error = error_of(failure)
         forget_frames(failure)
         return msgspec.structs.replace(error, param=self.submit.prompt_field) if error.param == PROMPT else error
@@ -92,14 +92,14 @@ class Request:
         return token_id in self.submit.params.stop_token_ids or token_id in self.answers[0].text.table.specials
 
     def note(self, answer: Answer, begin: int, output: RequestOutput, index: int) -> None:
-        """Token `index`, whose text begins at `begin`, has been read."""
+        """Record token `index`, whose text begins at `begin`."""
         if output.logprobs or self.submit.output.token_ids:
             token_id = output.token_ids[index]
             logprobs = [of_token(self.spelling, token_id, output.logprobs[index])] if output.logprobs else []
             answer.waiting.append(Told(begin, answer.text.end, token_id, logprobs))
 
     def tell(self, event: Event, answer: Answer, is_first: bool) -> Event:
-        """With token ids and log-probabilities, if they are asked for: of the tokens whose text is shown by now."""
+        """Send the event with the requested token ids and log-probabilities of tokens whose text has been sent."""
         wants_ids, shown = self.submit.output.token_ids, []
         while answer.waiting and answer.text.shows(answer.waiting[0].begin, answer.waiting[0].end):
             shown.append(answer.waiting.popleft())
@@ -123,7 +123,7 @@ class Request:
 
     def prompt_logprobs(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Slices of them, as what an event has."""
-        if isinstance(output.report, PromptLogprobs):  # the first answer's come alone, before any other's token
+        if isinstance(output.report, PromptLogprobs):  # those of the first answer are sent before any other token
             self.scores = output.report
         entries = of_prompt(self.prompt_ids, self.scores)
         options, num_top = self.submit.output, self.submit.params.logprobs

@@ -1,4 +1,4 @@
-"""Work in threads that write to memory which somebody else gives back."""
+"""Jobs in threads that write to memory released by the caller."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ async def run(pool: ThreadPoolExecutor, job: Callable[[], T]) -> T:
 
 
 async def result_of(future: "Future[T]") -> T:
-    """As `run`, for a job that was submitted."""
+    """Return the result of a submitted job, as in `run`."""
     waiter = asyncio.wrap_future(future)
     try:
         return await asyncio.shield(waiter)
@@ -22,7 +22,7 @@ async def result_of(future: "Future[T]") -> T:
         await settled(future, waiter)
         raise
     finally:
-        del future, waiter  # what a job raises names this frame
+        del future, waiter  # the job's exception references this frame
 
 
 async def settled(future: "Future[T]", waiter: "asyncio.Future[T] | None" = None) -> None:
@@ -30,4 +30,4 @@ async def settled(future: "Future[T]", waiter: "asyncio.Future[T] | None" = None
     if not future.cancel():
         waiter = waiter or asyncio.wrap_future(future)
         await asyncio.wait([waiter])
-        waiter.exception()  # taken note of: nobody wants to know any more
+        waiter.exception()  # retrieved, although the result is no longer needed

@@ -31,7 +31,7 @@ class Page:
         return DescribedRoute("/", self.show, "GET", response_class=HTMLResponse)
 
     async def show(self) -> Response:
-        """A page to try the model. It needs no API key: it asks for it and sends it with its own requests."""
+        """Return the chat page. It is served without an API key; it asks the user for the key and sends it with requests."""
         return HTMLResponse(self._content, headers=self._headers)
 
 

@@ -17,7 +17,7 @@ URL_SAFE_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 
 def decode_base64(text: memoryview | bytes) -> bytes:
-    """Of base64 as it stood in a JSON string, escapes included. RequestError 422."""
+    """Decode base64 from a JSON string, including escapes. RequestError 422."""
     try:
         data: bytes = pybase64.b64decode(text, validate=True)
     except ValueError:
@@ -57,7 +57,7 @@ def _unescape(text: bytes) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Of a data: URL that the body scanner did not take: percent-encoded or oddly spelt. RequestError 422."""
+    """Decode a data: URL that the body scanner did not take: percent-encoded or unusually spelt. RequestError 422."""
     header, comma, payload = url.encode("utf-8", "replace").partition(b",")
     if not comma:
         raise invalid_image("its data: URL has no payload")

@@ -11,7 +11,7 @@ from engine.wire.messages import ErrorInfo
 from server.errors import RequestError
 from server.processor.media.pixels import decode_rgb, read_header
 
-MEMORY_BYTES = 4 << 30  # of a guest; more fails the image
+MEMORY_BYTES = 4 << 30  # memory limit of a guest; more fails the image
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):

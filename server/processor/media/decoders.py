@@ -39,7 +39,7 @@ class Budget:
 
     @contextlib.asynccontextmanager
     async def lend(self, amount: int) -> AsyncIterator[None]:
-        """At most `total`."""
+        """Lend bytes, at most `total` at once."""
         async with self._turn:
             while self._left < amount:
                 self._came_back.clear()
@@ -77,7 +77,7 @@ class Decoders:
             raise RequestError(413, "decoding it needs more memory than --max-decode-bytes allows", code="image_too_large")
 
     async def read_header(self, encoded: Region) -> Header:
-        """Of a file that is no plain JPEG. RequestError 422."""
+        """Read the header of a file other than a baseline JPEG. RequestError 422."""
         found = await self._ask(Job((encoded.offset, encoded.used)), HEADER_CPU_S)
         return Header(False, found.height, found.width, found.orientation)
 

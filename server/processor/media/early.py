@@ -14,8 +14,8 @@ from engine.wire.messages import MAX_EARLY_TOKENS, ImageSource, Prefetch
 from models.media.geometry import VisionGeometry
 
 NUM_REMEMBERED = 4096  # images that were seen, and as a rule encoded
-MAX_PIXELS, MAX_BYTES = 1 << 24, 1 << 25  # which a worker holds beside what its memory was planned for
-TAIL_BYTES = 64  # with its length they tell an image apart well enough for a hint
+MAX_PIXELS, MAX_BYTES = 1 << 24, 1 << 25  # held by a worker in addition to its planned memory
+TAIL_BYTES = 64  # with its length they identify an image well enough for a hint
 
 
 class EarlyReads:
@@ -23,7 +23,7 @@ class EarlyReads:
 
     def __init__(self, worker: Outbox[Prefetch] | None, geometry: VisionGeometry):
         self.geometry = geometry
-        self.is_urgent = False  # the device has nothing to do until the image that comes first is announced
+        self.is_urgent = False  # the device is idle until the first image is announced
         self._worker = worker
         self._is_armed = False
         self._seen: LRUCache[tuple[int, bytes], None] = LRUCache(NUM_REMEMBERED)
@@ -35,7 +35,7 @@ class EarlyReads:
             self._is_armed = self.is_urgent = is_idle and self._worker is not None
 
     def announce(self, data: memoryview, source: ImageSource) -> int:
-        """From any thread. The ticket under which rank 0 encodes this plain JPEG now; 0 if it does not."""
+        """Return the ticket under which rank 0 encodes this baseline JPEG now, or 0. May be called from any thread."""
         with self._lock, contextlib.suppress(ValueError):  # a shape that will be refused
             key = len(data), bytes(data[-TAIL_BYTES:])
             is_new = key not in self._seen

@@ -33,7 +33,7 @@ CONTROL = re.compile("[\x00-\x1f]")
 READ_BYTES = 1 << 18
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
-GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all that was ever given out: no way to spell an inner IPv4 address lies in it
+GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # allocated global addresses, which exclude every notation of internal IPv4 addresses
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -52,7 +52,7 @@ class ForbiddenAddress(OSError):
 
 
 def is_public(address: Address) -> bool:
-    """Globally routable, and so is every IPv4 address that an IPv6 address stands for."""
+    """Return whether the address, and any IPv4 address embedded in it, is globally routable."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
         if address in NAT64:
@@ -67,7 +67,7 @@ def is_public(address: Address) -> bool:
 
 
 def parse_url(text: str) -> URL:
-    """ValueError; RequestError 400 for one that takes long to parse, as a long host of Unicode does."""
+    """Parse a URL. ValueError; RequestError 400 for one that is slow to parse, such as a long Unicode host."""
     text = text.strip()
     origin = ORIGIN_END.split("/".join(text.split("/", 3)[:3]), 1)[0]
     if len(text) > MAX_URL_CHARACTERS or len(origin) > MAX_ORIGIN_CHARACTERS or CONTROL.search(text):
@@ -224,7 +224,7 @@ def _read_regular(descriptor: int, max_bytes: int) -> bytes:
 
 
 def open_within(folder: Path, path: Path) -> int:
-    """A descriptor of a file whose real path lies below `folder`, itself a real path, of which no part has become a link since the check.
+    """Return a descriptor of a file whose real path is below `folder`, itself a real path, without links created since the check.
     Outside, or another OSError."""
     real = path.resolve()
     if not real.is_relative_to(folder):
@@ -242,7 +242,7 @@ def open_within(folder: Path, path: Path) -> int:
 
 
 def _check_literal(host: str) -> None:
-    """Of a host that is an address, and never reaches the resolver. Odd spellings of IPv4 are refused."""
+    """Check a host that is an address and so never reaches the resolver. Unusual spellings of IPv4 are rejected."""
     if ":" in host or host.replace(".", "").isdigit():
         with contextlib.suppress(ValueError):
             if is_public(ipaddress.ip_address(host.split("%")[0])):

@@ -37,14 +37,14 @@ class Image:
     """One image of one request. Whatever happens, `release` must be awaited once."""
 
     # After `load`:
-    hash: bytes  # of its encoded bytes and every processing parameter
+    hash: bytes  # hash of its encoded bytes and every processing parameter
     source: ImageSource
     grid: Grid
     num_tokens: int
     # After `encode`:
     encoded: Region
     header: Header
-    digest: bytes = b""  # of the encoded bytes
+    digest: bytes = b""  # hash of the encoded bytes
     counts: Mapping[str, int] = MappingProxyType({})  # for `Stages.counts`
 
     def __init__(
@@ -53,13 +53,13 @@ class Image:
         self._sources, self._inspector, self._decoders, self._early = sources, inspector, decoders, early
         self._room = sources.room
         self._ref = ref
-        self._is_frame = is_frame  # which nobody encodes alone
-        self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload)  # of the arena, at least, when it is loaded
+        self._is_frame = is_frame  # not encoded alone
+        self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload)  # minimum arena bytes while it is loaded
         self._index = 0  # in its request
         self._ticket = 0  # under which rank 0 reads it already
-        self._regions: list[Region] = []  # to give back
+        self._regions: list[Region] = []  # regions to release
         self._job: Future[tuple[bytes, Header | None]] | None = None  # that takes the payload
-        self._task: asyncio.Task[None] | None = None  # works ahead, or on pixels
+        self._task: asyncio.Task[None] | None = None  # prepares in advance, or decodes pixels
 
     def start(self) -> None:
         """Start to decode the payload, if there is one; errors are raised by `load`."""
@@ -81,7 +81,7 @@ class Image:
         """Run the first part of `load`, for an image or a frame that is checked otherwise."""
         self._ref = ref
         if self._task is not None:
-            with contextlib.suppress(ArenaFull):  # there may be room by now
+            with contextlib.suppress(ArenaFull):  # there may be space by now
                 await self._task
         if not self.digest:
             async with allowance.downloads if ref.payload is None else contextlib.nullcontext():
@@ -110,9 +110,9 @@ class Image:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
-        if self._job is not None:  # whose task may have ended before it began
+        if self._job is not None:  # its task may have ended before it began
             await settled(self._job)
-        self._task = self._job = None  # what they raised names this image
+        self._task = self._job = None  # their exceptions name this image
         for region in self._regions:
             self._room.give_back(region)
 
@@ -228,5 +228,5 @@ def decoded_bytes(payload: WireRegion) -> int:
 
 def start_task(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
     task = asyncio.create_task(work)
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # reported if somebody asks for it
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # reported when it is used
     return task

@@ -42,11 +42,11 @@ class Header:
 
 
 class Allowance:
-    """What the images of one request may have together."""
+    """Limits of all images of one request together."""
 
     def __init__(self, max_pixels: int, max_downloads: int):
         self._max_pixels = self._left = max_pixels
-        self.downloads = asyncio.Semaphore(max_downloads)  # at once: others fetch, too
+        self.downloads = asyncio.Semaphore(max_downloads)  # concurrent fetches; other requests fetch, too
 
     def take(self, header: Header) -> None:
         """RequestError 413."""
@@ -73,8 +73,8 @@ class Inspector:
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
 
     def plain_header(self, data: memoryview) -> Header | None:
-        """Of a JPEG that stays encoded; None for other files. RequestError 400 or 422, in words that follow "Image n: "."""
-        if not self._has_vision:  # before the worker is told of it
+        """Return the header of a JPEG that stays encoded, None for other files. RequestError 400 or 422, with words after "Image n: "."""
+        if not self._has_vision:  # before it is announced to the worker
             raise no_vision()
         if not is_jpeg(data):
             return None
@@ -96,7 +96,7 @@ class Inspector:
             raise RequestError(400, f"it has {width}x{height} pixels, the limit is {self._max_pixels}", code="image_too_large")
 
     def geometry_of(self, ref: MediaRef) -> VisionGeometry:
-        """With the request's limits on this image's area, to which the server's give way. RequestError 400."""
+        """Return the geometry with the request's pixel limits for this image, which override the server's. RequestError 400."""
         least = ref.min_pixels or min(self.geometry.min_pixels, ref.max_pixels or self.geometry.min_pixels)
         most = ref.max_pixels or max(self.geometry.max_pixels, least)
         if ref.cap is not None:

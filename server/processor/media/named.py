@@ -6,8 +6,8 @@ from cachetools import LRUCache
 
 from server.errors import RequestError
 
-MAX_BYTES = 256 << 20  # of encoded images, on the heap
-NUM_BOUND = 1 << 16  # names whose content is known, also when its bytes are gone
+MAX_BYTES = 256 << 20  # bytes of encoded images, on the heap
+NUM_BOUND = 1 << 16  # names of known content, also after its bytes were evicted
 
 
 class NamedImages:
@@ -30,6 +30,6 @@ class NamedImages:
         return known is None or name not in self._images
 
     def put(self, name: bytes, data: bytes) -> None:
-        """Of a name that is bound. Not kept if larger than MAX_BYTES."""
+        """Store the content of a bound name, unless it is larger than MAX_BYTES."""
         with contextlib.suppress(ValueError):
             self._images[name] = data

@@ -12,7 +12,7 @@ from server.errors import invalid_image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 ORIENTATION_TAG = 0x0112
-TILE_TAGS = (322, 323)  # of a TIFF: width and length of its tiles
+TILE_TAGS = (322, 323)  # TIFF tags: width and length of tiles
 MAX_TILE_PIXELS = 1 << 22  # tiles may be larger than the image, and are decoded whole
 TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -50,7 +50,7 @@ def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int], is_u
         stored, kind = (image.height, image.width), image.format
         try:
             image.load()
-            orientation = _orientation(image)  # after loading: TIFF turns itself, PNG may carry its EXIF behind the pixels
+            orientation = _orientation(image)  # after loading: TIFF is rotated by Pillow, PNG may have EXIF after the pixels
             upright = image.transpose(TRANSPOSITIONS[orientation]) if orientation in TRANSPOSITIONS else image
             if upright is not image:
                 image.close()  # at most two copies at a time

@@ -8,7 +8,7 @@ from engine.wire.messages import PROCESSOR_ARENA
 from engine.wire.messages import Region as WireRegion
 from server.region import Region
 
-TIMEOUT_S = 10.0  # requests that wait for each other's room must not do so for ever
+TIMEOUT_S = 10.0  # requests that wait for each other's space must not deadlock
 
 
 def wire(region: Region) -> WireRegion:
@@ -17,7 +17,7 @@ def wire(region: Region) -> WireRegion:
 
 
 class Room:
-    """Regions of one arena. `is_shared` says whether there is anybody who may give some back."""
+    """Regions of one arena. `is_shared` tells whether other requests may release some."""
 
     def __init__(self, arena: Arena, is_shared: Callable[[], bool]):
         self.arena = arena
@@ -29,7 +29,7 @@ class Room:
         return Region(self.arena, capacity)
 
     def give_back(self, region: Region) -> None:
-        """When no thread reads or writes it any more. Whoever waits tries again."""
+        """Release a region when no thread uses it. Waiting requests try again."""
         region.free()
         self._came.set()
         self._came = asyncio.Event()

@@ -52,9 +52,9 @@ class Video(ABC):
         self._ref = ref
         self._video: VideoGeometry
         self._index = 0  # in its request
-        self._regions: list[Region] = []  # to give back
+        self._regions: list[Region] = []  # regions to release
         self._tasks: dict[int, asyncio.Task[None]] = {}  # that make pixels
-        self.num_bytes = 0  # of the arena, at least, when it is loaded
+        self.num_bytes = 0  # minimum arena bytes while it is loaded
 
     async def load(self, index: int, allowance: Allowance) -> None:
         """Load as medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
@@ -96,7 +96,7 @@ class Video(ABC):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        self._tasks = {}  # what they raised names this video
+        self._tasks = {}  # their exceptions name this video
         for region in self._regions:
             self._room.give_back(region)
 

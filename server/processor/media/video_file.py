@@ -27,7 +27,7 @@ from server.processor.media.video_jobs import Clip, VideoLimits, invalid_video
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
 SKIPPING = frozenset({"h264", "hevc"})  # of which a packet is a frame, and frames that no other one needs can be left out
 READ_BYTES = 1 << 17
-AHEAD_PIXELS = 1 << 25  # of frames that are resized, or wait for it: they are held beside what the decoder holds
+AHEAD_PIXELS = 1 << 25  # frames being resized or waiting for it, in addition to the decoder's
 SEEK_FRAMES = 8  # a seek pays if it saves the decoding of more
 TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, -180: Image.Transpose.ROTATE_180, -90: Image.Transpose.ROTATE_270}
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
@@ -47,7 +47,7 @@ class Scan:
 
 
 class MemoryFile:
-    """What FFmpeg reads, without a copy."""
+    """File object for FFmpeg without a copy."""
 
     def __init__(self, data: memoryview):
         self._data = data
@@ -112,7 +112,7 @@ def container_of(head: bytes) -> str | None:
 
 
 def is_whole(kind: str, data: memoryview) -> bool:
-    """Whether the file is as long as it says, if it says so. FFmpeg shows what is there."""
+    """Return whether the file has its declared length, if any. FFmpeg decodes truncated files."""
     size = len(data)
     if kind == "gif":
         return bytes(data[-64:]).rstrip(b"\0").endswith(b";")
@@ -238,7 +238,7 @@ def _wanted_frames(container: InputContainer, stream: VideoStream, scan: Scan, w
 
 
 def _decoded_from(container: InputContainer, stream: VideoStream, time: int, wanted: Container[int] = ()) -> Iterator[VideoFrame]:
-    """From the keyframe at `time` on. With `wanted` times, frames at others may be missing."""
+    """Yield frames from the keyframe at `time` on. With `wanted` times, frames at other times may be missing."""
     container.seek(time, stream=stream)
     context, size = stream.codec_context, None
     may_skip = bool(wanted) and context.codec.canonical_name in SKIPPING
@@ -267,7 +267,7 @@ def _write_pair(i: int, frames: list[VideoFrame], size: tuple[int, int], write: 
 
 
 def _upright(frame: VideoFrame, size: tuple[int, int]) -> Rgb:
-    image = frame.to_image(threads=1)  # by default one for each CPU, whose stacks count as memory
+    image = frame.to_image(threads=1)  # default: one per CPU, whose stacks count as memory
     if frame.rotation in TURNS:
         image = image.transpose(TURNS[frame.rotation])
     if (image.height, image.width) != size:

@@ -1,4 +1,4 @@
-"""What the processor asks a decoder of videos, and what it answers."""
+"""Messages between the processor and decoders of videos."""
 
 import functools
 
@@ -41,7 +41,7 @@ class Clip(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VideoAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Of a look, of a job with `wanted` (one hash a pair), or the error."""
+    """Result of an inspection or of a job with `wanted` (one hash per pair), or the error."""
 
     clip: Clip | None = None
     hashes: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Which frames of a video the model gets, how large, and as how many tokens."""
+"""Selection of a video's frames, their size and number of tokens."""
 
 import dataclasses
 from dataclasses import dataclass

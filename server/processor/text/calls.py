@@ -1,4 +1,4 @@
-"""Tool calls in a text that comes in pieces: what is said goes on as text, what is called becomes deltas.
+"""Parser of tool calls in streamed text: text passes through, calls become deltas.
 
     text ── <tool_call> ──▶ { ──▶ JSON: {"name": ..., "arguments": {...}}               (Hermes; Qwen3-VL)
       ▲                     └──▶ XML: <function=name><parameter=x>...</parameter>...    (the coder models)
@@ -33,7 +33,7 @@ Schemas = Mapping[str, Mapping[str, Any]]  # by function: types of its parameter
 
 
 class JsonBody:
-    """`{"name": ..., "arguments": {...}}`, whose arguments are passed on as they are written."""
+    """`{"name": ..., "arguments": {...}}` with arguments passed on unchanged."""
 
     def __init__(self) -> None:
         self._top: list[str] = []  # pieces of the object, without the objects and arrays in it
@@ -41,10 +41,10 @@ class JsonBody:
         self._literal: list[str] | None = None  # pieces of the name's string, once it has begun
         self._name: str | None = None
         self._arguments: list[str] | None = None  # read and not passed on; None: they have not begun
-        self._is_argument = False  # what comes is part of them
+        self._is_argument = False  # within the arguments
         self._depth = 0
         self._in_string = False
-        self._is_broken = False  # a line break stands in a string, which no JSON has: where strings end is not known
+        self._is_broken = False  # a raw line break in a string is invalid JSON: the end of strings is unknown
         self._is_whole = False
         self._is_name_read = False
         self._held = ""  # a backslash, before what it escapes
@@ -118,7 +118,7 @@ class JsonBody:
 
 
 def _text_of(literal: str) -> str | None:
-    """The text that this JSON string stands for, with "?" for half a surrogate pair, which cannot be sent. None if it is none."""
+    """Return the decoded JSON string, with "?" for an unpaired surrogate, or None if it is invalid."""
     try:
         return str(json.loads(literal)).encode("utf-8", "replace").decode()
     except ValueError:
@@ -136,9 +136,9 @@ class XmlBody:
     def __init__(self, schemas: Schemas):
         self._schemas = schemas
         self._name: str | None = None
-        self._parameter = ""  # whose value is read
-        self._until = FUNCTION  # what is looked for
-        self._pieces: list[str] = []  # of the text before it
+        self._parameter = ""  # parameter being read
+        self._until = FUNCTION  # expected marker
+        self._pieces: list[str] = []  # text before it
         self._held = ""  # may begin it
         self._rest: list[str] = []  # pieces of what follows the function's name, or the last parameter
         self._num_sent = 0
@@ -200,7 +200,7 @@ class XmlBody:
 
 
 class CallSplitter:
-    """One answer's text. `is_single` ends it behind the first call."""
+    """Splitter of one answer's text. `is_single` ends it after the first call."""
 
     def __init__(self, schemas: Schemas, is_single: bool):
         self._schemas = schemas
@@ -211,8 +211,8 @@ class CallSplitter:
         self._deltas: list[CallDelta] = []  # the same
         self._body: JsonBody | XmlBody | None = None
         self.is_inside = False  # a call has begun and not ended
-        self._raw: list[str] = []  # of the call so far, in case it is none
-        self._begin = ""  # of the call, until its notation is known
+        self._raw: list[str] = []  # text of the call so far, in case it is not a call
+        self._begin = ""  # start of the call, until its notation is known
         self._is_behind_call = False  # white space is not shown
         self._has_name = False
         self.num_calls = 0
@@ -229,7 +229,7 @@ class CallSplitter:
         return *self._take(), is_done
 
     def flush(self, is_cut: bool = False) -> tuple[str, list[CallDelta]]:
-        """At the end, or where a stop string cuts."""
+        """Return the rest at the end of the text or at a stop string."""
         held, self._held = self._held, ""
         if not self.is_inside:
             self._shown += "".join((*self._spaces, held))
@@ -277,7 +277,7 @@ class CallSplitter:
         behind = self._held[len(CLOSE) :]
         if isinstance(self._body, JsonBody) and self._body.is_in_string():
             if len(behind) <= MAX_SPACES and not behind.strip(" "):
-                return False  # no string goes on behind a line break, or the text's end
+                return False  # strings do not continue after a line break or the end
             if not behind.lstrip(" ").startswith("\n"):
                 self._held = behind
                 self._feed(CLOSE)
@@ -301,7 +301,7 @@ class CallSplitter:
             self._deltas.append(CallDelta(self.num_calls, arguments, name))
 
     def _end_call(self, is_cut: bool = False) -> None:
-        """A call that never said its name is text."""
+        """End a call; without a name it is text."""
         rest = self._body.close(is_cut) if isinstance(self._body, XmlBody) else ""
         self.is_inside = False
         if self._has_name:

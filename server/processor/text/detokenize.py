@@ -15,7 +15,7 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def byte_alphabet() -> dict[int, int]:
-    """Of byte-level BPE (GPT-2): printable bytes are themselves, the others the characters from U+0100 on."""
+    """Return the alphabet of byte-level BPE (GPT-2): printable bytes map to themselves, others to characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
@@ -81,7 +81,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """At the end: an unfinished character becomes U+FFFD."""
+        """Return the rest at the end: an incomplete character becomes U+FFFD."""
         return "" if self.is_between else self._decoder.decode(b"", final=True)
 
 
@@ -118,7 +118,7 @@ class StopMatcher:
         return text[:keep], False
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Return held-back text at the end."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         self.num_shown += len(held)
@@ -143,7 +143,7 @@ class StopMatcher:
 
 @functools.lru_cache(maxsize=64)
 def _borders(stop: str) -> list[int]:
-    """Of each prefix, the length of its longest proper suffix that is a prefix."""
+    """Return, for each prefix, the length of its longest proper suffix that is a prefix."""
     borders, length = [0], 0
     for char in stop[1:]:
         while length and stop[length] != char:
@@ -154,7 +154,7 @@ def _borders(stop: str) -> list[int]:
 
 
 def possible_start(text: str, marker: str) -> int:
-    """Where the longest suffix of `text` that begins `marker` starts; else the text's length."""
+    """Return the start of the longest suffix of `text` that begins `marker`, or the text's length."""
     start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
     while start >= 0:
         if marker.startswith(text[start:]):

@@ -9,11 +9,11 @@ from engine.wire.params import TokenLogprobs
 from engine.wire.reports import PromptLogprobs
 
 Spelling = Callable[[int], bytes]
-Entry = tuple[int, float | None, list[tuple[int, float]]]  # of a prompt's token: its id, its value, the most likely ones in its place
+Entry = tuple[int, float | None, list[tuple[int, float]]]  # prompt token: id, value, and the most likely alternatives
 
 
 def id_spelling(token_id: int) -> bytes:
-    """As vLLM has it where texts are ambiguous."""
+    """Return the spelling of an id, as in vLLM for ambiguous texts."""
     return b"token_id:%d" % token_id
 
 

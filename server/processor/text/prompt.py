@@ -19,7 +19,7 @@ from server.processor.text.template import ChatTemplate, Rendered, Setting
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
-MAX_TOKENS = 1 << 20  # of a prompt that is only counted
+MAX_TOKENS = 1 << 20  # limit of a prompt that is only counted
 USUAL_CHARACTERS = 6  # a token; texts have fewer
 PIECE_CHARACTERS = 1 << 14
 MARGIN = 0.1
@@ -33,7 +33,7 @@ def too_long(limit: int, num_tokens: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Visual:
-    """What a medium becomes in a prompt: placeholders of an image, or of each frame pair of a video, with its time in seconds."""
+    """Placeholders of a medium in a prompt: of an image, or of each frame pair of a video with its time in seconds."""
 
     lengths: list[int]
     times: list[float] | None = None
@@ -54,7 +54,7 @@ class Placeholders:
         return self.video
 
     def shown(self, ids: Sequence[int]) -> list[bool]:
-        """Of each medium that the ids show, in order: whether it is a video."""
+        """Return, for each medium in the ids, whether it is a video."""
         return [token_id != self.image for token_id in ids if token_id == self.image or token_id == self.video]
 
 
@@ -141,12 +141,12 @@ class PromptBuilder:
         return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
 
     def _shortened(self, ids: list[int]) -> list[int]:
-        """With one placeholder an image also where a client has repeated it for each of the image's tokens: no two images touch."""
+        """Collapse placeholders that a client repeated for each of an image's tokens: images are never adjacent."""
         pairs = zip(ids, [None, *ids], strict=False)
         return [token_id for token_id, before in pairs if not (token_id == before == self._placeholders.image)]
 
     def first_tokens(self, words: list[str]) -> tuple[int, ...]:
-        """Of each word. They are whole words in vocabularies as large as Qwen's."""
+        """Return the first token of each word. Large vocabularies such as Qwen's contain the whole words."""
         return tuple(self._ids_of(word)[0] for word in words)
 
     def _ids_of(self, word: str) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ class PromptBuilder:
         return list(encoding.ids[:limit])
 
     def bad_words(self, texts: list[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word, as it is and behind a space. RequestError 400 for one that is too long."""
+        """Return the token ids of each word, also after a space. RequestError 400 for one that is too long."""
         found: dict[tuple[int, ...], None] = {}
         for bad in texts:
             for text in (bad, " " + bad.lstrip()):
@@ -212,7 +212,7 @@ class PromptBuilder:
 
 
 def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text."""
+    """Return the tokens that the tokenizer adds before and after a text."""
     bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
     framed: list[int] = tokenizer.encode("a").ids
     start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)

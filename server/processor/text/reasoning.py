@@ -1,4 +1,4 @@
-"""The text of an answer in its parts: what a model thinks, says, and calls.
+"""Parts of an answer's text: thoughts, content and tool calls.
 
     prompt ends in <think> ────┐
     first token is <think> ────┴──▶ reasoning ── </think> ──┐
@@ -54,12 +54,12 @@ class OutputText:
 
     @property
     def begin(self) -> int:
-        """Where the next token's text begins, in characters."""
+        """Return the start of the next token's text in characters."""
         return self._stops.num_read
 
     @property
     def end(self) -> int:
-        """Where the last token's text ends. A character that it left unfinished, and that may begin a stop string, counts."""
+        """Return the end of the last token's text, including an incomplete character that may start a stop string."""
         return self._stops.num_read + (self._has_stops and not self._detokenizer.is_between)
 
     def shows(self, begin: int, end: int) -> bool:
@@ -73,7 +73,7 @@ class OutputText:
     def read_prompt(self, ids: Sequence[int]) -> None:
         """The output begins with thoughts if only white space follows the prompt's last `<think>`: the end of a message follows what a
         client typed."""
-        texts = self.table.texts  # of the tokenizer's ids: the model may have more
+        texts = self.table.texts  # number of the tokenizer's ids; the model may have more
         tail = reversed(ids[-MAX_SPACES:])
         last = next((token_id for token_id in tail if not (token_id < len(texts) and (texts[token_id] or "").isspace())), -1)
         self.is_thinking = last == self._think.start
@@ -99,7 +99,7 @@ class OutputText:
         return self._split(*self._stops.push(text))
 
     def flush(self) -> tuple[str, bool]:
-        """At the end: what was held back, and whether it completes a stop string."""
+        """Return held-back text at the end, and whether it completes a stop string."""
         return self._split(*self._end_part(), is_end=True)
 
     def _end_part(self) -> tuple[str, bool]:

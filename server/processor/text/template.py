@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.wire.params import ChatPrompt
 from server.errors import PROMPT, RequestError
 
-# For templates that look for text in every role's parts but for images only in a user's.
+# For templates that accept text parts in every role but images only from users.
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
 
@@ -46,13 +46,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Rendered text in which markers stand for `originals`, if there are any."""
+    """Rendered text with markers in place of `originals`, if any."""
 
     text: str
     originals: dict[str, str]
 
     def reveal(self, piece: str) -> str:
-        """A piece of the text as the user wrote it. A marker that stands for nothing, which only a template can write, is text."""
+        """Return a piece of the original text. Unknown markers, which only a template can write, are text."""
         nonce = next(iter(self.originals))[:NONCE_CHARACTERS]
         return re.sub(f"{nonce}[0-9]+x", lambda match: self.originals.get(match[0], match[0]), piece)
 
@@ -74,7 +74,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot be compiled: {str(error)[:MAX_REASON]}{place}") from None
 
     def render(self, prompt: ChatPrompt) -> Rendered:
-        """RequestError 400 if the template refuses the messages, or cannot show what is asked for."""
+        """Render the messages. RequestError 400 if the template rejects them or omits requested parts."""
         shield = _Shield()
         messages = [self._protect_message(message, shield) for message in msgspec.json.decode(prompt.messages)]
         tools = None if prompt.tools is None else self._protect(msgspec.json.decode(prompt.tools), shield)
@@ -133,12 +133,12 @@ class ChatTemplate:
 
 
 class _Shield:
-    """Texts of one request, hidden behind markers that no client can know."""
+    """Texts of one request, replaced by markers that clients cannot guess."""
 
     def __init__(self) -> None:
         self.originals: dict[str, str] = {}  # by marker
         self._nonce = f"x{secrets.token_hex(NONCE_CHARACTERS // 2 - 1)}x"
-        self.end = f"{self._nonce}end"  # of a message that is to be continued
+        self.end = f"{self._nonce}end"  # text of a message to continue
 
     def hide(self, text: str) -> str:
         marker = f"{self._nonce}{len(self.originals)}x"
@@ -152,7 +152,7 @@ def _append_text(message: dict[str, object], text: str) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` shows its body; for training, it marks what the assistant says."""
+    """`{% generation %}` renders its body; in training it marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
