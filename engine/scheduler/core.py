@@ -7,9 +7,10 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -199,7 +200,8 @@ class SchedulerCore:
 
     def stats(self) -> EngineStats:
         state = self.state
-        return EngineStats(
+        return msgspec.structs.replace(
+            state.counters,
             max_model_len=self._capacity,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
@@ -212,7 +214,6 @@ class SchedulerCore:
             prompt_tokens=self._num_prompt_tokens,
             generated_tokens=self._num_generated,
             images_evicted=state.images.num_evicted,
-            **asdict(state.counters),
         )
 
     def _find_problem(self, wire: EngineRequest, num_prompt: int) -> str | None:
@@ -325,7 +326,7 @@ class SchedulerCore:
 
     def _note_drafts(self, request: Request, chunk: Chunk, num_accepted: int, num_kept: int) -> TokenDetails:
         details = TokenDetails(len(chunk.drafts), min(num_accepted, num_kept))
-        self.state.counters.note_drafts(details.num_drafts, details.num_accepted)
+        details.count_in(self.state.counters)
         if self.drafter is not None:
             self.drafter.note(request, num_accepted)
         return details

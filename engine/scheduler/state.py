@@ -15,6 +15,7 @@ from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory, ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.wire.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
+from engine.wire.stats import EngineStats
 from models.kernels.step_sizes import StepSizes
 
 
@@ -36,31 +37,6 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Counters:
-    """Total counts."""
-
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0
-    images_encoded: int = 0
-    images_hit: int = 0
-    images_skipped: int = 0
-    preemptions: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
-
-    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the verified draft tokens of a row and how many of them its answer has."""
-        self.drafts += 1
-        self.draft_tokens += num_drafts
-        self.accepted_draft_tokens += num_accepted
-        self.accepted_by_position += [0] * (num_drafts - len(self.accepted_by_position))
-        for position in range(num_accepted):
-            self.accepted_by_position[position] += 1
-
-
-@dataclass(slots=True)
 class State:
     """Scheduler state. `running` and `waiting` are sorted by `Request.order`."""
 
@@ -73,7 +49,7 @@ class State:
     free_rows: list[int] = field(default_factory=list)
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
     saving: list[list[int]] = field(default_factory=list)  # snapshot blocks written by plans in flight
-    counters: Counters = field(default_factory=Counters)
+    counters: EngineStats = field(default_factory=EngineStats)  # its totals
     num_head_drafts: int = 0  # draft tokens per row that the model's head makes after the next step
     num_steps: int = 0
 

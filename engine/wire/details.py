@@ -2,6 +2,8 @@
 
 import msgspec
 
+from engine.wire.stats import EngineStats
+
 
 class TokenDetails(msgspec.Struct, array_like=True):
     """Counts for some tokens of an answer."""
@@ -17,6 +19,15 @@ class TokenDetails(msgspec.Struct, array_like=True):
         """Count token `index` of an output with these details."""
         self.num_drafts += output.num_drafts if index == 0 else 0
         self.num_accepted += index < output.num_accepted
+
+    def count_in(self, stats: EngineStats) -> None:
+        """Add the details of a verified row to the totals."""
+        stats.drafts += 1
+        stats.draft_tokens += self.num_drafts
+        stats.accepted_draft_tokens += self.num_accepted
+        stats.accepted_by_position += [0] * (self.num_drafts - len(stats.accepted_by_position))
+        for position in range(self.num_accepted):
+            stats.accepted_by_position[position] += 1
 
     def as_json(self) -> dict[str, int]:
         """Return members of OpenAI's `completion_tokens_details`."""

@@ -33,7 +33,7 @@ class Gauge(Total):
     """A value at this time."""
 
 
-class EngineStats(msgspec.Struct, frozen=True):
+class EngineStats(msgspec.Struct):
     """Gauges and totals of the scheduler, each of which is a metric. A list has a value per position."""
 
     max_model_len: Annotated[int, Gauge("maximum tokens of a prompt and its output, limited by the KV pool")] = 0

@@ -6,11 +6,11 @@ import pytest
 
 from bench.accepting import AcceptingDrafter
 from bench.drafts import SETS, main
-from engine.scheduler.state import Counters
+from engine.wire.stats import EngineStats
 from tests.unit.scheduler.simulation import Simulation, make_core
 
 
-def run_twice(probability: float, num_drafts: int) -> tuple[Simulation, Counters]:
+def run_twice(probability: float, num_drafts: int) -> tuple[Simulation, EngineStats]:
     """The same prompts, of which the first time makes a record."""
     core = make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=32)
     core.drafter = AcceptingDrafter(32, probability, num_drafts)
