@@ -1,9 +1,9 @@
-"""An engine whose drafts hold with a given probability, whatever its weights: `python -m bench.accepting P K --model ... --draft lookup`,
-or `--draft mtp`, whose head computes as many draft tokens as it would, at most three, which others then replace.
+"""Engine whose drafts are accepted with a given probability, with any weights: `python -m bench.accepting P K --model ... --draft lookup`,
+or `--draft mtp`, whose head computes its usual number of draft tokens, at most three, which are then replaced.
 
-The first time that a prompt comes, its greedy answer is recorded, without drafts. From the second time on each draft is the recorded token
-with probability P, and a wrong one otherwise. K drafts a row in every step; with K = 0 the engine adapts as always and is told that each
-draft holds with BELIEVED. Only the scheduler's process differs from `python -m engine.serve`: this module runs in its place.
+The first answer to a prompt is greedy, without drafts, and recorded. From the second on, each draft is the recorded token with probability
+P, otherwise a wrong one. Every step has K drafts per row; with K = 0 the engine adapts as usual, with BELIEVED as each draft's probability.
+Only the scheduler's process differs from `python -m engine.serve`: this module replaces it.
 """
 
 import random
@@ -31,7 +31,7 @@ class AcceptingSource(Source):
 
     @property
     def lag(self) -> int:
-        """It reads nothing."""
+        """Return no lag: nothing is read."""
         return 0
 
     def _find(self, most: int) -> Guess:
@@ -71,7 +71,7 @@ def _prompt_of(request: Request) -> bytes:
 
 
 class _Supervisor(Supervisor):
-    """Starts this module as the scheduler."""
+    """Supervisor that starts this module as the scheduler."""
 
     settings: tuple[str, str]
 
@@ -81,7 +81,7 @@ class _Supervisor(Supervisor):
 
 
 def main() -> int:
-    """Of the launcher, or of the scheduler, whose first argument is a file."""
+    """Entry point of the launcher, or of the scheduler, whose first argument is a file."""
     if not sys.argv[1].endswith(".json"):
         _Supervisor.settings = sys.argv[1], sys.argv[2]
         engine.serve.Supervisor = _Supervisor  # type: ignore[misc]

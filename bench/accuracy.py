@@ -1,4 +1,4 @@
-"""Asks a running server freshly drawn questions and counts correct answers: `python -m bench accuracy --url ... --questions 500`.
+"""Ask a running server new questions and count correct answers: `python -m bench accuracy --url ... --questions 500`.
 
 Works with any OpenAI-compatible URL that serves the demo model. The e2e tests use `ask_server` with a few dozen questions.
 """
@@ -25,7 +25,7 @@ DEFAULT_TASKS = ("number", "list", "colour", "shape", "which", "count")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to one question; without an answer `error` is set, which counts as wrong."""
+    """Answer to one question; an `error` counts as wrong."""
 
     seed: int
     task: str
@@ -35,17 +35,17 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """Exact match."""
+        """Return whether the answer matches exactly."""
         return self.error is None and self.said == self.answer
 
 
 def body(item: Question, model: str) -> dict[str, Any]:
-    """A greedy, streamed chat request."""
+    """Return a greedy, streamed chat request."""
     return {"model": model, "messages": item.messages(), "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
 
 
 async def ask_server(client: ChatClient, model: str, items: Sequence[Question], concurrency: int) -> list[Result]:
-    """All questions with at most `concurrency` in flight; results in the order of the questions."""
+    """Ask all questions with at most `concurrency` in flight. Return results in the order of the questions."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(item: Question) -> Result:
@@ -57,7 +57,7 @@ async def ask_server(client: ChatClient, model: str, items: Sequence[Question], 
 
 
 async def run(args: argparse.Namespace) -> list[Result]:
-    """Draw the questions and ask them in slices, so that encoded pictures do not pile up."""
+    """Generate the questions and ask them in slices, which bounds the memory of encoded pictures."""
     stream = questions(args.seed, args.tasks)
     results: list[Result] = []
     async with ChatClient(args.url, args.api_key) as client:
@@ -69,7 +69,7 @@ async def run(args: argparse.Namespace) -> list[Result]:
 
 
 def report(results: Sequence[Result]) -> dict[str, object]:
-    """Scores a task and over all, the number of failed requests, and the first wrong answers."""
+    """Return the scores per task and in total, the number of failed requests, and the first wrong answers."""
     scores = score((r.task, r.right) for r in results)
     overall = Score("all", sum(s.right for s in scores), len(results))
     rows = [asdict(s) | {"accuracy": s.accuracy, "interval": s.interval} for s in (*scores, overall)]

@@ -1,9 +1,9 @@
-"""The parts of the time to first token: consecutive, adding up to it, with the client's own part separate.
+"""Breakdown of the time to first token into consecutive parts, with the client's own part separate.
 
     started ──client──▶ sent ──transfer──▶ received ──prepare, queue, launch, prefill, sample, reply──▶ first text     rest: in none of them
 
 `received` is on the server's clock. The transfer is the longer of two times: until the kernel has taken the last byte (client's clock),
-and the server's reading time. So parts of two clocks never count twice.
+and the server's reading time. No time is counted twice across the two clocks.
 """
 
 import statistics
@@ -16,7 +16,7 @@ STAGES = ("prepare_ms", "queue_ms", "launch_ms", "prefill_ms", "sample_ms", "rep
 
 
 def breakdown(answer: Answer) -> dict[str, float]:
-    """The parts of one request's TTFT in milliseconds. If the server reports no stages, everything after the transfer is `rest_ms`."""
+    """Return the parts of a request's TTFT in ms. If the server reports no stages, everything after the transfer is `rest_ms`."""
     sending = 1e3 * (answer.written - answer.sent) if answer.written else 0.0
     parts = {"client_ms": 1e3 * (answer.sent - answer.started), "transfer_ms": max(sending, answer.timings.get("receive_ms", 0.0))}
     parts |= {name: answer.timings[name] for name in STAGES if name in answer.timings}
@@ -24,7 +24,7 @@ def breakdown(answer: Answer) -> dict[str, float]:
 
 
 def ttft_figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Medians of answers without an error, and the parts of the one in the middle."""
+    """Return medians of successful answers, and the parts of the median one."""
     middle = sorted(answers, key=lambda answer: answer.ttft)[len(answers) // 2]
     return {
         "ttft_ms": round(1e3 * statistics.median(answer.ttft for answer in answers), 2),
@@ -35,11 +35,11 @@ def ttft_figures(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def part_names(points: Sequence[dict[str, Any]]) -> list[str]:
-    """Columns for `part_cells`."""
+    """Return the columns of `part_cells`."""
     return list(dict.fromkeys(name.removesuffix("_ms") for point in points for name in point.get("parts_ms", {})))
 
 
 def part_cells(point: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """The parts of a point for a table; an empty cell for a missing part."""
+    """Return the parts of a point as table cells, empty for missing parts."""
     parts = point.get("parts_ms", {})
     return [f"{parts[f'{name}_ms']:.1f}" if f"{name}_ms" in parts else "" for name in names]

@@ -1,12 +1,12 @@
-"""Conversations that grow: each turn adds one image and resends all; and one long shared document with many questions.
+"""Growing conversations, where each turn adds one image and resends all, and a long shared document with many questions.
 
     python -m bench chat --url http://127.0.0.1:8000 --resolution 720p --turns 8 --clients 1
     python -m bench chat --url http://127.0.0.1:8000 --document 16 --questions 32 --concurrency 8
     python -m bench chat --url http://127.0.0.1:8000 --repeat 32
     python -m bench chat --url http://127.0.0.1:8000 --replicas    # the address of `engine.serve --dp 2` with the demo model
 
-The second form sends the same questions twice: each about fresh images (cold), then all about one new document.
-`--repeat` sends one request with that many images several times. For a cold server use a seed that it has not seen.
+The second form sends the same questions twice: each with new images (cold), then all about one new document.
+`--repeat` sends one request with that many images several times. For cold caches use a new seed.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def images(args: argparse.Namespace, seed: int, count: int) -> list[str]:
 
 
 async def converse(client: ChatClient, model: str, uris: list[str], seed: int) -> list[Answer]:
-    """One conversation: every turn resends the whole of it with one more image."""
+    """Run one conversation: every turn resends it with one more image."""
     messages: list[dict[str, Any]] = []
     answers = []
     for turn, uri in enumerate(uris):
@@ -62,7 +62,7 @@ async def converse(client: ChatClient, model: str, uris: list[str], seed: int) -
 
 
 async def conversations(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Median TTFT of each turn over all clients; and of all turns, with their rate."""
+    """Return the median TTFT of each turn over all clients, and of all turns with their rate."""
     pictures = [images(args, 1 + i, args.turns) for i in range(args.clients)]
     started = time.perf_counter()
     talks = await asyncio.gather(*(converse(client, model, uris, 1 + i) for i, uris in enumerate(pictures)))
@@ -77,7 +77,7 @@ async def conversations(client: ChatClient, model: str, args: argparse.Namespace
 
 
 async def document(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Questions about one document, cold (fresh images for each) and shared (the same images), and the gain in throughput."""
+    """Ask about one document, cold (new images each) and shared (the same images). Return both and the gain in throughput."""
     rows = []
     shared = images(args, 1, args.document)
     for name in ("cold", "shared"):
@@ -93,13 +93,13 @@ async def document(client: ChatClient, model: str, args: argparse.Namespace) -> 
 
 
 async def repeat(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One request, sent again and again."""
+    """Send one request repeatedly."""
     body = chat_body(model, [user_message(images(args, 1, args.repeat), text_of(TURN_TOKENS, 1))], TURN_TOKENS)
     return [point(f"time {i + 1}", [await client.chat(body)]) for i in range(REPEATS)]
 
 
 def rated(name: str, answers: list[Answer], seconds: float) -> dict[str, Any]:
-    """A row with the rate at which answers came, and how many were errors."""
+    """Return a row with the rate of answers and the number of errors."""
     good = [answer for answer in answers if answer.error is None]
     if not good:
         raise SystemExit(f"every request failed: {answers[0].error}")
@@ -119,7 +119,7 @@ def point(name: str, answers: list[Answer]) -> dict[str, Any]:
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     async with ChatClient(args.url, args.api_key) as client:
         model = args.model or await client.model()
-        count = args.document or args.repeat or args.turns  # the largest that is measured, or first-time costs would fall on it
+        count = args.document or args.repeat or args.turns  # the largest measured size, which would otherwise include one-time costs
         warm_up = images(args, 9_999, count)
         await client.chat(chat_body(model, [user_message(warm_up, "warm up")], TURN_TOKENS))
         if args.document:

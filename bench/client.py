@@ -1,4 +1,4 @@
-"""A streaming chat request against any OpenAI-compatible URL, timed token by token."""
+"""Client of any OpenAI-compatible URL that times streamed chat requests token by token."""
 
 import asyncio
 import json
@@ -17,26 +17,26 @@ HEALTH_PAUSE_S = 0.05
 
 @dataclass(slots=True)
 class Answer:
-    """What a client saw. Times are seconds after the request was begun; `started` (before serialisation) and `sent` are clock readings."""
+    """Answer as seen by a client. Times are seconds after its start; `started` (before serialisation) and `sent` are clock readings."""
 
     started: float = 0.0
-    sent: float = 0.0  # body serialised, about to be written
-    written: float = 0.0  # its last byte with the kernel
+    sent: float = 0.0  # body serialised, before it is written
+    written: float = 0.0  # its last byte passed to the kernel
     token_times: list[float] = field(default_factory=list)  # clock readings of chunks with text, of the thoughts or the answer
     finished: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, float] = field(default_factory=dict)  # the server's stages, when it is ours
+    timings: dict[str, float] = field(default_factory=dict)  # stages reported by this project's server
     error: str | None = None
     text: str = ""  # without the thoughts
 
     @property
     def ttft(self) -> float:
-        """First non-empty text, the client's serialisation included."""
+        """Return the time of the first non-empty text, including the client's serialisation."""
         return self.token_times[0] - self.started
 
     @property
     def ttft_sent(self) -> float:
-        """First non-empty text after the body was serialised."""
+        """Return the time of the first non-empty text after serialisation."""
         return self.token_times[0] - self.sent
 
     @property
@@ -45,29 +45,29 @@ class Answer:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds per token after the first."""
+        """Return the mean seconds per token after the first."""
         return (self.finished - self.token_times[0]) / max(1, self.num_tokens - 1)
 
     @property
     def latencies(self) -> list[float]:
-        """Seconds between consecutive texts."""
+        """Return the seconds between consecutive texts."""
         return [second - first for first, second in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
 def text_of(num_tokens: int, salt: int) -> str:
-    """Text of about `num_tokens` tokens, different for every salt so that no prefix is shared."""
+    """Return text of about `num_tokens` tokens, different for every salt so that no prefix is shared."""
     head = f"Request {salt}:"
     return head + WORD * max(1, num_tokens - 8)
 
 
 def user_message(uris: list[str], text: str) -> dict[str, Any]:
-    """Images first, then the text."""
+    """Return a message with images, then the text."""
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def chat_body(model: str, messages: list[dict[str, Any]], max_tokens: int) -> dict[str, Any]:
-    """Greedy, of a fixed length, streamed with usage; `timings` asks our server for its stages and is ignored by others."""
+    """Return a greedy, streamed request of fixed length with usage; `timings` requests stages and is ignored by other servers."""
     return {
         "model": model,
         "messages": messages,
@@ -81,7 +81,7 @@ def chat_body(model: str, messages: list[dict[str, Any]], max_tokens: int) -> di
 
 
 class ChatClient:
-    """One connection pool to one server. An async context manager."""
+    """Connection pool to one server, an async context manager."""
 
     def __init__(self, url: str, api_key: str | None = None):
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
@@ -98,22 +98,22 @@ class ChatClient:
         await self._session.close()
 
     async def model(self) -> str:
-        """The name of the first model that the server lists."""
+        """Return the first model that the server lists."""
         async with self._session.get(f"{self._base}/v1/models") as response:
             return str((await response.json())["data"][0]["id"])
 
     async def version(self) -> dict[str, Any]:
-        """The server's /version; empty if it has none."""
+        """Return the server's /version, or an empty dictionary."""
         async with self._session.get(f"{self._base}/version") as response:
             return dict(await response.json()) if response.status == 200 else {}
 
     async def metrics(self) -> str:
-        """The server's /metrics."""
+        """Return the server's /metrics."""
         async with self._session.get(f"{self._base}/metrics") as response:
             return await response.text()
 
     async def chat(self, body: dict[str, Any]) -> Answer:
-        """Sends one request and reads its stream to the end. An error answer or a broken connection is `Answer.error`."""
+        """Send one request and read its stream. An error response or a broken connection sets `Answer.error`."""
         answer = Answer(started=time.perf_counter())
         upload = self._uploads.encode(body)
         answer.sent = time.perf_counter()
@@ -145,7 +145,7 @@ class ChatClient:
         answer.usage = chunk.get("usage") or answer.usage
         answer.timings = chunk.get("timings") or answer.timings
         delta = chunk["choices"][0].get("delta", {}) if chunk.get("choices") else {}
-        if delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):  # servers name thoughts in two ways
+        if delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):  # two names of thoughts are in use
             answer.token_times.append(now)
         answer.text += delta.get("content") or ""
 

@@ -30,16 +30,16 @@ from bench.flags import make_parser
 from bench.report import table, write_result
 
 LIMIT = 2.0  # percent
-SEEDS_PER_ROUND = 1_000_000  # more than a benchmark counts up from its seed
+SEEDS_PER_ROUND = 1_000_000  # more than a benchmark increments its seed
 MODELS = ("Qwen3-VL-8B", "Qwen3-VL-8B-FP8", "Qwen3-VL-30B-A3B-FP8")
-KERNEL_CACHE = Path("~/.cache/mini-vlm-engine/compare")  # kernels of old versions; the new one uses the default cache
+KERNEL_CACHE = Path("~/.cache/mini-vlm-engine/compare")  # kernel cache of old versions; the new one uses the default
 RUNS = {
     "one": "load --concurrency 1 --requests 4 --warm-ups 1 --input-tokens 1024 --output-tokens 256",
     "text": "load --concurrency 64 --requests 128 --warm-ups 32 --input-tokens 256 --output-tokens 256",
     "image": "load --concurrency 32 --requests 96 --warm-ups 16 --images 1 --output-tokens 128",
     "probe": "probe --content smooth --clock after --resolutions 720p --counts 1,8,32 --repeats 3",
 }
-RATES = ("requests_per_s", "output_tokens_per_s")  # more is better
+RATES = ("requests_per_s", "output_tokens_per_s")  # higher is better
 FIGURE = {"one": "tpot_ms", "text": "output_tokens_per_s", "image": "requests_per_s"}  # of a load
 
 Sample = dict[str, float]  # figure -> value
@@ -59,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def folder_of(old: str) -> Iterator[Path]:
-    """The folder OLD, or a temporary one with the files of the commit."""
+    """Yield the folder OLD, or a temporary one with the files of the commit."""
     if Path(old).is_dir():
         yield Path(old).absolute()
         return
@@ -70,13 +70,13 @@ def folder_of(old: str) -> Iterator[Path]:
 
 
 def engine_flags(model: str, more: str) -> list[str]:
-    """A pool of fixed size: an engine cannot measure free memory while another one starts."""
+    """Return flags with a pool of fixed size: free memory cannot be measured while another engine starts."""
     is_stored = model == "demo" or Path(model).is_dir()
     return ["--model", model, *([] if is_stored else ["--load-format", "dummy", "--kv-cache-memory-bytes", "12G"]), *shlex.split(more)]
 
 
 def figures(run: str, content: dict[str, Any]) -> Sample:
-    """The figure of a load, or the times to first token of a probe. ValueError if requests failed."""
+    """Return the figure of a load, or the times to first token of a probe. ValueError if requests failed."""
     failed = content.get("result", {}).get("errors") or [point["error"] for point in content.get("points", []) if "error" in point]
     if failed:
         raise ValueError(f"{run}: {failed[0]}")
@@ -87,12 +87,12 @@ def figures(run: str, content: dict[str, Any]) -> Sample:
 
 
 def gain(figure: str, old: float, new: float) -> float:
-    """By how many percent the new version is faster; negative: slower."""
+    """Return by how many percent the new version is faster (negative: slower)."""
     return 100 * (new / old - 1 if figure in RATES else old / new - 1)
 
 
 def compared(samples: Samples) -> dict[str, tuple[float, float, float]]:
-    """Figure -> medians of the old and the new engine, and the gain."""
+    """Return the medians of the old and the new engine and the gain by figure."""
     medians = {
         name: {figure: statistics.median(sample[figure] for sample in taken) for figure in taken[0]} for name, taken in samples.items()
     }
@@ -104,7 +104,7 @@ def is_loss(samples: Samples) -> bool:
 
 
 async def run_benchmark(command: str, url: str, seed: int) -> dict[str, Any]:
-    """Run a benchmark against a server and return what it writes. RuntimeError with the end of its output if it fails."""
+    """Run a benchmark against a server and return its results. RuntimeError with the end of its output if it fails."""
     module, *flags = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result.json")
@@ -122,8 +122,8 @@ async def measure(run: str, url: str, seed: int) -> Sample:
 
 
 async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples) -> None:
-    """Add `count` samples of each engine; every second round begins with the last engine. Each round has requests of its own: repeated ones
-    would be found in the caches."""
+    """Add `count` samples of each engine; every second round begins with the last engine. Each round has new requests:
+    repeated ones would be cached."""
     first = len(samples["old"])
     for number in range(first, first + count):
         for name in list(urls)[:: -1 if number % 2 else 1]:
@@ -131,7 +131,7 @@ async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples
 
 
 async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, Samples]:
-    """Start both engines with one model; samples of each run."""
+    """Start both engines with one model and return the samples of each run."""
     flags, found = engine_flags(model, args.flags), {}
     digest = hashlib.sha256(str(args.old).encode()).hexdigest()[:16]
     own = ["env", f"FLASHINFER_WORKSPACE_BASE={KERNEL_CACHE.expanduser() / digest}"]
@@ -150,7 +150,7 @@ async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, 
                 await rounds(urls, run, args.rounds, samples)
             found[run] = dict(samples)
             for row in rows_of(model, {run: samples}):
-                print(*row, flush=True)  # a run that is stopped keeps what it has found
+                print(*row, flush=True)  # an interrupted run keeps its results
     return found
 
 

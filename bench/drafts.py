@@ -1,12 +1,12 @@
-"""What --draft brings: milliseconds a token without and with drafts, and how many of them hold.
+"""Effect of --draft: milliseconds per token without and with drafts, and the acceptance rate.
 
     python -m bench drafts --flags "--model demo" --sets demo forms --streams 1 4
     python -m bench drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.7 --drafts 4 --sets random
     python -m bench drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.0 --sets random
     python -m bench drafts --flags "--model Qwen3.5-27B --load-format dummy" --draft mtp --accept 0.8 --drafts 3 --sets random
 
-Starts an engine without and one with drafts. With --accept, for dummy weights, drafts hold with that probability (`bench.accepting`): the
-second engine answers every prompt twice and the second time counts. Without --drafts it adapts to that, as always.
+Starts an engine without and one with drafts. With --accept, for dummy weights, drafts are accepted with that probability
+(`bench.accepting`): the second engine answers every prompt twice, and the second answer counts. Without --drafts it adapts as usual.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from bench.report import environment, table, write_json
 from models.demo.questions import question
 
 CERTAIN_TOKEN = "100"
-BEAT_S = 1.5  # after which the metrics know of the last steps
+BEAT_S = 1.5  # until the metrics include the last steps
 NAMES = ("Ada", "Emil", "Grete", "Ibrahim", "Lin", "Maria", "Noor", "Otto", "Rosa", "Yusuf")
 TOWNS = ("Aarhus", "Basel", "Cork", "Delft", "Gent", "Lyon", "Porto", "Turku")
 FIELDS = ("name", "town", "street", "date_of_birth", "customer_number", "iban", "amount_due", "remarks")
@@ -50,7 +50,7 @@ CODE = """class Basket:
 
 
 def forms(i: int) -> dict[str, Any]:
-    """Text of a page, as OCR gives it, to be written as JSON: its fields are those of every other page."""
+    """Return OCR text of a page to convert to JSON; all pages have the same fields."""
     rng = random.Random(i)
     values = (rng.choice(NAMES), rng.choice(TOWNS), f"High Street {rng.randint(1, 99)}", f"19{rng.randint(40, 99)}-0{rng.randint(1, 9)}-11",
               rng.randint(10**7, 10**8), f"NL{rng.randint(10**9, 10**10)}", f"{rng.randint(1, 999)}.50 EUR", "none")  # fmt: skip
@@ -59,20 +59,20 @@ def forms(i: int) -> dict[str, Any]:
 
 
 def code(i: int) -> dict[str, Any]:
-    """A small change to a text that the answer repeats; the client predicts that nothing changes."""
+    """Return a small change to a text that the answer repeats, with the unchanged text as prediction."""
     name = ("price", "items", "owner", "count")[i % 4]
     asked = f"Rename `{name}` to `{name}_{i}` and repeat the whole file, nothing else.\n\n{CODE}"
     return {"messages": [user_message([], asked)], "prediction": {"type": "content", "content": CODE}}
 
 
 def chance(i: int) -> dict[str, Any]:
-    """Nothing to be foreseen."""
+    """Return unpredictable requests."""
     rng = random.Random(i)
     return {"messages": [user_message([], text_of(64, i) + " " + " ".join(str(rng.randrange(10**6)) for _ in range(20)))]}
 
 
 def demo(i: int) -> dict[str, Any]:
-    """What the demo knows to answer."""
+    """Return requests that the demo model can answer."""
     return {"messages": question(i, ("count_to", "list", "describe")[i % 3]).messages()}
 
 
@@ -98,7 +98,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def make_bodies(args: argparse.Namespace, model: str, name: str) -> list[dict[str, Any]]:
     fields: dict[str, Any] = {"cache_salt": name}
-    if args.accept is not None:  # logits without weights are so near each other that the number of rows decides
+    if args.accept is not None:  # logits of dummy weights are so close that the number of rows matters
         fields |= {"ignore_eos": True, "logit_bias": {CERTAIN_TOKEN: 100}}
     return [chat_body(model, [], args.output_tokens) | fields | SETS[name](i) for i in range(args.requests)]
 
@@ -109,7 +109,7 @@ async def totals(client: ChatClient) -> dict[str, float]:
 
 
 async def measure(args: argparse.Namespace, module: Sequence[str], flags: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Numbers of each set and number of streams, of the last round."""
+    """Return the results of each set and number of streams in the last round."""
     found = {}
     async with engine(flags, module) as (_, url), ChatClient(url) as client:
         model = await client.model()
@@ -136,8 +136,8 @@ def figures(answers: list[Answer]) -> dict[str, Any]:
 
 
 def row_of(name: str, plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
-    """A row's step brings a token and its accepted drafts: what it takes longer than without drafts is their verification, and the time
-    from its result to the next step. Texts are sorted, for answers come in the order in which they end."""
+    """Return a table row. A step yields a token and its accepted drafts; its additional time is their verification and the time from the
+    result to the next step. Texts are sorted because answers arrive in the order in which they end."""
     before, after = plain["ms_per_token"], drafted["ms_per_token"]
     steps = max(1, drafted["tokens"] - drafted["accepted_draft_tokens"])
     return {

@@ -1,4 +1,4 @@
-"""Sends a signal to each process of an engine in each phase of a request, and checks the client, the engine and what is left behind.
+"""Send a signal to each process of an engine in each phase of a request, and check the client, the engine and remaining resources.
 
     python -m bench faults --roles worker api --phases decode upload --signals SIGKILL SIGSTOP [--flags "--kv-cache-memory-bytes 1G"]
 
@@ -38,7 +38,7 @@ ROLES = ("launcher", "api", "processor", "scheduler", "worker")
 PHASES = ("upload", "media", "tower", "prefill", "decode")
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
 START_S, END_S, CLIENT_S, NOTICE_S, RECOVER_S = 300.0, 15.0, 2.0, 10.0, 15.0
-INTO_PHASE_S = 0.4  # after the request was begun
+INTO_PHASE_S = 0.4  # after the start of the request
 READY = re.compile(r"ready after .*: (http://\S+) serves")
 
 
@@ -52,14 +52,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def large_png() -> str:
-    """Takes a decoder about a second."""
+    """Return a PNG that takes a decoder about a second."""
     file = io.BytesIO()
     Image.new("RGB", (8000, 8000), (9, 90, 200)).save(file, "PNG", compress_level=1)
     return data_uri(file.getvalue()).replace("image/jpeg", "image/png")
 
 
 def body_of(phase: str) -> bytes:
-    """A request that reaches this phase quickly and stays in it for a while."""
+    """Return a request that reaches this phase quickly and stays in it for a while."""
     images = {"media": [large_png()], "tower": [data_uri(jpeg) for jpeg in make_jpegs(0, 8, "720p", "smooth")], "upload": [large_png()]}
     text = text_of(2500 if phase == "prefill" else 8, 1)
     return json.dumps(chat_body("demo", [user_message(images.get(phase, []), text)], 3000 if phase == "decode" else 64)).encode()
@@ -72,7 +72,7 @@ async def engine(
     folder: Path | None = None,
     prefix: Sequence[str] = (),
 ) -> AsyncIterator[tuple[Process, str]]:
-    """A running engine, of the clone in `folder` or of this one, and its address. It is removed completely at the end."""
+    """Context of a running engine of the clone in `folder` or of this one; yield it and its address."""
     command = [*prefix, sys.executable, "-m", *module, "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
     process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL, cwd=folder)
     assert process.stdout is not None
@@ -84,7 +84,7 @@ async def engine(
         children = list(roles_of(process.pid).values())
         yield process, match[1]
     finally:
-        with contextlib.suppress(ProcessLookupError, TimeoutError):  # of itself, if it can: killed, it leaves its run directory
+        with contextlib.suppress(ProcessLookupError, TimeoutError):  # normally removed by itself; if killed, it leaves its run directory
             process.terminate()
             await asyncio.wait_for(process.wait(), END_S)
         for pid in {*children, process.pid}:
@@ -94,7 +94,7 @@ async def engine(
 
 
 async def ask(url: str, body: bytes, is_slow: bool) -> str:
-    """How a request ends for its client: whole, an error, or a broken connection."""
+    """Return how a request ends for its client: complete, an error, or a broken connection."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 1 << 16):
@@ -122,7 +122,7 @@ async def health(url: str) -> int:
 
 
 async def seconds_until(url: str, is_well: bool, limit: float) -> float | None:
-    """Seconds until `/health` has this status; None if it never has."""
+    """Return the seconds until `/health` has this status, or None."""
     started = time.monotonic()
     while time.monotonic() - started < limit:
         if (await health(url) == 200) == is_well:
@@ -132,7 +132,7 @@ async def seconds_until(url: str, is_well: bool, limit: float) -> float | None:
 
 
 async def case(role: str, phase: str, name: str, pause: float, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Sends one signal and returns the outcome."""
+    """Send one signal and return the outcome."""
     async with engine(flags) as (process, url):
         pids = roles_of(process.pid)
         client = asyncio.create_task(ask(url, body_of(phase), phase == "upload"))
@@ -142,7 +142,7 @@ async def case(role: str, phase: str, name: str, pause: float, flags: Sequence[s
         found: dict[str, Any] = {"role": role, "phase": phase, "signal": name}
         if name == "SIGSTOP":
             return found | await _stopped(url, pids[role], role, client, pause)
-        limit = END_S if role != "launcher" else 2 * END_S  # which lets requests end for 5 s
+        limit = END_S if role != "launcher" else 2 * END_S  # lets requests finish for 5 s
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), limit)
         seconds, code = time.monotonic() - started, process.returncode
@@ -171,7 +171,7 @@ async def _stopped(url: str, pid: int, role: str, client: "asyncio.Task[str]", p
 
 
 async def faults(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every case, one after the other."""
+    """Run every case in sequence."""
     results = []
     for name, role, phase in itertools.product(args.signals, args.roles, args.phases):
         results.append(await case(role, phase, name, args.pause, shlex.split(args.flags)))

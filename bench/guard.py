@@ -1,10 +1,10 @@
-"""Measure the promises of docs/promises.md: stalls of other streams, limits, latency of `/health`, memory. Nothing here is a verdict.
+"""Measure the promises of docs/promises.md: stalls of other streams, limits, latency of `/health`, memory, without a verdict.
 
     python -m bench guard --seconds 6 --json guard.json
 
 Starts an engine with the demo model, or measures a running one (`--url`, `--api-key`; `--pid` of its launcher for memory). A stall is the
 longest gap between chunks of another client's stream during an attack, above the longest gap of an idle engine. `bench load --rate`,
-`bench stress` and `bench faults` measure what is promised about overload, long runs and signals.
+`bench stress` and `bench faults` measure the promises about overload, long runs and signals.
 """
 
 import argparse
@@ -44,18 +44,18 @@ CALL = r"<tool_call>\n<function=f>\n"
 
 @dataclass(slots=True)
 class Target:
-    """The engine that is measured."""
+    """Engine under test."""
 
     url: str
     model: str
     session: aiohttp.ClientSession
-    seconds: float  # of an attack
+    seconds: float  # duration of an attack
     pid: int | None  # launcher
     idle_gap: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)  # MiB by role, before the attacks
 
 
-Measure = Callable[[Target], Awaitable[str]]  # a probe: what was measured; an attack: what was answered
+Measure = Callable[[Target], Awaitable[str]]  # result of a probe, or outcome of an attack
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -67,13 +67,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(slots=True)
 class OtherStream:
-    """Another client's stream, started again when it ends."""
+    """Another client's stream, restarted when it ends."""
 
     gaps: list[float] = field(default_factory=list)
     last: float | None = None
 
     async def listen(self, target: Target) -> None:
-        """Run until cancelled. RuntimeError if the stream is refused."""
+        """Run until cancelled. RuntimeError if the stream is rejected."""
         body = chat_body(target.model, [user_message([], "Hello")], 4000)
         while True:
             async with target.session.post(CHAT, json=body) as response:
@@ -92,7 +92,7 @@ class OtherStream:
 
 
 async def longest(target: Target, attack: Measure) -> tuple[float, float, str]:
-    """Longest gap of another stream and slowest answer of `/health` during an attack, in seconds; the attack's outcome."""
+    """Return the longest gap of another stream and the slowest `/health` during an attack in seconds, and the attack's outcome."""
     stream, health = OtherStream(), list[float]()
     async with asyncio.TaskGroup() as group:
         others = [group.create_task(stream.listen(target)), group.create_task(watch_health(target.url, health))]
@@ -108,14 +108,14 @@ async def longest(target: Target, attack: Measure) -> tuple[float, float, str]:
 
 
 async def idle(target: Target) -> str:
-    """Set what the attacks are compared with."""
+    """Measure the idle values for comparison."""
     target.idle_gap, health, _ = await longest(target, lambda target: asyncio.sleep(target.seconds, ""))
     target.memory = memory_mib(target.pid)
     return f"longest gap {target.idle_gap:.3f} s, /health {health:.3f} s"
 
 
 def stall(attack: Measure) -> Measure:
-    """The probe that measures another stream's stall during an attack."""
+    """Return a probe of another stream's stall during an attack."""
 
     async def probe(target: Target) -> str:
         gap, health, outcome = await longest(target, attack)
@@ -125,7 +125,7 @@ def stall(attack: Measure) -> Measure:
 
 
 def requests(path: str, *bodies: dict[str, Any], clients: int = 1) -> Measure:
-    """Clients that each send the bodies in turn until the time is over."""
+    """Run clients that send the bodies in turn until the time is over."""
     encoded = [json.dumps(body).encode() for body in bodies]
 
     async def attack(target: Target) -> str:
@@ -151,7 +151,7 @@ def answers_of(statuses: Counter[int]) -> str:
 
 
 async def raw_status(target: Target, *pieces: bytes) -> int:
-    """Send bytes without an API key; the status of the answer, 0 without one."""
+    """Send bytes without an API key. Return the status of the response, 0 without one."""
     host, _, port = target.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -193,7 +193,7 @@ def video(kind: str, data: str) -> dict[str, Any]:
 
 
 def picture(mode: str, kind: str) -> dict[str, Any]:
-    """A small file of many pixels."""
+    """Return a small file of many pixels."""
     file = io.BytesIO()
     Image.new(mode, (HUGE, HUGE)).save(file, kind)
     uri = data_uri(file.getvalue()).replace("image/jpeg", f"image/{kind.lower()}")
@@ -201,7 +201,7 @@ def picture(mode: str, kind: str) -> dict[str, Any]:
 
 
 def calls(pattern: str) -> Measure:
-    """An answer with tools whose text is a pattern of the client's. A bias keeps it from the notation of the model's own calls."""
+    """Return a request with tools whose answer follows the client's pattern; a bias excludes the model's own call notation."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
     body = ask(tools=[tool], structured_outputs={"regex": pattern}, max_tokens=1500)
 
@@ -217,7 +217,7 @@ def calls(pattern: str) -> Measure:
 
 
 def broken_clips() -> list[dict[str, Any]]:
-    from bench.video import make_clip  # which needs PyAV
+    from bench.video import make_clip  # needs PyAV
 
     clip = make_clip(0, "tiny")
     files = clip[: len(clip) // 2], clip[:200] + os.urandom(len(clip) - 200), os.urandom(1 << 16)
@@ -231,7 +231,7 @@ def schema(salt: int) -> dict[str, Any]:
 
 
 def limit(attack: Measure) -> Measure:
-    """The probe that sends once and measures how soon the answer comes."""
+    """Return a probe that sends once and measures the response time."""
 
     async def probe(target: Target) -> str:
         started = time.monotonic()
@@ -242,7 +242,7 @@ def limit(attack: Measure) -> Measure:
 
 
 async def arenas(target: Target) -> str:
-    """Memory of the engine's shared-memory files."""
+    """Return the memory of the engine's shared-memory files."""
     if target.pid is None:
         return UNKNOWN
     found = {}
@@ -260,7 +260,7 @@ async def growth(target: Target) -> str:
     return ", ".join(f"{role} {size:+d} MiB" for role, size in grown.items()) or UNKNOWN
 
 
-# Name, promised value, and what makes the probe: bodies are made before the clock starts.
+# Name, promised value, and factory of the probe: bodies are made before the clock starts.
 PROBES: tuple[tuple[str, str, Callable[[], Measure]], ...] = (
     ("shared memory of an idle engine", "at most 256 MiB", lambda: arenas),
     ("idle engine", "", lambda: idle),
@@ -282,7 +282,7 @@ PROBES: tuple[tuple[str, str, Callable[[], Measure]], ...] = (
 
 
 async def guard(target: Target, only: list[str]) -> list[list[str]]:
-    """Name, promised and measured value of each probe, or why it failed."""
+    """Return name, promised and measured value of each probe, or the reason of its failure."""
     findings = []
     for name, promised, make in PROBES:
         if name != "idle engine" and only and not any(word in name for word in only):

@@ -1,9 +1,10 @@
-"""Many clients at once: requests per second, and percentiles of TTFT, time per output token, inter-token latency and end-to-end time.
+"""Many concurrent clients: requests per second, and percentiles of TTFT, time per output token, inter-token latency and end-to-end time.
 
     python -m bench load --url http://127.0.0.1:8000 --concurrency 32 --requests 128 --images 1 --input-tokens 256 --output-tokens 128
 
-Every request has fresh images and its own text; a client sends its next request after its last answer. With `--rate`, requests are
-sent at a fixed rate instead: several times the capacity shows how many an overloaded server serves and refuses, and how long they wait.
+Every request has new images and text; a client sends its next request after the previous answer. With `--rate`, requests are
+sent at a fixed rate instead: several times the capacity shows how many requests an overloaded server accepts and rejects,
+and how long they wait.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
 from bench.report import percentile, table, write_result
 
 PERCENTILES = (50, 90, 99)
-MAX_ERRORS = 3  # different ones, of failed requests, that are shown
+MAX_ERRORS = 3  # number of different errors shown
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,7 +40,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """All requests, made before the clock starts."""
+    """Return all requests, made before the clock starts."""
     jpegs = iter(make_jpegs(seed, count * args.images, args.resolution, args.content))
     bodies = []
     for i in range(count):
@@ -50,7 +51,7 @@ def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int) -> 
 
 
 async def drive(client: ChatClient, bodies: list[dict[str, Any]], concurrency: int) -> list[Answer]:
-    """Sends all bodies, `concurrency` at a time; answers in the order in which they ended."""
+    """Send all bodies, `concurrency` at a time. Return answers in the order in which they ended."""
     waiting = iter(bodies)
     answers: list[Answer] = []
 
@@ -63,7 +64,7 @@ async def drive(client: ChatClient, bodies: list[dict[str, Any]], concurrency: i
 
 
 async def drive_at_rate(client: ChatClient, bodies: list[dict[str, Any]], per_second: float) -> list[Answer]:
-    """Send all bodies at a fixed rate; answers in the order of the bodies."""
+    """Send all bodies at a fixed rate. Return answers in the order of the bodies."""
     tasks, started = [], time.perf_counter()
     for number, body in enumerate(bodies):
         await asyncio.sleep(max(0.0, started + number / per_second - time.perf_counter()))
@@ -72,7 +73,7 @@ async def drive_at_rate(client: ChatClient, bodies: list[dict[str, Any]], per_se
 
 
 async def load(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run as numbers."""
+    """Return the results of a run."""
     async with ChatClient(args.url, args.api_key) as client:
         model = args.model or await client.model()
         await drive(client, make_bodies(args, model, args.warm_ups, args.seed + 500_000), args.concurrency)
@@ -88,7 +89,7 @@ async def load(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(answers: list[Answer], seconds: float) -> dict[str, Any]:
-    """Rates and percentiles, in milliseconds; failed requests are counted and left out."""
+    """Return rates and percentiles in milliseconds; failed requests are counted and excluded."""
     good = [answer for answer in answers if answer.error is None]
     if not good:
         raise SystemExit(f"every request failed: {answers[0].error}")

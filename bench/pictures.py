@@ -1,7 +1,7 @@
-"""Random JPEGs of the benchmarks' sizes, fresh for every request.
+"""Random JPEGs of the benchmarks' sizes, new for every request.
 
-Uniform noise at quality 85 is the rule of the published image-limit probe (0.7 / 1.6 / 2.8 MB at 720p / 1080p / 2K): the worst case for
-every stage that touches bytes. Smooth noise at quality 90 is about half of that, nearer to photographs.
+Uniform noise at quality 85 is the rule of the published image-limit probe (0.7 / 1.6 / 2.8 MB at 720p / 1080p / 2K), the worst case for
+every stage that processes bytes. Smooth noise at quality 90 is about half of that and closer to photographs.
 """
 
 import io
@@ -19,7 +19,7 @@ NOISE_AMPLITUDE = 24
 
 
 def make_jpeg(seed: int, resolution: str, content: Content) -> bytes:
-    """One JPEG, a function of its arguments."""
+    """Return a JPEG, a function of the arguments."""
     width, height = RESOLUTIONS[resolution]
     rng = np.random.default_rng(seed)
     if content == "noise":
@@ -35,7 +35,7 @@ def make_jpeg(seed: int, resolution: str, content: Content) -> bytes:
 
 
 def make_jpegs(seed: int, count: int, resolution: str, content: Content, threads: int = 8) -> list[bytes]:
-    """`count` different JPEGs; another `seed` gives others."""
+    """Return `count` different JPEGs, determined by `seed`."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda i: make_jpeg(seed * 100_003 + i, resolution, content), range(count)))
 

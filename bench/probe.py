@@ -2,9 +2,9 @@
 
     python -m bench images --url http://127.0.0.1:8000 --resolutions 720p,1080p,2k --max-images 64
 
-Rules: uniform-noise JPEGs (quality 85), fresh at every step, images first, then 256 text tokens, temperature 0, 32 tokens out, ignore_eos,
-streaming, three warm-up requests, one request at a time. TTFT ends at the first non-empty text; it is given with the client's
-own serialisation inside ("ttft") and after it ("ttft sent"), and in the consecutive parts of bench/breakdown.py.
+Rules: uniform-noise JPEGs (quality 85), new at every step, images first, then 256 text tokens, temperature 0, 32 tokens out, ignore_eos,
+streaming, three warm-up requests, one request at a time. TTFT ends at the first non-empty text; it is reported with the client's
+serialisation ("ttft"), without it ("ttft sent"), and in the parts of bench/breakdown.py.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def counts_of(args: argparse.Namespace) -> list[int]:
-    """The numbers of images to try, ascending."""
+    """Return the numbers of images to try, ascending."""
     if args.counts:
         return sorted(int(count) for count in args.counts.split(","))
     powers: Iterator[int] = (1 << i for i in range(12))
@@ -45,13 +45,13 @@ def counts_of(args: argparse.Namespace) -> list[int]:
 
 
 async def ask(client: ChatClient, model: str, args: argparse.Namespace, resolution: str, count: int, seed: int) -> Answer:
-    """One request with fresh images, made before the clock starts."""
+    """Send one request with new images, made before the clock starts."""
     uris = [data_uri(jpeg) for jpeg in make_jpegs(seed, count, resolution, args.content)]
     return await client.chat(chat_body(model, [user_message(uris, text_of(TEXT_TOKENS, seed))], OUTPUT_TOKENS))
 
 
 async def measure(client: ChatClient, model: str, args: argparse.Namespace, resolution: str, count: int) -> dict[str, Any]:
-    """All repeats of one point: medians, or the error that the server gave."""
+    """Repeat one point. Return medians, or the server's error."""
     first = args.seed + 1_000 * count + 100_000 * (1 + list(RESOLUTIONS).index(resolution))
     seeds = [first + i for i in range(args.repeats)]
     answers = [await ask(client, model, args, resolution, count, seed) for seed in seeds]
@@ -68,7 +68,7 @@ async def measure(client: ChatClient, model: str, args: argparse.Namespace, reso
 
 
 async def probe(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every resolution and count, going on past a failure to the next resolution."""
+    """Measure every resolution and count; after a failure continue with the next resolution."""
     points = []
     async with ChatClient(args.url, args.api_key) as client:
         model = args.model or await client.model()
@@ -90,7 +90,7 @@ def shown(point: dict[str, Any], clock: str) -> str:
 
 
 def summary(points: list[dict[str, Any]], clock: str) -> str:
-    """Tables: times by part, and the largest number of images that each resolution answered."""
+    """Return tables of times by part and of the largest number of images answered per resolution."""
     names = part_names(points)
     key = "ttft_ms" if clock == "before" else "ttft_sent_ms"
     rows = [[p["resolution"], p["images"], "failed" if "error" in p else f"{p[key]:.1f}", *part_cells(p, names)] for p in points]

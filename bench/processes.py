@@ -1,4 +1,4 @@
-"""The processes of an engine on this machine and their memory."""
+"""Processes of an engine on this machine and their memory."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ MODULES = {
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process, if there still is one."""
+    """Return the children of a process, if it still exists."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -19,7 +19,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def roles_of(launcher: int) -> dict[str, int]:
-    """Role -> process id; of workers the last one."""
+    """Map roles to process ids; of several workers the last one."""
     found = {"launcher": launcher}
     for pid in children_of(launcher):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -29,7 +29,7 @@ def roles_of(launcher: int) -> dict[str, int]:
 
 
 def own_memory(pid: int) -> int:
-    """Private bytes of a process: without arenas and libraries."""
+    """Return the private bytes of a process, without arenas and libraries."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -38,7 +38,7 @@ def own_memory(pid: int) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Exists and is not a zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,8 +1,8 @@
-"""Does the GPU ever wait for Python? Profiles one request with many images, in one process, and lists the longest idle gaps.
+"""Profile of one request with many images in one process: lists the longest idle gaps of the GPU.
 
     python -m bench profile --images 32 --resolution 720p
 
-The scheduler core and the runner are the real ones, two steps ahead as in production; weights are dummies of the 8B shape. Needs a GPU.
+The scheduler core and the runner are the real ones, with two steps in flight; weights are dummies of the 8B shape. Needs a GPU.
 """
 
 import tempfile
@@ -94,7 +94,7 @@ class Bench:
         self._core = SchedulerCore(state, 1, model_config.text.max_position_embeddings, frozenset())
 
     def prefill(self, rid: int, jpegs: list[bytes], resolution: str) -> None:
-        """Plans two steps ahead, as scheduler and worker do; afterwards runs the worker's idle work."""
+        """Run a prefill, planning two steps in advance as scheduler and worker do, then the worker's idle work."""
         self._core.add(*self._request(rid, jpegs, resolution))
         pending: deque[LaunchedStep] = deque()
         while self._core.num_requests:
@@ -126,7 +126,7 @@ class Bench:
 
 
 def gaps_of(events: list[FunctionEvent]) -> tuple[float, float, list[tuple[float, str, str]]]:
-    """(span, idle time, gaps as (length, kernel before, kernel after)) in milliseconds; kernels of all streams count as busy."""
+    """Return (span, idle time, gaps as (length, kernel before, kernel after)) in milliseconds; kernels of all streams count as busy."""
     kernels = sorted((event for event in events if event.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start)
     gaps, busy_until, last = [], kernels[0].time_range.end, kernels[0].name
     for kernel in kernels[1:]:

@@ -1,4 +1,4 @@
-"""What `server.route` costs: the time until a large body's first byte is passed on, bytes per second, and CPU time of a streamed chunk.
+"""Cost of `server.route`: latency of a large body's first byte, bytes per second, and CPU time per streamed chunk.
 
     python -m bench proxy --json proxy.json
 
@@ -24,13 +24,13 @@ MIB = 1 << 20
 CHUNK = b'data: {"id":"chatcmpl-0","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":" the"}}]}\n\n'
 FRAME = b"%x\r\n%s\r\n" % (len(CHUNK), CHUNK)
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-PAUSE_S = 0.05  # between bodies, so that nothing of the last one is under way
-PIECE, PIECE_S = 64 << 10, 50e-6  # bodies come about as fast as over 10 Gbit/s: a client that is elsewhere takes no core from the proxy
+PAUSE_S = 0.05  # between bodies, so that the previous one is complete
+PIECE, PIECE_S = 64 << 10, 50e-6  # about as fast as 10 Gbit/s: a remote client would not use the proxy's cores
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def replica(pipe: Connection) -> None:
-    """Reports when the first and the last byte of a body arrived; answers `GET /chunks/N` with N chunks. A separate process."""
+    """Report when the first and the last byte of a body arrived; answer `GET /chunks/N` with N chunks. Runs in a separate process."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     pipe.send(listener.getsockname()[1])
     while True:
@@ -40,7 +40,7 @@ def replica(pipe: Connection) -> None:
 
 
 def answer(connection: socket.socket, pipe: Connection) -> None:
-    """Requests of one connection; small ones come whole."""
+    """Answer the requests of one connection; small ones arrive in one piece."""
     while head := connection.recv(MIB):
         now = time.perf_counter()
         chunks = re.match(rb"GET /chunks/(\d+)", head)
@@ -48,7 +48,7 @@ def answer(connection: socket.socket, pipe: Connection) -> None:
         if chunks:
             connection.sendall(STREAM_HEAD)
             for _ in range(int(chunks[1])):
-                connection.sendall(FRAME)  # one by one, as a model makes them
+                connection.sendall(FRAME)  # one by one, as from a model
             connection.sendall(b"0\r\n\r\n")
             continue
         if length:
@@ -63,7 +63,7 @@ def answer(connection: socket.socket, pipe: Connection) -> None:
 
 
 class Measured:
-    """A replica and the proxy before it. A context manager."""
+    """Context manager of a replica and the proxy in front of it."""
 
     def __enter__(self) -> "Measured":
         self._pipe, theirs = multiprocessing.Pipe()
@@ -82,7 +82,7 @@ class Measured:
         self._replica.join()
 
     def bodies(self, count: int, size: int) -> dict[str, float]:
-        """Milliseconds from a client's first write until a replica has the first byte of the body; rate of the whole."""
+        """Return the milliseconds from a client's first write to the replica's first byte of the body, and the rate of the whole."""
         body = memoryview(b'{"url": "data:image/jpeg;base64,' + os.urandom(size // 2).hex().encode() + b'"}')
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
         first, rates = [], []
@@ -101,7 +101,7 @@ class Measured:
         return {"first_byte_ms": statistics.median(first), "first_byte_ms_best": min(first), "body_mib_per_s": statistics.median(rates)}
 
     def chunks(self, num_streams: int, num_chunks: int) -> dict[str, float]:
-        """The proxy's CPU time of a chunk, and the chunks that it passes a second."""
+        """Return the proxy's CPU time per chunk and its chunks per second."""
         before, started = self._cpu_seconds(), time.perf_counter()
         threads = [threading.Thread(target=self._read, args=(num_chunks,)) for _ in range(num_streams)]
         for thread in threads:

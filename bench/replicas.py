@@ -1,7 +1,7 @@
-"""Checks several engines behind the affinity proxy with the demo model: correct answers, an even load, one encode per image.
+"""Check several engines behind the affinity proxy with the demo model: correct answers, an even load, one encode per image.
 
-Every client asks a question several times before its next one, as turns of a conversation follow each other; then each engine is asked
-directly. The model is not always right; an answer that differs between engines is an error.
+Every client repeats a question several times, like turns of a conversation, before its next one; then each engine is asked directly. The
+model may be wrong, but answers that differ between engines are errors.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from bench.client import ChatClient
 from models.demo.questions import Question, questions
 
 TASKS = ("number", "list", "colour", "shape", "which")
-ROUNDS = 4  # how often each question is asked
-STATISTICS_S = 2.5  # engines publish theirs once a second
+ROUNDS = 4  # repetitions of each question
+STATISTICS_S = 2.5  # engines publish their metrics once per second
 
 
 async def asked(url: str, items: list[Question], rounds: int, concurrency: int) -> list[tuple[int, Result]]:
-    """Numbers of questions, and the answers."""
+    """Return the numbers of questions, and the answers."""
     waiting = iter(enumerate(items))
     results = []
     async with ChatClient(url) as client:
@@ -39,7 +39,7 @@ async def asked(url: str, items: list[Question], rounds: int, concurrency: int) 
 
 
 async def engines(url: str) -> dict[str, dict[str, float]]:
-    """Requests and encoded images of each engine so far."""
+    """Return the requests and encoded images of each engine so far."""
     await asyncio.sleep(STATISTICS_S)
     found = {}
     async with aiohttp.ClientSession() as session:

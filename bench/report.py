@@ -1,4 +1,4 @@
-"""The origin that every benchmark stores beside its numbers, and tables and JSON files of results."""
+"""Origin stored with every result, and tables and JSON files of results."""
 
 import argparse
 import importlib.metadata
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "transformers", "flashinfer-python", "triton", "nvidia-nvim
 
 
 def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """Hardware, versions and the command line of this machine: the client's, and the server's when both share it."""
+    """Return hardware, versions and the command line of this machine, the client's and possibly the server's."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -43,14 +43,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_result(args: argparse.Namespace, **content: object) -> None:
-    """To the file of `--json`, if there is one: `content`, its origin and all flags."""
+    """Write `content`, its origin and all flags to the file of `--json`, if any."""
     if args.json:
         settings = {name: str(value) for name, value in vars(args).items()}
         write_json(args.json, {"environment": environment(), "settings": settings, **content})
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table with aligned columns."""
+    """Return a Markdown table with aligned columns."""
     cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = ["| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
@@ -59,7 +59,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0-100), linear between neighbours. ValueError for no values."""
+    """Return the q-th percentile (0-100), interpolated linearly. ValueError without values."""
     ordered = sorted(values)
     if not ordered:
         raise ValueError("no values")

@@ -45,7 +45,7 @@ def commit_of_clone() -> str:
 
 
 async def measure_row(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return what each benchmark wrote."""
+    """Return the results of each benchmark."""
     async with engine(engine_flags(args.model, args.flags)) as (_, url):
         return {run: await run_benchmark(command, url, args.seed) for run, command in CELLS.items()}
 

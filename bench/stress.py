@@ -1,9 +1,9 @@
-"""Mixed traffic for a long time: dialects, texts, new and known images, structured output, streams and clients that leave, all at once.
+"""Mixed traffic for a long time: dialects, texts, new and known images, structured output, streams, and clients that disconnect.
 
     python -m bench stress --duration 150 --concurrency 48 --pid LAUNCHER
     python -m bench stress --duration 1800 --concurrency 8 --traffic changed-image --pid LAUNCHER
 
-`changed-image` sends the same image with a few changed pixels, which is new to all caches, in every request (the load of vLLM's issue
+`changed-image` sends the same image with a few changed pixels, so that no cache has it, in every request (the load of vLLM's issue
 35191). The output shows how requests ended, the blocks that are free at the end, the latency of `/health`, and the private memory of each
 process: its growth compares the medians of the third and the last sixth of the time.
 """
@@ -32,10 +32,10 @@ from bench.processes import memory_mib
 from bench.report import percentile, table, write_result
 
 NUM_KNOWN = 16
-LEFT_PART = 0.15  # of requests whose client leaves
+LEFT_PART = 0.15  # share of requests whose client disconnects
 CHANGED_SIDE = 3  # pixels
 SAMPLE_S = 2.0
-IDLE_S = 60.0  # for the engine to come to rest
+IDLE_S = 60.0  # until the engine is idle
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
@@ -55,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Mixture:
-    """Requests, each of a random kind."""
+    """Generator of requests of random kinds."""
 
     def __init__(self, resolution: str, seed: int):
         self.rng = random.Random(seed)
@@ -106,7 +106,7 @@ class Mixture:
 
 
 async def client(session: aiohttp.ClientSession, model: str, mixture: Mixture, end: float, ends: Counter[str]) -> None:
-    """One client, until it is that late."""
+    """Run one client until the given time."""
     while time.monotonic() < end:
         path, body = mixture.next()
         leaves = mixture.rng.random() < LEFT_PART
@@ -154,7 +154,7 @@ def growth(values: list[int]) -> float:
 
 
 async def at_rest(session: aiohttp.ClientSession) -> dict[str, float]:
-    """Blocks, once all that ran has ended and they are free, or after IDLE_S."""
+    """Return the blocks once all requests have ended and they are free, or after IDLE_S."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "engine_num_free_blocks", "engine_num_blocks")
     for _ in range(int(IDLE_S)):
         async with session.get("/metrics") as answer:
@@ -167,7 +167,7 @@ async def at_rest(session: aiohttp.ClientSession) -> dict[str, float]:
 
 
 async def stress(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run as numbers."""
+    """Return the results of a run."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(args.url, connector=connector, timeout=aiohttp.ClientTimeout(total=3600)) as session:
         async with session.get("/v1/models") as answer:

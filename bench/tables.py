@@ -1,10 +1,10 @@
-"""Writes the tables of README.md and docs/benchmarks.md from `bench/results`. Works in a clone only: a wheel carries no results.
+"""Write the tables of README.md and docs/benchmarks.md from `bench/results`. Needs a clone: a wheel does not contain results.
 
     python -m bench tables                                   # write the tables
     python -m bench tables --add h200/8B 1a2b3c4 out/*.json  # first store new runs, measured at that commit
 
-`bench/results/GPU/MODEL.json` holds the current runs of one model on one kind of machine: name of the run -> what the benchmark
-wrote (a list where several clients ran at the same time, or a run was repeated). The names and their commands are in docs/benchmarks.md.
+`bench/results/GPU/MODEL.json` holds the current runs of one model on one kind of machine: name of the run -> its results (a
+list where several clients ran concurrently or a run was repeated). The names and their commands are in docs/benchmarks.md.
 """
 
 import argparse
@@ -38,23 +38,23 @@ Run = dict[str, Any]
 
 @cache
 def content(name: str) -> dict[str, Any]:
-    """A file of `bench/results`, named without its ending."""
+    """Return a file of `bench/results`, named without its suffix."""
     return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def runs(name: str, run: str) -> list[Run]:
-    """The runs of this name in a file: none, one, or those of clients that ran at the same time."""
+    """Return the runs of this name in a file: none, one, or those of concurrent clients."""
     found = content(name).get(run, [])
     return found if isinstance(found, list) else [found]
 
 
 def figure(value: float) -> str:
-    """Three digits at least: 1.15, 18.5, 248, 1,334."""
+    """Format with at least three digits: 1.15, 18.5, 248, 1,334."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def first_tokens(found: Sequence[Run], clock: str) -> dict[tuple[str, int], tuple[float, str]]:
-    """(resolution, number of images) -> milliseconds to the first token, and the kind of image. `clock`: the field of a point."""
+    """Return milliseconds to the first token by (resolution, number of images), and the kind of image. `clock`: the field of a point."""
     times: dict[tuple[str, int], tuple[float, str]] = {}
     for run in found:
         for point in run["points"]:
@@ -64,17 +64,17 @@ def first_tokens(found: Sequence[Run], clock: str) -> dict[tuple[str, int], tupl
 
 
 def rates(found: Sequence[Run], name: str) -> float:
-    """A rate, summed over the clients that ran at the same time."""
+    """Return a rate, summed over concurrent clients."""
     return sum(float(one["result"][name]) for one in found)
 
 
 def median(found: Sequence[Run], name: str) -> float:
-    """A median in milliseconds: the median over the clients' medians."""
+    """Return a median in milliseconds: the median over the clients' medians."""
     return statistics.median(float(one["result"][name]["p50"]) for one in found)
 
 
 def summary() -> str:
-    """8B on one H200, the bound, and the newest versions of other engines."""
+    """Return the table of 8B on one H200, the bound, and the newest versions of other engines."""
     name = "h200/8B"
     origin, found = of_one_commit(name)
     references = content("references")
@@ -100,7 +100,7 @@ def summary() -> str:
 
 
 def against_others() -> str:
-    """Time to first token by the rules of the image-limit probe, ours beside published figures and the bound."""
+    """Return the time to first token by the rules of the image-limit probe, with published figures and the bound."""
     ours = {key: value for key, (value, _) in first_tokens(runs("h200/8B", "noise") + runs("h200/8B", "noise64"), "ttft_ms").items()}
     columns = sorted(ours, key=lambda key: (("720p", "1080p", "2k").index(key[0]), key[1]))
     references = content("references")
@@ -115,7 +115,7 @@ def against_others() -> str:
 
 
 def loads() -> str:
-    """8B under load, ours beside others."""
+    """Return the table of 8B under load with other engines."""
     others = content("references")["others"][1:]
     shown = (
         ("32 clients, one 720p image, 128 tokens out", "image", ("requests_per_s", "ttft_ms", "tpot_ms")),
@@ -134,7 +134,7 @@ def loads() -> str:
 
 
 def of_one_commit(name: str) -> tuple[str, dict[str, list[Run]]]:
-    """Return commit and date of a row, and its runs measured at that commit: others are left out. It is the commit of the stream alone."""
+    """Return commit and date of a row's single stream, and the runs measured at that commit."""
     alone = runs(name, "one")[0]
     cells = (*PROBES, "one", "text", "image", "images4")
     found = {run: [one for one in runs(name, run) if one["commit"] == alone["commit"]] for run in cells}
@@ -142,7 +142,7 @@ def of_one_commit(name: str) -> tuple[str, dict[str, list[Run]]]:
 
 
 def size_row(name: str) -> list[str]:
-    """One model on one machine. Images are smooth JPEGs; a star marks noise, whose files are twice as large."""
+    """Return the row of one model on one machine. Images are smooth JPEGs; a star marks noise, whose files are twice as large."""
     folder, _, model = name.partition("/")
     bounds, gpus = content("references")["bounds"], int(GPUS[folder][0])
     of_images = {} if folder == "h100" else bounds["ttft_ms"].get(model.removesuffix("-portable"), {}).get("720p", {})
@@ -165,7 +165,7 @@ def sizes(names: Sequence[str]) -> str:
 
 
 def four_gpus() -> str:
-    """Ways to use four GPUs for a model that fits on one."""
+    """Return the table of configurations of four GPUs for a model that fits on one."""
     ways = {"`--tp 4`": "h200-x4/8B", "`--dp 2 --tp 2`": "h200-x4/8B-dp2-tp2", "`--dp 4`": "h200-x4/8B-dp4"}
     loaded = [runs(name, "images") for name in ways.values()]
     images = [f"{figure(rates(found, 'requests_per_s'))}; {figure(median(found, 'ttft_ms'))}" for found in loaded]
@@ -180,7 +180,7 @@ def four_gpus() -> str:
 
 
 def two_engines() -> str:
-    """`--dp 2` against one engine, each engine with the same number of clients."""
+    """Return the table of `--dp 2` and one engine, with the same number of clients per engine."""
     name = "h200-x2/8B-dp2"
     one, two = rates(runs(name, "images_of_one_engine"), "requests_per_s"), rates(runs(name, "images"), "requests_per_s")
     talks = [
@@ -194,7 +194,7 @@ def two_engines() -> str:
 
 
 def sampling() -> str:
-    """What fields of a request cost many streams."""
+    """Return the cost of request fields with many streams."""
     labels = {"response_format": "a JSON schema", "presence_penalty": "`presence_penalty`"}
     cells: dict[tuple[str, str], list[str]] = {}
     for run in runs("h200/8B", "sampling"):
@@ -215,20 +215,20 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def rendered(page: str) -> str:
-    """The page with its tables written anew."""
+    """Return the page with updated tables."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
 
 
 def placeless(run: Run) -> Run:
-    """Without the file it was written to and the address of the server, which say nothing of what was measured."""
+    """Return the run without its output file and the server's address, which are irrelevant to the measurement."""
     command = re.sub(r" --(json|url) \S+", "", run["environment"]["command"])
     settings = {name: value for name, value in run.get("settings", {}).items() if name not in ("json", "url")}
     return run | {"environment": run["environment"] | {"command": command}} | ({"settings": settings} if settings else {})
 
 
 def add(name: str, commit: str, files: Sequence[Path]) -> None:
-    """Stores each file as the run of its stem (`probe.json` is the run "probe"); `images-1.json`, `images-2.json` are one run's clients."""
+    """Store each file as the run of its stem (`probe.json` is the run "probe"); `images-1.json`, `images-2.json` are one run's clients."""
     new: dict[str, list[Run]] = {}
     for file in sorted(files):
         new.setdefault(re.sub(r"-\d+$", "", file.stem), []).append({"commit": commit, **json.loads(file.read_text(encoding="utf-8"))})

@@ -1,12 +1,11 @@
-"""Videos: time to the first token of new clips, of another question about them, and of frames that overlap with the last ones.
+"""Videos: time to first token of new clips, of another question about them, and of frames that overlap with the previous ones.
 
     python -m bench video --url http://127.0.0.1:8000 --shape 8B --clip 374 --fps 1,2,4,8
     python -m bench video --url http://127.0.0.1:8000 --shape 8B --clip 720p --fps 2
     python -m bench video --url http://127.0.0.1:8000 --shape 8B --clip 374 --fps 2 --clients 32 --requests 128 --output-tokens 100
 
-Clips are made here: H.264 at 30 frames a second, 374 is 30 s of 374 x 374 (as in TensorRT-LLM's issue 15598), 720p is 10 s. Beside a first
-request stand the compute bound and the time in which the server made pixels of the file (its `prepare` stage). Lists of frames are sent by
-one client.
+Clips are made here: H.264 at 30 frames a second, 374 is 30 s of 374 x 374 (as in TensorRT-LLM's issue 15598), 720p is 10 s. First
+requests are reported with the compute bound and the decoding time (the server's `prepare` stage). Lists of frames are sent by one client.
 """
 
 import argparse
@@ -34,7 +33,7 @@ RATE = 30
 TEXT_TOKENS = 50
 TEMPLATE_TOKENS = 8
 PATCH, MERGE = 16, 2
-LIST_RATE, OVERLAP_FRAMES = 8, 16  # of the list of frames that is sent twice, the second time moved by half
+LIST_RATE, OVERLAP_FRAMES = 8, 16  # a list of frames that is sent twice, the second time shifted by half
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def frames_of(seed: int, seconds: int, height: int, width: int) -> list[np.ndarray]:
-    """A smooth picture that glides, with a little noise: neither still nor random."""
+    """Return a smooth moving picture with a little noise."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8))
     wide = np.asarray(coarse.resize((2 * width, height + 64), Image.Resampling.BICUBIC), dtype=np.int16)
@@ -63,7 +62,7 @@ def frames_of(seed: int, seconds: int, height: int, width: int) -> list[np.ndarr
 
 
 def make_clip(seed: int, kind: str) -> bytes:
-    """An MP4 of the frames of this seed; the encoder need not give the same bytes twice."""
+    """Return an MP4 of the frames of this seed; bytes may differ between runs."""
     seconds, height, width = CLIPS[kind]
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as file:
@@ -76,7 +75,7 @@ def make_clip(seed: int, kind: str) -> bytes:
 
 
 def compute_bound(shape: Shape, pairs: int, patches: int, num_tokens: int, tflops: float) -> float:
-    """Milliseconds: every product of the tower over so many pairs of so many patches, and of the decoder over the prompt."""
+    """Return milliseconds of all products of the tower over so many pairs of patches, and of the decoder over the prompt."""
     width, inner = shape.vision_hidden, shape.vision_intermediate
     joined = width * MERGE**2
     block = 2 * patches * (4 * width**2 + 2 * width * inner) + 4 * patches**2 * width
@@ -95,7 +94,7 @@ def published(fps: float = 2.0) -> VideoGeometry:
 
 
 def expected(kind: str, fps: float) -> tuple[int, int, int]:
-    """Pairs, patches of one, and tokens of the prompt, by the formulas of the published checkpoints."""
+    """Return pairs, patches per pair, and tokens of the prompt, by the formulas of the published checkpoints."""
     seconds, height, width = CLIPS[kind]
     geometry = published(fps)
     indices = geometry.sample(seconds * RATE, RATE)
@@ -114,7 +113,7 @@ def file_part(clip: bytes) -> dict[str, Any]:
 
 
 def frames_part(frames: list[np.ndarray]) -> dict[str, Any]:
-    """JPEGs with commas between."""
+    """Return JPEGs separated by commas."""
     texts = []
     for frame in frames:
         out = io.BytesIO()
@@ -131,7 +130,7 @@ def median_ms(answers: list[Answer]) -> float:
 
 
 async def measure_fps(client: ChatClient, model: str, clips: list[bytes], fps: float, args: argparse.Namespace) -> dict[str, Any]:
-    """New clips, then other questions about them. The rate is in every request, so that each rate has pairs of its own."""
+    """Measure new clips, then other questions about them. Every request contains the rate, so that rates share no pairs."""
     fields = {"mm_processor_kwargs": {"fps": fps}}
     first = [body_of(model, file_part(clip), i, args.output_tokens, **fields) for i, clip in enumerate(clips)]
     again = [body_of(model, file_part(clip), 1000 + i, args.output_tokens, **fields) for i, clip in enumerate(clips)]
@@ -157,12 +156,12 @@ async def measure_fps(client: ChatClient, model: str, clips: list[bytes], fps: f
 
 
 async def measure_overlap(client: ChatClient, model: str, args: argparse.Namespace) -> dict[str, float]:
-    """Frames as a list, and a list that begins in its middle. Only the tower's part can become less: the bounds say how much."""
+    """Measure a list of frames, and a list that starts in its middle. Only the tower's part can shrink, by the bounds."""
     seconds, height, width = CLIPS[args.clip]
     count = min(OVERLAP_FRAMES, 2 * seconds * LIST_RATE // 3) // 4 * 4
     starts = {"list": 0, "overlapping": count // 2}
     answers: dict[str, list[Answer]] = {name: [] for name in starts}
-    for i in range(args.requests + 1):  # first-time costs fall on nobody
+    for i in range(args.requests + 1):  # excludes one-time costs
         frames = frames_of(args.seed + 900 + i, seconds, height, width)[:: RATE // LIST_RATE]
         for name, start in starts.items():
             part = frames_part(frames[start : start + count])
@@ -182,7 +181,7 @@ async def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
     async with ChatClient(args.url, args.api_key) as client:
         model = args.model or await client.model()
         rates = [float(fps) for fps in args.fps.split(",")]
-        for fps in rates:  # first-time costs fall on nobody
+        for fps in rates:  # excludes one-time costs
             await client.chat(body_of(model, file_part(clips[-1]), 0, args.output_tokens, mm_processor_kwargs={"fps": fps}))
         rows = [await measure_fps(client, model, clips[:-1], fps, args) for fps in rates]
         return rows, await measure_overlap(client, model, args) if args.clients == 1 else {}

@@ -1,1 +1,1 @@
-"""Each kernel of the model against its bound: `python -m bench kernels`."""
+"""Benchmarks of each kernel against its bound: `python -m bench kernels`."""

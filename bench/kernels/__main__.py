@@ -1,8 +1,8 @@
-"""Times each kernel of the model against its bound, so that a regression is found in a minute of GPU time.
+"""Time each kernel of the model against its bound, to find regressions in a minute of GPU time.
 
     python -m bench kernels --size 8B --json kernels.json
 
-The bound of a kernel is the larger of its operations and its bytes divided by what the device achieved just before.
+The bound of a kernel is the larger of its operations and its bytes divided by rates measured on the device just before.
 """
 
 import argparse

@@ -23,7 +23,7 @@ def delta_cases(delta: DeltaConfig, ops: Ops, device: torch.device, chunk: int) 
 
 
 def delta_rule(delta: DeltaConfig, ops: Ops, device: torch.device, counts: list[int], num_prefill: int) -> Case:
-    """Bound by what is read and written once, inputs, outputs and states, and by the products of chunks."""
+    """Bound by inputs, outputs and states, read and written once, and by the products of chunks."""
     total, heads, width = sum(counts), delta.num_value_heads, delta.num_value_heads * delta.value_dim
     drafts = 0 if num_prefill else counts[0] - 1
     state_bytes = delta.state_bytes(1, BF16) + drafts * delta.draft_bytes(1, BF16)

@@ -16,8 +16,8 @@ BF16 = 2
 
 
 def expert_cases(text: TextConfig, backend: Backend, num_tokens: int) -> Iterator[Case]:
-    """Norm, router, experts and what they add to the stream, in bfloat16 and with experts in float8, which tensor cores multiply twice as
-    fast. Tokens and router are random; the bytes are those of experts that a token goes to. Nothing if the model has no experts."""
+    """Return cases of norm, router and experts with their residual sums, in bfloat16 and in float8, which tensor cores multiply twice as
+    fast. Tokens and router are random; bytes count the chosen experts. Empty without experts."""
     if text.moe is None:
         return
     hidden, inner, moe, device = text.hidden_size, text.moe.intermediate_size, text.moe, backend.device

@@ -26,7 +26,7 @@ Call = Callable[[torch.Tensor, Matrix], object]
 
 
 def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
-    """Everything that runs once per layer, and the head."""
+    """Return cases of all operations of a layer, and of the head."""
     text, ops, device = config.text, backend.ops, backend.device
     width = text.hidden_size
     norm = torch.ones(width, dtype=torch.bfloat16, device=device)
@@ -56,7 +56,7 @@ def text_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
 
 
 def fixed(backend: Backend, pools: list[KVPool], num_heads: int, num_tokens: int, num_decodes: int) -> AttentionBackend:
-    """As in a CUDA graph."""
+    """Return attention as in a CUDA graph."""
     make = backend.fixed_attention(pools, num_heads, 1, max(num_decodes, 1), POOL_BLOCKS)
     assert make is not None
     return make(num_tokens, num_decodes, min(num_tokens, 1))

@@ -1,9 +1,10 @@
-"""Finds tiles for products of a single token, `GEMV_TILES` of `models/kernels/triton/tuned.py`, for one size of the model after another.
+"""Tuning of tiles for products of a single token, `GEMV_TILES` of `models/kernels/triton/tuned.py`, for a list of model sizes.
 
     python -m bench.kernels.tune 2B 4B --tp 1
 
-The products of some layers follow each other in a CUDA graph, as in a decode step, so that each has its weights on the way while the one
-before ends; tiles of one product vary while the others keep theirs. A line a product: the rule's tiles and the best ones, us a layer each.
+The products of some layers follow each other in a CUDA graph, as in a decode step, so that each prefetches its weights while the
+previous one ends; tiles of one product vary while the others are fixed. The output has a line per product: the rule's tiles and the best
+ones, in us per layer.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from models.kernels.triton.launch import capability_of, num_multiprocessors
 from models.kernels.triton.tuned import GEMV_VALUES, GemvTiles, gemv_tiles
 from models.scaffold import SHAPES
 
-GAIN = 0.99  # tiles must be this much better than the rule's to be worth a line
+GAIN = 0.99  # minimum gain over the rule's tiles
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`num_out` rows of `width` values each; twice as many if `gated`. `normed`: of a vector that is normalised in passing."""
+    """`num_out` rows of `width` values each; twice as many if `gated`. `normed`: the input is normalised in the same kernel."""
 
     name: str
     num_out: int
@@ -50,7 +51,7 @@ class Product:
 
 
 def products_of(text: TextConfig, tp: int) -> list[Product]:
-    """Those of one layer, in their order."""
+    """Return the products of one layer in order."""
     hidden, heads = text.hidden_size, text.num_heads * text.head_dim // tp
     kv = max(1, text.num_kv_heads // tp) * text.head_dim
     found = [Product("qkv", heads + 2 * kv, hidden, normed=True), Product("o", hidden, heads)]
@@ -64,7 +65,7 @@ def products_of(text: TextConfig, tp: int) -> list[Product]:
 
 
 class Chain:
-    """The products of so many layers that no cache holds their weights."""
+    """Products of so many layers that their weights exceed all caches."""
 
     def __init__(self, products: list[Product], device: torch.device) -> None:
         def zeros(*shape: int) -> torch.Tensor:
@@ -77,7 +78,7 @@ class Chain:
         self._vectors = [(zeros(1, p.width), (zeros(p.width), 1e-6), zeros(1, p.num_out)) for p in products]
 
     def seconds(self, tiles: dict[tuple[int, int, bool], GemvTiles]) -> float:
-        """Of one layer."""
+        """Return the seconds of one layer."""
         gemv.gemv_tiles = lambda num_out, width, gated, *others: (
             tiles.get((num_out, width, gated)) or gemv_tiles(num_out, width, gated, *others)
         )

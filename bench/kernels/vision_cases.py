@@ -16,7 +16,7 @@ BF16 = 2
 
 
 def vision_cases(config: ModelConfig, backend: Backend) -> Iterator[Case]:
-    """Everything that runs once per block or once per image."""
+    """Return cases of all operations per block or per image."""
     ops, device = backend.ops, backend.device
     for name in ("720p", "1080p"):
         yield preprocessing(config, ops, device, name)
@@ -50,7 +50,7 @@ def preprocessing(config: ModelConfig, ops: Ops, device: torch.device, name: str
 
 
 def attention(config: ModelConfig, backend: Backend, name: str, count: int) -> Case:
-    """With the rotation; operations are counted at the tower's own head size, not at the multiple of 16 that the kernel computes."""
+    """Return attention with rotation; operations count the tower's head size, not the kernel's multiple of 16."""
     heads, head_dim = tower_of(config).num_heads, tower_of(config).head_dim
     length, device = patches_of(config, name), backend.device
     segments = backend.varlen_attention(heads, head_dim)
@@ -71,7 +71,7 @@ def layer_norm(config: ModelConfig, ops: Ops, device: torch.device, num_patches:
 
 
 def gemms(config: ModelConfig, ops: Ops, device: torch.device, num_patches: int) -> Iterator[Case]:
-    """The four matrix products of a block, with the epilogues that they have there."""
+    """Return the four matrix products of a block with their epilogues."""
     hidden, inner = tower_of(config).hidden_size, tower_of(config).intermediate_size
 
     def tensor(*shape: int) -> torch.Tensor:
