@@ -1,4 +1,4 @@
-"""What the api and the processor need to know of a model folder: token ids, geometry, sampling defaults, chat template."""
+"""Contents of a model folder used by the api and the processor: token ids, geometry, sampling defaults, chat template."""
 
 import json
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ class Checkpoint:
     video: VideoGeometry
     sampling: SamplingDefaults
     image_token_id: int  # -1: the model has no vision
-    video_token_id: int | None  # None: the model takes no videos
-    vision_token_ids: tuple[int, int]  # before and behind a frame pair
+    video_token_id: int | None  # None: the model does not support videos
+    vision_token_ids: tuple[int, int]  # before and after a frame pair
     vocab_size: int
     hidden_size: int
     num_values_per_image_token: int  # main embedding and DeepStack levels
     chat_template: str
-    special_tokens: dict[str, str]  # as templates name them: `eos_token`
+    special_tokens: dict[str, str]  # by the templates' names: `eos_token`
     template_kwargs: dict[str, Any]  # variables of the template, unless requests give them
 
     @property
@@ -37,7 +37,7 @@ PLAIN_SAMPLING = SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0)
 
 def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bool = False, template_kwargs: str = "{}") -> Checkpoint:
     """The chat template may be in another file; `template_kwargs` is JSON; `is_plain` is for sampling as if there were no
-    generation_config.json. ValueError or OSError says what is missing or wrong."""
+    generation_config.json. ValueError or OSError names what is missing or wrong."""
     model = read_config(folder)
     return Checkpoint(
         folder=folder,

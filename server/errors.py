@@ -14,7 +14,7 @@ PROMPT = "messages"  # the `param` of what is wrong with a prompt, before `Reque
 
 
 class RequestError(ValueError):
-    """With the status and the words that its client gets: never a path or an address."""
+    """Error with the status and message for the client, which never contains a path or address."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None):
         super().__init__(message)
@@ -42,7 +42,7 @@ def overloaded(message: str, retry_after: int = 1) -> RequestError:
 
 
 def error_of(failure: BaseException) -> ErrorInfo:
-    """What the client hears of a request that could not be prepared."""
+    """Return the error for the client of a request that could not be prepared."""
     if isinstance(failure, RequestError):
         return failure.info
     if isinstance(failure, ArenaFull):

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 SESSION_HEADER = b"x-session-id"
 IMAGE = re.compile(rb'"data:[^",]{0,256};base64,([^"]{8192}|[^"]*")')
 IMAGE_BYTES = 270 + 8192  # the longest match
-SCANNED_BYTES = 256 << 10  # for the first image
-HELD_BYTES = 64 << 20  # of all bodies until their keys are known
+SCANNED_BYTES = 256 << 10  # searched for the first image
+HELD_BYTES = 64 << 20  # for all bodies until their keys are known
 KEY_SECONDS = 10
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
@@ -98,7 +98,7 @@ class Body:
         act()
 
     async def find_image(self) -> bytes:
-        """The begin of the first image, however a body is cut; `held` was read for it. b"" if it comes late, or finds no room."""
+        """Return the beginning of the first image, however a body is split; `held` was read for it. b"" if it is late or memory is full."""
         searched = 0
         with move_on_after(KEY_SECONDS):
             while len(self.held) < SCANNED_BYTES and (chunk := await self.read()):
@@ -120,7 +120,7 @@ def passed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
 
 
 def forwarded(scope: Scope, has_body: bool) -> CIMultiDict[str]:
-    """Headers for a replica, which believes this proxy: who sent the request here stands last."""
+    """Return headers for a replica, which trusts this proxy, with the client's address last."""
     headers = CIMultiDict((name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in passed(scope["headers"]))
     headers["X-Forwarded-For"] = ", ".join([*headers.getall("X-Forwarded-For", ()), address_of(scope)])
     headers.setdefault("X-Forwarded-Proto", scope["scheme"])
@@ -140,7 +140,7 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """From when every replica was asked for its health."""
+        """Context that starts when every replica's health has been requested."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS), auto_decompress=False,
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS), cookie_jar=aiohttp.DummyCookieJar(),
@@ -154,7 +154,7 @@ class Proxy:
             group.cancel_scope.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A client that goes ends its request on the replica."""
+        """Handle a request; if the client disconnects, the replica's request ends."""
         if scope["path"] == "/health":
             healthy = any(backend.healthy for backend in self.balancer.backends)
             states = {"status": "ok" if healthy else "unavailable", "backends": list(map(asdict, self.balancer.backends))}
@@ -216,7 +216,7 @@ class Proxy:
 async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) -> None:
     await send({"type": "http.response.start", "status": upstream.status, "headers": passed(upstream.raw_headers)})
     try:
-        async for chunk, _ in upstream.content.iter_chunks():  # as the replica cut them
+        async for chunk, _ in upstream.content.iter_chunks():  # in the replica's pieces
             if chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
     except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
@@ -234,7 +234,7 @@ def _is_full(error: Exception) -> bool:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM."""
     config = EngineConfig(**{name: getattr(args, name) for name in FLAGS})
     proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound, read_api_keys(config))
     server = make_server(proxy, ConnectionLimiter(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)

@@ -60,7 +60,7 @@ class TextChoice(BaseModel):
 
 
 class Completion(Answer):
-    """A document, or one event's data of a stream whose last event is `[DONE]`."""
+    """Document, or data of an event of a stream that ends with `[DONE]`."""
 
     choices: list[TextChoice]
 

@@ -75,7 +75,7 @@ class ChatEndpoint(GenerationEndpoint):
 
 
 class Translated(Endpoint):
-    """An endpoint of a dialect whose requests become those of chat completions."""
+    """Endpoint of a dialect that converts requests to chat completions."""
 
     dropped: Collection[str] = ()  # fields for what a vendor does around its models
 
@@ -223,7 +223,7 @@ def conversation_of(request: MediaRequest, messages: list[Message], body: Body) 
 
 def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Gathering:
     """Return a job that ends in the processor, which counts tokens; `field` holds the prompts. RequestError 400."""
-    read_grammar(request)  # for what is wrong with it
+    read_grammar(request)  # to report what is wrong with it
     submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
     return Gathering(request=request, submits=submits, show=show)
 

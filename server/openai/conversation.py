@@ -19,7 +19,7 @@ class Conversation:
 
     messages: list[dict[str, object]]
     media: list[MediaRef | VideoRef]
-    used_references: set[int]  # of the scanner's
+    used_references: set[int]  # prefix of the scanner's references
 
 
 def read_conversation(

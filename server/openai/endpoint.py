@@ -1,4 +1,4 @@
-"""What endpoints with a body share: it is read, checked, submitted, and answered.
+"""Base of endpoints with a body, which is read, checked, submitted and answered.
 
 body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──▶ processor
                                         events ──▶ Reply ──▶ client
@@ -42,7 +42,7 @@ from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 Checked = TypeVar("Checked", bound=AnyRequest)
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
-MAX_WARNINGS = 20  # of unknown fields
+MAX_WARNINGS = 20  # limit of warnings on unknown fields
 LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 
 
@@ -50,12 +50,12 @@ LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 class Service:
     config: EngineConfig
     checkpoint: Checkpoint
-    model_names: tuple[str, ...]  # the first one stands in answers
-    max_model_len: int  # as asked for: the engine says what fits
+    model_names: tuple[str, ...]  # answers contain the first one
+    max_model_len: int  # as configured; the engine reports what fits
     arena: Arena
     client: Client
     metrics: Metrics
-    seeds: random.Random  # of requests that have none
+    seeds: random.Random  # for requests without one
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Job(ABC):
 
 @dataclass(slots=True, kw_only=True)
 class Generation(Job):
-    """A job whose answer is generated text."""
+    """Job with generated text as its answer."""
 
     request: GenerationRequest
     options: ReplyOptions
@@ -94,7 +94,7 @@ class Generation(Job):
 
 @dataclass(slots=True, kw_only=True)
 class Gathering(Job):
-    """A job whose answer is one document, which `show` makes of the events of all choices, one per choice in their order."""
+    """Job with one document as its answer, made by `show` from one event per choice, in order."""
 
     show: Callable[[list[Event]], Response]
 
@@ -109,7 +109,7 @@ class Endpoint(ABC):
     takes: Any  # a body
     gives: Any  # a document
     streams: Any = None  # the data of an event, if answers may be streamed
-    last_data = ""  # what the last event holds instead
+    last_data = ""  # the last event contains it instead
 
     def __init__(self, service: Service):
         self.service = service
@@ -146,7 +146,7 @@ class Endpoint(ABC):
         self.service.client.check_open()
         try:
             reply = await self._accept(Request(scope, receive))
-        except asyncio.CancelledError:  # the server stops, and the rest of this body did not come in time
+        except asyncio.CancelledError:  # the server stops before the rest of this body arrived
             self.service.client.check_open()
             raise
         await reply(scope, receive, send)
@@ -254,7 +254,7 @@ def json_response(document: bytes) -> Response:
 
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed: int) -> SamplingParams:
-    """Return what the request says, else what the checkpoint recommends; `seed` if the request has none."""
+    """Return the request's parameters, by default the checkpoint's; `seed` if the request has none."""
     values = {name: getattr(request, name) for name in PARAMETERS if name != "bad_words"}  # they have no ids yet
     values |= {"max_tokens": request.token_limit, "prompt_logprobs": request.num_prompt_logprobs, "logprobs": request.num_logprobs}
     given = dataclasses.asdict(defaults) | {"seed": seed} | {name: value for name, value in values.items() if value is not None}
@@ -265,7 +265,7 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed
 
 
 def submits_of(body: Body, prompts: Sequence[Prompt], field: str, **others: Any) -> list[Submit]:
-    """Return one Submit per prompt, which stands in this field; `others` are fields of `Submit`."""
+    """Return one Submit per prompt of this field; `others` are fields of `Submit`."""
     rids = [body.rid, *(body.new_rid() for _ in prompts[1:])]
     fields = {"prompt_field": field, **others}
     return [

@@ -27,7 +27,7 @@ class OpenAIFormat(Format):
         self._prefix = b"data: " + encode(self._head)[:-1]
         self._continuous_usage, self._include_usage = options.continuous_usage, options.include_usage
         self._plain_end = (b',"usage":null' if options.include_usage else b"") + b"}\n\n"
-        self._openings: dict[int, bytes] = {}  # of token chunks, by choice
+        self._openings: dict[int, bytes] = {}  # templates of token chunks, by choice
         self._warnings: dict[str, object] = {"warnings": options.warnings} if options.warnings else {}
 
     @abstractmethod
@@ -84,7 +84,7 @@ class ChatFormat(OpenAIFormat):
     def __init__(self, options: ReplyOptions):
         super().__init__(options)
         self._custom_tools = options.custom_tools
-        self._texts: dict[tuple[int, int], CustomText] = {}  # of calls of custom tools, by choice and call
+        self._texts: dict[tuple[int, int], CustomText] = {}  # parsers of custom tools' calls, by choice and call
 
     def first_chunk(self, choice: Choice) -> bytes:
         delta = {"role": "assistant", "content": "", **NO_REASONING}

@@ -1,4 +1,4 @@
-"""What an answer must follow, as the fields of three dialects say it."""
+"""Grammar of an answer from the fields of three dialects."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ MEMBERS = {
     "json_": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf", "json_object": "json_object",
     "structural_tag": "structural_tag",
 }  # fmt: skip
-ALREADY = ("disable_any_whitespace", "disable_fallback")  # what they ask for is done, or cannot come up
+ALREADY = ("disable_any_whitespace", "disable_fallback")  # their behaviour is the default, or never applies
 
 
 def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
@@ -30,7 +30,7 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
             grammars["structured_outputs"] = _grammar_of(MEMBERS[name], value, f"structured_outputs.{name.strip('_')}")
     if (grammar := _of_response_format(request)) is not None:
         grammars["response_format"] = grammar
-    if len(set(grammars.values())) > 1:  # guidance says the same in two fields
+    if len(set(grammars.values())) > 1:  # guidance sends the same in two fields
         raise bad_value(list(grammars)[1], f"excludes {next(iter(grammars))}: an answer can follow one of them only")
     return next(((grammar, name) for name, grammar in grammars.items()), (None, ""))
 

@@ -50,7 +50,7 @@ NO_URL: Any = Field(default=None, validate_default=True)
 
 
 def merged(options: Sequence[PixelLimits], fields: Collection[str], alternatives: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return what the options say together in these fields; the first of them that says something takes precedence. Of the `alternatives`
+    """Return the options merged in these fields; the first option that sets a field takes precedence. Of the `alternatives`
     one option's count."""
     result: dict[str, Any] = {}
     for one in reversed(options):
@@ -64,11 +64,11 @@ class ImagePart(PixelLimits, Open):
 
     type: Literal["image_url", "input_image"]
     image_url: Annotated[ImageUrl, BeforeValidator(url_object, json_schema_input_type=ImageUrl | str | None)] = NO_URL
-    detail: Detail | None = None  # as Responses have it
+    detail: Detail | None = None  # form of the Responses API
     uuid: Uuid | None = None
 
     def reference(self, name: str, places: MediaRefs, limits: PixelLimits) -> MediaRef:
-        """Return what the processor gets. Limits beside the URL take precedence, then the part's, then `limits`. RequestError 400."""
+        """Return the processor's reference. Limits next to the URL take precedence, then the part's, then `limits`. RequestError 400."""
         check_extra(self, self.image_url, f"{name}.image_url")
         bounds = merged((self.image_url, self, limits), PixelLimits.model_fields.keys())
         cap = LOW_DETAIL_PIXELS if "low" in (self.image_url.detail, self.detail) else None

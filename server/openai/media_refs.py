@@ -1,4 +1,4 @@
-"""Where the media of a request are: payloads in its body, URLs, or names of earlier media."""
+"""References to a request's media: payloads in its body, URLs, or names of earlier media."""
 
 import hashlib
 from typing import Any
@@ -44,7 +44,7 @@ class MediaRefs:
         self._body = body
         self._owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((salt or "").encode()).digest()
         self.used: set[int] = set()  # references of the scanner
-        self._mimes: dict[int, str] = {}  # of payloads, by offset
+        self._mimes: dict[int, str] = {}  # payloads by offset
 
     def of(self, url: str | None, uuid: str | None, name: str, field: str = "") -> MediaRef:
         """Return the reference to a medium in the part `name`. RequestError 400."""

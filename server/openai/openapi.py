@@ -29,7 +29,7 @@ class ErrorAnswer(BaseModel):
 
 
 class DescribedRoute(APIRoute):
-    """A route whose errors and keys are described."""
+    """Route with described errors and keys."""
 
     def __init__(self, path: str, endpoint: Any, method: str, gives: Any = None, **others: Any):
         responses = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}, **others.pop("responses", {})}

@@ -1,6 +1,6 @@
-"""What requests of chat and text completions may say: the fields that are read, as strict types. The other dialects build on them.
+"""Schema of chat and text completions: the supported fields as strict types. The other dialects build on it.
 
-None means that the client left it to the checkpoint's defaults. Fields that are not read here are the business of `fields.py` beside it.
+None means the checkpoint's default. `fields.py` handles all other fields.
 """
 
 import functools
@@ -19,13 +19,13 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # beginnings of one are looked for a
 MAX_VARIABLES = 64  # of a chat template
 MAX_TIMEOUT_S = 86_400
 MAX_PROMPTS, MAX_ANSWERS = 128, 16
-DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
-# What a client says of effort, in any dialect, and whether the model thinks: templates have a switch, no levels.
+DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
+# Efforts of all dialects, and whether the model thinks: templates have a switch, not levels.
 EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
 
 MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
-MAX_IDS = 1 << 20  # that one request may ask the text of
+MAX_IDS = 1 << 20  # prompts per request
 Salt = Annotated[str, Field(max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
@@ -49,7 +49,7 @@ class NamedSchema(Strict):
 
 
 class SchemaFormat(Strict):
-    """The schema may stand in `json_schema` or beside it."""
+    """Format with a schema in `json_schema` or next to it."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema | None = None
@@ -98,7 +98,7 @@ class AnyRequest(Open):
     model: str | None = None
     cache_salt: Salt | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave room for the answer
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave space for the answer
     truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
     rid: str | None = None  # the client's name of the request
@@ -160,7 +160,7 @@ class GenerationRequest(ListedFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """Return the number of log-probabilities per prompt token."""
         return MAX_TOP_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
 
     @property

@@ -88,13 +88,13 @@ class CustomTool(Strict):
         return Tool(type="function", function=function)
 
 
-MAX_HELD = 256  # characters that tell whether there is a text, and whether it goes on
+MAX_HELD = 256  # characters needed to detect a text and its end
 INPUT_BEGINS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 INPUT = re.compile(r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*+')
 
 
 class CustomText:
-    """Parser of the text of a custom tool's call, whose arguments come in pieces."""
+    """Parser of a custom tool's text from streamed arguments."""
 
     def __init__(self) -> None:
         self._held = ""  # not decided: before the text, or a part of an escape

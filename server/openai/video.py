@@ -12,7 +12,7 @@ from server.openai.media import NO_URL, PixelLimits, PixelSizes, Uuid, merged, u
 from server.openai.media_refs import MediaRefs, check_extra
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's: images with commas between, and their rate if no other is given
-MAX_FRAMES = 4096  # of one video
+MAX_FRAMES = 4096  # limit per video
 
 Rate = Annotated[float, Field(gt=0, le=1000)]
 FrameCount = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
@@ -104,7 +104,7 @@ class FramesPart(FrameOptions):
     video: Annotated[Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)] | str, OneOf()]
 
 
-RATES = frozenset({"fps", "num_frames"})  # of which one counts
+RATES = frozenset({"fps", "num_frames"})  # only one of them counts
 
 
 def _merged(options: Sequence[VideoOptions]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _merged(options: Sequence[VideoOptions]) -> dict[str, Any]:
 
 
 def reference(part: VideoPart | FramesPart, name: str, places: MediaRefs, limits: ProcessorKwargs, io: VideoIo) -> VideoRef:
-    """Return what the processor gets of a part. Options beside the URL take precedence, then the part's, then `limits`, then `io`."""
+    """Return the reference for the processor. Options next to the URL take precedence, then the part's, then `limits`, then `io`."""
     sources: list[VideoOptions] = [part, limits]
     if isinstance(part, FramesPart):
         check_extra(part, part, f"{name}.video")

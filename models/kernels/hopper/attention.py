@@ -1,5 +1,5 @@
 """Attention on Hopper: one kernel for chunks of prompts, another for decode rows and short chunks, a third for a graph of one decode row.
-In a mixed step the first two run at once, each on multiprocessors of its own: one multiplies, the other waits for memory."""
+In a mixed step the first two run concurrently on separate multiprocessors: one is compute-bound, the other memory-bound."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from models.kernels.units import max_token_groups
 
 
 def eager_attention(pools: Sequence[KVPool], num_heads: int) -> EagerAttention:
-    """For steps of any mix, outside CUDA graphs."""
+    """Return attention for any mix of rows, outside CUDA graphs."""
     prefill, split = PrefillKernel(pools, num_heads), SplitKernel(pools, num_heads)
 
     def make(layout: AttentionLayout) -> PagedAttention:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 FUSED_HEAD_DIM = 128  # the one that `fused_decoding.cu` is made for
-NO_HEADS = 0  # of a kernel that has nothing to do with heads
+NO_HEADS = 0  # for a kernel independent of heads
 
 
 @cache
 def load_kernel(name: str, head_dim: int) -> Any:
-    """What `name`.cu beside this file exports, for heads of `head_dim` values or NO_HEADS. RuntimeError if the compiler fails."""
-    from flashinfer.jit import gen_jit_spec, sm90a_nvcc_flags  # which a CPU machine lacks
+    """Return the module of `name`.cu for heads of `head_dim` values or NO_HEADS. RuntimeError if the compiler fails."""
+    from flashinfer.jit import gen_jit_spec, sm90a_nvcc_flags  # not available on a CPU machine
 
     made, define = (name, []) if head_dim == NO_HEADS else (f"{name}_{head_dim}", [f"-DHEAD_DIM={head_dim}"])
     source = Path(__file__).with_name(f"{name}.cu")
@@ -20,7 +20,7 @@ def load_kernel(name: str, head_dim: int) -> Any:
 
 
 def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:
-    """All that a model may need, compiled at the same time. NO_HEADS: the decoder's attention is that of `portable`, or there is no
+    """Compile all kernels of a model concurrently. NO_HEADS: the decoder's attention is that of `portable`, or there is no
     tower."""
     names = ["prefill_attention", "flash_decoding"] if text_head_dim else []
     names += ["fused_decoding"] if text_head_dim == FUSED_HEAD_DIM else []

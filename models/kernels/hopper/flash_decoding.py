@@ -13,7 +13,7 @@ from models.kernels.paged import Int32s
 from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.units import UNIT_FIELDS, group_tokens, max_units, plan_units, token_groups
 
-BLOCKS = 3  # of the kernel that run at once on each multiprocessor
+BLOCKS = 3  # concurrent blocks of the kernel per multiprocessor
 
 
 class SplitKernel:
@@ -51,7 +51,7 @@ class Split:
     """See `Piece`: rows of up to `num_groups` token groups, cut into work items that fill the device, see `units`; the decode rows alone
     after `num_prefill` tokens that the piece before computes at the same time.
 
-    A token that is not planned is not written. Values in the rows' pages must be finite, also behind a row's last key: those count times 0.
+    Unplanned tokens are not written. Values in the rows' pages must be finite, also after a row's last key: these are multiplied by 0.
     """
 
     def __init__(self, of: SplitKernel, num_groups: int, num_prefill: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""How attention of prompts and of decode rows share the multiprocessors."""
+"""Division of multiprocessors between attention of prompts and of decode rows."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from models.kernels.paged import Int32s
 
 
 def prefill_blocks(layout: AttentionLayout, tiles: Int32s, kv_heads: int, tile_keys: int, num_blocks: int) -> int:
-    """How many of `num_blocks`, one on each multiprocessor, compute the prefill rows, so that both parts are done soonest; all of them if
+    """Return how many of `num_blocks`, one per multiprocessor, compute the prefill rows to minimise the time of both parts; all of them if
     the decode rows might as well follow, or nothing was measured for so many."""
     costs, mixed = -(-tiles[:, 3] // tile_keys) + TILES_TO_START, MIXED.get(num_blocks)
     if not len(costs) or mixed is None:

@@ -35,7 +35,7 @@ class PrefillKernel:
 
 
 class Prefill:
-    """See `Piece`: the prefill rows, which are the first `num_tokens`. Values in their pages must be finite, also behind a row's last key:
+    """See `Piece`: the prefill rows, which are the first `num_tokens`. Values in their pages must be finite, also after a row's last key:
     those count times 0. With `num_rows`, some of which may be empty, the plan has one size, for a CUDA graph."""
 
     def __init__(self, of: PrefillKernel, num_tokens: int, num_rows: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How tiles of queries are dealt to the blocks of `hopper_attention.cuh`: round by round; those of the last round are cut along their keys,
+"""Tile scheduler of `hopper_attention.cuh`: tiles of queries go to blocks round by round; those of the last round are split along keys,
 so that no block waits."""
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from models.kernels.paged import Int32s
 Ints = npt.NDArray[np.int64]
 
 ITEM_FIELDS = 12  # three aligned pieces of memory
-MAX_TURNS = 4  # of a block with parts: rounds that cutting adds, at most
+MAX_TURNS = 4  # maximum rounds that splitting adds to a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ def num_blocks_of(items: Int32s) -> int:
 
 
 def max_items(num_tiles: int, num_heads: int, num_blocks: int) -> int:
-    """For at most `num_tiles` tiles of each head on at most `num_blocks` blocks."""
+    """Return the maximum for `num_tiles` tiles per head on `num_blocks` blocks."""
     return num_tiles * num_heads + MAX_TURNS * num_blocks
 
 
 def assign_tiles(count: int, num_blocks: int) -> Ints:
-    """Deals 0 ... count - 1 to blocks in rounds that go back and forth; the last one, which may be short, goes forth."""
+    """Assign 0 ... count - 1 to blocks in rounds of alternating direction; the last round, possibly partial, is ascending."""
     order = np.arange(count)
-    rounds = order[: (count - 1) // num_blocks * num_blocks].reshape(-1, num_blocks)  # without the last
+    rounds = order[: (count - 1) // num_blocks * num_blocks].reshape(-1, num_blocks)  # except the last
     rounds[::-2] = rounds[::-2, ::-1]
     return order
 
@@ -96,7 +96,7 @@ def cut_round(costs: Ints, num_blocks: int) -> Ints:
 
 
 def _cut(costs: Ints, num_shares: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Of the pieces in their order: item, first and end of the tiles in it, share."""
+    """Return item, first tile, end tile and share of the pieces in order."""
     ends = costs.cumsum()
     begins = np.arange(num_shares) * ends[-1] // num_shares  # of the shares
     edges = np.unique(np.concatenate((begins, ends)))
@@ -107,5 +107,5 @@ def _cut(costs: Ints, num_shares: int) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _places(values: Ints) -> Ints:
-    """Of each of the sorted values, its place among its equals."""
+    """Return the rank of each sorted value among its equals."""
     return np.arange(len(values)) - np.searchsorted(values, values)

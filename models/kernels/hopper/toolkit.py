@@ -1,6 +1,6 @@
-"""Where CUDA's compiler is: wheels of this environment (the extra `cuda`), before a system's, which may not match torch. Needs no torch.
+"""Location of CUDA's compiler: wheels of this environment (extra `cuda`), then the system's, which may not match torch. Needs no torch.
 
-Wheels lack names that a linker asks for, so FlashInfer gets a folder of links:
+Wheels lack names that a linker needs, so FlashInfer gets a folder of links:
 
     bin, include, nvvm  ->  the wheels'        lib64/libcudart.so  ->  the wheels' libcudart.so.13        lib64/stubs/libcuda.so: empty
 """
@@ -13,7 +13,7 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-NVCC = Path("/usr/local/cuda/bin/nvcc")  # where CUDA's installer leaves it
+NVCC = Path("/usr/local/cuda/bin/nvcc")  # default of CUDA's installer
 CACHE = Path("~/.cache/mini-vlm-engine")
 LINKED = ("bin", "include", "nvvm")
 
@@ -44,7 +44,7 @@ def cuda_home(cache: Path = CACHE) -> Path | None:
     stub.parent.mkdir(parents=True, exist_ok=True)
     links = {name: wheels / name for name in LINKED} | {"lib64/libcudart.so": min(wheels.glob("lib/libcudart.so.*"))}
     for name, target in links.items():
-        with contextlib.suppress(FileExistsError):  # another engine may start beside this one
+        with contextlib.suppress(FileExistsError):  # another engine may start concurrently
             (home / name).symlink_to(target)
     building = stub.with_suffix(f".{os.getpid()}")
     command = ["c++", "-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-x", "c++", "/dev/null", "-o", str(building)]

@@ -28,7 +28,7 @@ BY_MULTIPROCESSORS = {132: STEP_SIZES}  # H100, H200, GH200; an H20 has 78: size
 
 
 def step_sizes(num_multiprocessors: int) -> StepSizes:
-    """Those of a Hopper GPU with so many multiprocessors, or the ones that fit any GPU."""
+    """Return the sizes of a Hopper GPU with so many multiprocessors, or those for any GPU."""
     return BY_MULTIPROCESSORS.get(num_multiprocessors, ANY_STEP_SIZES)
 
 
@@ -38,30 +38,30 @@ SPLIT_COSTS = SplitCosts(fixed=7600, exchanged=0.1, square=9500)
 MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens far into a prompt to one block per KV head
 
 # Tiles of queries, in tiles of keys.
-TILES_TO_START = 7  # that an item takes longer than its tiles
-TILES_TO_MERGE = 7  # after the last part of a tile
+TILES_TO_START = 7  # overhead of an item
+TILES_TO_MERGE = 7  # merge after the last part of a tile
 
-MANY = 4  # items of a block: dealt by cost, they come out even
+MANY = 4  # items per block, assigned by cost to balance blocks
 
 
 class Mixed(NamedTuple):
-    """How a device computes prompts and decode rows side by side."""
+    """Parameters of concurrent prompts and decode rows."""
 
-    keys_per_tile: int  # of one KV head, read for decode rows while a block multiplies a tile
-    enough: float  # so large a part of the multiprocessors reads as fast as the memory can
+    keys_per_tile: int  # keys of one KV head that decode rows read while a block computes a tile
+    enough: float  # share of the multiprocessors that saturates memory
 
 
-MIXED = {132: Mixed(97, 0.75)}  # by multiprocessors, as the step sizes; on others decode rows follow the prompts
+MIXED = {132: Mixed(97, 0.75)}  # by multiprocessors, like the step sizes; on other GPUs decode rows follow the prompts
 
 
 class Cluster(NamedTuple):
-    """How decode rows of one KV head are computed: blocks that share its keys, and warps of a block."""
+    """Decode rows of one KV head: blocks that share its keys, and warps per block."""
 
     splits: int
     warps: int
 
 
-FUSED_ROWS = 1  # of a step, at most, whose attention is fused with what comes before it
+FUSED_ROWS = 1  # maximum tokens of a step with fused attention
 ANY_SPLITS = 8  # any GPU runs clusters of so many blocks
 WHOLE_GPU = 114  # multiprocessors of an H100 that is not shared out: larger clusters run, too
 

@@ -13,8 +13,8 @@ from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.triton.tower import rotate_
 from models.kernels.varlen import varlen_tiles
 
-MAX_ITEMS = 1 << 18  # of one encode: three million patches with 16 heads
-MAX_CACHED_PLANS = 128  # of 20 to 400 kB each; the device waits while one is made
+MAX_ITEMS = 1 << 18  # limit per encode: three million patches with 16 heads
+MAX_CACHED_PLANS = 128  # 20 to 400 kB each; the device waits while one is created
 
 
 class HopperVarlen:
@@ -29,7 +29,7 @@ class HopperVarlen:
 
     @cached_property
     def _kernel(self) -> Any:
-        """At its first use: a model is made while kernels are compiled."""
+        """Load the kernel at its first use: models are constructed during compilation."""
         return load_kernel("varlen_attention", self._head_dim)
 
     @cached_property
