@@ -15,7 +15,7 @@ import msgspec
 from engine.launch.config import GIB, MIB, EngineConfig
 from engine.wire.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_HEAD_DRAFTS
 from models.cache.spec import SPARE_ROWS, CacheSpec
-from models.config.formats import FORMATS, Format
+from models.config.formats import Format, entry_of, final_format
 from models.config.types import ModelConfig, TextConfig, VisionConfig
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_SIZES
 from models.kernels.reference.tuned import STEP_SIZES as TORCH_SIZES
@@ -87,7 +87,7 @@ def layer_parameters(text: TextConfig, num_experts: int | None = None) -> int:
 
 def decoder_format(config: EngineConfig, text: TextConfig) -> Format:
     """Return the format of the decoder's matrices after loading."""
-    return "float8" if config.quantization == "fp8" and text.format == "plain" else text.format
+    return "float8" if config.quantization == "fp8" and text.format == "plain" else final_format(text.format)
 
 
 def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
@@ -95,10 +95,10 @@ def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
     text, vision = model.text, model.vision
     table = text.vocab_size * text.hidden_size
     stored = layer_parameters(text, None if text.moe is None else text.moe.num_experts)
-    decoder = (text.num_layers + text.has_head) * stored * FORMATS[format].value_bytes / tp
+    decoder = (text.num_layers + text.has_head) * stored * entry_of(format).value_bytes / tp
     embeddings = (1 if model.tie_word_embeddings else 2) * table * VALUE_BYTES / tp
     routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
-    head = 2 * text.hidden_size**2 * VALUE_BYTES + table * FORMATS["float8"].value_bytes / tp if text.has_head else 0
+    head = 2 * text.hidden_size**2 * VALUE_BYTES + table * entry_of("float8").value_bytes / tp if text.has_head else 0
     return int(decoder + embeddings + routers + head + (0 if vision is None else VALUE_BYTES * tower_parameters(vision)))
 
 

@@ -44,7 +44,7 @@ from engine.worker.sampling.sampler import Sampler
 from engine.worker.staging import Staging
 from models.cache.states import RowStates, Snapshots
 from models.checkpoint.load import init_dummy_weights, load_weights
-from models.config.formats import FORMATS
+from models.config.formats import entry_of
 from models.config.types import ModelConfig
 from models.decoders.contract import LanguageModel
 from models.decoders.make import make_model
@@ -254,7 +254,7 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
     is_dummy = child.config.load_format == "dummy"
     format = decoder_format(child.config, model_config.text)
     if not backend.runs(format):
-        raise ValueError(f"{format} needs a GPU of compute capability {'.'.join(map(str, FORMATS[format].capability))} or newer")
+        raise ValueError(f"{format} needs a GPU of compute capability {'.'.join(map(str, entry_of(format).capability))} or newer")
     text = replace(model_config.text, quantized_to=format)
     text = replace(text, format=format) if is_dummy else text
     model = make_model(replace(model_config, text=text), tp, backend, dtype)

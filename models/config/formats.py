@@ -4,10 +4,12 @@ A format is a line of FORMATS and a file for each backend that supports it: docs
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-Format = str  # a key of FORMATS
+from models.config.schemes import READERS, SUPPORTED, Quantization, Scheme
+
+Format = str  # a key of FORMATS, or the name of a `Scheme`
 
 
 class MatrixFormat(NamedTuple):
@@ -61,20 +63,42 @@ FORMATS: Mapping[Format, FormatEntry] = {
         frozenset((METHOD, "weight_block_size")),
         (8, 9),
     ),
+    "grouped": FormatEntry(
+        "models.weights.grouped:GroupedKind",
+        {"torch": "models.weights.grouped:TorchGrouped", "portable": "models.kernels.humming:grouped_products"},
+        0,
+    ),
 }
 
 
-def stored_format(quantization: Mapping[str, Any] | None) -> Format:
-    """The format that a checkpoint's quantization_config names. ValueError for others."""
+def entry_of(format: Format) -> FormatEntry:
+    """The line of FORMATS; schemes of few bits have one line together."""
+    if (scheme := Scheme.parse(format)) is None:
+        return FORMATS[format]
+    oldest = (8, 9) if scheme.element == "float8" else ANY_GPU
+    return replace(FORMATS["grouped"], value_bytes=scheme.value_bytes, capability=oldest)
+
+
+def final_format(format: Format) -> Format:
+    """What a format becomes after a load."""
+    scheme = Scheme.parse(format)
+    return format if scheme is None else str(scheme.final)
+
+
+def read_quantization(quantization: Mapping[str, Any] | None) -> Quantization:
+    """The formats that a checkpoint's quantization_config names. ValueError for others, which names those that are supported."""
     if quantization is None:
-        return "plain"
+        return Quantization("plain")
     by_method = {entry.settings[METHOD]: name for name, entry in FORMATS.items() if entry.settings}
     if (method := quantization.get(METHOD)) is None:
         raise ValueError(f"quantization_config must name {METHOD}")
+    if method in READERS:
+        return READERS[method](quantization)
     if method not in by_method:
-        raise ValueError(f"quantization_config.{METHOD} must be {' or '.join(map(repr, by_method))}, got {method!r}")
+        known = " or ".join(map(repr, (*by_method, *READERS)))
+        raise ValueError(f"quantization_config.{METHOD} must be {known}, got {method!r}; supported are {SUPPORTED}")
     entry = FORMATS[by_method[method]]
     for name, supported in entry.settings.items():
         if (found := quantization.get(name, None if name in entry.required else supported)) != supported:
             raise ValueError(f"quantization_config.{name} must be {supported!r}, got {found!r}")
-    return by_method[method]
+    return Quantization(by_method[method])

@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from models.config.formats import stored_format
-from models.config.registry import architecture_of
+from models.config.formats import FORMATS, read_quantization
+from models.config.registry import Architecture, architecture_of
+from models.config.schemes import Quantization
 from models.config.types import DeltaConfig, ModelConfig, MoeConfig, SamplingDefaults, TextConfig, VisionConfig
 from models.media.geometry import VisionGeometry
 from models.media.video import VideoGeometry
@@ -20,6 +21,7 @@ DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
 DEFAULT_MIN_VIDEO_PIXELS = 4_096
 DEFAULT_MAX_VIDEO_PIXELS = 25_165_824
+UNREAD = r"\.(weight_shape|g_idx|input_scale|input_global_scale|[kv]_scale)$"  # tensors of quantized checkpoints: trivial, or of inputs
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
@@ -39,13 +41,18 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
     generation = _read_json(folder / "generation_config.json")
     vision = _vision(_value(config, "vision_config")) if architecture.has_tower else None
     quantization = config.get("quantization_config")
+    quantized = read_quantization(quantization)
     plain = [name for key in ("modules_to_not_convert", "ignored_layers") for name in (quantization or {}).get(key) or () if name]
     plain_modules = tuple(architecture.known_name(f"{name}.").rstrip(".") for name in plain)
     decoder = _text(text, has_tower=vision is not None, has_head=with_head)
+    decoder = replace(decoder, format=quantized.format, rules=quantized.rules, plain_modules=plain_modules)
+    for module in ("lm_head", "visual.blocks.0.attn.qkv") if quantized.is_of_all else ():
+        if (found := decoder.stored_format(module)) != "plain":
+            raise ValueError(f"quantization_config must ignore {module.partition('.')[0]}, whose matrices would have the format {found}")
     return ModelConfig(
-        text=replace(decoder, format=stored_format(quantization), plain_modules=plain_modules),
+        text=decoder,
         vision=vision,
-        architecture=replace(architecture, dropped=None) if with_head else architecture,
+        architecture=_renamed(replace(architecture, dropped=None) if with_head else architecture, quantized),
         geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS),
         video=_video_geometry(folder, vision),
         sampling=_sampling(generation),
@@ -57,6 +64,14 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
         vision_end_token_id=-1 if vision is None else _value(config, "vision_end_token_id"),
         eos_token_ids=_all_ids(generation, config, text),
     )
+
+
+def _renamed(architecture: Architecture, quantized: Quantization) -> Architecture:
+    """With what the quantization renames, and without tensors that it stores and nothing reads."""
+    if quantized.format in FORMATS and not quantized.renames:
+        return architecture
+    dropped = "|".join(filter(None, (architecture.dropped, UNREAD)))
+    return replace(architecture, renames=architecture.renames + quantized.renames, dropped=dropped)
 
 
 def _read_json(path: Path, is_required: bool = False) -> dict[str, Any]:

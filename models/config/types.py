@@ -1,10 +1,12 @@
 """Typed configuration of a model; `config.huggingface` reads it from a folder. Imports no torch."""
 
+import re
 from dataclasses import dataclass
 
 from models.cache.spec import CacheSpec, PagedGroup, StateGroup
-from models.config.formats import Format, MatrixFormat
+from models.config.formats import Format, MatrixFormat, final_format
 from models.config.registry import Architecture
+from models.config.schemes import Rule
 from models.kernels.heads import Heads
 from models.media.geometry import VisionGeometry
 from models.media.video import VideoGeometry
@@ -65,6 +67,7 @@ class TextConfig:
     has_qk_norm: bool = True  # RMSNorm of query and key heads
     format: Format = "plain"  # format of the layers' matrices, see `format_of`
     plain_modules: tuple[str, ...] = ()  # unquantized modules: paths or parts of paths
+    rules: tuple[Rule, ...] = ()  # formats of modules that differ from `format`
     quantized_to: Format | None = None  # target format of plain matrices after loading, if any
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
@@ -78,11 +81,23 @@ class TextConfig:
     def format_of(self, parent: str, *names: str) -> MatrixFormat:
         """Return the stored format of these matrices of the module `parent` and the format after loading. ValueError if they differ, since
         they form one product."""
-        plain = [name for name in names if any(f".{part}." in f".{parent}.{name}." for part in self.plain_modules)]
-        if self.format != "plain" and plain and len(plain) < len(names):
-            raise ValueError(f"quantization_config must leave out all or none of {', '.join(names)} of {parent}, got {', '.join(plain)}")
-        stored = "plain" if plain else self.format
-        return MatrixFormat(stored, stored if plain else self.quantized_to or stored)
+        found = {name: self.stored_format(f"{parent}.{name}") for name in names}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name}: {format}" for name, format in found.items())
+            raise ValueError(f"quantization_config must give {', '.join(names)} of {parent} the same format, got {listed}")
+        (stored,) = set(found.values())
+        return MatrixFormat(stored, self.quantized_to if self.format == "plain" and self.quantized_to is not None else final_format(stored))
+
+    def stored_format(self, path: str) -> Format:
+        """Return the format in which checkpoints store a module's matrix. Rules may use the names of any version of transformers."""
+        short = path.removeprefix("model.").removeprefix("language_model.")
+        if (layer := re.match(r"layers\.(\d+)\.", short)) is not None and int(layer[1]) in self.delta_layers:
+            path, short = (name.replace(".self_attn.", ".linear_attn.") for name in (path, short))
+        names = {path, short, f"model.{short}", f"language_model.{short}", f"language_model.model.{short}", f"model.language_model.{short}"}
+        for rule in self.rules:
+            if any(re.fullmatch(rule.pattern, name) for name in names):
+                return rule.format
+        return "plain" if any(f".{part}." in f".{path}." for part in self.plain_modules) else self.format
 
     def ordinal(self, layer: int) -> int:
         """Return the index of a layer among those of its kind."""

@@ -48,8 +48,8 @@ class StackedExperts(nn.Module):
             self._share = slice(tp.rank * width, (tp.rank + 1) * width)
         for each in format:
             storage_of(each).check(hidden_size, (width,))
-        self.gate_up = Matrix.empty(self.count * 2 * width, hidden_size, format, setup.place)
-        self.down = Matrix.empty(self.count * hidden_size, width, format, setup.place)
+        self.gate_up = Matrix.empty(self.count * 2 * width, hidden_size, format, setup.place, self.count)
+        self.down = Matrix.empty(self.count * hidden_size, width, format, setup.place, self.count)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointPart]:
         """Accept the layouts of transformers 5 (experts, outputs, inputs), of published files (experts, inputs, outputs), and of one
@@ -57,7 +57,7 @@ class StackedExperts(nn.Module):
         shared = {prefix.rpartition(".")[0] + ".shared_expert": self.moe.num_experts} if self.moe.has_shared else {}
         single = {f"{prefix}.{expert}": expert for expert in range(self.moe.num_experts)}
         matrices: Iterator[tuple[Stored, Stored]] = zip(self.gate_up.storage.stored, self.down.storage.stored, strict=True)
-        parts = [(of_up.suffix, of_up.block, of_up.tensor, of_down.tensor) for of_up, of_down in matrices]
+        parts = list(matrices)
         stacked = (
             tuple(slot for part, turned in zip(parts, turns, strict=True) for slot in self._stacked(prefix, *part, turned))
             for turns in product((False, True), repeat=len(parts))
@@ -67,35 +67,34 @@ class StackedExperts(nn.Module):
             yield from self._single(shared, *part)
 
     def _stacked(
-        self, prefix: str, suffix: str, block: tuple[int, int], gate_up: torch.Tensor, down: torch.Tensor, is_input_major: bool
+        self, prefix: str, gate_up: Stored, down: Stored, is_input_major: bool
     ) -> Iterator[CheckpointTensor]:
         """Return all matrices of the experts, except the shared one, as one tensor of values or of per-block scales."""
-        of_up, of_down, last = self._up(block), self._down(block), min(self.first + self.count, self.moe.num_experts)
+        of_up, of_down, last = self._up(gate_up.block), self._down(down.block), min(self.first + self.count, self.moe.num_experts)
         experts, ours = slice(self.first, last), slice(0, last - self.first)
 
         def tensor(name: str, shape: tuple[int, int], index: Index, target: torch.Tensor) -> CheckpointTensor:
             if is_input_major:
                 shape, index, target = shape[::-1], index[::-1], target.transpose(1, 2)
-            name = f"{prefix}.{name}_proj{suffix}"
+            name = f"{prefix}.{name}_proj{gate_up.suffix.removeprefix('.weight')}"
             return CheckpointTensor(name, (self.moe.num_experts, *shape), (experts, *index), target[ours])
 
-        for half, target in enumerate(gate_up.unflatten(0, (self.count, 2, -1)).unbind(1)):
+        for half, target in enumerate(gate_up.tensor.unflatten(0, (self.count, 2, -1)).unbind(1)):
             (inner, hidden), (share, _) = of_up
             rows = slice(half * inner + share.start, half * inner + share.stop)
             yield tensor("gate_up", (2 * inner, hidden), (rows, ALL), target)
-        yield tensor("down", *of_down, down.unflatten(0, (self.count, -1)))
+        yield tensor("down", *of_down, down.tensor.unflatten(0, (self.count, -1)))
 
-    def _single(
-        self, experts: dict[str, int], suffix: str, block: tuple[int, int], gate_up: torch.Tensor, down: torch.Tensor
-    ) -> Iterator[CheckpointTensor]:
+    def _single(self, experts: dict[str, int], gate_up: Stored, down: Stored) -> Iterator[CheckpointTensor]:
         """Return the three matrices of each of `experts` (path -> number); those of other ranks are not read."""
-        halves, downs = gate_up.unflatten(0, (self.count, 2, -1)), down.unflatten(0, (self.count, -1))
+        halves, downs = gate_up.tensor.unflatten(0, (self.count, 2, -1)), down.tensor.unflatten(0, (self.count, -1))
+        every, of_up, of_down = slice(0, self.hidden_size), (self.inner, self.hidden_size), (self.hidden_size, self.inner)
         for path, expert in experts.items():
             i = expert - self.first
-            targets = (*halves[i], downs[i]) if 0 <= i < self.count else (down[:0],) * 3
-            for name, target in zip(("gate", "up", "down"), targets, strict=True):
-                shape, index = self._down(block) if name == "down" else self._up(block)
-                yield CheckpointTensor(f"{path}.{name}_proj.weight{suffix}", shape, index, target)
+            targets = (*halves[i], downs[i]) if 0 <= i < self.count else (down.tensor[:0],) * 3
+            yield gate_up.part(f"{path}.gate_proj", of_up, self._share, every, targets[0])
+            yield gate_up.part(f"{path}.up_proj", of_up, self._share, every, targets[1])
+            yield down.part(f"{path}.down_proj", of_down, every, self._share, targets[2])
 
     def _up(self, block: tuple[int, int]) -> tuple[tuple[int, int], Index]:
         """Return the shape of an expert's gate or up projection and this rank's part of it, in blocks."""

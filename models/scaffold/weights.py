@@ -92,9 +92,9 @@ def _quantized(tensors: dict[str, torch.Tensor], names: set[str], format: Format
     for name in names & tensors.keys():
         turns, tensor = has_input_major and _is_experts(name), tensors[name]
         rows = (tensor.transpose(1, 2) if turns else tensor).flatten(0, -2)
-        for suffix, part, _ in storage_of(format).quantized(rows).stored:
-            whole = part.unflatten(0, (len(tensor), -1)) if _is_experts(name) else part  # scales have the same layout
-            stored[name + suffix] = (whole.transpose(1, 2) if turns else whole).contiguous()
+        for each in storage_of(format).quantized(rows).stored:
+            whole = each.tensor.unflatten(0, (len(tensor), -1)) if _is_experts(name) else each.tensor  # scales have the same layout
+            stored[name + each.suffix.removeprefix(".weight")] = (whole.transpose(1, 2) if turns else whole).contiguous()
     return stored
 
 

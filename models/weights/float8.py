@@ -51,6 +51,9 @@ class BlockScaled:
             made.values[start : start + BLOCK].copy_((stripe / scale[:, None]).flatten(1))
         return made
 
+    def in_format(self, format: str) -> "BlockScaled":
+        return self
+
     def fill_normal_(self, std: float, generator: torch.Generator) -> None:
         for stripe in self.values.split(STRIPE):
             normal = torch.empty(stripe.shape, dtype=torch.bfloat16, device=stripe.device).normal_(generator=generator)
@@ -59,7 +62,7 @@ class BlockScaled:
 
     @property
     def stored(self) -> tuple[Stored, ...]:
-        return Stored("", self.values), Stored("_scale_inv", self.scales, (BLOCK, BLOCK))
+        return Stored(".weight", self.values), Stored(".weight_scale_inv", self.scales, (BLOCK, BLOCK))
 
     def __len__(self) -> int:
         return len(self.values)

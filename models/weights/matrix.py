@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from models.checkpoint.names import CheckpointTensor
-from models.config.formats import FORMATS, Format, MatrixFormat
+from models.config.formats import Format, MatrixFormat, entry_of
 from models.config.registry import imported
+from models.config.schemes import Scheme
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 
 WHOLE = 1 << 30  # columns of a block: a value stands for all columns of its rows
@@ -26,6 +27,18 @@ class Stored(NamedTuple):
     suffix: str
     tensor: torch.Tensor
     block: tuple[int, int] = (1, 1)  # rows, columns
+    is_transposed: bool = False  # in checkpoints
+    scalar_shape: tuple[int, ...] | None = None  # in checkpoints, if these have one value, which all rows get
+
+    def part(self, name: str, shape: tuple[int, int], rows: slice, columns: slice, target: torch.Tensor) -> CheckpointTensor:
+        """`target`, a part of the tensor, is these rows and columns of the checkpoint's matrix of this shape."""
+        if self.scalar_shape is not None:
+            return CheckpointTensor(name + self.suffix, self.scalar_shape, (), target)
+        (height, width), index = self.block, (in_blocks(rows, self.block[0]), in_blocks(columns, self.block[1]))
+        blocks = -(-shape[0] // height), -(-shape[1] // width)
+        if self.is_transposed:
+            return CheckpointTensor(name + self.suffix, blocks[::-1], index[::-1], target.t())
+        return CheckpointTensor(name + self.suffix, blocks, index, target)
 
 
 def in_blocks(cut: slice, block: int) -> slice:
@@ -48,6 +61,9 @@ class Storage(Protocol):
     def quantized(cls, matrix_NK: torch.Tensor) -> Self:
         """A matrix in the model's dtype in this format."""
 
+    def in_format(self, format: Format) -> "Storage":
+        """The matrix in the format that it has after a load, in place where it can be."""
+
     @property
     def shape(self) -> torch.Size: ...
 
@@ -67,6 +83,10 @@ S = TypeVar("S")
 
 class Products(ABC, Generic[S]):
     """Products with matrices of one format on one backend. `rows` is the class of x's tokens."""
+
+    def prepared(self, matrix: S) -> S:
+        """What the products of a single matrix read, made once after a load."""
+        return matrix
 
     @abstractmethod
     def product(self, x_TX: Activation, matrix: S, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
@@ -97,16 +117,16 @@ class Place(NamedTuple):
 class Matrix:
     """A matrix (N, K) in the format that it has now."""
 
-    def __init__(self, storage: Any, format: MatrixFormat, backend: str) -> None:
-        self.storage, self._format, self._backend = storage, format, backend
+    def __init__(self, storage: Any, format: MatrixFormat, backend: str, count: int = 1) -> None:
+        self.storage, self._format, self._backend, self._count = storage, format, backend, count
         self.products = products_of(format.stored, backend)
 
     @classmethod
-    def empty(cls, rows: int, columns: int, format: MatrixFormat, place: Place) -> "Matrix":
-        """Without values. ValueError if a format that it comes to has no such matrices."""
+    def empty(cls, rows: int, columns: int, format: MatrixFormat, place: Place, count: int = 1) -> "Matrix":
+        """Without values; `count` equal ones that lie below each other. ValueError if a format that it comes to has no such matrices."""
         for each in set(format):
             storage_of(each).check(columns, (rows,))
-        return cls(storage_of(format.stored).empty(rows, columns, place.device, place.dtype), format, place.backend)
+        return cls(storage_of(format.stored).empty(rows, columns, place.device, place.dtype), format, place.backend, count)
 
     @classmethod
     def of(cls, matrix_NK: torch.Tensor, backend: str, format: Format = "plain") -> "Matrix":
@@ -130,16 +150,17 @@ class Matrix:
 
     def tensors(self, name: str, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice) -> Iterator[CheckpointTensor]:
         """Rows `target_rows` are these rows and columns of the checkpoint's matrix of this shape."""
-        for suffix, tensor, (height, width) in self.storage.stored:
-            blocks, index = (-(-shape[0] // height), -(-shape[1] // width)), (in_blocks(rows, height), in_blocks(columns, width))
-            yield CheckpointTensor(f"{name}.weight{suffix}", blocks, index, tensor[in_blocks(target_rows, height)])
+        for stored in self.storage.stored:
+            yield stored.part(name, shape, rows, columns, stored.tensor[in_blocks(target_rows, stored.block[0])])
 
     def finish(self) -> None:
         """After a load and before anything is captured: quantize in place."""
         if self._format.final != self._format.stored:
-            self.storage = storage_of(self._format.final).quantized(self.storage.values)
+            self.storage = self.storage.in_format(self._format.final)
             self._format = MatrixFormat(self._format.final, self._format.final)
             self.products = products_of(self._format.final, self._backend)
+        if self._count == 1:
+            self.storage = self.products.prepared(self.storage)
 
     def product(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         """x @ matrix.T, in `out_TN` if given."""
@@ -166,14 +187,15 @@ def matrices_of(module: HasModules) -> Iterator[tuple[str, Matrix]]:
 
 @cache
 def storage_of(format: Format) -> type[Storage]:
-    found: type[Storage] = imported(FORMATS[format].storage)
-    return found
+    """The class, or what makes its instances for a scheme."""
+    found: Any = imported(entry_of(format).storage)
+    return found if (scheme := Scheme.parse(format)) is None else found(scheme)
 
 
 @cache
 def products_of(format: Format, backend: str) -> Products[Any]:
     """ValueError if the backend has none."""
-    if (name := FORMATS[format].products_of(backend)) is None:
+    if (name := entry_of(format).products_of(backend)) is None:
         raise ValueError(f"--backend {backend} has no products of {format} matrices: --backend torch has")
     products: Products[Any] = imported(name)()
     return products

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from models.config.formats import Format
 from models.kernels.reference.products import TorchProducts
 from models.kernels.stream import RowClass
-from models.weights.matrix import Stored
+from models.weights.matrix import Storage, Stored, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,16 @@ class Plain:
     def quantized(cls, matrix_NK: torch.Tensor) -> "Plain":
         return cls(matrix_NK)
 
+    def in_format(self, format: Format) -> Storage:
+        return storage_of(format).quantized(self.values)
+
     @property
     def shape(self) -> torch.Size:
         return self.values.shape
 
     @property
     def stored(self) -> tuple[Stored, ...]:
-        return (Stored("", self.values),)
+        return (Stored(".weight", self.values),)
 
     def rows(self, first: int, last: int) -> "Plain":
         return Plain(self.values[first:last])

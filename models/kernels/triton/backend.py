@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from models.config.formats import FORMATS, Format
+from models.config.formats import Format, entry_of
 from models.kernels.heads import Heads
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.ops import KVPool, Ops
@@ -39,7 +39,7 @@ class PortableBackend:
         self._capability = torch.cuda.get_device_capability(device)
 
     def runs(self, format: Format) -> bool:
-        return FORMATS[format].runs_on(self.name, self._capability)
+        return entry_of(format).runs_on(self.name, self._capability)
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         check_kernels(self, heads.dim, vision_head_dim)

@@ -56,7 +56,8 @@ def load(folder: Path, with_head: bool = False, quantized_to: str | None = None)
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and the tensors of matrices, those of one byte as integers."""
-    stored = {path + each.suffix: each.tensor for path, matrix in matrices_of(module) for each in matrix.storage.stored}
+    matrices = [(path, each) for path, matrix in matrices_of(module) for each in matrix.storage.stored]
+    stored = {path + each.suffix.removeprefix(".weight"): each.tensor for path, each in matrices}
     return {path: x.view(torch.uint8) if x.itemsize == 1 else x for path, x in (dict(module.named_parameters()) | stored).items()}
 
 

@@ -35,7 +35,7 @@ class RowScaled(Plain):
 
     @property
     def stored(self) -> tuple[Stored, ...]:
-        return Stored("", self.values), Stored("_scale", self.scales, (1, WHOLE))
+        return Stored(".weight", self.values), Stored(".weight_scale", self.scales, (1, WHOLE))
 
     def rows(self, first: int, last: int) -> "RowScaled":
         return RowScaled(self.values[first:last], self.scales[first:last])

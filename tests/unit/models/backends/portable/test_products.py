@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
+from models.config.formats import MatrixFormat
 from models.kernels.stream import Residual, RowClass
 from models.weights.float8 import GroupScaled
-from models.weights.matrix import Matrix
+from models.weights.matrix import Matrix, Place
 from tests.unit.models.backends.portable.interpreter import interpreted
 
 
@@ -34,3 +35,51 @@ def test_every_class_of_rows_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> 
             pairs.append((product, stream.sum_TD, added.sum_TD + (0 if added.parts_STD is None else added.parts_STD.sum(0))))
         for found, expected, limit in zip(*pairs, (0.15 if format == "float8" else 1e-5, 1e-6, 5e-3), strict=True):
             assert float((found - expected).norm() / expected.norm()) < limit, (format, num_tokens, rows.name, num_parts)
+
+
+GROUPED = ("int4-g32-final", "int4-g128-zeros-final", "int8-g0-final", "int8-g64-zeros-final", "float8-g0-final", "float4-g16-final")
+
+
+def grouped(format: str, rows: int, columns: int) -> Matrix:
+    """A random matrix, each group with a scale of its own."""
+    made = Matrix.empty(rows, columns, MatrixFormat(format, format), Place("portable", torch.device("cpu"), torch.float32))
+    made.storage.fill_normal_(columns**-0.5, torch.Generator().manual_seed(1))
+    made.storage.scales.copy_(made.storage.scales.float() * (0.5 + torch.rand(made.storage.scales.shape)))
+    if made.storage.zeros is not None:
+        made.storage.zeros.random_(5, 11)
+    return made
+
+
+@interpreted(gate=True)
+def test_matrices_of_few_bits() -> None:
+    torch.manual_seed(0)
+    norm = torch.rand(512) + 0.5
+    cases = ((1, RowClass.SINGLE), (5, RowClass.FEW), (20, RowClass.SOME), (20, RowClass.MANY))
+    for format, (num_tokens, rows) in itertools.product(GROUPED, cases):
+        ours, x, start = grouped(format, 128, 512), torch.randn(num_tokens, 512), torch.randn(num_tokens, 128)
+        pairs = []
+        for each in (ours, ours.on("torch")):
+            added = Residual(start.clone())
+            each.add_to(added, x, rows)
+            total = added.sum_TD + (0 if added.parts_STD is None else added.parts_STD.sum(0))
+            pairs.append((each.product(Residual(x.clone()).normed(norm, 1e-6), rows), each.swiglu(x, rows), total))
+        for found, expected in zip(*pairs, strict=True):
+            assert float((found - expected).norm() / expected.norm()) < 1e-4, (format, num_tokens, rows.name)
+
+
+@interpreted(gate=True)
+def test_experts_of_few_bits_for_a_single_token() -> None:
+    """One choice is another rank's."""
+    from models.kernels.triton.grouped import GroupedExperts
+
+    torch.manual_seed(0)
+    gate_up, down, x = grouped("int4-g32-final", 4 * 2 * 64, 128), grouped("int4-g32-final", 4 * 128, 64), torch.randn(1, 128)
+    chosen, weights, out = torch.tensor([2, -1, 0]), torch.tensor([0.5, 0.3, 0.2]), torch.randn(1, 128)
+    expected = out.clone()
+    for expert, weight in zip(chosen.tolist(), weights.tolist(), strict=True):
+        if expert >= 0:
+            up, lower = (each.on("torch").rows(expert * 128, (expert + 1) * 128) for each in (gate_up, down))
+            expected += weight * lower.product(up.swiglu(x, RowClass.MANY), RowClass.MANY)
+    inner = GroupedExperts.expert_swiglu(x, gate_up.storage, chosen, 4)
+    GroupedExperts.expert_sum(inner, down.storage, chosen, weights, out, adds=True)
+    assert torch.allclose(out, expected, atol=1e-4)

@@ -14,9 +14,11 @@ import torch
 from engine.wire.params import SamplingParams
 from engine.worker.sampling.draws import draws_of
 from models.config.formats import MatrixFormat
+from models.config.schemes import Scheme
 from models.kernels.make import notify_compilation
 from models.kernels.ops import NewHeads
 from models.weights.float8 import BlockScaled, GroupScaled
+from models.weights.grouped import Grouped
 from models.weights.matrix import Matrix, Place
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -163,6 +165,26 @@ def launch_experts(capability: int, is_float8: bool) -> None:
             expert_gemv.expert_sum(inner, experts.down.storage, choices.experts_TK[0], choices.weights_TK[0], bf16(1, 512), adds=True)
 
 
+def launch_grouped(element: str) -> None:
+    """The gate and up projections of 8B, experts, and a matrix with zero points."""
+    from models.kernels.triton import grouped
+    from models.weights.grouped import GroupedKind
+
+    def matrix(rows: int, columns: int, group: int = 0, has_zeros: bool = False) -> Grouped:
+        return GroupedKind(Scheme(element, group, has_zeros)).empty(rows, columns, torch.device("cpu"))
+
+    norm, group = (bf16(4096), 1e-6), 16 if element == "float4" else 128
+    grouped.gemv(bf16(1, 4096), matrix(24_576, 4096, group), bf16(1, 12_288), norm, gated=True)
+    grouped.gemv(bf16(1, 4096), matrix(4096, 4096, group, element.startswith("int")), bf16(1, 4096), adds=True)
+    chosen = torch.zeros(8, dtype=torch.int64)
+    experts = grouped.GroupedExperts()
+    inner = experts.expert_swiglu(bf16(1, 2048), matrix(4 * 2 * 768, 2048, group), chosen, 4)
+    grouped.gemv(inner, matrix(4 * 2048, 768, group), bf16(8, 2048), chosen_K=chosen, num_matrices=4)
+    for num_tokens in (2, 64, 128):
+        grouped.multiply(bf16(num_tokens, 4096), matrix(4096, 4096, group), torch.zeros(4, num_tokens, 4096))
+    grouped.multiplied_out(matrix(4096, 4096, group), torch.bfloat16)
+
+
 def launch_exchange() -> None:
     from models.kernels.triton.exchange import TritonExchange
 
@@ -235,6 +257,8 @@ def launch_all(capability: int) -> None:
     launch_attention(capability)
     launch_hybrid()
     launch_experts(capability, is_float8=False)
+    for element in ("int4", "int8", "float4", *(["float8"] if capability >= FLOAT8_FROM else [])):
+        launch_grouped(element)
     if capability >= FLOAT8_FROM:
         launch_float8()
         launch_experts(capability, is_float8=True)

@@ -1,0 +1,149 @@
+"""Matrices of few bits: names of their formats, and the configurations of checkpoints that store them. Imports no torch."""
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+Json = Mapping[str, Any]
+
+BITS = {"int4": 4, "int8": 8, "float4": 4, "float8": 8}  # float4 is e2m1, float8 is e4m3
+GROUPS = (0, 32, 64, 128)  # of integers
+NVFP4_GROUP = 16
+SUPPORTED = (
+    "AWQ, GPTQ, compressed-tensors (pack-quantized, float-quantized, nvfp4-pack-quantized), ModelOpt (FP8, NVFP4) and "
+    "FP8 in blocks of 128 x 128"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Values of few bits with a scale for each group of a row's values; products take inputs in the model's dtype. Its string is the name
+    of the format, such as `int4-g128-zeros-awq`."""
+
+    element: str  # a key of BITS
+    group: int = 0  # consecutive values of a row that share a scale; 0: all of them
+    has_zeros: bool = False  # whether a group has a zero point; integers without one are symmetric
+    layout: str = "final"  # of the tensors, see `models.weights.layouts`; `final`: as kernels read them
+
+    def __str__(self) -> str:
+        return "-".join((self.element, f"g{self.group}", *(("zeros",) if self.has_zeros else ()), self.layout))
+
+    @classmethod
+    def parse(cls, name: str) -> "Scheme | None":
+        """Return None for formats without a scheme."""
+        if (found := re.fullmatch(rf"({'|'.join(BITS)})-g(\d+)(-zeros)?-(\w+)", name)) is None:
+            return None
+        return cls(found[1], int(found[2]), found[3] is not None, found[4])
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.element]
+
+    @property
+    def final(self) -> "Scheme":
+        """The scheme after a load."""
+        return replace(self, layout="final")
+
+    @property
+    def value_bytes(self) -> float:
+        """Bytes of a value and its share of scales and zero points."""
+        return self.bits / 8 + ((2 + self.has_zeros) / self.group if self.group else 0)
+
+
+class Rule(NamedTuple):
+    """Modules whose whole name matches the regular expression have this format."""
+
+    pattern: str
+    format: str
+
+
+class Quantization(NamedTuple):
+    """What a quantization_config says of a decoder: the first rule that matches a module decides, or else `format`."""
+
+    format: str
+    rules: tuple[Rule, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()  # of tensors: regular expression and replacement
+    is_of_all: bool = False  # whether it means the vision tower and the head, too, unless a rule excludes them
+
+
+def _demand(config: Json, **supported: Any) -> None:
+    """ValueError if a setting that the configuration has differs from the supported value."""
+    for name, value in supported.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"quantization_config.{name} must be {value!r}, got {config[name]!r}; supported are {SUPPORTED}")
+
+
+def _integer(bits: Any, group: Any, has_zeros: bool, layout: str) -> str:
+    group = 0 if group in (None, -1) else group
+    if bits not in (4, 8) or group not in GROUPS or (layout == "awq" and bits != 4):
+        raise ValueError(f"quantized weights must have 4 or 8 bits and groups of 32, 64, 128 or whole rows, got {bits} and {group}")
+    return str(Scheme(f"int{bits}", group, has_zeros, layout))
+
+
+def read_awq(config: Json) -> Quantization:
+    _demand(config, version="gemm")
+    return Quantization(_integer(config.get("bits", 4), config.get("group_size", 128), bool(config.get("zero_point", True)), "awq"))
+
+
+def read_gptq(config: Json) -> Quantization:
+    layout = "gptq_v2" if config.get("checkpoint_format") == "gptq_v2" else "gptq"
+
+    def format_of(settings: Json) -> str:
+        _demand(settings, desc_act=False)
+        return _integer(settings.get("bits"), settings.get("group_size"), True, layout)
+
+    rules = []
+    for pattern, changes in (config.get("dynamic") or {}).items():
+        rules.append(Rule(pattern[2:] + ".*", "plain" if pattern.startswith("-:") else format_of({**config, **changes})))
+    return Quantization(format_of(config), tuple(rules))
+
+
+def read_compressed_tensors(config: Json) -> Quantization:
+    rules = [Rule(_pattern(name), "plain") for name in config.get("ignore") or ()]
+    renames: tuple[tuple[str, str], ...] = ()
+    format = "plain"
+    for group in (config.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        format = _compressed_format(str(group.get("format") or config.get("format")), weights)
+        if format == "float8":
+            renames = ((r"\.weight_scale$", ".weight_scale_inv"),)
+        rules += [Rule(".*" if target == "Linear" else _pattern(target), format) for target in group.get("targets", ())]
+    if format == "plain":
+        raise ValueError(f"quantization_config.config_groups names no weights; supported are {SUPPORTED}")
+    return Quantization(format, (*rules, Rule(".*", "plain")), renames, is_of_all=True)
+
+
+def _compressed_format(name: str, weights: Json) -> str:
+    """The format of a group of compressed-tensors."""
+    strategy, bits, kind = weights.get("strategy"), weights.get("num_bits"), weights.get("type", "int")
+    found = f"{name} with {bits} bits of {kind} by {strategy}"
+    if name == "pack-quantized" and kind == "int" and strategy in ("group", "channel"):
+        if weights.get("actorder") not in (None, "static", "weight"):
+            raise ValueError(f"quantization_config.actorder must be 'static', got {weights['actorder']!r}")
+        return _integer(bits, weights.get("group_size") if strategy == "group" else 0, not weights.get("symmetric", True), "packed")
+    if name == "float-quantized" and kind == "float" and bits == 8 and strategy in ("channel", "tensor"):
+        return str(Scheme("float8", layout="float8" if strategy == "channel" else "float8_tensor"))
+    if name == "float-quantized" and kind == "float" and bits == 8 and strategy == "block" and weights.get("block_structure") == [128, 128]:
+        return "float8"
+    if name == "nvfp4-pack-quantized" and weights.get("group_size") == NVFP4_GROUP:
+        return str(Scheme("float4", NVFP4_GROUP, layout="nvfp4"))
+    raise ValueError(f"quantization_config has {found}; supported are {SUPPORTED}")
+
+
+def read_modelopt(config: Json) -> Quantization:
+    algorithms = {"FP8": Scheme("float8", layout="float8_scalar"), "NVFP4": Scheme("float4", NVFP4_GROUP, layout="modelopt_fp4")}
+    algorithm = config.get("quant_algo")
+    if (scheme := algorithms.get(str(algorithm))) is None:
+        raise ValueError(f"quantization_config.quant_algo must be FP8 or NVFP4, got {algorithm!r}; supported are {SUPPORTED}")
+    ignored = [*(config.get("ignore") or ()), *(config.get("exclude_modules") or ())]
+    return Quantization(str(scheme), tuple(Rule(fnmatch.translate(name), "plain") for name in ignored), is_of_all=True)
+
+
+READERS = {"awq": read_awq, "gptq": read_gptq, "compressed-tensors": read_compressed_tensors, "modelopt": read_modelopt}
+
+
+def _pattern(name: str) -> str:
+    """The regular expression of whole module names that compressed-tensors means by this name."""
+    return f"(?:{name[3:]}).*" if name.startswith("re:") else re.escape(name)

@@ -1,0 +1,162 @@
+"""Matrices of few bits with scales for groups of values, of AWQ, GPTQ, compressed-tensors and ModelOpt: see `Scheme`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from models.config.formats import Format
+from models.config.schemes import NVFP4_GROUP, Scheme
+from models.kernels.reference.products import TorchProducts
+from models.weights.layouts import FINAL, LAYOUTS, WORD, Layout, codes_of, in_runs, unpacked_rows
+from models.weights.matrix import WHOLE, Stored
+
+STRIPE = 1 << 12  # rows that are converted or multiplied out at a time
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of e2m1
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """See `Storage`: value = (code - zero point) * scale * factor.
+
+    codes: in the final layout int32 (N, K / P), see `run_of`. scales: (N, K / group). zeros: uint8 of the shape of
+    scales, or None. factors: float32 (N, 1), or None. Other layouts: as `layout` says, or transposed if it is.
+    """
+
+    scheme: Scheme
+    shape: torch.Size
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    factors: torch.Tensor | None
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.scheme.layout]
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric integers, 0 of floats."""
+        return 1 << (self.scheme.bits - 1) if self.scheme.element.startswith("int") else 0
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        layout, group = self.layout, self.scheme.group or WHOLE
+        packed, per = WORD // self.scheme.bits, layout.is_transposed
+        block = {"rows": (packed, 1), "pairs": (1, 2), "values": (1, 1)}.get(layout.packing, (1, packed))
+        is_single = layout.scalar_shape is not None and not layout.factors
+        tensors = [
+            Stored(layout.codes, self.codes, block, per),
+            Stored(layout.scales, self.scales, (1, group), per, layout.scalar_shape if is_single else None),
+        ]
+        if self.zeros is not None:
+            tensors.append(Stored(layout.zeros, self.zeros, (1 if self.scheme.layout == FINAL else packed, group), per))
+        if self.factors is not None:
+            tensors.append(Stored(layout.factors, self.factors, (1, WHOLE), per, layout.scalar_shape))
+        return tuple(tensors)
+
+    def rows(self, first: int, last: int) -> "Grouped":
+        def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            height = 1 if tensor is None else self.shape[0] // len(tensor)
+            return None if tensor is None else tensor[first // height : last // height]
+
+        codes, scales = cut(self.codes), cut(self.scales)
+        assert codes is not None and scales is not None
+        return Grouped(self.scheme, torch.Size((last - first, self.shape[1])), codes, scales, cut(self.zeros), cut(self.factors))
+
+    def fill_normal_(self, std: float, generator: torch.Generator) -> None:
+        """Codes are uniform, which kernels do not care about; of float8 they have no NaN."""
+        device = self.codes.device
+        for stripe in self.codes.split(STRIPE):
+            if self.scheme.element == "float8":
+                values = torch.empty(stripe.shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+                stripe.copy_(values.to(torch.float8_e4m3fn)) if stripe.dtype != torch.int32 else stripe.fill_(0x38B830B0)
+            elif stripe.dtype == torch.uint8:
+                stripe.random_(0, 256, generator=generator)
+            else:
+                stripe.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+        spread = {"int4": 4.6, "int8": 74.0, "float4": 2.8, "float8": 1.0}[self.scheme.element]
+        self.scales.fill_(1.0 if self.factors is not None else std / spread)
+        if self.factors is not None:
+            self.factors.fill_(spread / std if self.layout.divides else std / spread)
+        if self.zeros is not None:
+            middle = sum((self.middle - self.layout.zero_offset) << bit for bit in range(0, WORD, self.scheme.bits))
+            self.zeros.fill_(self.middle if self.zeros.dtype == torch.uint8 else middle - (1 << WORD) if middle >> (WORD - 1) else middle)
+
+    def in_format(self, format: Format) -> "Grouped":
+        """In the final layout."""
+        if self.scheme.layout == FINAL:
+            return self
+        zeros = None if self.zeros is None else unpacked_rows(self.zeros, self.scheme.bits, self.layout.order) + self.layout.zero_offset
+        factors, scales = self.factors, self.scales
+        if scales.dtype == torch.float8_e4m3fn:
+            scales = scales.to(torch.bfloat16)  # exactly; GPUs before 8.9 do not read float8
+        if factors is not None and self.layout.divides:
+            factors = factors.reciprocal()
+        height = self.shape[0] // len(self.codes)
+        stripes = [in_runs(codes_of(stripe, self.scheme, self.layout), self.scheme) for stripe in self.codes.split(STRIPE // height)]
+        return Grouped(self.scheme.final, self.shape, torch.cat(stripes), scales, zeros, factors)
+
+    def dequantized(self) -> torch.Tensor:
+        """(N, K) in float32, of the final layout."""
+        codes_NK, groups = codes_of(self.codes, self.scheme, self.layout), self.scales.shape[1]
+        values = _values(codes_NK, self.scheme.element).unflatten(1, (groups, -1))
+        values = values - (self.middle if self.zeros is None else self.zeros[:, :, None].float())
+        values = values * self.scales.float()[:, :, None]
+        return (values if self.factors is None else values * self.factors[:, :, None]).flatten(1)
+
+
+def _values(codes: torch.Tensor, element: str) -> torch.Tensor:
+    """What codes (uint8) mean, in float32, before zero points are subtracted."""
+    if element == "float8":
+        return codes.view(torch.float8_e4m3fn).float()
+    if element == "float4":
+        magnitudes = torch.tensor(FLOAT4, device=codes.device)
+        return torch.where(codes > 7, -1.0, 1.0) * magnitudes[(codes & 7).int()]
+    return codes.float()
+
+
+@dataclass(frozen=True)
+class GroupedKind:
+    """Makes `Grouped` of a scheme: see the class methods of `Storage`."""
+
+    scheme: Scheme
+
+    def check(self, columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+        packed, group = WORD // self.scheme.bits, self.scheme.group or 1
+        height = packed if LAYOUTS[self.scheme.layout].packing == "rows" or self.scheme.has_zeros else 1
+        if columns % group or columns % packed or any(size % height for size in (*rows, *starts)):
+            raise ValueError(f"{self.scheme} needs whole groups and words on every rank, got {sorted(set(rows))} x {columns} (--tp)")
+
+    def empty(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Grouped:
+        self.check(columns, (rows,))
+        scheme, layout = self.scheme, LAYOUTS[self.scheme.layout]
+        packed, groups, is_final = WORD // scheme.bits, columns // scheme.group if scheme.group else 1, scheme.layout == FINAL
+        shape, kind = {
+            "rows": ((rows // packed, columns), torch.int32),
+            "pairs": ((rows, columns // 2), torch.uint8),
+            "values": ((rows, columns), torch.float8_e4m3fn),
+        }.get(layout.packing, ((rows, columns // packed), torch.int32))
+        scale_dtype = torch.float16 if layout.is_transposed and dtype.itemsize == 2 else dtype  # as AWQ and GPTQ have them
+        if scheme.group == NVFP4_GROUP:
+            scale_dtype = torch.bfloat16 if is_final else torch.float8_e4m3fn
+        zeros = torch.empty((rows if is_final else rows // packed, groups), dtype=torch.uint8 if is_final else torch.int32, device=device)
+        return Grouped(
+            scheme,
+            torch.Size((rows, columns)),
+            torch.empty(shape, dtype=kind, device=device),
+            torch.empty((rows, groups), dtype=scale_dtype, device=device),
+            zeros if scheme.has_zeros else None,
+            torch.empty((rows, 1), device=device) if scheme.group == NVFP4_GROUP else None,
+        )
+
+    def quantized(self, matrix_NK: torch.Tensor) -> Grouped:
+        """Symmetric, rounded to the nearest value, in the final layout."""
+        raise ValueError(f"matrices are not rounded to {self.scheme}: serve a checkpoint that has it")
+
+
+class TorchGrouped(TorchProducts[Grouped]):
+    """See `TorchProducts`."""
+
+    def multiply(self, x_TX: torch.Tensor, matrix: Grouped) -> torch.Tensor:
+        return x_TX @ matrix.dequantized().to(x_TX.dtype).t()

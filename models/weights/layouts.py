@@ -1,0 +1,104 @@
+"""How checkpoints lay out the tensors of a `Scheme`, and how kernels read them.
+
+AWQ, GPTQ: AutoAWQ's `WQLinear_GEMM` and AutoGPTQ's `QuantLinear`; the others: compressed-tensors and ModelOpt.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from models.config.schemes import Scheme
+
+WORD = 32  # bits
+MAX_RUN = 16  # words
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of the columns of eight in a word, which of its values they are
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Suffixes of tensors and how their values lie. `packing`: words of consecutive values of a row, of consecutive rows, bytes of two
+    values of a row, single values, or runs (see `run_of`)."""
+
+    codes: str
+    scales: str
+    packing: Literal["columns", "rows", "pairs", "values", "runs"]
+    zeros: str = ""  # packed by rows, but for runs
+    factors: str = ""  # one for the whole matrix, which multiplies all scales
+    is_transposed: bool = False
+    order: tuple[int, ...] = ()  # of values that are packed by rows
+    zero_offset: int = 0  # by which zero points are larger than their codes
+    divides: bool = False  # by the factor
+    scalar_shape: tuple[int, ...] | None = None  # of factors, or of the scale if a matrix has one
+
+
+FINAL = "final"
+LAYOUTS: Mapping[str, Layout] = {
+    FINAL: Layout(".codes", ".scales", "runs", ".zeros", ".factors"),
+    "packed": Layout(".weight_packed", ".weight_scale", "columns", ".weight_zero_point"),
+    "awq": Layout(".qweight", ".scales", "rows", ".qzeros", is_transposed=True, order=AWQ_ORDER),
+    "gptq": Layout(".qweight", ".scales", "columns", ".qzeros", is_transposed=True, zero_offset=1),
+    "gptq_v2": Layout(".qweight", ".scales", "columns", ".qzeros", is_transposed=True),
+    "float8": Layout(".weight", ".weight_scale", "values"),
+    "float8_tensor": Layout(".weight", ".weight_scale", "values", scalar_shape=(1,)),
+    "float8_scalar": Layout(".weight", ".weight_scale", "values", scalar_shape=()),
+    "nvfp4": Layout(".weight_packed", ".weight_scale", "pairs", factors=".weight_global_scale", divides=True, scalar_shape=(1,)),
+    "modelopt_fp4": Layout(".weight", ".weight_scale", "pairs", factors=".weight_scale_2", scalar_shape=()),
+}
+
+
+def run_of(scheme: Scheme, columns: int) -> int:
+    """Words of a run. The first values of a run's words are consecutive in the row, their second ones follow, and so on. All share a
+    scale, so that kernels apply it once per word, and read consecutive inputs."""
+    words = WORD // scheme.bits
+    run = min(MAX_RUN, max(1, scheme.group // words) if scheme.group else MAX_RUN)
+    while columns % (run * words):
+        run //= 2
+    return run
+
+
+def codes_of(tensor: torch.Tensor, scheme: Scheme, layout: Layout) -> torch.Tensor:
+    """Packed codes, or those of zero points by rows -> (N, K) uint8."""
+    if layout.packing == "values":
+        return tensor.view(torch.uint8)
+    if layout.packing == "pairs":
+        return torch.stack((tensor & 15, tensor >> 4), 2).flatten(1)
+    if layout.packing == "rows":
+        return unpacked_rows(tensor, scheme.bits, layout.order)
+    values = _shifted(tensor[:, :, None], scheme.bits)
+    if layout.packing == "columns":
+        return values.flatten(1)
+    run = run_of(scheme, tensor.shape[1] * WORD // scheme.bits)
+    return values.unflatten(1, (-1, run)).transpose(2, 3).flatten(1)
+
+
+def unpacked_rows(tensor: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Words (N / P, X) of P consecutive rows -> (N, X) uint8."""
+    values = _shifted(tensor[:, :, None], bits).transpose(1, 2)
+    return (values[:, list(order)] if order else values).flatten(0, 1)
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
+    return ((words >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def in_runs(codes_NK: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """(N, K) uint8 -> words (N, K / P) of runs."""
+    run, words = run_of(scheme, codes_NK.shape[1]), WORD // scheme.bits
+    return packed_columns(codes_NK.unflatten(1, (-1, words, run)).transpose(2, 3).flatten(1), scheme.bits)
+
+
+def packed_columns(codes_NK: torch.Tensor, bits: int) -> torch.Tensor:
+    """(N, K) uint8 -> words (N, K / P) of consecutive values, the first in the lowest bits."""
+    values = codes_NK.unflatten(1, (-1, WORD // bits))
+    words = torch.zeros_like(values[:, :, 0], dtype=torch.int32)
+    for place in range(WORD // bits):
+        words |= values[:, :, place].to(torch.int32) << place * bits
+    return words
+
+
+def packed_rows(codes_NX: torch.Tensor, bits: int) -> torch.Tensor:
+    """(N, X) uint8 -> words (N / P, X) of consecutive rows."""
+    return packed_columns(codes_NX.t(), bits).t().contiguous()
