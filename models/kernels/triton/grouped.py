@@ -13,7 +13,7 @@ from triton.language import constexpr, tensor
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import values_of
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.launch import await_kernel_ahead, early_launch, floats, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, early_launch, floats, num_multiprocessors
 from models.kernels.triton.products import ExpertGemv, ExpertOperands, TritonProducts
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
 from models.weights.grouped import Grouped
@@ -105,7 +105,7 @@ def _gemv(
     """Program (i, k): ROWS values, of the k-th chosen matrix if there are CHOICES; all of these take the same x if it is SHARED. ROWS
     divides OUT."""
     row, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WORDS)
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     first, last = row, WIDTH // PER  # words of a row
     if CHOICES:
         expert = tl.load(chosen + tl.program_id(1))
@@ -167,7 +167,7 @@ def _multiply(
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     given = token < num_tokens
     total = tl.zeros((ROWS, TOKENS), tl.float32)
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         word = (tl.program_id(1) * BLOCKS + block) * WORDS + lane
         column = word // RUN * (RUN * PER) + word % RUN
@@ -192,7 +192,7 @@ def _multiply_out(
     row, word = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = (row[:, None] >= 0) & (word < WIDTH // PER)[None, :]
     words = tl.load(codes + row.to(tl.int64)[:, None] * (WIDTH // PER) + word[None, :], inside, 0)
-    await_kernel_ahead(OVERLAP)
+    await_previous_kernel(OVERLAP)
     column = word // RUN * (RUN * PER) + word % RUN
     scale, zero = _scales_of(scales, zeros, factors, row, column // GROUP, inside, GROUPS, MIDDLE, HAS_ZEROS, HAS_FACTORS)
     for place in tl.static_range(PER):

@@ -163,7 +163,7 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
         ({"model_type": "qwen3_vl_moe"}, "qwen3_vl_moe"),
         ({"model_type": "mamba"}, "mamba"),
         ({"quantization_config": {}}, "quantization_config must name quant_method"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt"),
         *(
             ({"quantization_config": FP8 | {name: value}}, f"quantization_config.{name} must be")
