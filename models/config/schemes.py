@@ -20,7 +20,7 @@ SUPPORTED = (
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """Values of few bits with a scale for each group of a row's values; products take inputs in the model's dtype. Its string is the name
-    of the format, such as `int4-g128-zeros-awq`."""
+    of the format, such as `int4-g128-zeros-awq`, without the layout if it is the final one."""
 
     element: str  # a key of BITS
     group: int = 0  # consecutive values of a row that share a scale; 0: all of them
@@ -28,14 +28,15 @@ class Scheme:
     layout: str = "final"  # of the tensors, see `models.weights.layouts`; `final`: as kernels read them
 
     def __str__(self) -> str:
-        return "-".join((self.element, f"g{self.group}", *(("zeros",) if self.has_zeros else ()), self.layout))
+        name = f"{self.element}-g{self.group}" + "-zeros" * self.has_zeros
+        return name if self.layout == "final" else f"{name}-{self.layout}"
 
     @classmethod
     def parse(cls, name: str) -> "Scheme | None":
         """Return None for formats without a scheme."""
-        if (found := re.fullmatch(rf"({'|'.join(BITS)})-g(\d+)(-zeros)?-(\w+)", name)) is None:
+        if (found := re.fullmatch(rf"({'|'.join(BITS)})-g(\d+)(-zeros)?(?:-(\w+))?", name)) is None:
             return None
-        return cls(found[1], int(found[2]), found[3] is not None, found[4])
+        return cls(found[1], int(found[2]), found[3] is not None, found[4] or "final")
 
     @property
     def bits(self) -> int:

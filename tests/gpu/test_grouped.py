@@ -13,7 +13,7 @@ from models.weights.matrix import Matrix, Place
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
 DEVICE = torch.device("cuda")
-FORMATS = ("int4-g128-final", "int4-g32-zeros-final", "int8-g0-final", "float8-g0-final", "float4-g16-final")
+FORMATS = ("int4-g128", "int4-g32-zeros", "int8-g0", "float8-g0", "float4-g16")
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

@@ -37,7 +37,7 @@ def test_every_class_of_rows_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> 
             assert float((found - expected).norm() / expected.norm()) < limit, (format, num_tokens, rows.name, num_parts)
 
 
-GROUPED = ("int4-g32-final", "int4-g128-zeros-final", "int8-g0-final", "int8-g64-zeros-final", "float8-g0-final", "float4-g16-final")
+GROUPED = ("int4-g32", "int4-g128-zeros", "int8-g0", "int8-g64-zeros", "float8-g0", "float4-g16")
 
 
 def grouped(format: str, rows: int, columns: int) -> Matrix:
@@ -73,7 +73,7 @@ def test_experts_of_few_bits_for_a_single_token() -> None:
     from models.kernels.triton.grouped import GroupedExperts
 
     torch.manual_seed(0)
-    gate_up, down, x = grouped("int4-g32-final", 4 * 2 * 64, 128), grouped("int4-g32-final", 4 * 128, 64), torch.randn(1, 128)
+    gate_up, down, x = grouped("int4-g32", 4 * 2 * 64, 128), grouped("int4-g32", 4 * 128, 64), torch.randn(1, 128)
     chosen, weights, out = torch.tensor([2, -1, 0]), torch.tensor([0.5, 0.3, 0.2]), torch.randn(1, 128)
     expected = out.clone()
     for expert, weight in zip(chosen.tolist(), weights.tolist(), strict=True):
