@@ -313,7 +313,7 @@ def fit_page() -> str:
         "less on small cards) + KV pool (the rest of `--gpu-memory-utilization`). The worker logs each part at startup. If the KV pool is",
         "too small, try these in order:",
         "",
-        "1. `--quantization fp8`: see [quantized models](quantization.md).",
+        "1. A 4-bit checkpoint or `--quantization fp8`: see [quantized models](quantization.md). `--plan` knows their sizes, too.",
         "2. A smaller `--image-cache-bytes`, `--max-num-batched-tokens` or `--max-num-encoder-tokens`.",
         "3. A larger `--tp`: see [several GPUs](replicas.md#tensor-parallelism).",
         "",
