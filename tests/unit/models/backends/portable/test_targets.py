@@ -166,7 +166,7 @@ def launch_experts(capability: int, is_float8: bool) -> None:
 
 
 def launch_grouped(element: str) -> None:
-    """The gate and up projections of 8B, experts, and a matrix with zero points."""
+    """The gate and up projections of 8B; of int4 also experts, and a matrix with zero points."""
     from models.kernels.triton import grouped
     from models.weights.grouped import GroupedKind
 
@@ -175,14 +175,16 @@ def launch_grouped(element: str) -> None:
 
     norm, group = (bf16(4096), 1e-6), 16 if element == "float4" else 128
     grouped.gemv(bf16(1, 4096), matrix(24_576, 4096, group), bf16(1, 12_288), norm, gated=True)
-    grouped.gemv(bf16(1, 4096), matrix(4096, 4096, group, element.startswith("int")), bf16(1, 4096), adds=True)
+    grouped.multiplied_out(matrix(4096, 4096, group), torch.bfloat16)
+    for num_tokens in (2, 64, 128) if element == "int4" else (64,):
+        grouped.multiply(bf16(num_tokens, 4096), matrix(4096, 4096, group), torch.zeros(4, num_tokens, 4096))
+    if element != "int4":
+        return
+    grouped.gemv(bf16(1, 4096), matrix(4096, 4096, group, has_zeros=True), bf16(1, 4096), adds=True)
     chosen = torch.zeros(8, dtype=torch.int64)
     experts = grouped.GroupedExperts()
     inner = experts.expert_swiglu(bf16(1, 2048), matrix(4 * 2 * 768, 2048, group), chosen, 4)
     grouped.gemv(inner, matrix(4 * 2048, 768, group), bf16(8, 2048), chosen_K=chosen, num_matrices=4)
-    for num_tokens in (2, 64, 128):
-        grouped.multiply(bf16(num_tokens, 4096), matrix(4096, 4096, group), torch.zeros(4, num_tokens, 4096))
-    grouped.multiplied_out(matrix(4096, 4096, group), torch.bfloat16)
 
 
 def launch_exchange() -> None:
