@@ -97,6 +97,11 @@ def modelopt_fp4(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return stored | {".input_scale": torch.ones(())}, values
 
 
+def modelopt_fp8(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    tensors, values = compressed(num_bits=8, type="float", strategy="tensor", symmetric=True)(matrix)
+    return tensors | {".weight_scale": tensors[".weight_scale"].reshape(()), ".input_scale": torch.ones(())}, values
+
+
 def _named(tensors: Tensors) -> Tensors:
     return {f".{name}": tensor for name, tensor in tensors.items() if tensor is not None}
 
