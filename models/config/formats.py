@@ -72,7 +72,7 @@ FORMATS: Mapping[Format, FormatEntry] = {
 
 
 def entry_of(format: Format) -> FormatEntry:
-    """The line of FORMATS; schemes of few bits have one line together."""
+    """The line of FORMATS; low-bit schemes have one line together."""
     if (scheme := Scheme.parse(format)) is None:
         return FORMATS[format]
     oldest = (8, 9) if scheme.element == "float8" else ANY_GPU

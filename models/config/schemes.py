@@ -1,4 +1,4 @@
-"""Matrices of few bits: names of their formats, and the configurations of checkpoints that store them. Imports no torch."""
+"""Low-bit matrices: names of their formats, and the configurations of checkpoints that store them. Imports no torch."""
 
 import fnmatch
 import re
@@ -19,7 +19,7 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Values of few bits with a scale for each group of a row's values; products take inputs in the model's dtype. Its string is the name
+    """Low-bit values with a scale for each group of a row's values; products take inputs in the model's dtype. Its string is the name
     of the format, such as `int4-g128-zeros-awq`, without the layout if it is the final one."""
 
     element: str  # a key of BITS

@@ -1,4 +1,4 @@
-"""Products of integers of few bits by the library humming-kernels, which compiles kernels for each shape when it first meets it."""
+"""Products of low-bit integers by the library humming-kernels, which compiles kernels for each shape when it first meets it."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def takes(matrix: Grouped) -> bool:
 
 
 class HummingProducts(TritonGrouped):
-    """Experts and matrices of floats stay as `TritonGrouped` multiplies them."""
+    """`TritonGrouped` multiplies experts and matrices of floats."""
 
     def __init__(self) -> None:
         self._checked: set[tuple[Scheme, torch.Size]] = set()

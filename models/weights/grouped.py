@@ -1,4 +1,4 @@
-"""Matrices of few bits with scales for groups of values, of AWQ, GPTQ, compressed-tensors and ModelOpt: see `Scheme`."""
+"""Low-bit matrices with scales for groups of values, of AWQ, GPTQ, compressed-tensors and ModelOpt: see `Scheme`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from models.kernels.reference.products import TorchProducts
 from models.weights.layouts import FINAL, LAYOUTS, WORD, Layout, codes_of, in_runs, unpacked_rows
 from models.weights.matrix import WHOLE, Stored
 
-STRIPE = 1 << 12  # rows that are converted or multiplied out at a time
+STRIPE = 1 << 12  # rows that are converted at a time
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of e2m1
 
 

@@ -1,4 +1,4 @@
-"""Products of matrices of few bits at the sizes of 8B on one GPU, by our kernels and by humming-kernels, against plain torch."""
+"""Products of low-bit matrices at the sizes of 8B on one GPU, by our kernels and by humming-kernels, against plain torch."""
 
 import importlib.util
 

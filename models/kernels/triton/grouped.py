@@ -1,4 +1,4 @@
-"""Products of matrices of few bits: with a vector, with a few tokens, and multiplied out for cuBLAS.
+"""Products of low-bit matrices: with a vector, with a few tokens, and dequantized for cuBLAS.
 
 Words of a row lie in runs, see `models.weights.layouts.run_of`.
 """
@@ -24,7 +24,7 @@ ROWS, WORDS, WARPS, STAGES = 64, 16, 4, 2  # of a program of `_multiply`
 LEAST_TOKENS, MOST_TOKENS = 16, 128  # of its tile
 LEAST_WORDS = 16  # that one product of tensor cores takes
 SPLITS = 4  # of the inner dimension, for a sum that joins the residual
-DENSE_ROWS, DENSE_WORDS = 8, 64  # of a program that multiplies out
+DENSE_ROWS, DENSE_WORDS = 8, 64  # of a program of `_dequantize`
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _multiply(
 
 
 @triton.jit
-def _multiply_out(
+def _dequantize(
     codes: tensor, scales: tensor, zeros: tensor, factors: tensor, out: tensor, WIDTH: constexpr, RUN: constexpr, PER: constexpr,
     GROUP: constexpr, GROUPS: constexpr, ELEMENT: constexpr, MIDDLE: constexpr, HAS_ZEROS: constexpr, HAS_FACTORS: constexpr,
     ROWS: constexpr, WORDS: constexpr, OVERLAP: constexpr,
@@ -251,10 +251,10 @@ def multiply(x_TX: torch.Tensor, matrix: Grouped, out_STN: torch.Tensor) -> None
     )  # fmt: skip
 
 
-def multiplied_out(matrix: Grouped, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(matrix: Grouped, dtype: torch.dtype) -> torch.Tensor:
     """(N, K)."""
     out_NK, rows = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device), math.gcd(matrix.shape[0], DENSE_ROWS)
-    _multiply_out[(matrix.shape[0] // rows, triton.cdiv(matrix.codes.shape[1], DENSE_WORDS))](
+    _dequantize[(matrix.shape[0] // rows, triton.cdiv(matrix.codes.shape[1], DENSE_WORDS))](
         *_tensors(matrix), out_NK, **_settings(matrix), ROWS=rows, WORDS=DENSE_WORDS, num_warps=8, **early_launch(out_NK)
     )
     return out_NK
@@ -286,7 +286,7 @@ class TritonGrouped(TritonProducts[Grouped]):
     def product_of_many(self, x_TX: Activation, matrix: Grouped, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
         x_TX = values_of(x_TX)
         if rows > RowClass.SOME:
-            return torch.mm(x_TX, multiplied_out(matrix, x_TX.dtype).t(), out=out_TN)
+            return torch.mm(x_TX, dequantize(matrix, x_TX.dtype).t(), out=out_TN)
         out_TN = x_TX.new_empty((len(x_TX), matrix.shape[0])) if out_TN is None else out_TN
         multiply(x_TX, matrix, out_TN[None])
         return out_TN
@@ -294,7 +294,7 @@ class TritonGrouped(TritonProducts[Grouped]):
     def add_many_to(self, residual: Residual, x_TX: Activation, matrix: Grouped, rows: RowClass) -> None:
         x_TX = values_of(x_TX)
         if rows > RowClass.SOME:
-            residual.sum_TD.addmm_(x_TX, multiplied_out(matrix, x_TX.dtype).t())
+            residual.sum_TD.addmm_(x_TX, dequantize(matrix, x_TX.dtype).t())
             return
         splits = math.gcd(SPLITS, matrix.codes.shape[1] // LEAST_WORDS)
         parts_STD = x_TX.new_empty((splits, len(x_TX), matrix.shape[0]), dtype=torch.float32)
@@ -302,7 +302,7 @@ class TritonGrouped(TritonProducts[Grouped]):
         residual.add_(parts_STD)
 
     def product_f32(self, x_TX: torch.Tensor, matrix: Grouped, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        return torch.mm(x_TX, multiplied_out(matrix, x_TX.dtype).t(), out_dtype=torch.float32, out=out_TN)
+        return torch.mm(x_TX, dequantize(matrix, x_TX.dtype).t(), out_dtype=torch.float32, out=out_TN)
 
     def expert_gemv(self, num_given: int) -> ExpertGemv:
         return GroupedExperts()
@@ -311,6 +311,6 @@ class TritonGrouped(TritonProducts[Grouped]):
         return expert_tiles(num_tokens, False, capability)
 
     def expert_operands(self, x_TX: torch.Tensor, matrices: Grouped) -> ExpertOperands:
-        """All experts are multiplied out."""
-        values = multiplied_out(matrices, x_TX.dtype)
+        """All experts are dequantized."""
+        values = dequantize(matrices, x_TX.dtype)
         return ExpertOperands(x_TX, x_TX, values, values)

@@ -1,4 +1,4 @@
-"""Checkpoints of few bits, written by compressed-tensors and by formulas of AutoAWQ and AutoGPTQ: logits are those of the values."""
+"""Low-bit checkpoints, written by compressed-tensors and by formulas of AutoAWQ and AutoGPTQ: logits are those of the values."""
 
 import json
 from pathlib import Path

@@ -51,7 +51,7 @@ def grouped(format: str, rows: int, columns: int) -> Matrix:
 
 
 @interpreted(gate=True)
-def test_matrices_of_few_bits() -> None:
+def test_low_bit_matrices() -> None:
     torch.manual_seed(0)
     norm = torch.rand(512) + 0.5
     cases = ((1, RowClass.SINGLE), (5, RowClass.FEW), (20, RowClass.SOME), (20, RowClass.MANY))
@@ -68,7 +68,7 @@ def test_matrices_of_few_bits() -> None:
 
 
 @interpreted(gate=True)
-def test_experts_of_few_bits_for_a_single_token() -> None:
+def test_low_bit_experts_for_a_single_token() -> None:
     """One choice is another rank's."""
     from models.kernels.triton.grouped import GroupedExperts
 

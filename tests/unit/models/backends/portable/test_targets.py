@@ -175,7 +175,7 @@ def launch_grouped(element: str) -> None:
 
     norm, group = (bf16(4096), 1e-6), 16 if element == "float4" else 128
     grouped.gemv(bf16(1, 4096), matrix(24_576, 4096, group), bf16(1, 12_288), norm, gated=True)
-    grouped.multiplied_out(matrix(4096, 4096, group), torch.bfloat16)
+    grouped.dequantize(matrix(4096, 4096, group), torch.bfloat16)
     for num_tokens in (2, 64, 128) if element == "int4" else (64,):
         grouped.multiply(bf16(num_tokens, 4096), matrix(4096, 4096, group), torch.zeros(4, num_tokens, 4096))
     if element != "int4":
