@@ -36,8 +36,8 @@ def check(schema: object) -> None:
             raise ValueError(f"{keyword} with {min(others)} is not supported")
     if len(schema.get("allOf") or ()) > 1:
         raise ValueError("allOf of several schemas is not supported")
-    if "pattern" in schema and (beside := {*LENGTHS, "format"} & schema.keys()):
-        raise ValueError(f"pattern with {min(beside)} is not supported")
+    if "pattern" in schema and (others := {*LENGTHS, "format"} & schema.keys()):
+        raise ValueError(f"pattern with {min(others)} is not supported")
     if "multipleOf" in schema and schema.get("type") != "integer":
         raise ValueError("multipleOf is supported for type integer alone")
     for part in parts_of(schema):

@@ -104,16 +104,16 @@ def read_gptq(config: Json) -> Quantization:
 def read_compressed_tensors(config: Json) -> Quantization:
     rules = [Rule(_pattern(name), "plain") for name in config.get("ignore") or ()]
     renames: tuple[tuple[str, str], ...] = ()
-    format = "plain"
     for group in (config.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         format = _compressed_format(str(group.get("format") or config.get("format")), weights)
         if format == "float8":
             renames = ((r"\.weight_scale$", ".weight_scale_inv"),)
         rules += [Rule(".*" if target == "Linear" else _pattern(target), format) for target in group.get("targets", ())]
-    if format == "plain":
+    rules.sort(key=lambda rule: rule.pattern == ".*")  # names before the class of all modules
+    if not rules or rules[-1].format == "plain":
         raise ValueError(f"quantization_config.config_groups names no weights; supported are {SUPPORTED}")
-    return Quantization(format, (*rules, Rule(".*", "plain")), renames, is_of_all=True)
+    return Quantization(rules[-1].format, (*rules, Rule(".*", "plain")), renames, is_of_all=True)
 
 
 def _compressed_format(name: str, weights: Json) -> str:

@@ -65,7 +65,7 @@ class Grouped:
         return Grouped(self.scheme, torch.Size((last - first, self.shape[1])), codes, scales, cut(self.zeros), cut(self.factors))
 
     def fill_normal_(self, std: float, generator: torch.Generator) -> None:
-        """Codes are uniform, which kernels do not care about; of float8 they have no NaN."""
+        """Fill with uniform codes, which take the same time as normal ones; float8 gets no NaN."""
         device = self.codes.device
         for stripe in self.codes.split(STRIPE):
             if self.scheme.element == "float8":
@@ -151,7 +151,7 @@ class GroupedKind:
         )
 
     def quantized(self, matrix_NK: torch.Tensor) -> Grouped:
-        """Symmetric, rounded to the nearest value, in the final layout."""
+        """Raise ValueError: matrices are only read in this format."""
         raise ValueError(f"matrices are not rounded to {self.scheme}: serve a checkpoint that has it")
 
 

@@ -106,7 +106,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "bits": (GPTQ | {"bits": 3}, "4 or 8 bits"),
     "gemv": ({"quant_method": "awq", "version": "gemv"}, "version must be 'gemm'"),
     "method": ({"quant_method": "bitsandbytes"}, "got 'bitsandbytes'; supported are AWQ, GPTQ"),
-    "scheme": (by_compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True)[1], "got .*|has int-quantized"),
+    "scheme": (
+        by_compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True)[1],
+        "has int-quantized with 8 bits of int by channel",
+    ),
     "tower": (by_compressed("nvfp4-pack-quantized", **NVFP4)[1] | {"ignore": ["lm_head"]}, "must ignore visual"),
     "algorithm": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "must be FP8 or NVFP4, got 'W4A8_AWQ'"),
 }
@@ -126,8 +129,8 @@ def test_modules_may_have_formats_of_their_own(tmp_path: Path) -> None:
     """Attention of 8 bits, the first MLP plain, the others of 4 bits."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     groups = {
-        "group_0": {"targets": ["re:.*self_attn.*"], "weights": weights | {"num_bits": 8}},
-        "group_1": {"targets": ["Linear"], "weights": weights},
+        "group_0": {"targets": ["Linear"], "weights": weights},
+        "group_1": {"targets": ["re:.*self_attn.*"], "weights": weights | {"num_bits": 8}},
     }
     ignored = [*IGNORED, "re:.*layers.0.mlp.*"]
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": ignored}
