@@ -32,6 +32,7 @@ SPECIALISED = {  # integers of a model, or of a kernel that has one token
     *((name, "stride") for name in ("_norm_rope_store", "_convolve", "_keep", "_gated_norm", "_gate")),
     *((name, "row_stride") for name in ("_convolve", "_keep", "_step", "_scan")),
     ("_step", "kept_stride"),
+    ("_expand", "stride"),
 }
 LAUNCHED = re.compile(r"\b(_\w+)\[[^\n]*?\]\(")  # kernel[grid](
 TYPES = {
@@ -244,6 +245,18 @@ def launch_hybrid() -> None:
         delta.delta_rule(heads, state, StateRows(torch.arange(2), starts, 1))
 
 
+def launch_lora() -> None:
+    """Queries, keys and values of 8B; one token, streams, and a prompt."""
+    from models.kernels.triton.lora import TritonLowRank
+    from models.lora.low_rank import make_low_rank
+
+    ranges = (0, 4096, 0), (4096, 5120, 1), (5120, 6144, 2)
+    low_rank = make_low_rank(4, 64, 4096, ranges, torch.device("cpu"), torch.bfloat16)
+    for num_tokens in (1, 64, 1000):
+        out_TN = bf16(num_tokens, 6144) if num_tokens > 1 else torch.zeros(1, 6144)
+        TritonLowRank().add_(out_TN, bf16(num_tokens, 4096), low_rank, torch.zeros(num_tokens, dtype=torch.int32))
+
+
 def launch_transfers() -> None:
     from models.kernels.triton.transfers import TritonTransfers
 
@@ -258,6 +271,7 @@ def launch_all(capability: int) -> None:
     launch_exchange()
     launch_attention(capability)
     launch_hybrid()
+    launch_lora()
     launch_experts(capability, is_float8=False)
     for element in ("int4", "int8", "float4", *(["float8"] if capability >= FLOAT8_FROM else [])):
         launch_grouped(element)

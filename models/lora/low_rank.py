@@ -1,0 +1,74 @@
+"""Low-rank matrices of all slots for one product, and the operation on them."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """For a token of slot s, row n of the product in range [first, last) of group g gets B[s, n] @ (A[s, g] @ x).
+
+    Groups are the checkpoint's matrices that are fused. Values beyond the rank of a slot's group are undefined.
+    """
+
+    a_SGRK: torch.Tensor
+    b_SNR: torch.Tensor
+    ranks_SG: torch.Tensor  # int32: multiples of RANK_STEP
+    ranges: tuple[tuple[int, int, int], ...]  # first, last, group
+    blocks_B3: torch.Tensor  # int32: the ranges cut into blocks of at most BLOCK_ROWS rows
+
+
+BLOCK_ROWS = 64
+
+
+def make_low_rank(
+    num_slots: int, rank: int, inputs: int, ranges: tuple[tuple[int, int, int], ...], device: torch.device, dtype: torch.dtype
+) -> LowRank:
+    groups, outputs = 1 + max(group for _, _, group in ranges), max(last for _, last, _ in ranges)
+    blocks = [
+        (start, min(start + BLOCK_ROWS, last), group) for first, last, group in ranges for start in range(first, last, BLOCK_ROWS)
+    ]
+    return LowRank(
+        a_SGRK=torch.zeros((num_slots, groups, rank, inputs), dtype=dtype, device=device),
+        b_SNR=torch.zeros((num_slots, outputs, rank), dtype=dtype, device=device),
+        ranks_SG=torch.zeros((num_slots, groups), dtype=torch.int32, device=device),
+        ranges=ranges,
+        blocks_B3=torch.tensor(blocks, dtype=torch.int32, device=device),
+    )
+
+
+class LowRankOps(Protocol):
+    """Operations of a backend on low-rank matrices."""
+
+    def add_(self, out_TN: torch.Tensor, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
+        """out += the low-rank product of each token's slot, int32; -1: none."""
+
+    def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
+        """Return silu(first half) * second half."""
+
+
+class TorchLowRank:
+    """See `LowRankOps`: the reference. Products are float32."""
+
+    def add_(self, out_TN: torch.Tensor, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
+        for slot in slots_T.unique().tolist():
+            tokens = (slots_T == slot).nonzero()[:, 0]
+            for first, last, group in low_rank.ranges if slot >= 0 else ():
+                rank = int(low_rank.ranks_SG[slot, group])
+                shrunk_TR = x_TK[tokens].float() @ low_rank.a_SGRK[slot, group, :rank].float().t()
+                change = shrunk_TR @ low_rank.b_SNR[slot, first:last, :rank].float().t()
+                out_TN[tokens, first:last] = (out_TN[tokens, first:last].float() + change).to(out_TN.dtype)
+
+    def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up_TN.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+OPS = {  # by the name of the backend
+    "torch": "models.lora.low_rank:TorchLowRank",
+    "portable": "models.kernels.triton.lora:TritonLowRank",
+    "hopper": "models.kernels.triton.lora:TritonLowRank",
+}

@@ -1,0 +1,71 @@
+"""Matrix whose products include the adapters of a step's tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from models.kernels.ops import Ops
+from models.kernels.stream import Activation, Normed, Residual, Rounded, RowClass
+from models.lora.low_rank import LowRank, LowRankOps
+from models.weights.matrix import Matrix
+
+
+class StepSlots:
+    """Slots of the tokens of the current forward pass. Outside of `used` no token has an adapter."""
+
+    def __init__(self) -> None:
+        self._by_length: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def used(self, slots_T: torch.Tensor, wanted_S: torch.Tensor) -> Iterator[None]:
+        """Use these slots (int32, -1: no adapter). The last layer may continue with the tokens `wanted_S` only, which are then fewer: the
+        number of a product's inputs tells which tokens they are."""
+        self._by_length = {len(wanted_S): slots_T[wanted_S], len(slots_T): slots_T}
+        try:
+            yield
+        finally:
+            self._by_length = {}
+
+    def of(self, num_tokens: int) -> torch.Tensor:
+        return self._by_length[num_tokens]
+
+    def __bool__(self) -> bool:
+        return bool(self._by_length)
+
+
+class AdaptedMatrix(Matrix):
+    """The same matrix with the low-rank matrices of all slots. Without adapters in a step, products are those of the base class."""
+
+    def __init__(self, base: Matrix, low_rank: LowRank, slots: StepSlots, ops: Ops, low_rank_ops: LowRankOps) -> None:
+        vars(self).update(vars(base))
+        self.low_rank, self._slots, self._ops, self._low_rank_ops = low_rank, slots, ops, low_rank_ops
+
+    def product(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        if not self._slots:
+            return super().product(x_TX, rows, out_TN)
+        x_TK = self._values(x_TX)
+        out_TN = super().product(x_TK, rows, out_TN)
+        self._add(out_TN, x_TK)
+        return out_TN
+
+    def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
+        return self._low_rank_ops.swiglu(self.product(x_TX, rows)) if self._slots else super().swiglu(x_TX, rows)
+
+    def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
+        if not self._slots:
+            super().add_to(residual, x_TX, rows)
+            return
+        x_TK = self._values(x_TX)
+        super().add_to(residual, x_TK, rows)
+        self._add(residual.sum_TD if residual.parts_STD is None else residual.parts_STD[0], x_TK)
+
+    def _add(self, out_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
+        self._low_rank_ops.add_(out_TN, x_TK, self.low_rank, self._slots.of(len(x_TK)))
+
+    def _values(self, x_TX: Activation) -> torch.Tensor:
+        """Return the inputs; those of a norm are computed once for both products."""
+        if isinstance(x_TX, Normed):
+            return self._ops.norm(x_TX)
+        assert isinstance(x_TX, torch.Tensor), "the adapted product before returns values"
+        return x_TX

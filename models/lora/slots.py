@@ -1,0 +1,118 @@
+"""Slots on the device for adapters of a model: fixed addresses and a padded rank, so that graphs stay valid."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors import safe_open
+
+from models.config.registry import imported
+from models.decoders.contract import LanguageModel
+from models.kernels.backend import Backend
+from models.layers.linear import FusedColumnParallelLinear, Linear, RowParallelLinear, placed
+from models.lora.adapter import OF_A, OF_B, Adapter
+from models.lora.low_rank import OPS, LowRank, LowRankOps, make_low_rank
+from models.lora.matrix import AdaptedMatrix, StepSlots
+from models.lora.targets import RANK_STEP, TOWER
+from models.lora.tower import TowerSlot, adapt_linear, rows_of
+
+DECODER = "language_model.layers."  # of modules that are adapted, besides the tower's
+Factors = tuple[torch.Tensor, torch.Tensor]  # A (r, inputs), and B (outputs, r) times the scale
+Weights = dict[str, Factors]  # by module
+Write = Callable[[int, Factors | None], None]  # slot, and its new factors; None: zeros
+
+
+class AdapterSlots:
+    """Slots of a loaded model, whose matrices it replaces by adapted ones. Call it after `finish` and before anything is captured."""
+
+    def __init__(self, model: LanguageModel, backend: Backend, num_slots: int, max_rank: int) -> None:
+        self.steps, self._tower_slot = StepSlots(), TowerSlot()
+        self._model, self._backend, self._num_slots = model, backend, num_slots
+        self._rank = -(-max_rank // RANK_STEP) * RANK_STEP
+        self._ops: LowRankOps = imported(OPS[backend.name])()
+        self._writers: dict[str, Write] = {}
+        for path, module in list(model.named_modules()):
+            if path.startswith(DECODER) and isinstance(module, FusedColumnParallelLinear):
+                self._adapt_fused(f"model.{path}", module)
+            elif path.startswith(DECODER) and isinstance(module, RowParallelLinear):
+                self._adapt_row_parallel(f"model.{path}", module)
+            elif f"model.{path}".startswith(TOWER) and isinstance(module, Linear):
+                self._adapt_tower(f"model.{path}", module)
+
+    def load(self, slot: int, weights: Weights) -> None:
+        """Write an adapter to a slot, in stream order."""
+        for module, write in self._writers.items():
+            write(slot, weights.get(module))
+
+    @contextmanager
+    def tower(self, slot: int) -> Iterator[None]:
+        """Add the adapter of this slot to the tower's layers; -1: none."""
+        self._tower_slot.current = slot
+        try:
+            yield
+        finally:
+            self._tower_slot.current = -1
+
+    def _adapt_fused(self, path: str, module: FusedColumnParallelLinear) -> None:
+        names = list(dict.fromkeys(part.name for part in module.parts))
+        ranges = tuple((own.start, own.stop, names.index(part.name)) for part, own in placed(module.parts))
+        low_rank = self._wrap(module, ranges)
+        for group, name in enumerate(names):
+            parts = [(own, slice(part.start, part.start + part.rows)) for part, own in placed(module.parts) if part.name == name]
+            self._writers[f"{path.rpartition('.')[0]}.{name}"] = _writer(low_rank, group, parts, slice(None))
+
+    def _adapt_row_parallel(self, path: str, module: RowParallelLinear) -> None:
+        rows, columns = module.weight.shape
+        share = slice(module.tp.rank * columns, (module.tp.rank + 1) * columns)
+        self._writers[path] = _writer(self._wrap(module, ((0, rows, 0),)), 0, [(slice(rows), slice(rows))], share)
+
+    def _wrap(self, module: FusedColumnParallelLinear | RowParallelLinear, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
+        model = self._model
+        low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype)
+        module.weight = AdaptedMatrix(module.weight, low_rank, self.steps, self._backend.ops, self._ops)
+        return low_rank
+
+    def _adapt_tower(self, path: str, layer: Linear) -> None:
+        rows = rows_of(layer, path)
+        adapted = adapt_linear(layer, self._num_slots, self._rank, self._tower_slot)
+
+        def write(slot: int, factors: Factors | None) -> None:
+            adapted.a_SRK[slot].zero_()
+            adapted.b_SNR[slot].zero_()
+            if factors is not None:
+                rank = len(factors[0])
+                adapted.a_SRK[slot, :rank] = factors[0]
+                for own, stored in rows:
+                    adapted.b_SNR[slot, own, :rank] = factors[1][stored].to(adapted.b_SNR)
+
+        self._writers[path] = write
+
+
+def _writer(low_rank: LowRank, group: int, parts: list[tuple[slice, slice]], columns: slice) -> Write:
+    """Write factors of a module: these columns of A, and rows of the product with the rows of B that they are."""
+
+    def write(slot: int, factors: Factors | None) -> None:
+        low_rank.ranks_SG[slot, group] = 0
+        if factors is None:
+            return
+        rank = len(factors[0])
+        padded = -(-rank // RANK_STEP) * RANK_STEP
+        low_rank.a_SGRK[slot, group, rank:padded] = 0
+        low_rank.a_SGRK[slot, group, :rank] = factors[0][:, columns]
+        for own, stored in parts:
+            low_rank.b_SNR[slot, own, rank:padded] = 0
+            low_rank.b_SNR[slot, own, :rank] = factors[1][stored].to(low_rank.b_SNR)
+        low_rank.ranks_SG[slot, group] = padded
+
+    return write
+
+
+def read_weights(adapter: Adapter, dtype: torch.dtype, is_pinned: bool = False) -> Weights:
+    """Read an adapter to host memory; scales are applied to B in float32. ValueError or OSError."""
+    weights: Weights = {}
+    with safe_open(adapter.weights, framework="pt") as file:
+        for target in adapter.targets:
+            a, b = file.get_tensor(target.prefix + OF_A), file.get_tensor(target.prefix + OF_B).float() * target.scale
+            factors = a.to(dtype), b.to(dtype)
+            weights[target.module] = (factors[0].pin_memory(), factors[1].pin_memory()) if is_pinned else factors
+    return weights

@@ -1,0 +1,50 @@
+"""Kernels of adapters in Triton's interpreter against the reference."""
+
+import pytest
+import torch
+
+from models.lora.low_rank import LowRank, TorchLowRank, make_low_rank
+from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
+
+RANKS = ((16, 0, 48), (32, 16, 0), (0, 0, 0), (48, 48, 48))  # of the groups of each slot
+
+
+def random_low_rank(inputs: int, ranges: tuple[tuple[int, int, int], ...], generator: torch.Generator) -> LowRank:
+    """Values beyond a rank are not numbers: nothing may read them."""
+    made = make_low_rank(len(RANKS), 48, inputs, ranges, torch.device("cpu"), torch.float32)
+    made.ranks_SG.copy_(torch.tensor(RANKS)[:, : made.ranks_SG.shape[1]])
+    made.a_SGRK.normal_(generator=generator)
+    made.b_SNR.normal_(generator=generator)
+    for slot in range(len(RANKS)):
+        for first, last, group in ranges:
+            rank = int(made.ranks_SG[slot, group])
+            made.a_SGRK[slot, group, rank:] = torch.nan
+            made.b_SNR[slot, first:last, rank:] = torch.nan
+    return made
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("num_tokens", "inputs", "ranges"),
+    [
+        pytest.param(5, 72, ((0, 96, 0), (96, 128, 1), (128, 160, 2), (160, 200, 0)), marks=in_gate),  # gates follow values
+        (1, 1032, ((0, 70, 0),)),
+        (70, 264, ((0, 64, 0), (64, 130, 1))),
+        (300, 128, ((0, 40, 0), (40, 80, 1))),
+    ],
+)
+def test_low_rank_products(num_tokens: int, inputs: int, ranges: tuple[tuple[int, int, int], ...]) -> None:
+    """Tokens of all slots and without one, in results that are wider than the product."""
+    from models.kernels.triton.lora import TritonLowRank
+
+    generator = torch.Generator().manual_seed(1)
+    low_rank = random_low_rank(inputs, ranges, generator)
+    x_TK = torch.randn((num_tokens, inputs), generator=generator)
+    slots_T = torch.randint(-1, len(RANKS), (num_tokens,), generator=generator, dtype=torch.int32)
+    slots_T[0] = 0
+    outputs = low_rank.b_SNR.shape[1]
+    ours = torch.randn((num_tokens, outputs + 3), generator=generator)
+    expected = ours.clone()
+    TritonLowRank().add_(ours[:, :outputs], x_TK, low_rank, slots_T)
+    TorchLowRank().add_(expected[:, :outputs], x_TK, low_rank, slots_T)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,136 @@
+"""Adapters against transformers with PEFT, float32 on the CPU. Red when a matrix, a scale or a token's slot is mixed up."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration, Qwen3VLForConditionalGeneration
+
+from models.decoders.qwen3_vl import Qwen3VL
+from models.lora.adapter import read_adapter
+from models.lora.slots import AdapterSlots, read_weights
+from tests.unit.models import adapters, qwen3_5_checkpoints, reference, text_checkpoints
+from tests.unit.models.harness import ONE_IMAGE, SEVERAL_TURNS, TEXT, TORCH, PagedRunner, Prompt, Session, Want, load, relative
+
+NUM_SLOTS, MAX_RANK = 4, 24
+MIXED: dict[str, Any] = {"ranks": {"q_proj": 3, "layers.1.mlp.up_proj": 17}, "alpha_pattern": {"v_proj": 5, r"layers\.[02]\.mlp\..*": 3}}
+
+
+class AdaptedRunner(PagedRunner):
+    """Sessions have slots; their images are encoded with their adapters."""
+
+    def __init__(self, model: Qwen3VL, slots: AdapterSlots) -> None:
+        super().__init__(model)
+        self.slots, self.slot_of = slots, dict[int, int]()
+
+    def start_with(self, slot: int, prompt: Prompt) -> Session:
+        with self.slots.tower(slot):
+            session = self.start(prompt)
+        self.slot_of[id(session)] = slot
+        return session
+
+    def step(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
+        slots_T = torch.tensor([self.slot_of[id(session)] for session, count in rows for _ in range(count)], dtype=torch.int32)
+        ends = torch.tensor([count for _, count in rows]).cumsum(0) - 1
+        wanted = {"last": ends, "all": torch.arange(len(slots_T)), "none": ends[:0]}[want]
+        with self.slots.steps.used(slots_T, wanted):
+            return super().step(rows, num_prefill_rows, want)
+
+
+def adapt(folder: Path, *adapter_folders: Path) -> tuple[Qwen3VL, AdapterSlots]:
+    """A model of its own with adapters in slots 0, 1, ..."""
+    model = load(folder)
+    slots = AdapterSlots(model, TORCH, NUM_SLOTS, MAX_RANK)
+    for slot, adapter in enumerate(adapter_folders):
+        slots.load(slot, read_weights(read_adapter(adapter, model.config, MAX_RANK), model.dtype))
+    return model, slots
+
+
+def every_logit(runner: AdaptedRunner, slot: int, prompt: Prompt, chunk: int = 1 << 30) -> torch.Tensor:
+    session, parts = runner.start_with(slot, prompt), []
+    while (left := len(prompt.ids) - session.computed) > 0:
+        parts.append(runner.step([(session, min(chunk, left))], num_prefill_rows=1, want="all"))
+    return torch.cat(parts)
+
+
+def peft_model(model: Any, folder: Path) -> Any:
+    return pytest.importorskip("peft").PeftModel.from_pretrained(model.eval(), folder).eval()
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True, **MIXED}], ids=["plain", "rank and alpha per module"])
+def test_text_equals_peft(tiny_folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    adapter = adapters.write(tmp_path / "adapter", tiny_folder, 1, **settings)
+    theirs = peft_model(Qwen3VLForConditionalGeneration.from_pretrained(tiny_folder, dtype=torch.float32), adapter)
+    model, slots = adapt(tiny_folder, adapter)
+    prompt = Prompt.build(model.config, TEXT)
+    expected = reference.logits(theirs.get_base_model(), model.config, prompt)
+    for chunk in (1 << 30, 7):
+        assert relative(every_logit(AdaptedRunner(model, slots), 0, prompt, chunk), expected) < 1e-4
+    assert relative(expected, every_logit(AdaptedRunner(model, slots), -1, prompt)) > 0.1, "the adapter changes nothing"
+
+
+def of_both(module: str) -> bool:
+    return True
+
+
+def test_images_with_an_adapter_of_tower_and_decoder_equal_peft(tiny_folder: Path, tmp_path: Path) -> None:
+    """Two images with one adapter, and the same image without it in the same model."""
+    adapter = adapters.write(tmp_path / "adapter", tiny_folder, 2, takes=of_both, **MIXED)
+    theirs = peft_model(Qwen3VLForConditionalGeneration.from_pretrained(tiny_folder, dtype=torch.float32), adapter)
+    model, slots = adapt(tiny_folder, adapter)
+    prompt = Prompt.build(model.config, SEVERAL_TURNS)
+    runner = AdaptedRunner(model, slots)
+    without = every_logit(runner, -1, prompt)
+    assert relative(every_logit(runner, 0, prompt, 50), reference.logits(theirs.get_base_model(), model.config, prompt)) < 1e-4
+    assert every_logit(runner, -1, prompt).equal(without)
+    assert relative(without, every_logit(AdaptedRunner(load(tiny_folder), slots), -1, prompt)) < 1e-6
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_hybrid_model_equals_peft(tmp_path: Path, is_sparse: bool) -> None:
+    """DeltaNet's projections, gated attention, and the tower; experts keep their weights."""
+    qwen3_5_checkpoints.write(tmp_path / "model", is_sparse)
+    kind = Qwen3_5MoeForConditionalGeneration if is_sparse else Qwen3_5ForConditionalGeneration
+    rename = lambda path: re.sub(r"self_attn\.(in_proj|out_proj)", r"linear_attn.\1", path)  # noqa: E731
+    adapter = adapters.write(tmp_path / "adapter", tmp_path / "model", 3, takes=of_both, rename=rename)
+    theirs = peft_model(kind.from_pretrained(tmp_path / "model", dtype=torch.float32), adapter)
+    model, slots = adapt(tmp_path / "model", adapter)
+    prompt = Prompt.build(model.config, ONE_IMAGE)
+    expected = reference.logits(theirs.get_base_model(), model.config, prompt)
+    assert relative(every_logit(AdaptedRunner(model, slots), 0, prompt, 64), expected) < 1e-4
+
+
+def test_text_model_equals_peft(tmp_path: Path) -> None:
+    """Sizes that no tile divides, and names without `language_model`."""
+    ours = text_checkpoints.write(tmp_path / "model", "llama")
+    rename = lambda path: path.replace("model.language_model.", "model.")  # noqa: E731
+    adapter = adapters.write(tmp_path / "adapter", tmp_path / "model", 4, rename=rename)
+    theirs = peft_model(ours, adapter)
+    model, slots = adapt(tmp_path / "model", adapter)
+    prompt = Prompt.build(model.config, TEXT)
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.tensor([prompt.ids])).logits[0]
+    assert relative(every_logit(AdaptedRunner(model, slots), 0, prompt), expected) < 1e-4
+
+
+def test_rows_with_other_adapters_do_not_see_each_other(tiny_folder: Path, tmp_path: Path) -> None:
+    """Three adapters of different ranks and the base in one step, as prompts and as decode rows. One replaced another of more modules."""
+    folders = [adapters.write(tmp_path / str(i), tiny_folder, i, rank=(4, 16, 24)[i], takes=of_both) for i in range(3)]
+    model, slots = adapt(tiny_folder, *folders)
+    few = adapters.write(tmp_path / "few", tiny_folder, 7, takes=lambda module: module.endswith((".5.o_proj", "o_proj", "gate_proj")))
+    slots.load(1, read_weights(read_adapter(few, model.config, MAX_RANK), model.dtype))
+    runner, prompts = AdaptedRunner(model, slots), [Prompt.build(model.config, parts) for parts in (TEXT, ONE_IMAGE, TEXT, ONE_IMAGE)]
+    sessions = [runner.start_with(slot, prompt) for slot, prompt in zip((-1, 0, 1, 2), prompts, strict=True)]
+    for session in sessions[2:]:
+        runner.step([(session, len(session.ids) - 1)], 1)
+    counts = [len(sessions[0].ids), 60, 1, 1]
+    together = runner.step(list(zip(sessions, counts, strict=True)), num_prefill_rows=2)
+    for row, (session, slot, prompt) in enumerate(zip(sessions, (-1, 0, 1, 2), prompts, strict=True)):
+        sources = [folders[0], few, folders[2]]
+        alone, own = adapt(tiny_folder, *([sources[slot]] if slot >= 0 else []))
+        other = AdaptedRunner(alone, own)
+        expected = other.step([(other.start_with(min(slot, 0), prompt), session.computed)], 1)
+        assert relative(together[row], expected[0]) < 1e-4
