@@ -28,9 +28,7 @@ def make_low_rank(
     num_slots: int, rank: int, inputs: int, ranges: tuple[tuple[int, int, int], ...], device: torch.device, dtype: torch.dtype
 ) -> LowRank:
     groups, outputs = 1 + max(group for _, _, group in ranges), max(last for _, last, _ in ranges)
-    blocks = [
-        (start, min(start + BLOCK_ROWS, last), group) for first, last, group in ranges for start in range(first, last, BLOCK_ROWS)
-    ]
+    blocks = [(start, min(start + BLOCK_ROWS, last), group) for first, last, group in ranges for start in range(first, last, BLOCK_ROWS)]
     return LowRank(
         a_SGRK=torch.zeros((num_slots, groups, rank, inputs), dtype=dtype, device=device),
         b_SNR=torch.zeros((num_slots, outputs, rank), dtype=dtype, device=device),
