@@ -11,9 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import engine.scheduler.main
-import engine.serve
-from engine.launch.child import Runtime
-from engine.launch.supervise import Supervisor
+from bench.processes import serve_with
 from engine.scheduler.drafts.drafter import Drafter, Guess, Offer, Trust
 from engine.scheduler.drafts.lookup import LookupDrafter, Source
 from engine.scheduler.request import Request
@@ -21,13 +19,13 @@ from engine.scheduler.state import State
 from engine.wire.messages import MAX_HEAD_DRAFTS
 
 BELIEVED = 0.9
-REAL, INSTEAD = "engine.scheduler.main", "bench.accepting"
 
 
 class AcceptingSource(Source):
-    def __init__(self, request: Request, answer: Sequence[int], probability: float, num_drafts: int, rng: random.Random):
+    def __init__(self, request: Request, answer: Sequence[int], probability: float, num_drafts: int):
         super().__init__(request)
-        self._of, self._answer, self._probability, self._num_drafts, self._rng = request, answer, probability, num_drafts, rng
+        self._of, self._answer, self._probability, self._num_drafts = request, answer, probability, num_drafts
+        self._rng = random.Random(request.rid)
 
     @property
     def lag(self) -> int:
@@ -46,14 +44,14 @@ class AcceptingSource(Source):
 class AcceptingDrafter(LookupDrafter):
     def __init__(self, verify_rows: int, probability: float, num_drafts: int, has_head: bool = False):
         super().__init__(verify_rows)
-        self._probability, self._num_drafts, self._rng, self._has_head = probability, num_drafts, random.Random(0), has_head
+        self._probability, self._num_drafts, self._has_head = probability, num_drafts, has_head
         self._answers: dict[bytes, list[int]] = {}
 
     def offer(self, state: State) -> None:
         for request in state.running:
             if request not in self._sources:
                 answer = self._answers.get(_prompt_of(request), [])
-                self._sources[request] = AcceptingSource(request, answer, self._probability, self._num_drafts, self._rng)
+                self._sources[request] = AcceptingSource(request, answer, self._probability, self._num_drafts)
         super().offer(state)
         most = min(MAX_HEAD_DRAFTS, self._verify_rows // max(1, len(state.running)) - 1)
         state.num_head_drafts = max(0, min(most, self._num_drafts or MAX_HEAD_DRAFTS)) if self._has_head else 0
@@ -70,22 +68,10 @@ def _prompt_of(request: Request) -> bytes:
     return request.token_ids[: request.num_prompt].tobytes()
 
 
-class _Supervisor(Supervisor):
-    """Supervisor that starts this module as the scheduler."""
-
-    settings: tuple[str, str]
-
-    def start(self, role: str, module: str, runtime: Runtime, *arguments: str, fds: tuple[int, ...] = ()) -> None:
-        more = self.settings if module == REAL else ()
-        super().start(role, INSTEAD if module == REAL else module, runtime, *arguments, *more, fds=fds)
-
-
 def main() -> int:
     """Entry point of the launcher, or of the scheduler, whose first argument is a file."""
     if not sys.argv[1].endswith(".json"):
-        _Supervisor.settings = sys.argv[1], sys.argv[2]
-        engine.serve.Supervisor = _Supervisor  # type: ignore[misc]
-        return engine.serve.main(sys.argv[3:])
+        return serve_with("engine.scheduler.main", "bench.accepting", sys.argv[1:3], sys.argv[3:])
     probability, num_drafts = float(sys.argv[2]), int(sys.argv[3])
 
     def make(name: str, verify_rows: int) -> Drafter:

@@ -34,12 +34,9 @@ def ttft_figures(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def part_names(points: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the columns of `part_cells`."""
-    return list(dict.fromkeys(name.removesuffix("_ms") for point in points for name in point.get("parts_ms", {})))
-
-
-def part_cells(point: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Return the parts of a point as table cells, empty for missing parts."""
-    parts = point.get("parts_ms", {})
-    return [f"{parts[f'{name}_ms']:.1f}" if f"{name}_ms" in parts else "" for name in names]
+def part_columns(points: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of all parts and each point's cells in a table, empty for missing parts."""
+    found = [point.get("parts_ms", {}) for point in points]
+    names = list(dict.fromkeys(name for parts in found for name in parts))
+    cells = [[f"{parts[name]:.1f}" if name in parts else "" for name in names] for parts in found]
+    return [name.removesuffix("_ms") for name in names], cells

@@ -2,11 +2,10 @@
 
     python -m bench chat --url http://127.0.0.1:8000 --resolution 720p --turns 8 --clients 1
     python -m bench chat --url http://127.0.0.1:8000 --document 16 --questions 32 --concurrency 8
-    python -m bench chat --url http://127.0.0.1:8000 --repeat 32
-    python -m bench chat --url http://127.0.0.1:8000 --replicas    # the address of `engine.serve --dp 2` with the demo model
+    python -m bench chat --url http://127.0.0.1:8000 --clients 8 --replicas    # the address of `engine.serve --dp 2`
 
-The second form sends the same questions twice: each with new images (cold), then all about one new document.
-`--repeat` sends one request with that many images several times. For cold caches use a new seed.
+The second form sends the same questions twice: each with new images (cold), then all about one new document. `--replicas`
+also reports the requests and encoded images of each engine behind the affinity proxy: each image should be encoded once.
 """
 
 import argparse
@@ -17,34 +16,26 @@ from typing import Any
 
 import uvloop
 
-from bench.breakdown import part_cells, part_names, ttft_figures
-from bench.client import Answer, ChatClient, chat_body, text_of, user_message
+from bench.breakdown import part_columns, ttft_figures
+from bench.client import Answer, ChatClient, chat_body, served, succeeded, text_of, user_message
 from bench.flags import SERVER, make_parser
 from bench.load import drive
-from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
-from bench.replicas import check_replicas
+from bench.pictures import make_uris
 from bench.report import table, write_result
 
 TURN_TOKENS = 32
-REPEATS = 4
+STATISTICS_S = 2.5  # engines publish their metrics once per second
+ENCODED = "engine_images_encoded_total"
 
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser("chat", __doc__, *SERVER)
-    parser.add_argument("--resolution", choices=list(RESOLUTIONS), default="720p")
-    parser.add_argument("--content", choices=["noise", "smooth"], default="noise")
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--clients", type=int, default=1, help="concurrent conversations")
-    parser.add_argument("--document", type=int, default=0, help="images of the shared document; 0: hold conversations")
-    parser.add_argument("--questions", type=int, default=32)
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=0, help="send one request with this many images several times")
-    parser.add_argument("--replicas", action="store_true", help="check several engines behind the affinity proxy instead")
-    return parser.parse_args(argv)
+Work = dict[str, dict[str, int]]  # engine -> numbers by name
 
 
 def images(args: argparse.Namespace, seed: int, count: int) -> list[str]:
-    return [data_uri(jpeg) for jpeg in make_jpegs(args.seed + seed, count, args.resolution, args.content)]
+    return make_uris(args.seed + seed, count, args.resolution, args.content)
+
+
+def question(model: str, uris: list[str], salt: int) -> dict[str, Any]:
+    return chat_body(model, [user_message(uris, text_of(TURN_TOKENS, salt))], TURN_TOKENS)
 
 
 async def converse(client: ChatClient, model: str, uris: list[str], seed: int) -> list[Answer]:
@@ -62,84 +53,81 @@ async def converse(client: ChatClient, model: str, uris: list[str], seed: int) -
 
 
 async def conversations(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the median TTFT of each turn over all clients, and of all turns with their rate."""
+    """Return a row per turn over all clients, and one of all turns with their rate."""
     pictures = [images(args, 1 + i, args.turns) for i in range(args.clients)]
     started = time.perf_counter()
     talks = await asyncio.gather(*(converse(client, model, uris, 1 + i) for i, uris in enumerate(pictures)))
     seconds = time.perf_counter() - started
-    rows = []
-    for turn in range(args.turns):
-        good = [talk[turn] for talk in talks if len(talk) > turn and talk[turn].error is None]
-        if good:
-            rows.append(point(f"turn {turn + 1}", good))
-    answers = [answer for talk in talks for answer in talk]
-    return [*rows, rated("all", answers, seconds)]
+    turns = ([talk[turn] for talk in talks if len(talk) > turn and talk[turn].error is None] for turn in range(args.turns))
+    rows = [row_of(f"turn {number}", good) for number, good in enumerate(turns, 1) if good]
+    return [*rows, row_of("all", [answer for talk in talks for answer in talk], seconds)]
 
 
 async def document(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Ask about one document, cold (new images each) and shared (the same images). Return both and the gain in throughput."""
-    rows = []
-    shared = images(args, 1, args.document)
+    shared, rows = images(args, 1, args.document), []
     for name in ("cold", "shared"):
-        bodies = []
-        for i in range(args.questions):
-            uris = shared if name == "shared" else images(args, 100 + i, args.document)
-            bodies.append(chat_body(model, [user_message(uris, text_of(TURN_TOKENS, i))], TURN_TOKENS))
+        uris = (shared if name == "shared" else images(args, 100 + i, args.document) for i in range(args.questions))
+        bodies = [question(model, each, i) for i, each in enumerate(uris)]
         started = time.perf_counter()
         answers = await drive(client, bodies, args.concurrency)
-        rows.append(rated(name, answers, time.perf_counter() - started))
+        rows.append(row_of(name, answers, time.perf_counter() - started))
     rows[1]["times_cold"] = round(rows[1]["requests_per_s"] / rows[0]["requests_per_s"], 2)
     return rows
 
 
-async def repeat(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Send one request repeatedly."""
-    body = chat_body(model, [user_message(images(args, 1, args.repeat), text_of(TURN_TOKENS, 1))], TURN_TOKENS)
-    return [point(f"time {i + 1}", [await client.chat(body)]) for i in range(REPEATS)]
-
-
-def rated(name: str, answers: list[Answer], seconds: float) -> dict[str, Any]:
-    """Return a row with the rate of answers and the number of errors."""
-    good = [answer for answer in answers if answer.error is None]
-    if not good:
-        raise SystemExit(f"every request failed: {answers[0].error}")
-    return point(name, good) | {"failed": len(answers) - len(good), "requests_per_s": round(len(good) / seconds, 3)}
-
-
-def point(name: str, answers: list[Answer]) -> dict[str, Any]:
-    cached = [answer.usage.get("prompt_tokens_details", {}).get("cached_tokens", 0) for answer in answers]
-    return {
+def row_of(name: str, answers: list[Answer], seconds: float | None = None) -> dict[str, Any]:
+    """Return medians of the answers and, over `seconds`, their rate and the number of errors."""
+    good = succeeded(answers)
+    cached = [answer.usage.get("prompt_tokens_details", {}).get("cached_tokens", 0) for answer in good]
+    row = {
         "name": name,
-        **ttft_figures(answers),
-        "prompt_tokens": answers[0].usage.get("prompt_tokens"),
+        **ttft_figures(good),
+        "prompt_tokens": good[0].usage.get("prompt_tokens"),
         "cached_tokens": statistics.median(cached),
     }
+    rate = {} if seconds is None else {"failed": len(answers) - len(good), "requests_per_s": round(len(good) / seconds, 3)}
+    return row | rate
 
 
-async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    async with ChatClient(args.url, args.api_key) as client:
-        model = args.model or await client.model()
-        count = args.document or args.repeat or args.turns  # the largest measured size, which would otherwise include one-time costs
-        warm_up = images(args, 9_999, count)
-        await client.chat(chat_body(model, [user_message(warm_up, "warm up")], TURN_TOKENS))
-        if args.document:
-            return await document(client, model, args)
-        return await (repeat if args.repeat else conversations)(client, model, args)
+async def work_of_engines(proxy: ChatClient) -> Work:
+    """Return the requests and encoded images of each engine so far."""
+    await asyncio.sleep(STATISTICS_S)
+    async with proxy.session.get("health") as response:
+        backends = (await response.json())["backends"]
+    found = {}
+    for backend in backends:
+        async with ChatClient(backend["url"]) as engine:
+            encoded = await engine.metrics(ENCODED)
+        found[backend["url"]] = {"requests": backend["num_taken"], "images encoded": int(encoded[ENCODED])}
+    return found
+
+
+async def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], Work]:
+    """Return the rows and, with `--replicas`, the work of each engine."""
+    async with served(args) as (client, model):
+        count = args.document or args.turns  # the largest measured size, which would otherwise include one-time costs
+        await client.chat(question(model, images(args, 9_999, count), 9_999))
+        before = await work_of_engines(client) if args.replicas else {}
+        rows = await (document if args.document else conversations)(client, model, args)
+        after = await work_of_engines(client) if args.replicas else {}
+        return rows, {url: {name: work[name] - before[url][name] for name in work} for url, work in after.items()}
 
 
 def main() -> None:
-    """Entry point."""
-    args = parse_args()
-    if args.replicas:
-        found = uvloop.run(check_replicas(args))
-        print(table(["", "value"], [[name, str(value)] for name, value in found.items()]))
-        write_result(args, result=found)
-        return
-    rows = uvloop.run(run(args))
-    names = [name for name in rows[-1] if name not in ("stages_ms", "parts_ms")]
-    parts = part_names(rows)
-    print(table([*names, *parts], [[*(row.get(name, "") for name in names), *part_cells(row, parts)] for row in rows]))
-    write_result(args, rows=rows)
+    parser = make_parser("chat", __doc__, *SERVER, "resolution", "content", "concurrency", content="noise", concurrency=8)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=1, help="concurrent conversations")
+    parser.add_argument("--document", type=int, default=0, help="images of the shared document; 0: hold conversations")
+    parser.add_argument("--questions", type=int, default=32)
+    parser.add_argument("--replicas", action="store_true", help="report the work of each engine behind the affinity proxy")
+    args = parser.parse_args()
+    rows, engines = uvloop.run(run(args))
+    names, (parts, cells) = [name for name in rows[-1] if name not in ("stages_ms", "parts_ms")], part_columns(rows)
+    print(table([*names, *parts], [[*(row.get(name, "") for name in names), *cells[i]] for i, row in enumerate(rows)]))
+    if engines:
+        print(table(["engine", "requests", "images encoded"], [[url, *work.values()] for url, work in engines.items()]))
+    write_result(args, rows=rows, engines=engines)
 
 
 if __name__ == "__main__":

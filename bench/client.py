@@ -1,28 +1,34 @@
 """Client of any OpenAI-compatible URL that times streamed chat requests token by token."""
 
+import argparse
 import asyncio
 import json
+import re
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
-
-from bench.upload import Uploads
+import msgspec
+from aiohttp.abc import AbstractStreamWriter
 
 READ_BUFFER = 1 << 20
+PIECE_BYTES = 1 << 18  # of an upload; the first piece is copied to join it with the headers
 WORD = " the"
 HEALTH_PAUSE_S = 0.05
 
 
 @dataclass(slots=True)
 class Answer:
-    """Answer as seen by a client. Times are seconds after its start; `started` (before serialisation) and `sent` are clock readings."""
+    """Answer as seen by a client. Times are clock readings."""
 
-    started: float = 0.0
+    started: float = 0.0  # before serialisation
     sent: float = 0.0  # body serialised, before it is written
     written: float = 0.0  # its last byte passed to the kernel
-    token_times: list[float] = field(default_factory=list)  # clock readings of chunks with text, of the thoughts or the answer
+    token_times: list[float] = field(default_factory=list)  # of chunks with text, of the thoughts or the answer
     finished: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)  # stages reported by this project's server
@@ -51,13 +57,20 @@ class Answer:
     @property
     def latencies(self) -> list[float]:
         """Return the seconds between consecutive texts."""
-        return [second - first for first, second in zip(self.token_times, self.token_times[1:], strict=False)]
+        return [second - first for first, second in pairwise(self.token_times)]
+
+
+def succeeded(answers: Sequence[Answer]) -> list[Answer]:
+    """Return the answers without an error. SystemExit if there are none."""
+    good = [answer for answer in answers if answer.error is None]
+    if not good:
+        raise SystemExit(f"every request failed: {answers[0].error}")
+    return good
 
 
 def text_of(num_tokens: int, salt: int) -> str:
     """Return text of about `num_tokens` tokens, different for every salt so that no prefix is shared."""
-    head = f"Request {salt}:"
-    return head + WORD * max(1, num_tokens - 8)
+    return f"Request {salt}:" + WORD * max(1, num_tokens - 8)
 
 
 def user_message(uris: list[str], text: str) -> dict[str, Any]:
@@ -80,14 +93,62 @@ def chat_body(model: str, messages: list[dict[str, Any]], max_tokens: int) -> di
     }
 
 
+class Upload(aiohttp.Payload):
+    """Serialised body without a copy; the buffer must not change until it is written.
+
+    aiohttp would copy the whole body to join it with the headers, and each new buffer of many megabytes costs the kernel page faults.
+    """
+
+    def __init__(self, buffer: bytearray):
+        super().__init__(buffer, content_type="application/json")
+        self._size = len(buffer)
+        self.buffer = buffer
+        self.written = 0.0  # clock reading when the kernel had the last byte; the buffer is not read after that
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Pass the pieces to the transport, each after the kernel has taken the previous one."""
+        if writer.transport is not None:  # None: the connection is lost, as `write` reports
+            writer.transport.set_write_buffer_limits(1)  # `drain` then waits for the kernel (with 0, uvloop's TLS would wait forever)
+        body = memoryview(self.buffer)
+        for start in range(0, len(body), PIECE_BYTES):
+            await writer.write(body[start : start + PIECE_BYTES])
+        await writer.drain()
+        self.written = time.perf_counter()
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self.buffer.decode(encoding, errors)
+
+
+class Uploads:
+    """Pool of unused buffers, at most as many as concurrent requests."""
+
+    def __init__(self) -> None:
+        self._free: list[bytearray] = []
+        self._encoder = msgspec.json.Encoder()
+
+    def encode(self, body: dict[str, Any]) -> Upload:
+        """Return the body as JSON in a buffer of its own until `give_back`."""
+        buffer = self._free.pop() if self._free else bytearray()
+        self._encoder.encode_into(body, buffer)
+        return Upload(buffer)
+
+    def give_back(self, upload: Upload) -> None:
+        """Return the buffer to the pool, unless the server answered before reading everything: the transport may still use it then."""
+        if upload.written:
+            self._free.append(upload.buffer)
+
+
 class ChatClient:
-    """Connection pool to one server, an async context manager."""
+    """Connection pool to one server, an async context manager. Paths of requests through `session` are relative: `v1/models`."""
 
     def __init__(self, url: str, api_key: str | None = None):
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._base = url.rstrip("/").removesuffix("/v1")
-        self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=3600), headers=headers, read_bufsize=READ_BUFFER, connector=aiohttp.TCPConnector(limit=0)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.session = aiohttp.ClientSession(
+            url.rstrip("/").removesuffix("/v1") + "/",
+            timeout=aiohttp.ClientTimeout(total=3600),
+            headers=headers,
+            read_bufsize=READ_BUFFER,
+            connector=aiohttp.TCPConnector(limit=0),
         )
         self._uploads = Uploads()
 
@@ -95,22 +156,18 @@ class ChatClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        await self.session.close()
 
     async def model(self) -> str:
         """Return the first model that the server lists."""
-        async with self._session.get(f"{self._base}/v1/models") as response:
+        async with self.session.get("v1/models") as response:
             return str((await response.json())["data"][0]["id"])
 
-    async def version(self) -> dict[str, Any]:
-        """Return the server's /version, or an empty dictionary."""
-        async with self._session.get(f"{self._base}/version") as response:
-            return dict(await response.json()) if response.status == 200 else {}
-
-    async def metrics(self) -> str:
-        """Return the server's /metrics."""
-        async with self._session.get(f"{self._base}/metrics") as response:
-            return await response.text()
+    async def metrics(self, *names: str) -> dict[str, float]:
+        """Return values of the server's /metrics, summed over their labels."""
+        async with self.session.get("metrics") as response:
+            text = await response.text()
+        return {name: sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))) for name in names}
 
     async def chat(self, body: dict[str, Any]) -> Answer:
         """Send one request and read its stream. An error response or a broken connection sets `Answer.error`."""
@@ -118,7 +175,7 @@ class ChatClient:
         upload = self._uploads.encode(body)
         answer.sent = time.perf_counter()
         try:
-            async with self._session.post(f"{self._base}/v1/chat/completions", data=upload) as response:
+            async with self.session.post("v1/chat/completions", data=upload) as response:
                 if response.status != 200:
                     answer.error = f"{response.status}: {(await response.text())[:300]}"
                     return answer
@@ -148,6 +205,13 @@ class ChatClient:
         if delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):  # two names of thoughts are in use
             answer.token_times.append(now)
         answer.text += delta.get("content") or ""
+
+
+@asynccontextmanager
+async def served(args: argparse.Namespace) -> AsyncIterator[tuple[ChatClient, str]]:
+    """Context of a client of `--url` and the name of `--model`."""
+    async with ChatClient(args.url, args.api_key) as client:
+        yield client, args.model or await client.model()
 
 
 async def watch_health(url: str, seconds: list[float]) -> None:

@@ -5,7 +5,7 @@
 OLD is a commit or a folder with the old version. For each model both engines start at the same time and share the device; published
 sizes get dummy weights. Benchmarks of this version then measure one engine after the other, and every second round begins with the new
 one. A benchmark that shows a loss is measured again for as many rounds. The table has medians over the rounds; a gain below zero means
-that the new version is slower. One model takes about three minutes of a GPU.
+that the new version is slower.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from typing import Any
 
 import uvloop
 
-from bench.faults import engine
 from bench.flags import make_parser
+from bench.processes import engine_flags, running_engine
 from bench.report import table, write_result
 
 LIMIT = 2.0  # percent
@@ -37,7 +37,7 @@ RUNS = {
     "one": "load --concurrency 1 --requests 4 --warm-ups 1 --input-tokens 1024 --output-tokens 256",
     "text": "load --concurrency 64 --requests 128 --warm-ups 32 --input-tokens 256 --output-tokens 256",
     "image": "load --concurrency 32 --requests 96 --warm-ups 16 --images 1 --output-tokens 128",
-    "probe": "probe --content smooth --clock after --resolutions 720p --counts 1,8,32 --repeats 3",
+    "probe": "images --content smooth --clock after --resolutions 720p --counts 1,8,32 --repeats 3",
 }
 RATES = ("requests_per_s", "output_tokens_per_s")  # higher is better
 FIGURE = {"one": "tpot_ms", "text": "output_tokens_per_s", "image": "requests_per_s"}  # of a load
@@ -46,20 +46,9 @@ Sample = dict[str, float]  # figure -> value
 Samples = dict[str, list[Sample]]  # engine -> one sample per round
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser("compare", __doc__, "json")
-    parser.add_argument("old", metavar="OLD", help="commit or folder")
-    parser.add_argument("--new", type=Path, default=Path(), help="folder of the new version; default: this one")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="values of the engine's --model")
-    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--flags", default="", help="further flags of both engines, as one string")
-    return parser.parse_args(argv)
-
-
 @contextlib.contextmanager
 def folder_of(old: str) -> Iterator[Path]:
-    """Yield the folder OLD, or a temporary one with the files of the commit."""
+    """Yield the folder OLD, or a temporary one with files of the commit."""
     if Path(old).is_dir():
         yield Path(old).absolute()
         return
@@ -67,12 +56,6 @@ def folder_of(old: str) -> Iterator[Path]:
         files = subprocess.run(["git", "archive", old], check=True, capture_output=True).stdout
         subprocess.run(["tar", "x", "-C", folder], input=files, check=True)
         yield Path(folder)
-
-
-def engine_flags(model: str, more: str) -> list[str]:
-    """Return flags with a pool of fixed size: free memory cannot be measured while another engine starts."""
-    is_stored = model == "demo" or Path(model).is_dir()
-    return ["--model", model, *([] if is_stored else ["--load-format", "dummy", "--kv-cache-memory-bytes", "12G"]), *shlex.split(more)]
 
 
 def figures(run: str, content: dict[str, Any]) -> Sample:
@@ -105,20 +88,15 @@ def is_loss(samples: Samples) -> bool:
 
 async def run_benchmark(command: str, url: str, seed: int) -> dict[str, Any]:
     """Run a benchmark against a server and return its results. RuntimeError with the end of its output if it fails."""
-    module, *flags = shlex.split(command)
+    name, *flags = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result.json")
-        words = [sys.executable, "-m", f"bench.{module}", "--url", url, "--json", str(path), "--seed", str(seed), *flags]
+        words = [sys.executable, "-m", "bench", name, "--url", url, "--json", str(path), "--seed", str(seed), *flags]
         process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
         output, _ = await process.communicate()
         if process.returncode:
-            raise RuntimeError(f"bench.{module} failed: {output.decode()[-2000:]}")
+            raise RuntimeError(f"bench {name} failed: {output.decode()[-2000:]}")
         return dict(json.loads(path.read_text(encoding="utf-8")))
-
-
-async def measure(run: str, url: str, seed: int) -> Sample:
-    """Run one benchmark against one engine with requests made from `seed`."""
-    return figures(run, await run_benchmark(RUNS[run], url, seed))
 
 
 async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples) -> None:
@@ -127,7 +105,7 @@ async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples
     first = len(samples["old"])
     for number in range(first, first + count):
         for name in list(urls)[:: -1 if number % 2 else 1]:
-            samples[name].append(await measure(run, urls[name], SEEDS_PER_ROUND * number))
+            samples[name].append(figures(run, await run_benchmark(RUNS[run], urls[name], SEEDS_PER_ROUND * number)))
 
 
 async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, Samples]:
@@ -137,9 +115,9 @@ async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, 
     own = ["env", f"FLASHINFER_WORKSPACE_BASE={KERNEL_CACHE.expanduser() / digest}"]
     async with contextlib.AsyncExitStack() as running:
         async with asyncio.TaskGroup() as group:
-            folders = {"old": (old, own), "new": (args.new.absolute(), [])}
+            folders = {"old": (old, own), "new": (Path().absolute(), [])}
             starts = {
-                name: group.create_task(running.enter_async_context(engine(flags, folder=folder, prefix=prefix)))
+                name: group.create_task(running.enter_async_context(running_engine(flags, folder=folder, prefix=prefix)))
                 for name, (folder, prefix) in folders.items()
             }
         urls = {name: start.result()[1] for name, start in starts.items()}
@@ -164,12 +142,18 @@ def rows_of(model: str, found: Mapping[str, Samples]) -> list[list[str]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: exits with 1 after a loss."""
-    args = parse_args(argv)
+    parser = make_parser("compare", __doc__, "flags", "json")
+    parser.add_argument("old", metavar="OLD", help="commit or folder")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="values of the engine's --model")
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args(argv)
     found = {}
     with folder_of(args.old) as old:
         for model in args.models:
             found[model] = uvloop.run(compare(args, model, old))
-            print(table(["model", "run", "figure", args.old, "new", "gain", ""], rows_of(model, found[model])), flush=True)
+    rows = [row for model, runs in found.items() for row in rows_of(model, runs)]
+    print(table(["model", "run", "figure", args.old, "new", "gain", ""], rows))
     write_result(args, result=found)
     sys.exit(any(is_loss(samples) for runs in found.values() for samples in runs.values()))
 

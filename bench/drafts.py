@@ -2,7 +2,6 @@
 
     python -m bench drafts --flags "--model demo" --sets demo forms --streams 1 4
     python -m bench drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.7 --drafts 4 --sets random
-    python -m bench drafts --flags "--model Qwen3-VL-8B --load-format dummy" --accept 0.0 --sets random
     python -m bench drafts --flags "--model Qwen3.5-27B --load-format dummy" --draft mtp --accept 0.8 --drafts 3 --sets random
 
 Starts an engine without and one with drafts. With --accept, for dummy weights, drafts are accepted with that probability
@@ -11,6 +10,7 @@ Starts an engine without and one with drafts. With --accept, for dummy weights, 
 
 import argparse
 import asyncio
+import itertools
 import random
 import shlex
 from collections.abc import Callable, Sequence
@@ -19,16 +19,13 @@ from typing import Any
 import uvloop
 
 from bench.client import Answer, ChatClient, chat_body, text_of, user_message
-from bench.faults import engine
 from bench.flags import make_parser
 from bench.load import drive
-from bench.report import environment, table, write_json
+from bench.processes import running_engine
+from bench.report import table, write_result
 from models.demo.questions import question
 
-CERTAIN_TOKEN = "100"
 BEAT_S = 1.5  # until the metrics include the last steps
-NAMES = ("Ada", "Emil", "Grete", "Ibrahim", "Lin", "Maria", "Noor", "Otto", "Rosa", "Yusuf")
-TOWNS = ("Aarhus", "Basel", "Cork", "Delft", "Gent", "Lyon", "Porto", "Turku")
 FIELDS = ("name", "town", "street", "date_of_birth", "customer_number", "iban", "amount_due", "remarks")
 CODE = """class Basket:
     def __init__(self, owner):
@@ -43,16 +40,13 @@ CODE = """class Basket:
         item = {"name": name, "price": price, "count": count}
         self.items.append(item)
         return item
-
-    def total(self):
-        return sum(item["price"] * item["count"] for item in self.items)
 """
 
 
 def forms(i: int) -> dict[str, Any]:
     """Return OCR text of a page to convert to JSON; all pages have the same fields."""
     rng = random.Random(i)
-    values = (rng.choice(NAMES), rng.choice(TOWNS), f"High Street {rng.randint(1, 99)}", f"19{rng.randint(40, 99)}-0{rng.randint(1, 9)}-11",
+    values = (f"Ada {rng.randint(1, 99)}", "Aarhus", f"High Street {rng.randint(1, 99)}", f"19{rng.randint(40, 99)}-01-11",
               rng.randint(10**7, 10**8), f"NL{rng.randint(10**9, 10**10)}", f"{rng.randint(1, 999)}.50 EUR", "none")  # fmt: skip
     page = "\n".join(f"{name.replace('_', ' ').upper()} ..... {value}" for name, value in zip(FIELDS, values, strict=True))
     return {"messages": [user_message([], f"Write this form as JSON with the keys {', '.join(FIELDS)} and nothing else.\n\n{page}")]}
@@ -66,63 +60,41 @@ def code(i: int) -> dict[str, Any]:
 
 
 def chance(i: int) -> dict[str, Any]:
-    """Return unpredictable requests."""
+    """Return an unpredictable request."""
     rng = random.Random(i)
     return {"messages": [user_message([], text_of(64, i) + " " + " ".join(str(rng.randrange(10**6)) for _ in range(20)))]}
 
 
 def demo(i: int) -> dict[str, Any]:
-    """Return requests that the demo model can answer."""
+    """Return a request for the demo model."""
     return {"messages": question(i, ("count_to", "list", "describe")[i % 3]).messages()}
 
 
 SETS: dict[str, Callable[[int], dict[str, Any]]] = {"forms": forms, "code": code, "random": chance, "demo": demo}
-TOTALS = {
-    f"vllm:spec_decode_num_{theirs}_total{{": ours
-    for ours, theirs in (("drafts", "drafts"), ("draft_tokens", "draft_tokens"), ("accepted_draft_tokens", "accepted_tokens"))
-}
+DRAFTS, DRAFT_TOKENS, ACCEPTED = (f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser("drafts", __doc__, "json")
-    parser.add_argument("--flags", default="", help="flags of both engines, as one string")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=["forms", "code", "random"])
-    parser.add_argument("--streams", nargs="+", type=int, default=[1], help="concurrent clients")
-    parser.add_argument("--requests", type=int, default=16, help="requests per set")
-    parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--draft", choices=("lookup", "mtp"), default="lookup", help="draft source of the second engine")
-    parser.add_argument("--accept", type=float, help="acceptance probability of a draft token; needs no weights")
-    parser.add_argument("--drafts", type=int, default=0, help="with --accept: draft tokens per row and step; 0: adaptive")
-    return parser.parse_args(argv)
-
-
-def make_bodies(args: argparse.Namespace, model: str, name: str) -> list[dict[str, Any]]:
-    fields: dict[str, Any] = {"cache_salt": name}
+def make_bodies(args: argparse.Namespace, model: str, name: str, salt: str) -> list[dict[str, Any]]:
+    fields: dict[str, Any] = {"cache_salt": salt}
     if args.accept is not None:  # logits of dummy weights are so close that the number of rows matters
-        fields |= {"ignore_eos": True, "logit_bias": {CERTAIN_TOKEN: 100}}
+        fields |= {"ignore_eos": True, "logit_bias": {"100": 100}}
     return [chat_body(model, [], args.output_tokens) | fields | SETS[name](i) for i in range(args.requests)]
-
-
-async def totals(client: ChatClient) -> dict[str, float]:
-    lines = (await client.metrics()).splitlines()
-    return {name: float(line.rsplit(" ", 1)[1]) for line in lines for start, name in TOTALS.items() if line.startswith(start)}
 
 
 async def measure(args: argparse.Namespace, module: Sequence[str], flags: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
     """Return the results of each set and number of streams in the last round."""
     found = {}
-    async with engine(flags, module) as (_, url), ChatClient(url) as client:
+    async with running_engine(flags, module) as (_, url), ChatClient(url) as client:
         model = await client.model()
-        await drive(client, make_bodies(args, model, "random")[:2], 1)  # a warm-up
-        for name in args.sets:
-            for streams in args.streams:
-                bodies = [body | {"cache_salt": f"{name}-{streams}"} for body in make_bodies(args, model, name)]
-                for _ in range(rounds):
-                    before = await totals(client)
-                    answers = await drive(client, bodies, streams)
-                    await asyncio.sleep(BEAT_S)
-                    after = await totals(client)
-                found[f"{name}, {streams}"] = figures(answers) | {total: after[total] - before[total] for total in after}
+        await drive(client, make_bodies(args, model, "random", "warm-up")[:2], 1)
+        for name, streams in itertools.product(args.sets, args.streams):
+            bodies = make_bodies(args, model, name, f"{name}-{streams}")
+            for _ in range(rounds):
+                before = await client.metrics(DRAFTS, DRAFT_TOKENS, ACCEPTED)
+                answers = await drive(client, bodies, streams)
+                await asyncio.sleep(BEAT_S)
+                after = await client.metrics(*before)
+            found[f"{name}, {streams}"] = figures(answers) | {total: after[total] - before[total] for total in after}
     return found
 
 
@@ -137,9 +109,9 @@ def figures(answers: list[Answer]) -> dict[str, Any]:
 
 def row_of(name: str, plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
     """Return a table row. A step yields a token and its accepted drafts; its additional time is their verification and the time from the
-    result to the next step. Texts are sorted because answers arrive in the order in which they end."""
+    result to the next step."""
     before, after = plain["ms_per_token"], drafted["ms_per_token"]
-    steps = max(1, drafted["tokens"] - drafted["accepted_draft_tokens"])
+    steps = max(1, drafted["tokens"] - drafted[ACCEPTED])
     return {
         "set, streams": name,
         "ms per token without": round(before, 3),
@@ -147,10 +119,10 @@ def row_of(name: str, plain: dict[str, Any], drafted: dict[str, Any]) -> dict[st
         "a step": round(after * drafted["tokens"] / steps, 3),
         "times faster": round(before / after, 2),
         "tokens": drafted["tokens"],
-        "steps with drafts": int(drafted["drafts"]),
-        "proposed": int(drafted["draft_tokens"]),
-        "accepted": f"{drafted['accepted_draft_tokens'] / max(1, drafted['draft_tokens']):.0%}",
-        "same texts": f"{sum(map(str.__eq__, sorted(plain['texts']), sorted(drafted['texts'])))} of {len(plain['texts'])}",
+        "steps with drafts": int(drafted[DRAFTS]),
+        "proposed": int(drafted[DRAFT_TOKENS]),
+        "accepted": f"{drafted[ACCEPTED] / max(1, drafted[DRAFT_TOKENS]):.0%}",
+        "same texts": f"{sum(map(str.__eq__, plain['texts'], drafted['texts']))} of {len(plain['texts'])}",
     }
 
 
@@ -164,12 +136,17 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
-    args = parse_args(argv)
+    parser = make_parser("drafts", __doc__, "flags", "json", "output-tokens", output_tokens=256)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=["forms", "code", "random"])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1], help="concurrent clients")
+    parser.add_argument("--requests", type=int, default=16, help="requests per set")
+    parser.add_argument("--draft", choices=("lookup", "mtp"), default="lookup", help="draft source of the second engine")
+    parser.add_argument("--accept", type=float, help="acceptance probability of a draft token; needs no weights")
+    parser.add_argument("--drafts", type=int, default=0, help="with --accept: draft tokens per row and step; 0: adaptive")
+    args = parser.parse_args(argv)
     rows = uvloop.run(compare(args))
     print(table(list(rows[0]), [list(row.values()) for row in rows]))
-    if args.json:
-        write_json(args.json, {"environment": environment(), "rows": rows})
+    write_result(args, rows=rows)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bench.pictures import QUALITY, RESOLUTIONS
+
 FLAGS: dict[str, dict[str, Any]] = {
     "url": {"default": "http://127.0.0.1:8000", "help": "address of the server; default: %(default)s"},
     "model": {"help": "default: the first model that the server lists"},
     "api-key": {"help": "bearer token of the server"},
     "duration": {"type": float, "help": "seconds; default: %(default)s"},
-    "pid": {"type": int, "help": "process id of the launcher, if it runs on this machine: memory is reported too"},
+    "pid": {"type": int, "help": "process id of the launcher, if it runs on this machine: reports memory or CPU time of its processes"},
     "seed": {"type": int, "default": 0, "help": "another seed sends other images and texts; default: %(default)s"},
     "json": {"type": Path, "help": "write all numbers to this file"},
+    "flags": {"default": "", "help": "further flags of the engine, as one string"},
+    "concurrency": {"type": int, "help": "concurrent clients; default: %(default)s"},
+    "resolution": {"choices": list(RESOLUTIONS), "default": "720p", "help": "of images; default: %(default)s"},
+    "content": {"choices": list(QUALITY), "help": "kind of JPEG (bench/pictures.py); default: %(default)s"},
+    "output-tokens": {"type": int, "help": "default: %(default)s"},
 }
 SERVER = ("url", "model", "api-key", "seed", "json")
 

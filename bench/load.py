@@ -11,56 +11,39 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import uvloop
 
-from bench.client import Answer, ChatClient, chat_body, text_of, user_message, watch_health
+from bench.client import Answer, ChatClient, chat_body, served, succeeded, text_of, user_message, watch_health
 from bench.flags import SERVER, make_parser
-from bench.pictures import RESOLUTIONS, data_uri, make_jpegs
-from bench.report import percentile, table, write_result
-
-PERCENTILES = (50, 90, 99)
-MAX_ERRORS = 3  # number of different errors shown
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser("load", __doc__, *SERVER)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--rate", type=float, help="requests per second, regardless of answers; default: --concurrency clients")
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--warm-ups", type=int, default=8, help="warm-up requests, which are not counted")
-    parser.add_argument("--images", type=int, default=0)
-    parser.add_argument("--resolution", choices=list(RESOLUTIONS), default="720p")
-    parser.add_argument("--content", choices=["noise", "smooth"], default="smooth")
-    parser.add_argument("--input-tokens", type=int, default=256, help="approximate number of text tokens")
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--fields", type=json.loads, default={}, help="JSON merged into each request body; null removes a field")
-    return parser.parse_args(argv)
+from bench.pictures import make_uris
+from bench.processes import cpu_seconds
+from bench.report import PERCENTILES, percentiles_ms, table, write_result
 
 
 def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Return all requests, made before the clock starts."""
-    jpegs = iter(make_jpegs(seed, count * args.images, args.resolution, args.content))
+    uris = iter(make_uris(seed, count * args.images, args.resolution, args.content))
     bodies = []
     for i in range(count):
-        uris = [data_uri(next(jpegs)) for _ in range(args.images)]
-        body = chat_body(model, [user_message(uris, text_of(args.input_tokens, seed + i))], args.output_tokens) | args.fields
+        message = user_message([next(uris) for _ in range(args.images)], text_of(args.input_tokens, seed + i))
+        body = chat_body(model, [message], args.output_tokens) | args.fields
         bodies.append({name: value for name, value in body.items() if value is not None})
     return bodies
 
 
-async def drive(client: ChatClient, bodies: list[dict[str, Any]], concurrency: int) -> list[Answer]:
-    """Send all bodies, `concurrency` at a time. Return answers in the order in which they ended."""
-    waiting = iter(bodies)
-    answers: list[Answer] = []
+async def drive(client: ChatClient, bodies: Iterable[dict[str, Any]], concurrency: int) -> list[Answer]:
+    """Send all bodies, `concurrency` at a time. Return answers in the order of the bodies."""
+    waiting, answers = enumerate(bodies), dict[int, Answer]()
 
     async def one_client() -> None:
-        for body in waiting:
-            answers.append(await client.chat(body))
+        for number, body in waiting:
+            answers[number] = await client.chat(body)
 
     await asyncio.gather(*(one_client() for _ in range(concurrency)))
-    return answers
+    return [answers[number] for number in sorted(answers)]
 
 
 async def drive_at_rate(client: ChatClient, bodies: list[dict[str, Any]], per_second: float) -> list[Answer]:
@@ -74,25 +57,25 @@ async def drive_at_rate(client: ChatClient, bodies: list[dict[str, Any]], per_se
 
 async def load(args: argparse.Namespace) -> dict[str, Any]:
     """Return the results of a run."""
-    async with ChatClient(args.url, args.api_key) as client:
-        model = args.model or await client.model()
+    async with served(args) as (client, model):
         await drive(client, make_bodies(args, model, args.warm_ups, args.seed + 500_000), args.concurrency)
         bodies, health = make_bodies(args, model, args.requests, args.seed), list[float]()
+        cpu = cpu_seconds(args.pid) if args.pid else {}
         watcher = asyncio.create_task(watch_health(args.url, health)) if args.rate else None
         started = time.perf_counter()
         answers = await (drive_at_rate(client, bodies, args.rate) if args.rate else drive(client, bodies, args.concurrency))
         seconds = time.perf_counter() - started
         if watcher is not None:
             watcher.cancel()
-    quantiles = {f"p{q}": round(1e3 * percentile(health, q), 1) for q in PERCENTILES} if health else {}
-    return measure(answers, seconds) | ({"health_ms": quantiles} if quantiles else {})
+        cpu = {role: after - cpu[role] for role, after in (cpu_seconds(args.pid) if args.pid else {}).items()}
+    result = measure(answers, seconds) | ({"health_ms": percentiles_ms(health)} if health else {})
+    num_tokens = result["output_tokens_per_s"] * seconds
+    return result | ({"cpu_us_per_token": {role: round(1e6 * used / num_tokens, 1) for role, used in cpu.items()}} if cpu else {})
 
 
-def measure(answers: list[Answer], seconds: float) -> dict[str, Any]:
+def measure(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     """Return rates and percentiles in milliseconds; failed requests are counted and excluded."""
-    good = [answer for answer in answers if answer.error is None]
-    if not good:
-        raise SystemExit(f"every request failed: {answers[0].error}")
+    good = succeeded(answers)
     samples = {
         "ttft_ms": [answer.ttft for answer in good],
         "tpot_ms": [answer.tpot for answer in good],
@@ -102,22 +85,29 @@ def measure(answers: list[Answer], seconds: float) -> dict[str, Any]:
     return {
         "requests": len(good),
         "failed": len(answers) - len(good),
-        "errors": sorted({answer.error for answer in answers if answer.error is not None})[:MAX_ERRORS],
+        "errors": sorted({answer.error for answer in answers if answer.error is not None})[:3],
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(good) / seconds, 3),
         "output_tokens_per_s": round(sum(answer.num_tokens for answer in good) / seconds, 1),
-        **{name: {f"p{q}": round(1e3 * percentile(values, q), 3) for q in PERCENTILES} for name, values in samples.items() if values},
+        **{name: percentiles_ms(values) for name, values in samples.items() if values},
     }
 
 
 def main() -> None:
-    """Entry point."""
-    args = parse_args()
+    common = ("pid", "concurrency", "resolution", "content", "output-tokens")
+    parser = make_parser("load", __doc__, *SERVER, *common, concurrency=32, content="smooth", output_tokens=128)
+    parser.add_argument("--rate", type=float, help="requests per second, regardless of answers; default: --concurrency clients")
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--warm-ups", type=int, default=8, help="warm-up requests, which are not counted")
+    parser.add_argument("--images", type=int, default=0)
+    parser.add_argument("--input-tokens", type=int, default=256, help="approximate number of text tokens")
+    parser.add_argument("--fields", type=json.loads, default={}, help="JSON merged into each request body; null removes a field")
+    args = parser.parse_args()
     result = uvloop.run(load(args))
-    names = [name for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "health_ms") if name in result]
     print(f"{result['requests']} requests ({result['failed']} failed) in {result['seconds']} s", *result["errors"], sep="\n")
     print(f"{result['requests_per_s']} requests/s, {result['output_tokens_per_s']} output tokens/s")
-    print(table(["", *(f"p{q}" for q in PERCENTILES)], [[name, *result[name].values()] for name in names]))
+    print(table(["", *(f"p{q}" for q in PERCENTILES)], [[name, *of.values()] for name, of in result.items() if name.endswith("_ms")]))
+    print(*(f"{role}: {used} us of CPU per output token" for role, used in result.get("cpu_us_per_token", {}).items()), sep="\n")
     write_result(args, result=result)
 
 

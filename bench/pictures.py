@@ -9,36 +9,54 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import pybase64
 from PIL import Image
 
 Content = Literal["noise", "smooth"]
+Pixels = npt.NDArray[np.uint8]
 RESOLUTIONS = {"small": (320, 192), "720p": (1280, 720), "1080p": (1920, 1080), "2k": (2560, 1440)}
 QUALITY: dict[str, int] = {"noise": 85, "smooth": 90}
 NOISE_AMPLITUDE = 24
 
 
-def make_jpeg(seed: int, resolution: str, content: Content) -> bytes:
-    """Return a JPEG, a function of the arguments."""
-    width, height = RESOLUTIONS[resolution]
-    rng = np.random.default_rng(seed)
-    if content == "noise":
-        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    else:
-        coarse = Image.fromarray(rng.integers(0, 256, (9, 16, 3), dtype=np.uint8))
-        smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
-        noise = rng.integers(-NOISE_AMPLITUDE, NOISE_AMPLITUDE + 1, (height, width, 1), dtype=np.int16)
-        pixels = np.clip(smooth + noise, 0, 255).astype(np.uint8)
+def smooth(rng: np.random.Generator, coarse: tuple[int, int], height: int, width: int) -> npt.NDArray[np.int16]:
+    """Return a random picture of `coarse` (rows, columns) that is enlarged to this size."""
+    pixels = Image.fromarray(rng.integers(0, 256, (*coarse, 3), dtype=np.uint8))
+    return np.asarray(pixels.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
+
+
+def with_noise(rng: np.random.Generator, pixels: npt.NDArray[np.int16], amplitude: int) -> Pixels:
+    noise = rng.integers(-amplitude, amplitude + 1, (*pixels.shape[:2], 1), dtype=np.int16)
+    return np.clip(pixels + noise, 0, 255).astype(np.uint8)
+
+
+def encode(pixels: Pixels, quality: int = QUALITY["smooth"]) -> bytes:
+    """Return a JPEG."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", quality=QUALITY[content])
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
     return buffer.getvalue()
 
 
-def make_jpegs(seed: int, count: int, resolution: str, content: Content, threads: int = 8) -> list[bytes]:
+def make_jpeg(seed: int, resolution: str, content: Content) -> bytes:
+    """Return a JPEG that is determined by the arguments."""
+    width, height = RESOLUTIONS[resolution]
+    rng = np.random.default_rng(seed)
+    if content == "noise":
+        return encode(rng.integers(0, 256, (height, width, 3), dtype=np.uint8), QUALITY[content])
+    return encode(with_noise(rng, smooth(rng, (9, 16), height, width), NOISE_AMPLITUDE))
+
+
+def make_jpegs(seed: int, count: int, resolution: str, content: Content) -> list[bytes]:
     """Return `count` different JPEGs, determined by `seed`."""
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(8) as pool:
         return list(pool.map(lambda i: make_jpeg(seed * 100_003 + i, resolution, content), range(count)))
 
 
-def data_uri(jpeg: bytes) -> str:
-    return f"data:image/jpeg;base64,{pybase64.b64encode(jpeg).decode()}"
+def make_uris(seed: int, count: int, resolution: str, content: Content) -> list[str]:
+    """Return `count` different JPEGs as `data:` URIs."""
+    return [data_uri(jpeg) for jpeg in make_jpegs(seed, count, resolution, content)]
+
+
+def data_uri(data: bytes, kind: str = "image/jpeg") -> str:
+    return f"data:{kind};base64,{pybase64.b64encode(data).decode()}"

@@ -1,163 +1,72 @@
-"""Profile of one request with many images in one process: lists the longest idle gaps of the GPU.
+"""Kernels of one request with many images, and the times in which the GPU idles meanwhile.
 
-    python -m bench profile --images 32 --resolution 720p
+    python -m bench profile --model Qwen3-VL-8B --images 32 --resolution 720p
 
-The scheduler core and the runner are the real ones, with two steps in flight; weights are dummies of the 8B shape. Needs a GPU.
+Starts an engine, with dummy weights for a published size, whose worker records its kernels (bench/tracing.py).
 """
 
+import argparse
+import asyncio
+import os
+import signal
 import tempfile
-from collections import deque
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile
+import msgspec
+import uvloop
 
+from bench.client import ChatClient, chat_body, text_of, user_message
 from bench.flags import make_parser
-from bench.pictures import RESOLUTIONS, make_jpegs
-from bench.report import environment, table, write_json
-from engine.launch.config import GIB, EngineConfig
-from engine.launch.memory import sizes_for
-from engine.scheduler.blocks import BlockPool
-from engine.scheduler.core import SchedulerCore
-from engine.scheduler.images import ImageDirectory
-from engine.scheduler.main import make_limits
-from engine.scheduler.state import State
-from engine.wire.arena import Arena, create_memfd
-from engine.wire.messages import (
-    PROCESSOR_ARENA,
-    EngineRequest,
-    ImageSource,
-    ImageSpan,
-    Region,
-    SamplingParams,
-    WorkerReady,
-)
-from engine.wire.stats import Stages
-from engine.worker.build import make_graphs
-from engine.worker.images import ImageCache
-from engine.worker.jpeg import ImageReader
-from engine.worker.rows import Rows
-from engine.worker.runner import LaunchedStep, Runner
-from engine.worker.sampling.sampler import Sampler
-from engine.worker.staging import Staging
-from models.checkpoint.load import init_dummy_weights
-from models.config.huggingface import read_config
-from models.decoders.qwen3_vl import Qwen3VL
-from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from models.kernels.make import make_backend
-from models.kernels.paged import allocate_pools
-from models.parallel.group import TensorParallel
-from models.scaffold import SHAPES, write_model_folder
+from bench.pictures import make_uris
+from bench.processes import engine_flags, roles_of, running_engine
+from bench.report import table, write_result
+from bench.tracing import Recording
 
-ARENA_BYTES = 1 * GIB
-NUM_BLOCKS = 8192
 TEXT_TOKENS = 256
-TEXT_ID = 5
+WARM_UPS = 2
+SHOWN, WIDTH = 12, 60  # rows and columns of the tables
+LIMIT_S = 120.0  # of starting and of writing a recording
 
 
-class Bench:
-    """A core and a runner on one GPU; `prefill` runs one request to its first token."""
+async def measure(args: argparse.Namespace, file: Path) -> Recording:
+    """Record the last one of some requests with new images."""
 
-    def __init__(self, shape: str) -> None:
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
-        self._config = EngineConfig()
-        with tempfile.TemporaryDirectory() as folder:
-            write_model_folder(Path(folder), SHAPES[shape], weights="none", seed=0)
-            self._model_config = read_config(Path(folder))
-        model_config, tp = self._model_config, TensorParallel.single()
-        backend = make_backend("hopper", device)
-        backend.load(model_config.text.heads(1), model_config.vision_head_dim)
-        decoder = backend.jpeg_decoder(self._config.processing_pool_size, "auto")
-        model = Qwen3VL(model_config, tp, backend, torch.bfloat16)
-        init_dummy_weights(model, seed=0)
-        self._arena = Arena(create_memfd("bench", ARENA_BYTES), ARENA_BYTES)
-        pools = allocate_pools(model.cache_spec.paged, NUM_BLOCKS + 1, self._config.block_size, torch.bfloat16, device)
-        num_seqs, vocab_size = self._config.max_num_seqs, model_config.text.vocab_size
-        sampling = backend.sampling(num_seqs, vocab_size)
-        sampler = Sampler(sampling, num_seqs, num_seqs, model_config, Path(), device)
-        row_sizes = num_seqs, NUM_BLOCKS, self._config.block_size
-        rows = Rows(*row_sizes, model_config.geometry, device, sampling.max_top_k)
-        images = ImageCache(model.tower, ImageReader(self._arena, decoder, device), tp, torch.cuda.Stream(device))
-        attention = backend.attention(pools, model_config.text.num_heads)
-        sizes = sizes_for(self._config, model_config.text, model.cache_spec, backend.step_sizes)
-        graphs = make_graphs(model, backend, pools, rows, sizes, self._config, NUM_BLOCKS)
-        assert graphs is not None
-        graphs.capture()
-        self._runner = Runner(model, attention, rows, sampler, images, Staging(64 << 20, device), graphs, self._arena, tp)
-        per_token = model_config.num_visual_levels * model_config.text.hidden_size * 2
-        limits = make_limits(self._config, WorkerReady(0, NUM_BLOCKS, 4 * GIB, per_token, HOPPER_STEP_SIZES))
-        blocks, directory = BlockPool(NUM_BLOCKS, self._config.block_size), ImageDirectory(4 * GIB)
-        state = State(limits, blocks, directory, free_rows=list(range(limits.max_num_seqs)))
-        self._core = SchedulerCore(state, 1, model_config.text.max_position_embeddings, frozenset())
+    async def signalled(pid: int, result: Path) -> None:
+        os.kill(pid, signal.SIGUSR1)
+        async with asyncio.timeout(LIMIT_S):
+            while not result.exists():
+                await asyncio.sleep(0.05)
 
-    def prefill(self, rid: int, jpegs: list[bytes], resolution: str) -> None:
-        """Run a prefill, planning two steps in advance as scheduler and worker do, then the worker's idle work."""
-        self._core.add(*self._request(rid, jpegs, resolution))
-        pending: deque[LaunchedStep] = deque()
-        while self._core.num_requests:
-            while self._core.num_in_flight < self._core.depth and (step := self._core.next_step()) is not None:
-                pending.append(self._runner.launch(step.plan))
-            self._core.collect(pending.popleft().result())
-        while self._runner.use_spare_time(is_busy=False):
-            pass
-
-    def _request(self, rid: int, jpegs: list[bytes], resolution: str) -> tuple[EngineRequest, np.ndarray]:
-        width, height = RESOLUTIONS[resolution]
-        geometry = self._model_config.geometry
-        grid = geometry.grid(height, width)
-        length = geometry.num_tokens(grid)
-        spans = []
-        for i, jpeg in enumerate(jpegs):
-            source = ImageSource("jpeg", self._store(jpeg), height, width)
-            spans.append(ImageSpan(f"{rid}-{i}".encode().ljust(32), 2 + i * (length + 2), length, grid, source))
-        ids = np.full(len(jpegs) * (length + 2) + TEXT_TOKENS, TEXT_ID, dtype=np.int32)
-        for span in spans:
-            ids[span.start : span.start + span.length] = self._model_config.image_token_id
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        return EngineRequest(rid, self._store(ids.tobytes()), spans, params, Stages(), cache_salt=str(rid)), ids
-
-    def _store(self, data: bytes) -> Region:
-        offset = self._arena.alloc(len(data))
-        self._arena.view(offset, len(data))[:] = data
-        return Region(PROCESSOR_ARENA, offset, len(data))
-
-
-def gaps_of(events: list[FunctionEvent]) -> tuple[float, float, list[tuple[float, str, str]]]:
-    """Return (span, idle time, gaps as (length, kernel before, kernel after)) in milliseconds; kernels of all streams count as busy."""
-    kernels = sorted((event for event in events if event.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start)
-    gaps, busy_until, last = [], kernels[0].time_range.end, kernels[0].name
-    for kernel in kernels[1:]:
-        if kernel.time_range.start > busy_until:
-            gaps.append(((kernel.time_range.start - busy_until) / 1e3, last, kernel.name))
-        if kernel.time_range.end > busy_until:
-            busy_until, last = kernel.time_range.end, kernel.name
-    span = (busy_until - kernels[0].time_range.start) / 1e3
-    return span, sum(gap for gap, _, _ in gaps), sorted(gaps, reverse=True)
+    flags = engine_flags(args.model, args.flags)
+    async with running_engine(flags, ("bench.tracing", str(file))) as (process, url), ChatClient(url) as client:
+        worker, model = roles_of(process.pid)["bench.tracing"], await client.model()
+        for i in range(WARM_UPS + 1):
+            message = user_message(make_uris(args.seed + i, args.images, args.resolution, args.content), text_of(TEXT_TOKENS, i))
+            if i == WARM_UPS:
+                await signalled(worker, Path(f"{file}.started"))
+            answer = await client.chat(chat_body(model, [message], args.output_tokens))
+            if answer.error:
+                raise SystemExit(f"the request failed: {answer.error}")
+        await signalled(worker, file)
+        return msgspec.json.decode(file.read_bytes(), type=Recording)
 
 
 def main() -> None:
-    """Entry point."""
-    parser = make_parser("profile", __doc__, "json")
-    parser.add_argument("--shape", default="8B", choices=list(SHAPES))
+    parser = make_parser(
+        "profile", __doc__, "resolution", "content", "output-tokens", "flags", "seed", "json", content="noise", output_tokens=1
+    )
+    parser.add_argument("--model", default="Qwen3-VL-8B", help="value of the engine's --model; default: %(default)s")
     parser.add_argument("--images", type=int, default=32)
-    parser.add_argument("--resolution", default="720p", choices=list(RESOLUTIONS))
     args = parser.parse_args()
-    bench = Bench(args.shape)
-    for rid in range(2):
-        bench.prefill(rid, make_jpegs(rid, args.images, args.resolution, "noise"), args.resolution)
-    jpegs = make_jpegs(2, args.images, args.resolution, "noise")
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        bench.prefill(2, jpegs, args.resolution)
-        torch.cuda.synchronize()
-    span, idle, gaps = gaps_of(list(profiler.events()))
-    print(f"{args.images} x {args.resolution}: {span:.1f} ms from the first kernel to the last, {idle:.2f} ms idle in {len(gaps)} gaps")
-    longest = [[f"{gap:.3f}", before[:60], after[:60]] for gap, before, after in gaps[:10]]
+    with tempfile.TemporaryDirectory() as folder:
+        found = uvloop.run(measure(args, Path(folder, "recording")))
+    idle, size = sum(gap for gap, _, _ in found.gaps), f"{args.images} x {args.resolution}"
+    print(f"{size}: {found.span:.1f} ms from the first kernel to the last, {idle:.2f} ms idle in {len(found.gaps)} gaps")
+    kernels = [[f"{ms:.3f}", calls, name[:WIDTH]] for name, calls, ms in found.kernels[:SHOWN]]
+    print(table(["ms", "calls", "kernel"], kernels))
+    longest = [[f"{gap:.3f}", before[:WIDTH], after[:WIDTH]] for gap, before, after in found.gaps[:SHOWN]]
     print(table(["gap, ms", "after", "before"], longest))
-    if args.json:
-        write_json(args.json, {"environment": environment(), "span_ms": span, "idle_ms": idle, "longest": longest})
+    write_result(args, span_ms=found.span, idle_ms=idle, longest=longest, kernels=found.kernels)
 
 
 if __name__ == "__main__":

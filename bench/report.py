@@ -1,51 +1,46 @@
-"""Origin stored with every result, and tables and JSON files of results."""
+"""Origin stored with every result, and results as tables, JSON files and percentiles."""
 
 import argparse
 import importlib.metadata
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 PACKAGES = ("torch", "transformers", "flashinfer-python", "triton", "nvidia-nvimgcodec-cu13", "pillow")
+PERCENTILES = (50, 90, 99)
 
 
-def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return hardware, versions and the command line of this machine, the client's and possibly the server's."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def environment() -> dict[str, Any]:
+    """Return hardware, versions and the command line of this process without the output file, address and key."""
+    program = sys.argv[0] if sys.argv[0].startswith("bench ") else f"bench.{Path(sys.argv[0]).stem}"
+    command = " ".join(["python -m", program, *sys.argv[1:]])
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
     return {
-        "command": " ".join(command or ["python", "-m", *module_command()]),
+        "command": re.sub(r" --(json|url|api-key) \S+", "", command),
         "gpus": _gpus(),
         "cpu": platform.processor() or platform.machine(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {package: installed[package] for package in PACKAGES if package in installed},
     }
 
 
-def module_command() -> list[str]:
-    """Return the command as typed: `bench images --flags`."""
-    script = Path(sys.argv[0])
-    return [*(sys.argv[0].split() if sys.argv[0].startswith("bench ") else [f"{script.parent.name}.{script.stem}"]), *sys.argv[1:]]
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def write_result(args: argparse.Namespace, **content: object) -> None:
-    """Write `content`, its origin and all flags to the file of `--json`, if any."""
+    """Write `content`, its origin and the flags to the file of `--json`, if any."""
     if args.json:
-        settings = {name: str(value) for name, value in vars(args).items()}
+        settings = {name: str(value) for name, value in vars(args).items() if name not in ("json", "url", "api_key")}
         write_json(args.json, {"environment": environment(), "settings": settings, **content})
 
 
@@ -58,15 +53,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def percentile(values: Sequence[float], q: float) -> float:
-    """Return the q-th percentile (0-100), interpolated linearly. ValueError without values."""
-    ordered = sorted(values)
-    if not ordered:
-        raise ValueError("no values")
-    position = (len(ordered) - 1) * q / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+def percentiles_ms(seconds: Sequence[float], *more: int) -> dict[str, float]:
+    """Return percentiles in milliseconds; `p100` is the largest value."""
+    return {f"p{q}": round(1e3 * float(np.percentile(seconds, q)), 3) for q in (*PERCENTILES, *more)}
 
 
 def _gpus() -> list[str]:

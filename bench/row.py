@@ -8,16 +8,16 @@ A row takes about five minutes. `--store GPU/MODEL` replaces these runs in
 bench/results/GPU/MODEL.json; `python -m bench tables` then writes the pages.
 """
 
-import argparse
 import subprocess
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import uvloop
 
-from bench.compare import RUNS, engine_flags, figures, run_benchmark
-from bench.faults import engine
+from bench.compare import RUNS, figures, run_benchmark
 from bench.flags import make_parser
+from bench.processes import engine_flags, running_engine
 from bench.report import table, write_result
 from bench.tables import store
 
@@ -28,33 +28,28 @@ CELLS = RUNS | {
 }
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser("row", __doc__, "seed", "json")
-    parser.add_argument("model", metavar="MODEL", help="value of the engine's --model")
-    parser.add_argument("--flags", default="", help="further flags of the engine, as one string")
-    parser.add_argument("--store", metavar="GPU/MODEL", help="file of bench/results to update")
-    parser.add_argument("--commit", help="commit of this version; default: that of the clone, which must have no changes")
-    return parser.parse_args(argv)
-
-
 def commit_of_clone() -> str:
     """Return the short hash of HEAD. RuntimeError if tracked files differ from it."""
-    if subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True).stdout:
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    if commit.endswith("-dirty"):
         raise RuntimeError("the clone has changes: commit them, or name the version with --commit")
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    return commit
 
 
-async def measure_row(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the results of each benchmark."""
-    async with engine(engine_flags(args.model, args.flags)) as (_, url):
-        return {run: await run_benchmark(command, url, args.seed) for run, command in CELLS.items()}
+async def measure(flags: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
+    async with running_engine(flags) as (_, url):
+        return {run: await run_benchmark(command, url, seed) for run, command in CELLS.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
-    args = parse_args(argv)
+    parser = make_parser("row", __doc__, "flags", "seed", "json")
+    parser.add_argument("model", metavar="MODEL", help="value of the engine's --model")
+    parser.add_argument("--store", metavar="GPU/MODEL", help="file of bench/results to update")
+    parser.add_argument("--commit", help="commit of this version; default: that of the clone, which must have no changes")
+    args = parser.parse_args(argv)
     origin = {"commit": args.commit or commit_of_clone(), "date": time.strftime("%Y-%m-%d")}
-    found = uvloop.run(measure_row(args))
+    found = uvloop.run(measure(engine_flags(args.model, args.flags), args.seed))
     rows = [[run, name, f"{value:.4g}"] for run, content in found.items() for name, value in figures(run, content).items()]
     print(table(["run", "figure", "value"], rows))
     if args.store:

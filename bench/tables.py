@@ -7,15 +7,14 @@
 list where several clients ran concurrently or a run was repeated). The names and their commands are in docs/benchmarks.md.
 """
 
-import argparse
 import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench.flags import make_parser
 from bench.report import table, write_json
 
 ROOT = Path(__file__).parents[1]
@@ -26,17 +25,20 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", r
 PROBES = ("probe", "probe32", "probe2k")
 PHOTOS = ("720p", "smooth")
 GPUS = {"h200": "1 x H200", "h200-x2": "2 x H200", "h200-x4": "4 x H200", "h100": "1 x H100"}
-SERVED = (
-    *("h200/2B", "h200/4B", "h200/8B", "h200/8B-fp8", "h200/8B-portable", "h200/30B-A3B", "h200/30B-A3B-fp8"),
-    *("h200/3.5-27B", "h200/3.5-27B-fp8", "h200/3.5-35B-A3B-fp8"),
-    *("h200-x2/8B", "h200-x2/32B", "h200-x2/235B-A22B-fp8", "h200-x2/235B-A22B-fp8-ep"),
-    *("h200-x4/8B", "h200-x4/32B", "h200-x4/235B-A22B-fp8", "h100/8B", "h100/8B-portable"),
+LOADS = (  # label, run, figure, bound; the first four are in the summary
+    ("32 clients with one 720p image, requests/s", "image", "requests_per_s", "30"),
+    ("16 clients with four 720p images, requests/s", "images4", "requests_per_s", "9.5"),
+    ("64 text streams, tokens/s", "text", "output_tokens_per_s", ""),
+    ("one stream, ms per token", "one", "tpot_ms", "3.52"),
+    ("32 clients with one 720p image, ms to first token", "image", "ttft_ms", ""),
+    ("32 clients with one 720p image, ms per token", "image", "tpot_ms", ""),
+    ("16 clients with four 720p images, ms to first token", "images4", "ttft_ms", ""),
+    ("64 text streams, ms per token", "text", "tpot_ms", ""),
 )
 
 Run = dict[str, Any]
 
 
-@cache
 def content(name: str) -> dict[str, Any]:
     """Return a file of `bench/results`, named without its suffix."""
     return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
@@ -48,55 +50,65 @@ def runs(name: str, run: str) -> list[Run]:
     return found if isinstance(found, list) else [found]
 
 
+def served() -> list[str]:
+    """Return the files with a single stream, which are rows of the table of sizes, by machine, generation and size."""
+    names = [f"{gpu}/{path.stem}" for gpu in GPUS for path in (RESULTS / gpu).glob("*.json")]
+
+    def order(name: str) -> tuple[object, ...]:
+        gpu, _, model = name.partition("/")
+        return [*GPUS].index(gpu), model.startswith("3.5"), int(re.findall(r"(\d+)B", model)[0]), model
+
+    return sorted((name for name in names if "one" in content(name)), key=order)
+
+
 def figure(value: float) -> str:
     """Format with at least three digits: 1.15, 18.5, 248, 1,334."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
+def bold(value: float | None) -> str:
+    return "-" if value is None else f"**{figure(value)}**"
+
+
 def first_tokens(found: Sequence[Run], clock: str) -> dict[tuple[str, int], tuple[float, str]]:
     """Return milliseconds to the first token by (resolution, number of images), and the kind of image. `clock`: the field of a point."""
-    times: dict[tuple[str, int], tuple[float, str]] = {}
-    for run in found:
-        for point in run["points"]:
-            if "error" not in point:
-                times.setdefault((point["resolution"], point["images"]), (float(point[clock]), run["content"]))
-    return times
+    points = [(point, run["content"]) for run in found for point in run["points"] if "error" not in point]
+    return {(point["resolution"], point["images"]): (float(point[clock]), kind) for point, kind in reversed(points)}  # the first one counts
 
 
-def rates(found: Sequence[Run], name: str) -> float:
-    """Return a rate, summed over concurrent clients."""
-    return sum(float(one["result"][name]) for one in found)
-
-
-def median(found: Sequence[Run], name: str) -> float:
-    """Return a median in milliseconds: the median over the clients' medians."""
-    return statistics.median(float(one["result"][name]["p50"]) for one in found)
+def value_of(found: Sequence[Run], name: str) -> float:
+    """Return a rate, summed over concurrent clients, or the median of their medians in milliseconds."""
+    results = [one["result"][name] for one in found]
+    return float(sum(results)) if "_per_" in name else statistics.median(float(result["p50"]) for result in results)
 
 
 def summary() -> str:
     """Return the table of 8B on one H200, the bound, and the newest versions of other engines."""
-    name = "h200/8B"
-    origin, found = of_one_commit(name)
+    origin, found = of_one_commit("h200/8B")
     references = content("references")
-    bounds, others = references["bounds"], references["others"][1:]
+    bound, others = references["bounds"]["ttft_ms"]["8B"]["720p"], references["others"][1:]
     times = {count: time for (size, count), (time, kind) in first_tokens(found["probe"], "ttft_sent_ms").items() if (size, kind) == PHOTOS}
     rows = []
     for count in ("1", "8", "32"):
-        ours = times.get(int(count))
-        rows.append([
-            f"time to first token, {count} x 720p, ms", f"**{figure(ours)}**" if ours else "-", bounds["ttft_ms"]["8B"]["720p"][count],
-            *(figure(other["ttft_ms"]["720p"][count]) for other in others),
-        ])  # fmt: skip
-    for label, run, field, bound in (
-        ("32 clients with one 720p image, requests/s", "image", "requests_per_s", "30"),
-        ("16 clients with four 720p images, requests/s", "images4", "requests_per_s", "9.5"),
-        ("64 text streams, tokens/s", "text", "output_tokens_per_s", ""),
-        ("one stream, ms per token", "one", "tpot_ms", figure(bounds["token_ms"]["8B"])),
-    ):
-        value = (rates if "_per_" in field else median)(found[run], field) if found[run] else None
-        theirs = [other["loads"].get(run, {}).get(field) for other in others]
-        rows.append([label, f"**{figure(value)}**" if value else "-", bound, *(figure(one) if one else "-" for one in theirs)])
-    return table(["", "this engine", "bound", *(other["name"] for other in others)], rows) + f"\n\nThis engine: commit {origin}."
+        theirs = [figure(other["ttft_ms"]["720p"][count]) for other in others]
+        rows.append([f"time to first token, {count} x 720p, ms", bold(times.get(int(count))), bound[count], *theirs])
+    header = ["", "this engine", "bound", *(other["name"] for other in others)]
+    return table(header, rows + [load_row(load, found, others) for load in LOADS[:4]]) + f"\n\nThis engine: commit {origin}."
+
+
+def load_row(load: tuple[str, str, str, str], found: Mapping[str, Sequence[Run]], others: Sequence[Run]) -> list[str]:
+    """Return a row of LOADS: this engine, the bound, and the other engines."""
+    label, run, field, bound = load
+    theirs = [other["loads"].get(run, {}).get(field) for other in others]
+    return [label, bold(value_of(found[run], field) if found[run] else None), bound, *(figure(one) if one else "-" for one in theirs)]
+
+
+def loads() -> str:
+    """Return the table of 8B under load with other engines."""
+    others = content("references")["others"][1:]
+    found = {run: runs("h200/8B", run) for _, run, _, _ in LOADS}
+    rows = [load_row(load, found, others) for load in sorted(LOADS, key=lambda load: list(found).index(load[1]))]
+    return table(["load", "this engine", "bound", *(other["name"] for other in others)], rows)
 
 
 def against_others() -> str:
@@ -104,33 +116,14 @@ def against_others() -> str:
     ours = {key: value for key, (value, _) in first_tokens(runs("h200/8B", "noise") + runs("h200/8B", "noise64"), "ttft_ms").items()}
     columns = sorted(ours, key=lambda key: (("720p", "1080p", "2k").index(key[0]), key[1]))
     references = content("references")
-    bound = references["bounds"]["ttft_ms"]["8B"]
+    bounds, others = references["bounds"], references["others"]
     rows = [["**this engine**", *(f"**{ours[key]:.0f}**" for key in columns)]]
-    for label, times in [("compute bound", bound), *((other["name"], other["ttft_ms"]) for other in references["others"])]:
+    for label, times in [("compute bound", bounds["ttft_ms"]["8B"]), *((other["name"], other["ttft_ms"]) for other in others)]:
         rows.append([label, *(str(times.get(resolution, {}).get(str(count), "-")) for resolution, count in columns)])
-    notes = [f"* compute bound: {references['bounds']['how'].partition(';')[0]}."]
-    notes += [f"* {other['name']}: {other['versions']}; {other['command']}." for other in references["others"]]
+    notes = [f"* compute bound: {bounds['how'].partition(';')[0]}."]
+    notes += [f"* {other['name']}: {other['versions']}; {other['command']}." for other in others]
     header = ["TTFT, ms", *(f"{resolution} x {count}" for resolution, count in columns)]
     return table(header, rows) + "\n\n" + "\n".join(notes)
-
-
-def loads() -> str:
-    """Return the table of 8B under load with other engines."""
-    others = content("references")["others"][1:]
-    shown = (
-        ("32 clients, one 720p image, 128 tokens out", "image", ("requests_per_s", "ttft_ms", "tpot_ms")),
-        ("64 clients, 256 text tokens in, 256 out", "text", ("output_tokens_per_s", "tpot_ms")),
-        ("16 clients, four 720p images, 64 tokens out", "images4", ("requests_per_s", "ttft_ms")),
-        ("one stream, 1k context", "one", ("tpot_ms",)),
-    )
-    units = {"requests_per_s": "requests/s", "output_tokens_per_s": "tokens/s", "ttft_ms": "ms to the first token", "tpot_ms": "ms a token"}
-    rows = []
-    for label, run, figures in shown:
-        ours = [rates(runs("h200/8B", run), name) if "_per_" in name else median(runs("h200/8B", run), name) for name in figures]
-        measured = [other["loads"].get(run, {}) for other in others]
-        cells = ["; ".join(figure(of_run[name]) for name in figures) if of_run else "-" for of_run in measured]
-        rows.append([f"{label}: {', '.join(units[name] for name in figures)}", f"**{'; '.join(map(figure, ours))}**", *cells])
-    return table(["load", "this engine", *(other["name"] for other in others)], rows)
 
 
 def of_one_commit(name: str) -> tuple[str, dict[str, list[Run]]]:
@@ -153,64 +146,23 @@ def size_row(name: str) -> list[str]:
         value, kind = times.get(("720p", count), (None, ""))
         bound = f" ({of_images[str(count)] / gpus:.0f})" if str(count) in of_images else ""
         cells.append("-" if value is None else figure(value) + ("*" if kind == "noise" else "") + bound)
-    token = figure(median(found["one"], "tpot_ms")) + (f" ({of_token / gpus:.2f})" if of_token else "")
-    text = f"{rates(found['text'], 'output_tokens_per_s'):,.0f}" if found["text"] else "-"
-    image = f"{rates(found['image'], 'requests_per_s'):.1f}" if found["image"] else "-"
+    token = figure(value_of(found["one"], "tpot_ms")) + (f" ({of_token / gpus:.2f})" if of_token else "")
+    text = f"{value_of(found['text'], 'output_tokens_per_s'):,.0f}" if found["text"] else "-"
+    image = f"{value_of(found['image'], 'requests_per_s'):.1f}" if found["image"] else "-"
     return [model, GPUS[folder], *cells, token, text, image, origin]
 
 
-def sizes(names: Sequence[str]) -> str:
+def sizes() -> str:
+    """Return the table of all models and machines."""
     header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms per token", "64 x text, tokens/s", "32 x image, requests/s"]
-    return table([*header, "commit"], [size_row(name) for name in names])
-
-
-def four_gpus() -> str:
-    """Return the table of configurations of four GPUs for a model that fits on one."""
-    ways = {"`--tp 4`": "h200-x4/8B", "`--dp 2 --tp 2`": "h200-x4/8B-dp2-tp2", "`--dp 4`": "h200-x4/8B-dp4"}
-    loaded = [runs(name, "images") for name in ways.values()]
-    images = [f"{figure(rates(found, 'requests_per_s'))}; {figure(median(found, 'ttft_ms'))}" for found in loaded]
-    texts = [f"{rates(runs(name, 'texts'), 'output_tokens_per_s'):,.0f}" for name in ways.values()]
-    alone = [figure(median(runs(name, "one"), "tpot_ms")) for name in ("h200-x4/8B", "h200-x2/8B", "h200/8B")]
-    rows = [
-        ["128 clients with an image: requests/s; ms to the first token", *images],
-        ["256 clients with text: tokens/s", *texts],
-        ["one stream: ms per token (an engine of that size alone)", *alone],
-    ]
-    return table(["load", *ways], rows)
-
-
-def two_engines() -> str:
-    """Return the table of `--dp 2` and one engine, with the same number of clients per engine."""
-    name = "h200-x2/8B-dp2"
-    one, two = rates(runs(name, "images_of_one_engine"), "requests_per_s"), rates(runs(name, "images"), "requests_per_s")
-    talks = [
-        sum(run["rows"][-1]["requests_per_s"] for run in runs(name, kind)) for kind in ("conversations_of_one_engine", "conversations")
-    ]
-    rows = [
-        ["one image, 32 clients an engine: requests/s", figure(one), figure(two), f"{two / one:.2f} x"],
-        ["conversations of six turns, 40 clients an engine: requests/s", *map(figure, talks), f"{talks[1] / talks[0]:.2f} x"],
-    ]
-    return table(["load", "one engine", "`--dp 2`", "gain"], rows)
-
-
-def sampling() -> str:
-    """Return the cost of request fields with many streams."""
-    labels = {"response_format": "a JSON schema", "presence_penalty": "`presence_penalty`"}
-    cells: dict[tuple[str, str], list[str]] = {}
-    for run in runs("h200/8B", "sampling"):
-        fields = next((label for field, label in labels.items() if field in run["settings"]["fields"]), "none")
-        cells.setdefault((run["settings"]["concurrency"], fields), []).append(figure(run["result"]["tpot_ms"]["p50"]))
-    return table(["streams", "fields", "ms per token, each run"], [[*key, ", ".join(values)] for key, values in cells.items()])
+    return table([*header, "commit"], [size_row(name) for name in served()])
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "against-others": against_others,
     "loads": loads,
-    "sizes": lambda: sizes(SERVED),
-    "four-gpus": four_gpus,
-    "two-engines": two_engines,
-    "sampling": sampling,
+    "sizes": sizes,
 }
 
 
@@ -218,13 +170,6 @@ def rendered(page: str) -> str:
     """Return the page with updated tables."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
-
-
-def placeless(run: Run) -> Run:
-    """Return the run without its output file and the server's address, which are irrelevant to the measurement."""
-    command = re.sub(r" --(json|url) \S+", "", run["environment"]["command"])
-    settings = {name: value for name, value in run.get("settings", {}).items() if name not in ("json", "url")}
-    return run | {"environment": run["environment"] | {"command": command}} | ({"settings": settings} if settings else {})
 
 
 def add(name: str, commit: str, files: Sequence[Path]) -> None:
@@ -239,14 +184,11 @@ def store(name: str, new: Mapping[str, Sequence[Run]]) -> None:
     """Replace runs in bench/results/NAME.json."""
     path = RESULTS / f"{name}.json"
     old = content(name) if path.exists() else {}
-    placed = {run: [placeless(one) for one in found] for run, found in new.items()}
-    write_json(path, old | {run: found if len(found) > 1 else found[0] for run, found in placed.items()})
-    content.cache_clear()
+    write_json(path, old | {run: found if len(found) > 1 else found[0] for run, found in new.items()})
 
 
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser("bench.tables", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("tables", __doc__)
     parser.add_argument("--add", nargs="+", metavar="ARG", help="GPU/MODEL, the commit, and files of runs to store first")
     args = parser.parse_args()
     if args.add:

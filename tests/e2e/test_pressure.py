@@ -56,7 +56,7 @@ def test_preemption_and_eviction_change_no_answer(tiny_engine: Engine, tight: En
 @pytest.mark.nightly
 def test_a_mixed_stress_leaves_nothing() -> None:
     with serve("demo") as engine:
-        flags = ["--url", engine.url, "--seconds", "6", "--concurrency", "6", "--resolution", "small", "--pid", str(engine.process.pid)]
+        flags = ["--url", engine.url, "--duration", "6", "--concurrency", "6", "--resolution", "small", "--pid", str(engine.process.pid)]
         result = asyncio.run(stress.stress(stress.parse_args(flags)))
     assert result["answered"] > 5 and result["errors"] == {}, result
     assert result["at_rest"]["engine_num_free_blocks"] == result["at_rest"]["engine_num_blocks"] > 0

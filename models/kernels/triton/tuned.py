@@ -94,7 +94,7 @@ GEMV_VALUES = 16_384  # matrix values that a program loads at once: enough to sa
 LONG_BLOCK = 4096  # of a vector that need not be whole
 FEW_ROWS = 1024  # programs with one row each fill the device
 Device = tuple[tuple[int, int], int]  # compute capability, number of multiprocessors
-GEMV_TILES: dict[Device, dict[tuple[int, int, bool], GemvTiles]] = {  # shapes with better tiles, see `bench.kernels.tune`
+GEMV_TILES: dict[Device, dict[tuple[int, int, bool], GemvTiles]] = {  # shapes with better tiles, measured in chains of products
     ((9, 0), 132): {  # measured on an H200
         (4096, 2048, False): GemvTiles(2, 2048, 4, 8),  # 2B: rows of the result, values of the vector, whether it is gated
         (2048, 2048, False): GemvTiles(8, 2048, 8, 4),

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench.breakdown import breakdown, part_cells, part_names, ttft_figures
-from bench.client import Answer, ChatClient, chat_body, user_message
-from bench.upload import PIECE_BYTES
+from bench.breakdown import breakdown, part_columns, ttft_figures
+from bench.client import PIECE_BYTES, Answer, ChatClient, chat_body, user_message
 
 MIB = 1 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -131,6 +130,4 @@ def test_the_parts_are_those_of_the_answer_in_the_middle() -> None:
     answers = [Answer(started=0.0, sent=0.001 * i, written=0.002 * i, token_times=[0.01 * i]) for i in (3, 1, 2)]
     figures = ttft_figures(answers)
     assert figures["ttft_ms"] == 20.0 and figures["parts_ms"] == {"client_ms": 2.0, "transfer_ms": 2.0, "rest_ms": 16.0}
-    points = [figures, {"error": "503"}]
-    assert part_names(points) == ["client", "transfer", "rest"]
-    assert [part_cells(point, ["client", "prepare"]) for point in points] == [["2.0", ""], ["", ""]]
+    assert part_columns([figures, {"error": "503"}]) == (["client", "transfer", "rest"], [["2.0", "2.0", "16.0"], ["", "", ""]])

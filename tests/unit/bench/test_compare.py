@@ -13,12 +13,14 @@ import torch
 from PIL import Image
 
 from bench import compare, guard
-from bench.compare import FIGURE, RUNS, compared, engine_flags, figures, gain, is_loss, main, rows_of
-from bench.guard import PROBES, OtherStream, Target, stall
-from bench.kernels.__main__ import model_config
-from bench.kernels.expert_cases import expert_cases
+from bench.compare import FIGURE, RUNS, compared, figures, gain, is_loss, main, rows_of
+from bench.guard import PROBES, Target, stall
+from bench.kernels import FORMATS, product_cases
+from bench.processes import engine_flags
 from bench.stress import CHANGED_SIDE, ChangedImage
+from models.config.huggingface import read_config
 from models.kernels.reference.backend import TorchBackend
+from models.scaffold import SHAPES, write_model_folder
 
 LOAD = {"result": {"errors": [], "requests_per_s": 2.5, "tpot_ms": {"p50": 1.75, "p90": 2.0}, "output_tokens_per_s": 640.0}}
 PROBE = {"points": [{"resolution": "720p", "images": count, "ttft_sent_ms": 10.0 * count} for count in (1, 8, 32)]}
@@ -74,16 +76,18 @@ def test_engines_are_measured_in_turn(
     seeds = []
     order = []
 
-    async def measure(run: str, url: str, seed: int) -> dict[str, float]:
+    async def run_benchmark(command: str, url: str, seed: int) -> dict[str, Any]:
         seeds.append(seed)
         order.append(Path(url).name)
-        return {"tpot_ms": 1.75 if url.endswith("old") else new_ms}
+        return {"result": {"errors": [], "tpot_ms": {"p50": 1.75 if url.endswith("old") else new_ms}}}
 
-    monkeypatch.setattr(compare, "engine", FakeEngine)
-    monkeypatch.setattr(compare, "measure", measure)
+    monkeypatch.setattr(compare, "running_engine", FakeEngine)
+    monkeypatch.setattr(compare, "run_benchmark", run_benchmark)
     (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "new")
     with pytest.raises(SystemExit) as end:
-        main([str(tmp_path / "old"), "--new", str(tmp_path / "new"), "--models", "demo", "--runs", "one", "--rounds", "2"])
+        main([str(tmp_path / "old"), "--models", "demo", "--runs", "one", "--rounds", "2"])
     assert end.value.code == code and order == ["old", "new", "new", "old"] * (num_rounds // 2)
     assert seeds[::2] == seeds[1::2] and len(set(seeds)) == num_rounds
     assert f"{new_ms:.4g}" in capsys.readouterr().out
@@ -118,14 +122,6 @@ async def test_a_probe_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
     assert await guard.guard(target(), ["b"]) == [["b", "2", "3 MiB"]]
 
 
-def test_a_gap_needs_two_chunks() -> None:
-    stream = OtherStream()
-    stream.take()
-    assert not stream.gaps
-    stream.take()
-    assert len(stream.gaps) == 1
-
-
 def pixels_of(body: dict[str, Any]) -> npt.NDArray[np.int16]:
     (uri,) = (part["image_url"]["url"] for part in body["messages"][0]["content"] if part["type"] == "image_url")
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))), dtype=np.int16)
@@ -139,18 +135,16 @@ def test_each_image_is_another_one_by_a_few_pixels() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_operations_and_bytes(num_tokens: int) -> None:
-    text = model_config("tiny-moe").text
-    assert text.moe is not None
-    torch.manual_seed(0)
-    plain, float8 = expert_cases(text, TorchBackend(torch.device("cpu")), num_tokens)
-    expert, router = 3 * text.hidden_size * text.moe.intermediate_size, 2 * text.hidden_size * text.moe.num_experts
-    touched = 2 if num_tokens == 1 else text.moe.num_experts
-    assert plain.flops == 2 * num_tokens * text.moe.num_experts_per_tok * expert and plain.num_bytes == 2 * touched * expert + router
-    assert float8.flops == plain.flops / 2 and float8.num_bytes == touched * expert + router
-    for case in (plain, float8):
+def test_operations_and_bytes(tmp_path: Path, num_tokens: int) -> None:
+    write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
+    text = read_config(tmp_path).text
+    cases = {case.name: case for case in product_cases(text, TorchBackend(torch.device("cpu")), num_tokens)}
+    layer = [case for name, case in cases.items() if name != "head" and ":" not in name]
+    weights = text.hidden_size * ((2 * text.num_heads + 2 * text.num_kv_heads) * text.head_dim + 3 * text.intermediate_size)
+    assert len(cases) == 1 + len(FORMATS) * len(layer) and sum(case.num_bytes for case in layer) == 2 * weights
+    assert sum(case.flops for case in layer) == 2 * num_tokens * weights
+    for case in layer:
+        float8 = cases[f"float8: {case.name}"]
+        assert (float8.flops, float8.num_bytes) == (case.flops / 2, case.num_bytes / 2)
         case.calls[0]()
-
-
-def test_dense_models_have_none() -> None:
-    assert not list(expert_cases(model_config("tiny").text, TorchBackend(torch.device("cpu")), 1))
+        float8.calls[0]()

@@ -1,0 +1,200 @@
+"""Time the matrix products and the attention of a decoder against their bounds, to find regressions in a minute of GPU time.
+
+    python -m bench kernels --size 8B --json kernels.json
+
+The bound of a kernel is the larger of its operations and its bytes divided by rates measured on the device just before.
+`python -m bench profile` lists the time of every kernel of a model, those of the tower, of experts and of norms included.
+"""
+
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, product
+from pathlib import Path
+
+import torch
+
+from bench.flags import make_parser
+from bench.report import table, write_result
+from engine.wire.messages import MAX_DRAFTS
+from models.cache.layout import AttentionLayout
+from models.cache.spec import PagedGroup
+from models.config.huggingface import read_config
+from models.config.types import TextConfig
+from models.kernels.backend import Backend
+from models.kernels.make import make_backend
+from models.kernels.ops import KVPool
+from models.kernels.paged import AttentionBackend, allocate_pools
+from models.kernels.stream import Normed, Residual, RowClass
+from models.scaffold import SHAPES, write_model_folder
+from models.weights.matrix import Matrix
+
+REPLAYS = 5
+L2_BYTES = 256 << 20  # inputs are rotated until they are this large, so that no cache holds them
+BF16 = 2  # bytes
+EPS = 1e-6
+PAGE = 16
+POOL_BLOCKS = 16_384  # 2 GiB of keys and values in two layers
+NUM_TOKENS = (8192, 216, 64, 1)  # a large chunk; a step of a chunk and decode rows; decode rows
+FORMATS = {"plain": ("", 1.0), "float8": ("float8: ", 0.5)}  # prefix of the case's name, share of bfloat16's bytes and time of operations
+PREFILLS = ((8192, 0), (1024, 8192), (3681, 25_760), (200, 28_000))  # new tokens and cached ones; the last two are split
+MIXED = ((192, [1200] * 20), (280, [1200] * 30))  # tokens of a prompt, cached tokens of concurrent decode rows
+DECODES = ([1024], [384] * 64, [1200] * 32, [3800] * 16, [32_768] * 8, [20_000, *[384] * 15])
+
+Call = Callable[[torch.Tensor, Matrix], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel at one shape. `calls` do the same on different data; all bytes that must move and all operations are those of one call."""
+
+    name: str
+    shape: str
+    flops: float
+    num_bytes: float
+    calls: Sequence[Callable[[], object]]
+
+
+def seconds_per_call(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the median device time of one call, with launches hidden in a CUDA graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def ceilings(device: torch.device) -> tuple[float, float]:
+    """Return the operations per second of a large matrix product in bfloat16, and the bytes per second, read and written, of a negated
+    copy: a plain copy in a graph is left to the slower copy engines."""
+    a, b = (torch.randn((8192, 8192), dtype=torch.bfloat16, device=device) for _ in range(2))
+    source = torch.randn(1 << 28, device=device)
+    target = torch.empty_like(source)
+    return 2 * 8192**3 / seconds_per_call([lambda: a @ b]), 2 * source.nbytes / seconds_per_call([lambda: torch.neg(source, out=target)])
+
+
+def product_cases(text: TextConfig, backend: Backend, num_tokens: int) -> Iterator[Case]:
+    """Return the products of one layer with norms, activations and residual sums, in bfloat16 and float8, and the head of small steps. Only
+    "down" in float8 rounds its input, which SwiGLU does in a model."""
+    hidden, inner, attended = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
+    device, count = backend.device, RowClass.of(num_tokens)
+    norm = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+    residual = torch.zeros((num_tokens, hidden), dtype=torch.bfloat16, device=device)
+
+    def normed(x: torch.Tensor) -> Normed:
+        return Residual(x).normed(norm, EPS)
+
+    def add(x: torch.Tensor, w: Matrix) -> None:
+        w.add_to(Residual(residual), x, count)
+
+    products: dict[str, tuple[int, int, Call]] = {  # output width, input width, call with an input and a weight
+        "norm, qkv": (attended + 2 * text.num_kv_heads * text.head_dim, hidden, lambda x, w: w.product(normed(x), count)),
+        "o, residual": (hidden, attended, add),
+    }
+    if text.moe is None:
+        products["norm, gate and up, silu"] = 2 * inner, hidden, lambda x, w: w.swiglu(normed(x), count)
+        products["down, residual"] = hidden, inner, add
+    if num_tokens < NUM_TOKENS[0]:
+        products["head"] = text.vocab_size, hidden, lambda x, w: w.product_f32(x, count)
+    for name, (rows, width, call) in products.items():
+        flops, num_bytes = 2.0 * num_tokens * rows * width, float(rows * width * BF16)
+        x = torch.randn((num_tokens, width), dtype=torch.bfloat16, device=device)
+        copies = max(1, min(16, round(L2_BYTES / num_bytes)))
+        weights = [torch.randn((rows, width), dtype=torch.bfloat16, device=device) for _ in range(copies)]
+        for format, (prefix, share) in FORMATS.items():
+            if format == "plain" or name != "head":
+                calls = [partial(call, x, Matrix.of(weight, backend.name, format)) for weight in weights]
+                yield Case(f"{prefix}{name}", f"{num_tokens} x {width} x {rows}", flops * share, num_bytes * share, calls)
+
+
+def attention_cases(text: TextConfig, backend: Backend) -> Iterator[Case]:
+    """Return the cases of prefills, of mixed steps and of decode rows."""
+    group = PagedGroup(2, text.num_kv_heads, text.head_dim, torch.bfloat16.itemsize)
+    pools = allocate_pools(group, POOL_BLOCKS, PAGE, torch.bfloat16, backend.device)
+    prefill, case = backend.attention(pools, text.num_heads), partial(attention, text, backend.device)
+    for new, context in PREFILLS:
+        yield case(prefill, [new], [new + context])
+    for new, decodes in MIXED:
+        yield case(prefill, [new, *[1] * len(decodes)], [new + 600, *decodes])
+    for lengths in DECODES:
+        yield case(captured(backend, pools, text, 0, len(lengths)), [1] * len(lengths), lengths)
+    for rows, new in product((1, 16), (1, 2, 4, 8)):  # rows that verify drafts take up to 1.25 times the time of one token
+        yield case(captured(backend, pools, text, 0, new * rows), [new] * rows, [1024] * rows)
+    for new in (9, 64):
+        yield case(captured(backend, pools, text, new, 0), [new], [28_000])
+
+
+def captured(backend: Backend, pools: list[KVPool], text: TextConfig, num_tokens: int, num_decodes: int) -> AttentionBackend:
+    """Return attention as in a CUDA graph, but never the kernel for a single token, which makes its heads itself."""
+    num_decodes = 0 if num_tokens else max(2, num_decodes)
+    make = backend.fixed_attention(pools, text.num_heads, 1, max(num_decodes, 1), POOL_BLOCKS)
+    assert make is not None
+    return make(num_tokens, num_decodes, min(num_tokens, 1))
+
+
+def attention(text: TextConfig, device: torch.device, backend: AttentionBackend, new: list[int], lengths: list[int]) -> Case:
+    """Return a case with rows of `new` query tokens each, the last ones of `lengths` cached tokens; two layers in turn, so that no cache
+    holds the keys. A row of up to 1 + MAX_DRAFTS tokens is a decode row."""
+    pages = [-(-length // PAGE) for length in lengths]
+    layout = AttentionLayout(
+        qo_indptr_cpu=indptr(new),
+        kv_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
+        page_indptr_cpu=indptr(pages),
+        pages=torch.randperm(POOL_BLOCKS, device=device)[: sum(pages)].to(torch.int32),
+        slot_mapping_T=torch.zeros(sum(new), dtype=torch.int64, device=device),
+        num_prefill_rows=sum(count > 1 + MAX_DRAFTS for count in new),
+    )
+    q_THK = torch.randn((sum(new), text.num_heads, text.head_dim), dtype=torch.bfloat16, device=device)
+    cached = 2 * sum(lengths) * text.num_kv_heads * text.head_dim * BF16
+    backend.plan(layout)
+    rows = Counter(zip(new, lengths, strict=True))
+    pairs = sum(number * count * (length - (count - 1) / 2) for (count, length), number in rows.items())
+    shape = " + ".join(f"{number} x {count} of {length}" for (count, length), number in rows.items())
+    calls = [partial(backend.run, layer, q_THK) for layer in (0, 1)]
+    return Case("attention", shape, 4 * pairs * text.num_heads * text.head_dim, cached + 2 * q_THK.nbytes, calls)
+
+
+def indptr(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = make_parser("kernels", __doc__, "json")
+    parser.add_argument("--size", choices=list(SHAPES), default="8B")
+    parser.add_argument("--backend", choices=("hopper", "portable"), default="hopper")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model_folder(Path(folder), SHAPES[args.size], weights="none", seed=0)
+        config = read_config(Path(folder))
+    backend = make_backend(args.backend, torch.device("cuda"))
+    backend.load(config.text.heads(1), config.vision_head_dim)
+    flops_per_s, bytes_per_s = ceilings(backend.device)
+    products = chain.from_iterable(product_cases(config.text, backend, num_tokens) for num_tokens in NUM_TOKENS)
+    results = []
+    for case in chain(attention_cases(config.text, backend), products):
+        us, bound = 1e6 * seconds_per_call(case.calls), 1e6 * max(case.flops / flops_per_s, case.num_bytes / bytes_per_s)
+        results.append((case.name, case.shape, us, bound))
+    print(f"this device: {flops_per_s / 1e12:.0f} TFLOP/s in bfloat16, {bytes_per_s / 1e12:.2f} TB/s")
+    rows = [[name, shape, f"{us:.1f}", f"{bound:.1f}", f"{bound / us:.0%}"] for name, shape, us, bound in results]
+    print(table(["kernel", "shape", "us", "bound us", "of bound"], rows))
+    write_result(args, columns=("kernel", "shape", "us", "bound_us"), kernels=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Benchmarks of each kernel against its bound: `python -m bench kernels`."""
