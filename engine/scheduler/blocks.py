@@ -199,14 +199,17 @@ class BlockHasher:
     """Hash chain of one sequence: link i names the content of block i and of all blocks before it.
 
     A link covers the parent link, the block's token ids and, for each image that begins in the block, its hash and start: equal
-    placeholders of different images never alias. The chain begins with the tenant's salt.
+    placeholders of different images never alias. The chain begins with the
+    request's namespace: the tenant's salt and the adapter's number.
     """
 
-    def __init__(self, block_size: int, images: Sequence[ImageSpan], salt: str):
+    def __init__(self, block_size: int, images: Sequence[ImageSpan], namespace: tuple[str, int]):
         self.block_size = block_size
         self._images = images
         self.links: list[bytes] = []
-        self._root = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks").digest()
+        salt, adapter = namespace
+        key = b"%d" % adapter if adapter else b""
+        self._root = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks", key=key).digest()
 
     def chain(self, token_ids: np.ndarray, num_links: int) -> Iterator[bytes]:
         """Return the first `num_links` links, hashing only the missing ones; later links are hashed while the device works."""
@@ -216,7 +219,7 @@ class BlockHasher:
             yield self.links[i]
 
     def adopt(self, other: "BlockHasher", num_links: int) -> None:
-        """Copy links from a sequence whose first `num_links` blocks are equal in salt, ids and images."""
+        """Copy links from a sequence whose first `num_links` blocks are equal in namespace, ids and images."""
         links = other.links[:num_links]
         if len(links) > len(self.links):
             self.links = links

@@ -6,7 +6,7 @@ Each request has one terminal output; its resources are released when its last p
 import heapq
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -20,6 +20,7 @@ from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State
+from engine.wire.adapters import number_of
 from engine.wire.details import TokenDetails
 from engine.wire.messages import (
     DEPTH,
@@ -39,6 +40,7 @@ from engine.wire.stats import EngineStats
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
+UNREADABLE_ADAPTER = ErrorInfo(503, "The adapter could not be read: load it again.", "server_error", code="adapter_unreadable")
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64
@@ -90,9 +92,8 @@ class SchedulerCore:
 
     def add(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], prediction: npt.NDArray[np.int32] | None = None) -> None:
         """Add a request and copy its ids. Reject one that can never run."""
-        problem = self._find_problem(wire, len(prompt_ids))
-        if problem is not None:
-            error = ErrorInfo(400, problem, code="context_length_exceeded")
+        error = self._find_problem(wire, len(prompt_ids))
+        if error is not None:
             self._outputs += [RequestOutput(wire.rid, [], error=error, index=index) for index in range(wire.n)]
             self._released.append(wire.rid)
             return
@@ -216,15 +217,19 @@ class SchedulerCore:
             images_evicted=state.images.num_evicted,
         )
 
-    def _find_problem(self, wire: EngineRequest, num_prompt: int) -> str | None:
+    def _find_problem(self, wire: EngineRequest, num_prompt: int) -> ErrorInfo | None:
         """Return the reason why a request can never run, if any."""
+        if number_of(wire.adapter) in self.state.adapters.failed:
+            return UNREADABLE_ADAPTER
         if num_prompt + 1 > self._capacity:
-            return f"The prompt has {num_prompt} tokens; with one token of output {self._capacity} is the most that fits."
+            words = f"The prompt has {num_prompt} tokens; with one token of output {self._capacity} is the most that fits."
+            return ErrorInfo(400, words, code="context_length_exceeded")
         limits = self.state.limits
         largest = min(limits.max_num_encoder_tokens, self.state.images.budget_bytes // limits.bytes_per_image_token)
         for span in wire.images:
             if span.length > largest:
-                return f"An image takes {span.length} tokens; the largest that can be encoded takes {largest}."
+                words = f"An image takes {span.length} tokens; the largest that can be encoded takes {largest}."
+                return ErrorInfo(400, words, code="context_length_exceeded")
         return None
 
     def _make_request(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], siblings: list[Request], index: int) -> Request:
@@ -233,7 +238,7 @@ class SchedulerCore:
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         token_ids = np.empty(len(prompt_ids) + max_tokens, dtype=np.int32)
         token_ids[: len(prompt_ids)] = prompt_ids
-        hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.cache_salt)
+        hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.namespace)
         order = (wire.priority, self._num_arrived)
         self._num_arrived += 1
         if index:
@@ -274,6 +279,9 @@ class SchedulerCore:
     def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
         self._fail_images({step.made[image_id] for result in results for image_id in result.failed_images}, UNREADABLE)
         self._fail_images({step.made[image_id] for result in results for image_id in result.starved_images}, OUT_OF_MEMORY)
+        if failed := {number for result in results for number in result.failed_adapters}:
+            self.state.adapters.note_failed(failed)
+            self._fail_all(lambda wire: number_of(wire.adapter) in failed, UNREADABLE_ADAPTER)
         if any(result.out_of_memory for result in results):
             self._give_up(step)
         rank0 = next(result for result in results if result.rank == 0)
@@ -348,9 +356,12 @@ class SchedulerCore:
         if not digests:
             return
         self.state.forget_images(digests)
+        self._fail_all(lambda wire: any(span.hash in digests for span in wire.images), error)
+
+    def _fail_all(self, has_failed: Callable[[EngineRequest], bool], error: ErrorInfo) -> None:
         for rid in list(self._requests):
             for request in self._live(rid):
-                if any(span.hash in digests for span in request.images):
+                if has_failed(request.wire):
                     self._fail(request, error)
 
     def _fail(self, request: Request, error: ErrorInfo) -> None:

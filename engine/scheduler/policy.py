@@ -3,6 +3,8 @@
 One rule covers prefill, chunked prefill and decode: `num_computed` approaches `num_tokens` within the step's token budget, oldest request
 first. If a chunk lacks a KV block or space for an embedding, the youngest running request is preempted.
 
+A request whose adapter has no slot waits; others may pass it, see `AdapterDirectory`.
+
 A shared prefix is computed once: a request waits while an older request computes its prefix. Younger requests may pass it; it keeps its
 place in the order, a row and its blocks. Answers to one request fork: they share the full blocks of the prompt.
 
@@ -59,10 +61,12 @@ class _StepBuilder:
         self.num_encoder_tokens = 0
         self.num_chained = 0  # chunks followed by another one of the same request
         self.is_open = True  # False once a waiting request cannot start
-        self.num_passed = 0  # waiting requests that await a prefix or pixels; each keeps a row
+        self.num_passed = 0  # waiting requests that await a prefix, pixels or a slot
+        self.num_reserved_rows = 0  # rows kept for those of them that await a prefix or pixels
         self.num_reserved_blocks = 0  # blocks kept for all of them
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
         self.resting = resting(state)
+        state.adapters.begin_plan()
         self.num_read = 0  # cached tokens read by requests that start
         num_lacking = 0
         for request in state.running:
@@ -101,6 +105,7 @@ class _StepBuilder:
             admits=self.admits,
             encodes=self.encodes,
             chunks=[chunk for _, chunk in members],
+            loads=self.state.adapters.take_loads(),
             num_head_drafts=self.state.num_head_drafts,
         )
         self.state.note_plan(step)
@@ -110,8 +115,10 @@ class _StepBuilder:
         """Start waiting requests that precede `before` and return their number. A request that cannot start blocks all later ones."""
         num_running = len(self.state.running)
         while (request := self._next_waiting(before)) is not None:
-            if request.awaited or request.awaits_prefix or self._find_leader(request) or self._lacks_pixels(request):
+            if not self.state.adapters.may_start(request.wire.adapter):
                 self.num_passed += 1
+            elif request.awaited or request.awaits_prefix or self._find_leader(request) or self._lacks_pixels(request):
+                self.num_passed, self.num_reserved_rows = self.num_passed + 1, self.num_reserved_rows + 1
                 self.num_reserved_blocks += self.state.blocks.num_needed(request.num_tokens) - request.num_shared_blocks
             else:
                 self.is_open = request.num_in_flight == 0 and self._admit(request)
@@ -119,7 +126,7 @@ class _StepBuilder:
 
     def _next_waiting(self, before: tuple[float, int]) -> Request | None:
         waiting, i = self.state.waiting, self.num_passed
-        if not self.is_open or self.budget <= 0 or i == len(waiting) or len(self.state.free_rows) <= i:
+        if not self.is_open or self.budget <= 0 or i == len(waiting) or len(self.state.free_rows) <= self.num_reserved_rows:
             return None
         return waiting[i] if waiting[i].order < before else None
 
@@ -175,7 +182,9 @@ class _StepBuilder:
         output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
         spans = [(s.start, *s.grid) for s in request.images]
         grammar = request.wire.grammar
-        self.admits.append(Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params, grammar, snapshot))
+        self.admits.append(
+            Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params, grammar, snapshot, request.slot)
+        )
         self.budget -= self._compute(request, length)
         return True
 
@@ -348,7 +357,8 @@ class _StepBuilder:
 
     def _make(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
         self.made[entry.image_id] = span.hash
-        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid))
+        has_tower = request.wire.adapter is not None and request.wire.adapter.has_tower
+        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid, request.slot if has_tower else -1))
         self.num_encoder_tokens += _encoder_cost(request, span)
         request.wire.stages.images_encoded += 1
 

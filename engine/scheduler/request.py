@@ -48,6 +48,7 @@ class Request:
     index: int = 0
     status: Status = Status.WAITING
     row: int = -1
+    slot: int = -1  # of its adapter while it has a row
     num_computed: int = 0
     num_committed: int = 0  # blocks offered to the block directory
     num_drawn: int = 0  # sampled by plans in flight, without drafts
@@ -113,8 +114,8 @@ class Request:
         return leader.num_committed < self.num_shared_blocks
 
     def num_shared_with(self, other: "Request") -> int:
-        """Number of tokens of the common prefix: equal salt, ids and images."""
-        if self.wire.cache_salt != other.wire.cache_salt:
+        """Number of tokens of the common prefix: equal namespace, ids and images."""
+        if self.wire.namespace != other.wire.namespace:
             return 0
         end = min(self.num_known, other.num_known)
         for mine, theirs in zip_longest(self.images, other.images):

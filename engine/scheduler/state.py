@@ -6,11 +6,12 @@ add ──▶ waiting ──▶ start ──▶ running ──▶ stop ──▶
 """
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory, ImageEntry
 from engine.scheduler.request import Request, Status
@@ -43,6 +44,7 @@ class State:
     limits: Limits
     blocks: BlockPool
     images: ImageDirectory
+    adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     stopping: set[Request] = field(default_factory=set)
@@ -63,6 +65,7 @@ class State:
         insort(self.running, request, key=_order)
         self.blocks.acquire(hits)
         request.status, request.row, request.blocks = Status.RUNNING, self.free_rows.pop(), list(hits)
+        request.slot = self.adapters.acquire(request.wire.adapter)
         request.leader, request.num_shared_blocks = None, 0
         request.branch_point = num_equal * self.blocks.block_size
         request.num_computed, request.num_committed = len(hits) * self.blocks.block_size, len(hits)
@@ -200,6 +203,7 @@ class State:
         for request in self.running:
             assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
             assert len(request.blocks) >= self.blocks.num_needed(request.num_computed)
+        self.adapters.check(Counter(each.wire.adapter.number for each in holders if each.row >= 0 and each.wire.adapter is not None))
         rows = [request.row for request in holders if request.row >= 0]
         assert sorted([*rows, *self.free_rows]) == list(range(self.limits.max_num_seqs)), "rows leaked"
         pins: dict[bytes, int] = {}
@@ -245,7 +249,8 @@ class State:
         request.blocks = []
         if request.row >= 0:
             self.free_rows.append(request.row)
-            request.row = -1
+            self.adapters.release(request.wire.adapter)
+            request.row = request.slot = -1
 
 
 def _order(request: Request) -> tuple[int, int]:

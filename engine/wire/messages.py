@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.wire.adapters import AdapterRef, LoadAdapter, number_of
 from engine.wire.details import TokenDetails
 from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.media import MediaRef, Region, VideoRef
@@ -93,6 +94,7 @@ class Submit(msgspec.Struct, tag=True):
     deadline: float | None = None  # time after which no client waits for an answer
     prediction: str = ""  # the client's predicted answer
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
+    adapter: AdapterRef | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -192,6 +194,12 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     deadline: float | None = None
     grammar: CompiledGrammar | None = None
     prediction: Region | None = None  # int32 token ids, of the answers
+    adapter: AdapterRef | None = None
+
+    @property
+    def namespace(self) -> tuple[str, int]:
+        """Return what separates cached blocks of this request from those of others: its salt and its adapter's number."""
+        return self.cache_salt, number_of(self.adapter)
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -258,6 +266,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     grammar: CompiledGrammar | None = None
     snapshot: list[int] = []
+    slot: int = -1  # of its adapter
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):
@@ -298,11 +307,12 @@ class Encode(msgspec.Struct, frozen=True, array_like=True):
     image_id: int
     source: ImageSource
     grid: tuple[int, int, int]
+    slot: int = -1  # of the adapter of the tower
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """Plan of one step, executed in this order: evict, admit, encode, forward, snapshot, sample, draft. Decode chunks come last. A row with
-    drafts in flight is not planned."""
+    """Plan of one step, executed in this order: load adapters, evict, admit, encode, forward, snapshot, sample, draft. Decode chunks come
+    last. A row with drafts in flight is not planned."""
 
     step: int
     evict: list[int]
@@ -310,6 +320,7 @@ class StepPlan(msgspec.Struct, tag=True, frozen=True):
     encodes: list[Encode]
     chunks: list[Chunk]
     num_head_drafts: int = 0  # drafts by the model's head after each sampled chunk
+    loads: list[LoadAdapter] = []
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
@@ -341,6 +352,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_draws: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
     head_drafts: list[list[int]] = []  # head's drafts after each sampled chunk
+    failed_adapters: list[int] = []  # adapters of the plan's orders that this rank could not read
 
 
 Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads images

@@ -6,9 +6,9 @@ row belong to the step, not to the graph: a graph for 8 tokens takes 8 decoding 
 prompt tokens with their own row, others with rows of one token and empty rows. Padding accesses only the scratch row and the scratch block.
 
 All inputs of a graph are padded on the host and copied at once to memory that all graphs share. The layout is fixed for a shape, with
-variable-length data after the pages:
+variable-length data after the pages. Steps of tokens with adapters have graphs of their own, whose inputs include the adapters' slots:
 
-    ids_P | gather_D | positions_3T | slots_T | logits_indices_S | rows of states | plan of the attention | pages ... | sampling ...
+    ids_P | gather_D | positions_3T | slots_T | logits_indices_S | adapters_T | rows of states | plan of the attention | pages ... | ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +44,7 @@ class Shape(NamedTuple):
 
 
 UNPADDED = Shape(0, 1)  # no smaller shape exists
+Key = tuple[Shape, bool]  # and whether tokens have adapters
 
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
@@ -72,6 +73,7 @@ class StepGraphs:
         max_num_seqs: int,
         max_draws: int,
         record: Record | None = None,
+        has_adapters: bool = False,
     ):
         self._model = model
         self._make_attention = make_attention
@@ -90,20 +92,22 @@ class StepGraphs:
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # output of all graphs
         self._hidden = torch.zeros((num_logits, model.config.text.hidden_size), dtype=model.dtype, device=self._device)
         self._staging = Staging(0, self._device)
-        self._graphs: dict[Shape, Graph] = {}
+        self._graphs: dict[Key, Graph] = {}
+        self._kinds = (False, True) if has_adapters else (False,)
 
     @torch.inference_mode()
     def capture(self) -> int:
         """Capture every shape, the largest first so that all share one memory pool. Return their number."""
         mixed = [Shape(tokens, rows) for rows, sizes in self._chunk_sizes.items() for tokens in sizes]
         shapes = sorted([*mixed, *(Shape(0, rows) for rows in self._decode_sizes)], key=sum, reverse=True)
-        backends = {shape: self._make_attention(*shape, _num_prefill_rows(shape)) for shape in shapes}
-        fixed = max(staged_bytes(self._fixed_arrays(self._pad(HostStep.empty(), shape), backend)) for shape, backend in backends.items())
+        keys = [(shape, kind) for shape in shapes for kind in self._kinds]
+        backends = {key: self._make_attention(*key[0], _num_prefill_rows(key[0])) for key in keys}
+        fixed = max(staged_bytes(self._fixed_arrays(self._pad(HostStep.empty(), *key), backend)) for key, backend in backends.items())
         pages = PAGE_BYTES * max(backend.max_pages for backend in backends.values())
         num_bytes = fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_tokens) + SLACK
         self._staging = Staging(num_bytes, self._device, self._rows.transfers)
-        for shape, backend in backends.items():
-            self._graphs[shape] = self._capture(shape, backend)
+        for key, backend in backends.items():
+            self._graphs[key] = self._capture(*key, backend)
         return len(self._graphs)
 
     def cover(self, num_prompts: int, num_prompt_tokens: int, num_decode: int) -> bool:
@@ -130,7 +134,8 @@ class StepGraphs:
         inputs. In addition to the graph the device copies once and launches only the work of new rows and `_embed`. At most as many
         steps may be in flight as `Staging` allows."""
         shape = self._shape_for(len(step.ids), len(step.gather))
-        graph, padded = self._graphs[shape], self._pad(step, shape)
+        has_adapters = len(step.adapters) > 0
+        graph, padded = self._graphs[shape, has_adapters], self._pad(step, shape, has_adapters)
         self._staging.begin()
         ids_P, *_ = [self._staging.put(array) for array in self._fixed_arrays(padded, graph.attention)]
         self._staging.put(padded.attention.pages.numpy())
@@ -163,7 +168,7 @@ class StepGraphs:
         for item in visual:
             self._embedding[:, item.tokens] = item.embedding[:, item.offset : item.offset + item.length]
 
-    def _pad(self, step: HostStep, shape: Shape) -> HostStep:
+    def _pad(self, step: HostStep, shape: Shape, has_adapters: bool) -> HostStep:
         """Pad the step to the tokens and rows of `shape`, with its prompts' ends in the last MAX_PREFILL_ROWS logits indices."""
         tokens, size = shape
         num_prefill, num_decode = len(step.ids), len(step.gather)
@@ -179,11 +184,14 @@ class StepGraphs:
         slots_T = np.full(tokens + size, self._padding_slot, dtype=np.int64)
         positions_3T = np.zeros((3, tokens + size), dtype=np.int64)
         slots_T[real], positions_3T[:, real] = step.attention.slot_mapping_T.numpy(), step.positions
+        adapters_T = np.full(tokens + size if has_adapters else 0, -1, dtype=np.int32)
+        if len(step.adapters):
+            adapters_T[real] = step.adapters
         last, num_ends = _num_prompt_ends(shape), len(step.logits_indices) - num_decode
         logits_indices_S = np.arange(tokens - last, tokens + size)
         logits_indices_S[last - num_ends : last] = step.logits_indices[:num_ends]
         layout = replace(self._pad_layout(step.attention, shape), slot_mapping_T=torch.from_numpy(slots_T))
-        step = replace(step, ids=ids_P, gather=gather_D, rows=rows_R, positions=positions_3T)
+        step = replace(step, ids=ids_P, gather=gather_D, rows=rows_R, positions=positions_3T, adapters=adapters_T)
         return replace(step, attention=layout, logits_indices=logits_indices_S)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
@@ -210,11 +218,11 @@ class StepGraphs:
             num_prefill_rows=rows + len(lengths),
         )
 
-    def _capture(self, shape: Shape, attention: PagedAttention) -> Graph:
-        padded = self._pad(HostStep.empty(), shape)
+    def _capture(self, shape: Shape, has_adapters: bool, attention: PagedAttention) -> Graph:
+        padded = self._pad(HostStep.empty(), shape, has_adapters)
         self._staging.begin()
         fixed = [self._staging.put(array) for array in self._fixed_arrays(padded, attention)]
-        ids_P, gather_D, positions_3T, slots_T, logits_indices_S, *behind = fixed
+        ids_P, gather_D, positions_3T, slots_T, logits_indices_S, adapters_T, *behind = fixed
         num_states = len(self._rows.state_arrays(padded))
         rows, plan = self._rows.state_rows(behind[:num_states], padded.attention.num_prefill_rows), behind[num_states:]
         pages = self._staging.rest(torch.int32)
@@ -229,7 +237,7 @@ class StepGraphs:
             ids_T = torch.cat([ids_P, drawn]) if len(ids_P) else drawn
             states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
             of_step = layout, visual, logits_indices_S, states, rows, padding_slot, self._rows.hidden_of(len(ids_T))
-            batch = ForwardBatch(ids_T, positions_3T, *of_step)
+            batch = ForwardBatch(ids_T, positions_3T, *of_step, adapters_T=adapters_T if len(adapters_T) else None)
             hidden_SD = self._model(batch, attention)
             logits_SV = self._model.logits(hidden_SD, self._logits[: len(hidden_SD)])
             self._hidden[: len(hidden_SD)].copy_(hidden_SD)  # last: nothing separates the norm and the product, which overlap
@@ -242,7 +250,7 @@ class StepGraphs:
         """Return a graph's inputs without the pages, in memory order."""
         layout = padded.attention
         step: tuple[Int64s, ...] = padded.ids, padded.gather, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
-        return [*step, *self._rows.state_arrays(padded), *attention.plan_arrays(layout)]
+        return [*step, padded.adapters, *self._rows.state_arrays(padded), *attention.plan_arrays(layout)]
 
 
 class CudaRecorder:

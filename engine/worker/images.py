@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.wire.messages import Encode, Prefetch
+from engine.worker.adapters import NoAdapters
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import Tower
-from models.media.geometry import Grid
 from models.parallel.group import TensorParallel
 from models.vision.shares import Shares, SplitCosts, part_of, share_out
 
@@ -73,6 +73,7 @@ class ImageCache:
     tp: TensorParallel
     stream: torch.cuda.Stream | None = None
     split_costs: SplitCosts | None = None  # None: no image is encoded by all ranks together
+    adapters: NoAdapters = field(default_factory=NoAdapters)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     _last_use: dict[int, torch.cuda.Event] = field(default_factory=dict)
     _early: EarlyImage | None = None
@@ -95,7 +96,7 @@ class ImageCache:
         if self._early is not None and self.stream is not None:
             self.stream.synchronize()  # the tower may still read its pixels
         self._early = None
-        if self._share_out([prefetch.grid]).together:
+        if self._share_out([Encode(0, prefetch.source, prefetch.grid)]).together:
             return
         with torch.cuda.stream(self.stream), contextlib.suppress(torch.OutOfMemoryError, MemoryError):
             read = self.reader.read_copy(prefetch.source)
@@ -112,7 +113,7 @@ class ImageCache:
 
         Images are encoded in groups: while the device encodes one, the host and the decoder read the next.
         """
-        shares = self._share_out([encode.grid for encode in encodes])
+        shares = self._share_out(encodes)
         share = [encodes[image] for image in shares.alone[self.tp.rank]]
         own, encoded = self._encode_if_possible(share)
         if shares.together:
@@ -144,8 +145,7 @@ class ImageCache:
     def shared_bytes(self, encodes: Sequence[Encode]) -> int:
         """Return the peak bytes per rank to encode images with all ranks and to share all embeddings."""
         num_tokens = sum(self._num_tokens(encode) for encode in encodes)
-        grids = [encode.grid for encode in encodes]
-        together = self._tower.part_bytes([grids[image] for image in self._share_out(grids).together])
+        together = self._tower.part_bytes([encodes[image].grid for image in self._share_out(encodes).together])
         return together + GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self._tower.dtype.itemsize
 
     def leave_out(self, encodes: Sequence[Encode]) -> None:
@@ -185,7 +185,8 @@ class ImageCache:
             pixels = self.reader.read([encode.source for encode in group])
             read_ms += 1e3 * (time.monotonic() - started)
             good = [(image, encode.grid) for image, encode in zip(pixels, group, strict=True) if image is not None]
-            embeddings = iter(self._tower.encode([image for image, _ in good], [grid for _, grid in good]))
+            with self.adapters.tower(group[0].slot):
+                embeddings = iter(self._tower.encode([image for image, _ in good], [grid for _, grid in good]))
             for encode, image in zip(group, pixels, strict=True):
                 done[encode.image_id] = self._zeros(self._num_tokens(encode)) if image is None else next(embeddings)
                 if image is None:
@@ -222,12 +223,13 @@ class ImageCache:
         return Stopwatch(self._tower.device.type == "cuda")
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
-        """Yield the share in order, images before frame pairs, in growing groups of one kind, so that the device starts early."""
+        """Yield the share in order, images before frame pairs, in growing groups of one kind and adapter, so that the device starts
+        early."""
         group: list[Encode] = []
         num_tokens, limit = 0, FIRST_GROUP_TOKENS
-        for encode in sorted(share, key=lambda e: e.source.num_frames):
+        for encode in sorted(share, key=_kind_of):
             is_full = num_tokens >= limit or num_tokens + self._num_tokens(encode) > MAX_GROUP_TOKENS
-            if group and (is_full or encode.source.num_frames != group[0].source.num_frames):
+            if group and (is_full or _kind_of(encode) != _kind_of(group[0])):
                 yield group
                 group, num_tokens, limit = [], 0, min(GROWTH * limit, GROUP_TOKENS)
             group.append(encode)
@@ -256,8 +258,10 @@ class ImageCache:
     def _keep(self, encode: Encode, rows_NLD: torch.Tensor) -> None:
         self.tensors[encode.image_id] = rows_NLD.transpose(0, 1).contiguous()  # a view would keep all rows alive
 
-    def _share_out(self, grids: Sequence[Grid]) -> Shares:
-        return share_out([math.prod(grid) for grid in grids], self.tp.size, self.split_costs)
+    def _share_out(self, encodes: Sequence[Encode]) -> Shares:
+        """Divide images over the ranks. Those of a step with adapters of the tower are not encoded together, which has no groups."""
+        costs = None if any(encode.slot >= 0 for encode in encodes) else self.split_costs
+        return share_out([math.prod(encode.grid) for encode in encodes], self.tp.size, costs)
 
     def _let_current_stream_wait(self) -> None:
         """Make the current stream wait for all work of the tower's stream."""
@@ -272,3 +276,8 @@ class ImageCache:
 
     def _num_tokens(self, encode: Encode) -> int:
         return self._tower.config.geometry.num_tokens(encode.grid)
+
+
+def _kind_of(encode: Encode) -> tuple[int, int]:
+    """Return what images of one call have in common: their frames and the adapter."""
+    return encode.source.num_frames, encode.slot

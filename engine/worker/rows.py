@@ -8,7 +8,7 @@ drafts, if any; the device finds their ids in a table:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ from models.kernels.paged import Int32s
 from models.kernels.transfers import Transfers
 from models.media.geometry import VisionGeometry
 from models.media.mrope import mrope_positions
+
+NO_ADAPTERS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class HostStep:
     known: Int64s  # (2, A): indices in `Rows.last_tokens` and their new values: last tokens of new rows, drafts
     next_ids: Int64s  # (P + D,) known ids after each token, for the model's head
     reports: StepReports = NO_REPORTS
+    adapters: Int32s = field(default_factory=lambda: NO_ADAPTERS)  # (P + D,) slots, -1: no adapter; empty: none of the tokens has one
 
     @classmethod
     def empty(cls) -> "HostStep":
@@ -109,6 +112,7 @@ class Rows:
         self._rows: list[Row | None] = [None] * max_num_seqs
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._adapters = np.full(max_num_seqs, -1, dtype=np.int32)  # slots
 
     def admit(self, admit: Admit, prompt_ids: Int32s) -> Int32s:
         """Assign row `admit.row` to this request and return all known ids. `prompt_ids` may be a view of shared memory."""
@@ -117,6 +121,7 @@ class Rows:
         known_ids = np.concatenate([prompt_ids, np.asarray(admit.output_ids, dtype=np.int32)])
         self._rows[admit.row] = Row(known_ids, positions, delta, admit.params)
         self._draws.set(admit.row, admit.params)
+        self._adapters[admit.row] = admit.slot
         self._num_blocks[admit.row] = 0
         self._tables[admit.row] = self.scratch_slot // self.block_size
         self._append_blocks(admit.row, admit.blocks)
@@ -163,6 +168,7 @@ class Rows:
             known=np.asarray(known, dtype=np.int64).reshape(-1, 2).T,
             next_ids=self._next_ids(prefills, positions.shape[1]),
             reports=StepReports.of(chunks, num_prefills, self._row),
+            adapters=self._adapters_of(rows, chunks),
         )
 
     def stage(self, step: HostStep, staging: Staging) -> StepInputs:
@@ -170,7 +176,7 @@ class Rows:
         num_prefill, layout = len(step.ids), step.attention
         staging.begin()
         ids_T, gather_D = staging.put(np.concatenate((step.ids, np.zeros_like(step.gather)))), staging.put(step.gather)
-        positions_3T = staging.put(step.positions)
+        positions_3T, adapters_T = staging.put(step.positions), staging.put(step.adapters)
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
         tokens, others = step.logits_indices, step.reports.tokens
         wanted = np.unique(np.concatenate((tokens, *others))) if others else tokens
@@ -183,7 +189,8 @@ class Rows:
         if len(step.gather):
             ids_T[num_prefill:] = self.last_tokens[gather_D]
         batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, self.states, rows)
-        return StepInputs(replace(batch, hidden_TD=self.hidden_of(len(ids_T))), draws, places, scoring)
+        batch = replace(batch, hidden_TD=self.hidden_of(len(ids_T)), adapters_T=adapters_T if len(adapters_T) else None)
+        return StepInputs(batch, draws, places, scoring)
 
     def state_arrays(self, step: HostStep) -> tuple[npt.NDArray[np.integer], ...]:
         """Return the input of `state_rows`; empty for a model without states. Chunks of a prompt in one step form a chain."""
@@ -244,6 +251,11 @@ class Rows:
         block, count, one = self.scratch_slot // self.block_size, np.asarray([num_tokens], dtype=np.int32), np.ones(1, dtype=np.int32)
         pages = torch.tensor([block], dtype=torch.int32)
         return AttentionLayout(offsets_of(count), torch.from_numpy(count), offsets_of(one), pages, slots_T, 0)
+
+    def _adapters_of(self, rows: Int64s, chunks: Sequence[Chunk]) -> Int32s:
+        """See `HostStep.adapters`."""
+        slots = self._adapters[rows]
+        return np.repeat(slots, [chunk.length for chunk in chunks]) if (slots >= 0).any() else NO_ADAPTERS
 
     def _append_blocks(self, row: int, blocks: Sequence[int]) -> None:
         count = self._num_blocks[row]

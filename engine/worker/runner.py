@@ -4,7 +4,7 @@ polled later."""
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from engine.launch.memory import step_bytes
 from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo, StepPlan, StepResult
+from engine.worker.adapters import NoAdapters
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
@@ -48,6 +49,7 @@ class LaunchedStep:
     out_of_memory: bool = False
     failed_draws: dict[int, ErrorInfo] = field(default_factory=dict)
     draws: HostDraws = NO_DRAWS
+    failed_adapters: list[int] = field(default_factory=list)
 
     def result(self) -> StepResult:
         """Wait for the device and return the result."""
@@ -76,6 +78,7 @@ class LaunchedStep:
             out_of_memory=self.out_of_memory,
             failed_draws=self.failed_draws,
             head_drafts=[] if head_drafts is None or self.rank else head_drafts[[run[-1] for run in kept]].tolist(),
+            failed_adapters=self.failed_adapters,
         )
 
 
@@ -95,6 +98,7 @@ class Runner:
     agreement: Agreement | None = None
     head: DraftHead | None = None
     handlers: Mapping[type, Callable[[Any], object]] = field(default_factory=dict)  # of messages other than plans
+    adapters: NoAdapters = field(default_factory=NoAdapters)
 
     def __post_init__(self) -> None:
         self._memory = StepMemory(self.model.device)
@@ -104,15 +108,15 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue a step and return at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks first
         estimate its memory and give it up together before it begins; later, others may wait in a collective."""
-        launched = time.monotonic()
+        launched, failed = time.monotonic(), self.adapters.load(plan.loads)
         try:
-            return self._launch(plan, launched)
+            return replace(self._launch(plan, launched), failed_adapters=failed)
         except (torch.OutOfMemoryError, MemoryError):
             if self.tp.size > 1:
                 raise
             if self._on_gpu:
                 torch.cuda.synchronize()  # the step's allocations may still be in use
-        return self._give_up(plan, launched)
+        return replace(self._give_up(plan, launched), failed_adapters=failed)
 
     def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
         self.images.evict(plan.evict)

@@ -46,6 +46,7 @@ class ForwardBatch:
     padding_slot: int | None = None  # that of tokens which are padding; None: there are none
     hidden_TD: torch.Tensor | None = None  # receives the final hidden states of all tokens for the model's prediction head
     row_class: RowClass | None = None  # of all products; None: that of the step's tokens
+    adapters_T: torch.Tensor | None = None  # int32 on the device: slots of the tokens' adapters, -1: none; None: no token has one
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class Tower(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    uses_graphs: bool  # False while the layers' weights are not those at capture
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         """Return the embeddings (1 + L, N, D) of each uint8 image (H, W, 3) or frame pair (2, H, W, 3) on the device, resized to its grid

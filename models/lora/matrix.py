@@ -1,8 +1,5 @@
 """Matrix whose products include the adapters of a step's tokens."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from models.kernels.ops import Ops
@@ -12,20 +9,18 @@ from models.weights.matrix import Matrix
 
 
 class StepSlots:
-    """Slots of the tokens of the current forward pass. Outside of `used` no token has an adapter."""
+    """Slots of the tokens of the current forward pass."""
 
     def __init__(self) -> None:
         self._by_length: dict[int, torch.Tensor] = {}
 
-    @contextmanager
-    def used(self, slots_T: torch.Tensor, wanted_S: torch.Tensor) -> Iterator[None]:
-        """Use these slots (int32, -1: no adapter). The last layer may continue with the tokens `wanted_S` only, which are then fewer: the
-        number of a product's inputs tells which tokens they are."""
-        self._by_length = {len(wanted_S): slots_T[wanted_S], len(slots_T): slots_T}
-        try:
-            yield
-        finally:
-            self._by_length = {}
+    def begin(self, slots_T: torch.Tensor | None, wanted_S: torch.Tensor) -> None:
+        """Use these slots (int32, -1: no adapter); None: no token has an adapter. The last layer may continue with the tokens `wanted_S`
+        only, which are then fewer: the number of a product's inputs tells which tokens they are."""
+        self._by_length = {} if slots_T is None else {len(wanted_S): slots_T[wanted_S], len(slots_T): slots_T}
+
+    def end(self) -> None:
+        self._by_length = {}
 
     def of(self, num_tokens: int) -> torch.Tensor:
         return self._by_length[num_tokens]

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from models.config.registry import imported
 from models.decoders.contract import LanguageModel
@@ -26,7 +27,7 @@ class AdapterSlots:
     """Slots of a loaded model, whose matrices it replaces by adapted ones. Call it after `finish` and before anything is captured."""
 
     def __init__(self, model: LanguageModel, backend: Backend, num_slots: int, max_rank: int) -> None:
-        self.steps, self._tower_slot = StepSlots(), TowerSlot()
+        self._steps, self._tower_slot = StepSlots(), TowerSlot()
         self._model, self._backend, self._num_slots = model, backend, num_slots
         self._rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._ops: LowRankOps = imported(OPS[backend.name])()
@@ -38,6 +39,9 @@ class AdapterSlots:
                 self._adapt_row_parallel(f"model.{path}", module)
             elif f"model.{path}".startswith(TOWER) and isinstance(module, Linear):
                 self._adapt_tower(f"model.{path}", module)
+        assert isinstance(model, nn.Module)
+        model.register_forward_pre_hook(lambda _, arguments: self._steps.begin(arguments[0].adapters_T, arguments[0].logits_indices))
+        model.register_forward_hook(lambda *_: self._steps.end(), always_call=True)
 
     def load(self, slot: int, weights: Weights) -> None:
         """Write an adapter to a slot, in stream order."""
@@ -47,11 +51,12 @@ class AdapterSlots:
     @contextmanager
     def tower(self, slot: int) -> Iterator[None]:
         """Add the adapter of this slot to the tower's layers; -1: none."""
-        self._tower_slot.current = slot
+        assert self._model.tower is not None
+        self._tower_slot.current, self._model.tower.uses_graphs = slot, slot < 0
         try:
             yield
         finally:
-            self._tower_slot.current = -1
+            self._tower_slot.current, self._model.tower.uses_graphs = -1, True
 
     def _adapt_fused(self, path: str, module: FusedColumnParallelLinear) -> None:
         names = list(dict.fromkeys(part.name for part in module.parts))
@@ -69,7 +74,7 @@ class AdapterSlots:
     def _wrap(self, module: FusedColumnParallelLinear | RowParallelLinear, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
         model = self._model
         low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype)
-        module.weight = AdaptedMatrix(module.weight, low_rank, self.steps, self._backend.ops, self._ops)
+        module.weight = AdaptedMatrix(module.weight, low_rank, self._steps, self._backend.ops, self._ops)
         return low_rank
 
     def _adapt_tower(self, path: str, layer: Linear) -> None:

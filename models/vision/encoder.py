@@ -31,12 +31,13 @@ class ImageEncoder:
         self.preprocessor = Preprocessor(config.geometry, setup.ops, self.device)
         self._visual, self._num_ranks = visual, setup.tp.size
         self._graphs = TowerGraphs(visual) if backend.captures_graphs else None
+        self.uses_graphs = True  # False while the layers' weights are not those at capture
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         if not images:
             return []
         patches_FPX = self._patches(images, grids)
-        levels = replayed = None if self._graphs is None else self._graphs.replay(patches_FPX, grids)
+        levels = replayed = self._graphs.replay(patches_FPX, grids) if self._graphs is not None and self.uses_graphs else None
         if levels is None:
             levels = self._visual(patches_FPX, grids)
         if replayed is None and len(images) == 1:

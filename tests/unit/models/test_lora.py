@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration, Qwen3VLForConditionalGeneration
 
+from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.lora.adapter import read_adapter
 from models.lora.slots import AdapterSlots, read_weights
@@ -27,17 +30,15 @@ class AdaptedRunner(PagedRunner):
         self.slots, self.slot_of = slots, dict[int, int]()
 
     def start_with(self, slot: int, prompt: Prompt) -> Session:
-        with self.slots.tower(slot):
+        with self.slots.tower(slot) if prompt.images else nullcontext():
             session = self.start(prompt)
         self.slot_of[id(session)] = slot
         return session
 
-    def step(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
-        slots_T = torch.tensor([self.slot_of[id(session)] for session, count in rows for _ in range(count)], dtype=torch.int32)
-        ends = torch.tensor([count for _, count in rows]).cumsum(0) - 1
-        wanted = {"last": ends, "all": torch.arange(len(slots_T)), "none": ends[:0]}[want]
-        with self.slots.steps.used(slots_T, wanted):
-            return super().step(rows, num_prefill_rows, want)
+    def batch(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want) -> ForwardBatch:
+        slots = [self.slot_of[id(session)] for session, count in rows for _ in range(count)]
+        slots_T = torch.tensor(slots, dtype=torch.int32) if max(slots) >= 0 else None
+        return replace(super().batch(rows, num_prefill_rows, want), adapters_T=slots_T)
 
 
 def adapt(folder: Path, *adapter_folders: Path) -> tuple[Qwen3VL, AdapterSlots]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.drafts.drafter import Drafter
@@ -15,6 +16,7 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
+from engine.wire.adapters import AdapterRef, image_key
 from engine.wire.arena import Arena, create_memfd
 from engine.wire.grammar import CompiledGrammar
 from engine.wire.messages import (
@@ -29,6 +31,7 @@ from engine.wire.messages import (
     TokenLogprobs,
 )
 from engine.wire.stats import Stages
+from engine.worker.adapters import NoAdapters
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
@@ -114,6 +117,8 @@ class Engine:
         graphs: bool = False,
         sizes: StepSizes = CPU_STEP_SIZES,
         drafter: Drafter | None = None,
+        adapters: NoAdapters | None = None,
+        num_slots: int = 0,
         **limits: int | bool,
     ):
         config, spec = model.config, model.cache_spec
@@ -131,7 +136,8 @@ class Engine:
         }
         merged = Limits(**{**defaults, **limits})
         directory = ImageDirectory(image_tokens * per_token)
-        state = State(merged, BlockPool(num_blocks, 16), directory, free_rows=list(range(merged.max_num_seqs)))
+        blocks, slots = BlockPool(num_blocks, 16), AdapterDirectory(num_slots)
+        state = State(merged, blocks, directory, slots, free_rows=list(range(merged.max_num_seqs)))
         self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids), drafter=drafter)
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
         tp = TensorParallel.single()
@@ -141,19 +147,22 @@ class Engine:
         hidden_TD = torch.zeros((merged.max_num_batched_tokens + 256, config.text.hidden_size)) if config.text.has_head else None
         kept = states, snapshots, hidden_TD, num_blocks
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, 0, *kept)
-        images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp)
+        adapters = adapters or NoAdapters()
+        images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, adapters=adapters)
         attention = TORCH.attention(pools, config.text.num_heads)
 
         def make_fixed(*_: int) -> PlannedAttention:
             return PlannedAttention(pools)
 
         num_seqs, max_draws = merged.max_num_seqs, (1 + MAX_DRAFTS) * merged.max_num_seqs
-        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_draws, run_again) if graphs else None
+        recorder = run_again, adapters.has_any
+        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_draws, *recorder) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
         sampler = Sampler(TorchSampling(), num_seqs, max_draws, config, CHECKPOINT, CPU)
         head = DraftHead(model, attention, rows, Staging(1 << 22, CPU)) if config.text.has_head else None
-        self._runner = Runner(model, attention, rows, sampler, images, Staging(1 << 22, CPU), self.graphs, self._arena, tp, head=head)
+        staging, more = Staging(1 << 22, CPU), {"head": head, "adapters": adapters}
+        self._runner = Runner(model, attention, rows, sampler, images, staging, self.graphs, self._arena, tp, **more)
         self.alter: Callable[[PlannedStep, StepResult], StepResult] = lambda step, result: result
         self._config = config
         self.tokens: dict[Key, list[int]] = {}
@@ -170,6 +179,7 @@ class Engine:
         n: int = 1,
         grammar: bytes | None = None,
         after: int | None = None,
+        adapter: AdapterRef | None = None,
         **params: object,
     ) -> None:
         """`parts`: token ids and pictures in the order of the prompt. Answers behind the first one are called (rid, index)."""
@@ -182,14 +192,15 @@ class Engine:
                 grid = geometry.grid(height, width)
                 encoding: Literal["rgb", "jpeg"] = "rgb" if part.jpeg is None else "jpeg"
                 source = ImageSource(encoding, self._store(part.jpeg or part.pixels.tobytes()), height, width)
-                spans.append(ImageSpan(part.name, len(ids), geometry.num_tokens(grid), grid, source))
+                spans.append(ImageSpan(image_key(part.name, adapter), len(ids), geometry.num_tokens(grid), grid, source))
                 ids += [self._config.image_token_id] * geometry.num_tokens(grid)
             else:
                 ids += part
         prompt = np.asarray(ids, dtype=np.int32)
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})
         rules = None if grammar is None else CompiledGrammar(self._store(grammar), after)
-        self.core.add(EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages(), n=n, grammar=rules), prompt)
+        wire = EngineRequest(rid, self._store(prompt.tobytes()), spans, sampling, Stages(), n=n, grammar=rules, adapter=adapter)
+        self.core.add(wire, prompt)
         for index in range(n):
             self.tokens[key_of(rid, index)], self.logprobs[key_of(rid, index)] = [], []
 

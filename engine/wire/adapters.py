@@ -1,0 +1,39 @@
+"""LoRA adapters in messages."""
+
+import hashlib
+
+import msgspec
+
+
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
+    """Adapter of a request. `number` is positive and never used again, also if an adapter of the same name is loaded later."""
+
+    number: int
+    folder: str
+    has_tower: bool  # it changes embeddings of images
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """Order to write an adapter to a slot of the device, in place of what is there."""
+
+    slot: int
+    adapter: AdapterRef
+
+
+class NamedAdapter(msgspec.Struct, frozen=True):
+    """Adapter of --lora-modules."""
+
+    name: str
+    ref: AdapterRef
+
+
+def number_of(adapter: AdapterRef | None) -> int:
+    """Return the number; 0 without an adapter."""
+    return 0 if adapter is None else adapter.number
+
+
+def image_key(digest: bytes, adapter: AdapterRef | None) -> bytes:
+    """Return the hash of an image and, if the adapter changes its embedding, of the adapter."""
+    if adapter is None or not adapter.has_tower:
+        return digest
+    return hashlib.blake2b(digest, digest_size=len(digest), key=b"%d" % adapter.number, person=b"image-of-adapter").digest()

@@ -1,0 +1,84 @@
+"""Worker side of adapters: executes the plans' orders. Matrices are read from their folders and kept in host memory, of which the least
+recently loaded are dropped first."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from engine.wire.adapters import AdapterRef, LoadAdapter
+from models.decoders.contract import LanguageModel
+from models.kernels.backend import Backend
+from models.lora.adapter import read_adapter
+from models.lora.slots import AdapterSlots, Weights, read_weights
+
+logger = logging.getLogger(__name__)
+
+
+class NoAdapters:
+    """What a runner and an image cache ask of adapters; here there are none."""
+
+    has_any = False  # whether steps may have tokens with adapters, which need graphs of their own
+
+    def load(self, orders: Sequence[LoadAdapter]) -> list[int]:
+        """Write adapters to their slots, in stream order. Return the numbers of those that could not be read; their slots hold zeros."""
+        return []
+
+    def tower(self, slot: int) -> AbstractContextManager[None]:
+        """Return the context in which the tower encodes images with the adapter of a slot; -1: none."""
+        return nullcontext()
+
+
+class WorkerAdapters(NoAdapters):
+    """Adapters of a loaded model, of ranks up to `max_rank`. `stream` is the tower's."""
+
+    has_any = True
+
+    def __init__(
+        self, model: LanguageModel, backend: Backend, num_slots: int, num_kept: int, max_rank: int, stream: torch.cuda.Stream | None
+    ) -> None:
+        self._model, self._max_rank, self._num_kept, self._stream = model, max_rank, num_kept, stream
+        self._slots = AdapterSlots(model, backend, num_slots, max_rank)
+        self._kept: OrderedDict[int, Weights] = OrderedDict()
+
+    def keep(self, adapters: Iterable[AdapterRef]) -> None:
+        """Read adapters to host memory in advance, as many as are kept. ValueError or OSError."""
+        for adapter in list(adapters)[: self._num_kept]:
+            self._read(adapter)
+
+    @torch.inference_mode()
+    def load(self, orders: Sequence[LoadAdapter]) -> list[int]:
+        failed = []
+        self._join_streams(orders)
+        for order in orders:
+            weights: Weights = {}
+            try:
+                weights = self._read(order.adapter)
+            except (ValueError, OSError, MemoryError) as problem:
+                logger.error("the adapter in %s cannot be read: %s", order.adapter.folder, problem)
+                failed.append(order.adapter.number)
+            self._slots.load(order.slot, weights)
+        self._join_streams(orders)
+        return failed
+
+    def tower(self, slot: int) -> AbstractContextManager[None]:
+        return self._slots.tower(slot)
+
+    def _read(self, adapter: AdapterRef) -> Weights:
+        if adapter.number not in self._kept:
+            found, is_gpu = read_adapter(Path(adapter.folder), self._model.config, self._max_rank), self._model.device.type == "cuda"
+            self._kept[adapter.number] = read_weights(found, self._model.dtype, is_pinned=is_gpu)
+        self._kept.move_to_end(adapter.number)
+        while len(self._kept) > self._num_kept:
+            self._kept.popitem(last=False)
+        return self._kept.get(adapter.number, {})
+
+    def _join_streams(self, orders: Sequence[LoadAdapter]) -> None:
+        """Let the steps' stream and the tower's wait for each other: both read slots."""
+        if orders and self._stream is not None:
+            steps = torch.cuda.current_stream(self._stream.device)
+            steps.wait_stream(self._stream)
+            self._stream.wait_stream(steps)
