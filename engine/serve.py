@@ -19,6 +19,7 @@ from types import FrameType
 
 import msgspec
 
+from engine.launch.adapters import named_adapters
 from engine.launch.child import Runtime, setup_logging
 from engine.launch.config import GIB, UNIX_HOST, EngineConfig, read_api_keys
 from engine.launch.flags import parse_args
@@ -185,6 +186,8 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")
     if choice.device == "cuda":
         config = fit_to_card(config, model, gpus[: config.tp], choice.backend)
+    names = tuple(name.strip() for name in (config.served_model_name or resolved.name).split(","))
+    adapters = named_adapters(config, model, names)
     fds = (create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", config.processor_arena_bytes or 0))
     return Runtime(
         config=config,
@@ -195,9 +198,10 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
         lifeline_fd=supervisor.lifeline_fd,
         listener_fd=listener_fd,
         model_folder=str(resolved.folder),
-        model_names=tuple(name.strip() for name in (config.served_model_name or resolved.name).split(",")),
+        model_names=names,
         max_model_len=config.max_model_len or limit,
         gpu_decodes_jpegs=gpu_decodes_jpegs(choice, config.jpeg_decoder),
+        adapters=adapters,
     )
 
 

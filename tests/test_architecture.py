@@ -27,6 +27,7 @@ MAX_PUBLIC_METHODS = 15
 # The last three are plain Python: api and processor read a folder, count tokens and look at JPEGs by the code of the workers.
 SERVER_MAY_IMPORT = {
     "engine.wire",
+    "engine.launch.adapters",
     "engine.launch.config",
     "engine.launch.flags",
     "engine.launch.child",

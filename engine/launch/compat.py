@@ -94,7 +94,14 @@ V:--tokenizer V:--hf-config-path V:--code-revision V:--tokenizer-revision S:--to
 V:--hf-token no | set HF_TOKEN, the hub's own variable
 --hf-overrides --json-model-override-args V:--rope-scaling V:--rope-theta no | edit config.json in a copy of the folder
 V:--override-generation-config no | edit generation_config.json in a copy of the folder
---enable-lora --lora-modules --max-loras --max-lora-rank --lora-paths no | merge the adapter into the weights
+S:--lora-paths =lora_modules | with --enable-lora
+S:--max-loras-per-batch =max_loras
+S:--max-loaded-loras =max_cpu_loras
+V:--fully-sharded-loras ok | --tp shards an adapter as its matrix
+V:--lora-dtype ok:auto,bfloat16 | adapters have the model's dtype
+S:--lora-backend S:--lora-target-modules ok:* | slots fit every linear layer
+V:--enable-tower-connector-lora ok | adapters may change the tower
+V:--default-mm-loras no | name the adapter as `model`
 S:--max-total-tokens no | use --kv-cache-memory-bytes
 --enable-sleep-mode --enable-memory-saver no | stop and start the server
 --skip-tokenizer-init no | requests may give token ids as `prompt`

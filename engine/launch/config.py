@@ -108,6 +108,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         "speculative decoding: 'lookup' proposes what followed the same context earlier in the request or in"
         " its field `prediction` (also accepted: suffix); 'mtp' uses the model's own prediction head (Qwen3.5 and later)",
     ] = "off"
+    enable_lora: Annotated[bool, "serve LoRA adapters; without requests that use one, nothing is slower"] = False
+    lora_modules: Annotated[
+        str | None, "adapters as name=folder, as PEFT writes them, several with spaces between; a request names one as its `model`"
+    ] = None
+    max_loras: Annotated[int, "adapters in GPU memory at once; requests for further ones wait"] = 4
+    max_lora_rank: Annotated[int, "largest rank of an adapter"] = 64
+    max_cpu_loras: Annotated[int | None, "adapters kept in host memory; further ones are read again; default: --max-loras"] = None
+    allow_lora_updates: Annotated[bool, "enable /v1/load_lora_adapter and /v1/unload_lora_adapter"] = False
+    lora_root: Annotated[str | None, "folder below which adapters may be loaded by /v1/load_lora_adapter; default: none"] = None
     prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
     snapshot_share: Annotated[
         float, "maximum share of the KV pool for snapshots of recurrent states (hybrid models); a prefix is reused up to a snapshot"
@@ -162,6 +171,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         None
     )
     allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
+
+    @property
+    def num_adapter_slots(self) -> int:
+        return self.max_loras if self.enable_lora else 0
 
     @property
     def reads_head(self) -> bool:
@@ -270,7 +283,19 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
         yield "--snapshot-share must lie in [0, 1]"
     if not 0 < config.gpu_memory_utilization <= 1:
         yield "--gpu-memory-utilization must lie in (0, 1]"
+    yield from lora_problems(config)
     if config.min_pixels is not None and config.max_pixels is not None and config.min_pixels > config.max_pixels:
         yield "--min-pixels must not exceed --max-pixels"
     if config.max_num_seqs > config.max_num_batched_tokens:
         yield "--max-num-seqs must not exceed --max-num-batched-tokens: every running request decodes one token per step"
+
+
+def lora_problems(config: EngineConfig) -> Iterator[str]:
+    if not config.enable_lora and (config.lora_modules or config.allow_lora_updates):
+        yield f"{'--lora-modules' if config.lora_modules else '--allow-lora-updates'} needs --enable-lora"
+    if config.allow_lora_updates and config.lora_root is None:
+        yield "--allow-lora-updates needs --lora-root: the folder below which adapters may be loaded"
+    if config.lora_root is not None and not os.path.isdir(config.lora_root):
+        yield f"--lora-root: there is no folder {config.lora_root}"
+    if config.allow_lora_updates and config.dp > 1:
+        yield "--allow-lora-updates is for a single engine: with --dp name the adapters in --lora-modules"

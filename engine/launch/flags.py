@@ -37,6 +37,7 @@ COMMON = (  # flags of `--help` without `all`
     "max_num_seqs", "draft", "gpu_memory_utilization", "plan",
 )  # fmt: skip
 HELP_WIDTH = 110
+LISTS = {"served_model_name": ",", "lora_modules": " "}  # fields of several words, and what joins them
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
 SUFFIX_METAVARS = {"_bytes": "SIZE", "_memory": "SIZE", "_path": "PATH", "file": "FILE", "_template": "FILE", "_timeout": "SECONDS"}
 
@@ -175,7 +176,7 @@ def _add_flag(group: Any, name: str, annotated: Any, default: Any, problems: lis
     if kind is str:
         reads = functools.partial(_read_text, name, choices)
     group.add_argument(
-        *flags, dest=name, nargs="+" if name == "served_model_name" else None, type=functools.partial(_note, problems, flags[0], reads),
+        *flags, dest=name, nargs="+" if name in LISTS else None, type=functools.partial(_note, problems, flags[0], reads),
         default=default, help=shown, metavar=f"{{{','.join(choices)}}}" if choices else metavar,
     )  # fmt: skip
 
@@ -229,10 +230,12 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
         raise BadFlags("; ".join(problems))
     values.pop("config")
     positional = values.pop("positional")
-    names = values["served_model_name"] or []
-    if len(names) > 1 and positional is None and not _names_model(parser, words, values):
-        positional = names.pop()  # `--served-model-name x MODEL`
-    values["served_model_name"] = ",".join(names) or None
+    for name, separator in LISTS.items():
+        given = values[name] or []
+        ends = len(given) > 1 and (name != "lora_modules" or not {"=", "}"} & set(given[-1]))
+        if ends and positional is None and not _names_model(parser, words, values):
+            positional = given.pop()  # `--served-model-name x MODEL`
+        values[name] = separator.join(given) or None
     if positional is not None:
         if values["model"] not in (parser.get_default("model"), positional):
             raise BadFlags(f"the model is given twice: {positional} and --model {values['model']}")

@@ -21,6 +21,7 @@ from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_SIZES
 from models.kernels.reference.tuned import STEP_SIZES as TORCH_SIZES
 from models.kernels.step_sizes import StepSizes
 from models.kernels.triton.tuned import STEP_SIZES as PORTABLE_SIZES
+from models.lora.targets import slot_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,11 @@ def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
     return int(decoder + embeddings + routers + head + (0 if vision is None else VALUE_BYTES * tower_parameters(vision)))
 
 
+def adapter_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes of the slots for adapters on each GPU."""
+    return config.num_adapter_slots * slot_bytes(model, config.tp, config.max_lora_rank, VALUE_BYTES)
+
+
 def patch_values(vision: VisionConfig) -> int:
     return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
@@ -162,7 +168,7 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
     if config.enforce_eager or not sizes.decodes:
         return 0
     chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_draws(config, sizes))
-    num_graphs = len(decodes) + sum(map(len, chunks.values()))
+    num_graphs = (len(decodes) + sum(map(len, chunks.values()))) * (1 + config.enable_lora)
     largest_chunk = max((each[-1] for each in chunks.values()), default=0)
     tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
     logits = 2 * 4 * (max([*chunks, decodes[-1]]) + sizes.large_step) * model.text.vocab_size  # shared, and of the largest
@@ -219,7 +225,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend
     sizes = sizes_for(config, text, spec, STEP_SIZES[backend])
     activations = activation_bytes(model, config, sizes)
     needs = Needs(
-        weights=weight_bytes(model, tp, decoder_format(config, text)),
+        weights=weight_bytes(model, tp, decoder_format(config, text)) + adapter_bytes(model, config),
         runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
         activations=activations,
         step_graphs=step_graph_bytes(model, sizes, config, activations),

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from engine.launch.child import Child, StopFlag, map_large_blocks
 from engine.launch.config import EngineConfig
+from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.drafts import make_drafter
@@ -97,7 +98,8 @@ class Scheduler:
         blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size, config.snapshot_share)
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready))
         limits = make_limits(config, ready[0])
-        state = State(limits, blocks, images, free_rows=list(range(config.max_num_seqs)))
+        adapters = AdapterDirectory(config.num_adapter_slots)
+        state = State(limits, blocks, images, adapters, free_rows=list(range(config.max_num_seqs)))
         drafter = make_drafter(config.draft, limits.verify_rows)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
         return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)

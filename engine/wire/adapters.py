@@ -32,8 +32,6 @@ def number_of(adapter: AdapterRef | None) -> int:
     return 0 if adapter is None else adapter.number
 
 
-def image_key(digest: bytes, adapter: AdapterRef | None) -> bytes:
-    """Return the hash of an image and, if the adapter changes its embedding, of the adapter."""
-    if adapter is None or not adapter.has_tower:
-        return digest
+def image_key(digest: bytes, adapter: AdapterRef) -> bytes:
+    """Return a hash of an image's hash and of the adapter."""
     return hashlib.blake2b(digest, digest_size=len(digest), key=b"%d" % adapter.number, person=b"image-of-adapter").digest()

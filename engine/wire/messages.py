@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.wire.adapters import AdapterRef, LoadAdapter, number_of
+from engine.wire.adapters import AdapterRef, LoadAdapter, image_key, number_of
 from engine.wire.details import TokenDetails
 from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.media import MediaRef, Region, VideoRef
@@ -177,6 +177,13 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+def for_adapter(span: ImageSpan, adapter: AdapterRef | None) -> ImageSpan:
+    """Return the span of a request with this adapter. If that changes embeddings, the image has another key, and none was made early."""
+    if adapter is None or not adapter.has_tower:
+        return span
+    return msgspec.structs.replace(span, hash=image_key(span.hash, adapter), source=msgspec.structs.replace(span.source, ticket=0))
 
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):

@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 class NoAdapters:
     """What a runner and an image cache ask of adapters; here there are none."""
 
-    has_any = False  # whether steps may have tokens with adapters, which need graphs of their own
-
     def load(self, orders: Sequence[LoadAdapter]) -> list[int]:
         """Write adapters to their slots, in stream order. Return the numbers of those that could not be read; their slots hold zeros."""
         return []
@@ -34,8 +32,6 @@ class NoAdapters:
 
 class WorkerAdapters(NoAdapters):
     """Adapters of a loaded model, of ranks up to `max_rank`. `stream` is the tower's."""
-
-    has_any = True
 
     def __init__(
         self, model: LanguageModel, backend: Backend, num_slots: int, num_kept: int, max_rank: int, stream: torch.cuda.Stream | None

@@ -31,6 +31,7 @@ from engine.wire.arena import ArenaView
 from engine.wire.grammar import LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import MAX_DRAFTS, MAX_HEAD_DRAFTS, PROCESSOR_ARENA, Prefetch, WorkerReady
+from engine.worker.adapters import NoAdapters, WorkerAdapters
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import DraftHead
@@ -59,7 +60,7 @@ from models.parallel.group import TensorParallel
 from models.parallel.symmetric import SymmetricSums, peers_are_mapped
 
 INT64 = 8
-STAGED_PER_TOKEN = 8 * INT64  # id, three positions, slot; of a scored token also index, target, scored flag
+STAGED_PER_TOKEN = 9 * INT64  # id, three positions, slot, adapter; of a scored token also index, target, scored flag
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
 STAGED_PER_DRAW = BYTES_PER_DRAW + 6 * INT64  # logits index and its position; of a row its number and start; known ids
@@ -76,6 +77,7 @@ class Loaded:
     sampler: Sampler
     decoder: JpegDecoder
     tower_stream: torch.cuda.Stream | None  # None: a CPU
+    adapters: NoAdapters
 
 
 def build_runner(
@@ -117,6 +119,7 @@ def build_runner(
         agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
         head=make_head(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged, device)) if text.has_head else None,
         handlers={Prefetch: images.prefetch, LoadGrammar: load_grammar},
+        adapters=loaded.adapters,
     )
     ready = WorkerReady(
         rank=rank,
@@ -146,7 +149,18 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
             sampler.rules.load()  # takes seconds that would delay streams later
         decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
         warm_up(decoder)
-    return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream)
+    return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream, make_adapters(child, model, backend, tower_stream))
+
+
+def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: torch.cuda.Stream | None) -> NoAdapters:
+    """Slots for adapters, and those of --lora-modules in host memory. ValueError or OSError if one cannot be read."""
+    config = child.config
+    if not config.num_adapter_slots:
+        return NoAdapters()
+    num_slots = config.num_adapter_slots
+    adapters = WorkerAdapters(model, backend, num_slots, config.max_cpu_loras or num_slots, config.max_lora_rank, stream)
+    adapters.keep(adapter.ref for adapter in child.runtime.adapters)
+    return adapters
 
 
 def make_rows(loaded: Loaded, config: EngineConfig, pools: list[KVPool], hidden_TD: torch.Tensor | None, max_blocks: int) -> Rows:
@@ -172,7 +186,8 @@ def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
     """The image cache. Ranks encode an image together only if the tower's heads can be split."""
     model, tp, vision = loaded.model, loaded.tp, loaded.model.config.vision
     costs = None if vision is None or vision.num_heads % tp.size else loaded.backend.split_costs
-    return ImageCache(model.tower, ImageReader(arena, loaded.decoder, model.device), tp, loaded.tower_stream, costs)
+    reader = ImageReader(arena, loaded.decoder, model.device)
+    return ImageCache(model.tower, reader, tp, loaded.tower_stream, costs, loaded.adapters)
 
 
 def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> DraftHead:
@@ -291,7 +306,16 @@ def make_graphs(
     make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_qk_norm)
     if make_attention is None:
         return None
-    return StepGraphs(model, make_attention, rows, sizes, pools[0][0].shape[0] - 1, config.max_num_seqs, num_draws)
+    return StepGraphs(
+        model=model,
+        make_attention=make_attention,
+        rows=rows,
+        sizes=sizes,
+        scratch_block=pools[0][0].shape[0] - 1,
+        max_num_seqs=config.max_num_seqs,
+        max_draws=num_draws,
+        has_adapters=config.enable_lora,
+    )
 
 
 def warm_up(decoder: JpegDecoder) -> None:

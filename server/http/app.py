@@ -37,6 +37,7 @@ from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
 from server.openai import chat
+from server.openai.adapters import AdapterRoutes
 from server.openai.endpoint import Endpoint, Service
 from server.openai.openapi import DescribedRoute
 from server.openai.status import Status
@@ -44,6 +45,7 @@ from server.warm import warm_up
 
 # Registration of the dialects: routes, and bodies of errors that differ from OpenAI's, by the beginning of the path.
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
+OPERATIONS = (generate.Native, AdapterRoutes)  # further routes, whose bodies FastAPI reads
 ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 METRICS_PATH = "/metrics"
@@ -70,7 +72,7 @@ class Api:
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._service = Service(
             config=config, checkpoint=checkpoint, model_names=runtime.model_names, max_model_len=runtime.max_model_len, arena=self.arena,
-            client=self.client, metrics=self._metrics, seeds=seeds,
+            client=self.client, metrics=self._metrics, seeds=seeds, adapters={each.name: each.ref for each in runtime.adapters},
         )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 
@@ -89,7 +91,7 @@ class Api:
             separate_input_output_schemas=False,
         )  # fmt: skip
         app.router.routes += [self.endpoint(path).route(path) for path in ENDPOINTS]
-        app.router.routes += generate.Native(self._service).routes()
+        app.router.routes += [route for operations in OPERATIONS for route in operations(self._service).routes()]
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
         is_making, made = threading.Lock(), list[bytes]()

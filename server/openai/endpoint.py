@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.launch.config import EngineConfig
+from engine.wire.adapters import AdapterRef
 from engine.wire.arena import Arena
 from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
 from engine.wire.params import PARAMETERS, OutputOptions, SamplingParams
@@ -56,6 +57,15 @@ class Service:
     client: Client
     metrics: Metrics
     seeds: random.Random  # for requests without one
+    adapters: dict[str, AdapterRef] = field(default_factory=dict)  # LoRA adapters by the name that requests have as their `model`
+
+    def adapter_of(self, model: str | None) -> AdapterRef | None:
+        """Return the adapter that a request's `model` names; None for the model itself. RequestError 404."""
+        if model in (None, "", *self.model_names):
+            return None
+        if model not in self.adapters:
+            raise unknown_model(str(model), [*self.model_names, *self.adapters])
+        return self.adapters[model]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,14 +182,13 @@ class Endpoint(ABC):
             undo.callback(body.give_up)
             body.seed = service.seeds.getrandbits(63)  # in the order of arrival: large bodies are read in threads
             job = await self._parse(body)
-            if job.request.model not in (None, "", *service.model_names):
-                raise unknown_model(str(job.request.model), service.model_names)
+            adapter = service.adapter_of(job.request.model)
             limit = service.config.max_images_per_request
             if job.num_images > limit:
                 raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", job.submits[0].prompt_field)
             self._limit_time(job, body)
             for submit in job.submits:
-                submit.client = body.client
+                submit.client, submit.adapter = body.client, adapter
             if job.used or body.num_announced:
                 for submit in job.submits:  # the last one that has read it lets go of it
                     submit.body = body.region.offset

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.launch.config import VERSION
 from engine.wire.messages import Forget
-from server.openai.endpoint import Service, unknown_model
+from server.openai.endpoint import Service
 from server.openai.openapi import DescribedRoute
 
 SECRETS = frozenset({"api_key"})
@@ -24,6 +24,7 @@ class ModelCard(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
+    parent: str | None = None  # of an adapter: the model
 
 
 class ModelList(BaseModel):
@@ -62,12 +63,11 @@ class Status:
 
     async def models(self) -> Any:
         """The models that are served."""
-        return {"object": "list", "data": [self._card(name) for name in self._service.model_names]}
+        return {"object": "list", "data": [self._card(name) for name in self._names]}
 
     async def model(self, name: str) -> Any:
         """One of the served models."""
-        if name not in self._service.model_names:
-            raise unknown_model(name, self._service.model_names)
+        self._service.adapter_of(name)
         return self._card(name)
 
     async def health(self, response: Response) -> Any:
@@ -119,7 +119,13 @@ class Status:
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         return {**settings, "vocab_size": checkpoint.vocab_size, "chat_template": checkpoint.chat_template}
 
+    @property
+    def _names(self) -> list[str]:
+        return [*self._service.model_names, *self._service.adapters]
+
     def _card(self, name: str) -> dict[str, Any]:
         limit = self._service.client.stats.max_model_len or self._service.max_model_len  # 0 before the engine is ready
-        root = self._service.config.model
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "engine", "root": root, "max_model_len": limit}
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "engine", "max_model_len": limit}
+        if name in self._service.adapters:
+            return {**card, "root": name, "parent": self._service.model_names[0]}
+        return {**card, "root": self._service.config.model}

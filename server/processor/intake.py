@@ -38,6 +38,7 @@ from engine.wire.messages import (
     TokenPrompt,
     ToScheduler,
     VideoRef,
+    for_adapter,
 )
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
@@ -223,10 +224,11 @@ class Intake:
             changes |= {"max_tokens": 1, "pooled_ids": self._prompts.first_tokens(submit.pooled_words)}
         submit.stages.submitted = time.monotonic()
         submit.stages.counts = dict(sum((Counter(medium.counts) for medium in media), Counter[str]()))
+        spans = [span for medium, starts in zip(media, prompt.starts, strict=True) for span in medium.spans(starts)]
         return EngineRequest(
             rid=submit.rid,
             prompt=wire(request.regions["prompt"]),
-            images=[span for medium, starts in zip(media, prompt.starts, strict=True) for span in medium.spans(starts)],
+            images=[for_adapter(span, submit.adapter) for span in spans],
             params=msgspec.structs.replace(submit.params, **changes),
             stages=submit.stages,
             cache_salt=submit.cache_salt,
@@ -235,6 +237,7 @@ class Intake:
             deadline=submit.deadline,
             grammar=self._grammar_of(request),
             prediction=wire(request.regions["prediction"]) if predicted else None,
+            adapter=submit.adapter,
         )
 
     def _put(self, ids: "array[int]") -> Region:

@@ -42,8 +42,8 @@ def test_bad_values_name_their_flag_all_at_once(capsys: pytest.CaptureFixture[st
     bad += " --chat-template no-such-file --api-key-file no-such-file --snapshot-share 2"
     said = refusal(shlex.split(bad), capsys)
     assert all(flag in said for flag in bad.split() if flag.startswith("--"))
-    said = refusal(shlex.split("--prot 1 --enable-lora --dtype half --block-size x --load-format gguf --tokenizers y --tp 4K"), capsys)
-    assert all(words in said for words in ("--prot: did you mean --port?", "--enable-lora", "--dtype half", "--block-size x: not a number"))
+    said = refusal(shlex.split("--prot 1 --revision x --dtype half --block-size x --load-format gguf --tokenizers y --tp 4K"), capsys)
+    assert all(words in said for words in ("--prot: did you mean --port?", "--revision", "--dtype half", "--block-size x: not a number"))
     assert "--load-format gguf" in said and "--tp 4K" in said and "--tokenizers" in said and "mean --tokenizer?" not in said
 
 

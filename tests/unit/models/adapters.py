@@ -40,7 +40,7 @@ def write(
             continue
         path = rename(module)
         own = next((each for end, each in ranks.items() if path.endswith(end)), rank)
-        generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(module.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{module}".encode()))
         names.add(path.rpartition(".")[2])
         tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn((own, inputs), generator=generator) * inputs**-0.5
         tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn((outputs, own), generator=generator) * (strength * 0.5 * own**-0.5)

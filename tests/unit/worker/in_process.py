@@ -16,7 +16,7 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
-from engine.wire.adapters import AdapterRef, image_key
+from engine.wire.adapters import AdapterRef
 from engine.wire.arena import Arena, create_memfd
 from engine.wire.grammar import CompiledGrammar
 from engine.wire.messages import (
@@ -29,6 +29,7 @@ from engine.wire.messages import (
     SamplingParams,
     StepResult,
     TokenLogprobs,
+    for_adapter,
 )
 from engine.wire.stats import Stages
 from engine.worker.adapters import NoAdapters
@@ -155,7 +156,7 @@ class Engine:
             return PlannedAttention(pools)
 
         num_seqs, max_draws = merged.max_num_seqs, (1 + MAX_DRAFTS) * merged.max_num_seqs
-        recorder = run_again, adapters.has_any
+        recorder = run_again, num_slots > 0
         self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_draws, *recorder) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
@@ -192,7 +193,7 @@ class Engine:
                 grid = geometry.grid(height, width)
                 encoding: Literal["rgb", "jpeg"] = "rgb" if part.jpeg is None else "jpeg"
                 source = ImageSource(encoding, self._store(part.jpeg or part.pixels.tobytes()), height, width)
-                spans.append(ImageSpan(image_key(part.name, adapter), len(ids), geometry.num_tokens(grid), grid, source))
+                spans.append(for_adapter(ImageSpan(part.name, len(ids), geometry.num_tokens(grid), grid, source), adapter))
                 ids += [self._config.image_token_id] * geometry.num_tokens(grid)
             else:
                 ids += part

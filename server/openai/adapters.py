@@ -1,0 +1,84 @@
+"""vLLM's routes that load and unload adapters while the server runs (`--allow-lora-updates`)."""
+
+import asyncio
+import itertools
+import logging
+from pathlib import Path
+
+from pydantic import BaseModel, Field
+from starlette.responses import PlainTextResponse, Response
+
+from engine.launch.adapters import checked
+from engine.wire.adapters import AdapterRef
+from models.config.huggingface import read_config
+from server.errors import RequestError
+from server.http.validate import bad_value
+from server.openai.endpoint import Service
+from server.openai.openapi import DescribedRoute
+
+logger = logging.getLogger(__name__)
+
+MAX_ADAPTERS = 1024
+
+
+class LoadRequest(BaseModel):
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = False  # replaces an adapter of this name
+
+
+class UnloadRequest(BaseModel):
+    lora_name: str = Field(min_length=1)
+
+
+class AdapterRoutes:
+    """Requests find the new names at once; requests that run keep the adapter that they began with."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._numbers = itertools.count(len(service.adapters) + 1)
+
+    def routes(self) -> list[DescribedRoute]:
+        if not self._service.config.allow_lora_updates:
+            return []
+        kind = {"response_class": PlainTextResponse}
+        return [
+            DescribedRoute("/v1/load_lora_adapter", self.load, "POST", **kind),
+            DescribedRoute("/v1/unload_lora_adapter", self.unload, "POST", **kind),
+        ]
+
+    async def load(self, asked: LoadRequest) -> Response:
+        """Serve the adapter of a folder below --lora-root under a new name."""
+        service, name = self._service, asked.lora_name
+        is_known = name in service.adapters
+        if name in service.model_names or (is_known and not asked.load_inplace):
+            raise bad_value("lora_name", f"'{name[:100]}' is served already", "invalid_value")
+        if not is_known and len(service.adapters) >= MAX_ADAPTERS:
+            raise bad_value("lora_name", f"at most {MAX_ADAPTERS} adapters are served: unload one", "invalid_value")
+        service.adapters[name] = await asyncio.to_thread(self._read, asked.lora_path)
+        logger.info("loaded the adapter %s from %s", name, service.adapters[name].folder)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, asked: UnloadRequest) -> Response:
+        """Serve an adapter no longer."""
+        if self._service.adapters.pop(asked.lora_name, None) is None:
+            raise RequestError(404, f"The adapter '{asked.lora_name[:100]}' does not exist.", "lora_name", "model_not_found")
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+    def _read(self, path: str) -> AdapterRef:
+        """Return the adapter of a folder below the root. RequestError 400 or 404."""
+        config, folder = self._service.config, self._service.checkpoint.folder
+        assert config.lora_root is not None
+        root = Path(config.lora_root).resolve()
+        try:
+            found = (root / path).resolve()
+        except (OSError, ValueError):  # a loop of links, a zero byte
+            found = Path("/")
+        if not found.is_relative_to(root) or found == root:
+            raise bad_value("lora_path", "must be a folder below --lora-root", "invalid_value")
+        if not found.is_dir():
+            raise RequestError(404, "lora_path: there is no such folder", "lora_path", "not_found")
+        try:
+            return checked(found, config, read_config(folder), "lora_path", next(self._numbers))
+        except ValueError as problem:
+            raise RequestError(400, str(problem), "lora_path", "invalid_value") from None
