@@ -3,15 +3,14 @@
 import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import safe_open
 
-from models.checkpoint.names import CheckpointPart, CheckpointTensor, Index
+from models.checkpoint.names import CheckpointPart, CheckpointTensor, Stored
 from models.config.registry import Architecture
 from models.decoders.contract import LanguageModel
 from models.layers.linear import FusedColumnParallelLinear
@@ -25,23 +24,20 @@ INDEX = ".index.json"
 Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
 
 
-class Stored(Protocol):
-    """Tensor of which slices can be read, on any device."""
-
-    def get_shape(self) -> Sequence[int]:
-        """Return the shape of the whole tensor."""
-
-    def __getitem__(self, index: Index) -> torch.Tensor: ...
-
-
 def load_weights(model: LanguageModel, folder: Path, progress: Progress) -> None:
     """Load the folder's safetensors. ValueError names tensors that are missing, unexpected or of another shape."""
-    architecture = model.config.architecture
+    with opened(folder, model.config.architecture) as tensors:
+        fill(model, tensors, progress)
+
+
+@contextmanager
+def opened(folder: Path, architecture: Architecture) -> Iterator[dict[str, Stored]]:
+    """The folder's tensors by the model's names."""
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder, architecture)]
         file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
         names = architecture.names_of(file_of)
-        fill(model, {known: file_of[name].get_slice(name) for known, name in names.items()}, progress)
+        yield {known: file_of[name].get_slice(name) for known, name in names.items()}
 
 
 def fill(model: LanguageModel, source: Mapping[str, Stored], progress: Progress) -> None:
@@ -49,24 +45,21 @@ def fill(model: LanguageModel, source: Mapping[str, Stored], progress: Progress)
     if OUTPUT_MATRIX not in source and not model.config.tie_word_embeddings:
         logger.warning("the checkpoint has no %s, as embedding models: logits are computed from the input embeddings", OUTPUT_MATRIX)
         model.tie_embeddings()
-    slots = [slot for part in model.checkpoint_tensors() for slot in _present(part, source)]
+    slots = [slot for part in model.checkpoint_tensors() for slot in present(part, source)]
     expected = {slot.name: slot.shape for slot in slots}
     found = source.keys() - ({OUTPUT_MATRIX} - expected.keys())
-    _demand_none("misses", expected.keys() - found)
-    _demand_none("has unexpected", found - expected.keys())
+    demand_none("misses", expected.keys() - found)
+    demand_none("has unexpected", found - expected.keys())
     total, done = sum(slot.target.nbytes for slot in slots), 0
     for slot in slots:
         if (shape := tuple(source[slot.name].get_shape())) != slot.shape:
             raise ValueError(f"tensor {slot.name} has shape {shape}, the configuration requires {slot.shape}")
-        if slot.target.numel():
-            slot.target.copy_(source[slot.name][slot.index])
-            if slot.offset:
-                slot.target.add_(slot.offset)
+        slot.read(source[slot.name])
         done += slot.target.nbytes
         progress(done, total)
 
 
-def _present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[CheckpointTensor, ...]:
+def present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[CheckpointTensor, ...]:
     """Return the tensors of a part; of several layouts the only complete one, or else the one with the most tensors."""
     if isinstance(part, CheckpointTensor):
         return (part,)
@@ -119,7 +112,8 @@ def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
     return sorted(files)
 
 
-def _demand_none(verb: str, names: set[str]) -> None:
+def demand_none(verb: str, names: Set[str]) -> None:
+    """ValueError that names tensors, if there are any."""
     if names:
         shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise ValueError(f"the checkpoint {verb} tensor{'s' if len(names) > 1 else ''} {shown}")

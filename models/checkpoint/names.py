@@ -1,6 +1,6 @@
 """Mapping of checkpoint tensors to parts of parameters, declared by layers and used by `models.checkpoint.load`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -8,6 +8,18 @@ import torch
 from torch import nn
 
 Index = tuple[slice, ...]
+
+
+class Stored(Protocol):
+    """Tensor of which slices can be read, on any device."""
+
+    def get_shape(self) -> Sequence[int]:
+        """Return the shape of the whole tensor."""
+
+    def get_dtype(self) -> str:
+        """Return its dtype by safetensors' name."""
+
+    def __getitem__(self, index: Index) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +31,12 @@ class CheckpointTensor:
     index: Index
     target: torch.Tensor
     offset: float = 0.0
+
+    def read(self, stored: Stored) -> None:
+        if self.target.numel():
+            self.target.copy_(stored[self.index])
+            if self.offset:
+                self.target.add_(self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +59,22 @@ class HasCheckpointTensors(Protocol):
 
 def module_tensors(module: nn.Module, prefix: str) -> Iterator[CheckpointPart]:
     """Return the tensors of a module and its children; a plain parameter is the checkpoint tensor of the same path."""
+    for leaf, path in leaves(module, prefix):
+        yield from own_tensors(leaf, path)
+
+
+def leaves(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str]]:
+    """Return the modules that declare tensors, with their paths."""
+    yield module, prefix
+    if not isinstance(module, HasCheckpointTensors):
+        for name, child in module.named_children():
+            yield from leaves(child, f"{prefix}.{name}")
+
+
+def own_tensors(module: nn.Module, prefix: str) -> Iterator[CheckpointPart]:
+    """Return the tensors of a module without those of its children."""
     if isinstance(module, HasCheckpointTensors):
         yield from module.checkpoint_tensors(prefix)
         return
     for name, parameter in module.named_parameters(recurse=False):
         yield CheckpointTensor(f"{prefix}.{name}", tuple(parameter.shape), (slice(None),), parameter.data)
-    for name, child in module.named_children():
-        yield from module_tensors(child, f"{prefix}.{name}")

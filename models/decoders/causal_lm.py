@@ -55,6 +55,9 @@ class CausalLM(nn.Module):
     def finish(self) -> None:
         for _, matrix in matrices_of(self):
             matrix.finish()
+        for part in (self.tower, self.drafter):
+            if part is not None:
+                part.finish()
 
     def tie_embeddings(self) -> None:
         self.lm_head.weight = self.language_model.embed_tokens.weight
@@ -76,9 +79,13 @@ class CausalLM(nn.Module):
         logits_SV = self.tp.all_gather_columns(matrix_VD.product_f32(hidden_SD, rows))
         return logits_SV if out_SV is None else out_SV.copy_(logits_SV)
 
-    def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
-        yield from module_tensors(self.language_model, "model.language_model")
+    def checkpoint_modules(self) -> Iterator[tuple[nn.Module, str]]:
+        yield self.language_model, "model.language_model"
         if self.mtp is not None:
-            yield from module_tensors(self.mtp, "mtp")
+            yield self.mtp, "mtp"
         if self.lm_head.weight is not self.language_model.embed_tokens.weight:
-            yield from module_tensors(self.lm_head, "lm_head")
+            yield self.lm_head, "lm_head"
+
+    def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
+        for module, path in self.checkpoint_modules():
+            yield from module_tensors(module, path)

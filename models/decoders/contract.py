@@ -42,6 +42,9 @@ class Tower(Protocol):
         """Do some tens of milliseconds of work in advance while the host is idle. Return False if there is none. `is_busy`: the device is
         still working."""
 
+    def finish(self) -> None:
+        """Remake in place what was computed from weights: they are new."""
+
 
 class Drafter(Protocol):
     """Draft head of a model, see `layers.head`."""
@@ -57,6 +60,9 @@ class Drafter(Protocol):
 
     def round_output_matrix(self) -> None:
         """Keep a float8 copy of the output matrix for `draft_tokens`, if it has whole blocks."""
+
+    def finish(self) -> None:
+        """Round a kept copy again, in place: weights are new."""
 
 
 class LanguageModel(Protocol):
@@ -83,6 +89,9 @@ class LanguageModel(Protocol):
     def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         """Return (S, V) float32 over the whole vocabulary on every rank, in `out_SV` if given."""
 
+    def checkpoint_modules(self) -> Iterator[tuple[torch.nn.Module, str]]:
+        """Return the modules that hold all weights, and their paths in the checkpoint."""
+
     def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         """Return the target of each tensor of the checkpoint."""
 
@@ -96,4 +105,5 @@ class LanguageModel(Protocol):
         """Use the input embedding as the output matrix."""
 
     def finish(self) -> None:
-        """Quantize matrices as configured. Call once, after weights are loaded and before graphs are captured."""
+        """Quantize matrices as configured, and remake in place what was computed from weights before. Call after a load, before graphs are
+        captured, and after an update."""

@@ -10,7 +10,7 @@ from models.layers.head import PredictionHead
 from models.layers.linear import VocabParallelEmbedding
 from models.layers.rotary import MRope
 from models.parallel.group import TensorParallel
-from models.weights.matrix import Matrix, storage_of
+from models.weights.matrix import Matrix, copy_values, storage_of
 
 ROUNDED = "float8"  # output matrix for draft tokens
 
@@ -42,3 +42,7 @@ class HeadDrafter:
         except ValueError:
             return
         self._rounded = self._lm_head.as_matrix(ROUNDED)
+
+    def finish(self) -> None:
+        if self._rounded is not None:
+            copy_values(self._rounded.storage, self._lm_head.as_matrix(ROUNDED).storage)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
-from models.checkpoint.names import CheckpointPart, module_tensors
 from models.config.types import ModelConfig
 from models.decoders.causal_lm import CausalLM
 from models.kernels.backend import Backend
@@ -22,6 +22,6 @@ class Qwen3VL(CausalLM):
         self.visual = make_tower(config, backend, setup)
         self.tower = ImageEncoder(config, backend, setup, self.visual)
 
-    def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
-        yield from module_tensors(self.visual, "model.visual")
-        yield from super().checkpoint_tensors()
+    def checkpoint_modules(self) -> Iterator[tuple[nn.Module, str]]:
+        yield self.visual, "model.visual"
+        yield from super().checkpoint_modules()

@@ -12,6 +12,7 @@ from models.kernels.triton.activations import values_of
 from models.kernels.triton.grouped import TritonGrouped
 from models.weights.grouped import Grouped
 from models.weights.layouts import codes_of, packed_columns, packed_rows
+from models.weights.matrix import Stored
 
 ROWS, COLUMNS = 64, 128  # of which a matrix has multiples
 NUM_CHECKED, MAX_DIFFERENCE = 3, 0.02  # tokens of the comparison with our kernels, and its relative limit
@@ -23,6 +24,13 @@ class HummingMatrix:
 
     layer: Any
     shape: torch.Size
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """All tensors, none of which a checkpoint has."""
+        tensors = self.layer.state_dict().items()
+        assert tensors, "the layer holds its tensors elsewhere"
+        return tuple(Stored(name, tensor) for name, tensor in tensors)
 
     @classmethod
     def of(cls, matrix: Grouped) -> "HummingMatrix":

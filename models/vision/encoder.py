@@ -58,6 +58,11 @@ class ImageEncoder:
     def prepare(self, is_busy: bool = False) -> bool:
         return self._graphs is not None and self._graphs.capture_one(is_busy)
 
+    def finish(self) -> None:
+        self._visual.finish()
+        if self._graphs is not None:
+            self._graphs.refresh()
+
     def _patches(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
         """Return the patches (F, P, X): one frame per image, two per pair."""
         frames = [image if image.ndim == 4 else image[None] for image in images]

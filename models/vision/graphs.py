@@ -57,6 +57,12 @@ class TowerGraphs:
         graph.graph.replay()
         return graph.levels
 
+    def refresh(self) -> None:
+        """Copy the tower's tables, after new weights, to where graphs read them."""
+        for (_, grids), graph in self._graphs.items():
+            for table, new in zip(graph.tables.position_PD, self._tower.tables(grids).position_PD, strict=True):
+                table.copy_(new)
+
     def max_bytes(self) -> int:
         """Return the bytes of all graphs: inputs and outputs of each, and the activations of the largest, which are shared."""
         return (MAX_PATCHES_OF_ALL // KEPT_SHARE + MAX_PATCHES_OF_ONE) * self._tower.patch_bytes()

@@ -89,3 +89,8 @@ class TableCache:
             _, evicted = self._tables.popitem(last=False)
             self._num_patches -= len(evicted.position_PD)
         return tables
+
+    def refresh(self) -> None:
+        """Compute the position embeddings again, in place."""
+        for grid, tables in self._tables.items():
+            tables.position_PD.copy_(self._make(grid).position_PD)

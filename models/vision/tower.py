@@ -37,8 +37,13 @@ class PatchEmbed(nn.Module):
 
     @cached_property
     def _frame_weight(self) -> torch.Tensor:
-        """Return (D, C * patch ** 2), summed at the first call: weights are constant after loading."""
+        """Return (D, C * patch ** 2), summed at the first call."""
         return self.weight.sum(0)
+
+    def finish(self) -> None:
+        """Sum again, in place."""
+        if "_frame_weight" in vars(self):
+            torch.sum(self.weight, 0, out=self._frame_weight)
 
     def add_(self, patches_FPX: torch.Tensor, x_PD: torch.Tensor) -> None:
         """x += the embedding of patches of pixels - 128, without `offset`. A single frame represents equal frames."""
@@ -173,8 +178,18 @@ class VisionTower(nn.Module):
     @cached_property
     def _offsets(self) -> torch.Tensor:
         """Return (2 * depth + 1, D) float32: the stream's offset before each attention and MLP and at the end, cached."""
+        return self._sum_biases()
+
+    def _sum_biases(self) -> torch.Tensor:
         biases = torch.stack([bias for block in self._blocks for bias in block.biases()])
         return F.pad(biases.float().cumsum(0), (0, 0, 1, 0))
+
+    def finish(self) -> None:
+        """After new weights: remake what was computed from the previous ones, in place."""
+        self.patch_embed.finish()
+        if "_offsets" in vars(self):
+            self._offsets.copy_(self._sum_biases())
+        self._tables.refresh()
 
     def forward(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Map patches of images or frame pairs to (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels."""

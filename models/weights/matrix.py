@@ -117,8 +117,11 @@ class Place(NamedTuple):
 class Matrix:
     """A matrix (N, K) in the format that it has now."""
 
-    def __init__(self, storage: Any, format: MatrixFormat, backend: str, count: int = 1) -> None:
+    def __init__(self, storage: Any, format: MatrixFormat, backend: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
         self.storage, self._format, self._backend, self._count = storage, format, backend, count
+        self._loaded, self._dtype = format, dtype
+        self._kept: Any = None  # the storage that `finish` writes, after `reopen`
+        self._is_converted = False  # by `finish`
         self.products = products_of(format.stored, backend)
 
     @classmethod
@@ -126,7 +129,7 @@ class Matrix:
         """Without values; `count` equal ones that lie below each other. ValueError if a format that it comes to has no such matrices."""
         for each in set(format):
             storage_of(each).check(columns, (rows,))
-        return cls(storage_of(format.stored).empty(rows, columns, place.device, place.dtype), format, place.backend, count)
+        return cls(storage_of(format.stored).empty(rows, columns, place.device, place.dtype), format, place.backend, count, place.dtype)
 
     @classmethod
     def of(cls, matrix_NK: torch.Tensor, backend: str, format: Format = "plain") -> "Matrix":
@@ -154,13 +157,32 @@ class Matrix:
             yield stored.part(name, shape, rows, columns, stored.tensor[in_blocks(target_rows, stored.block[0])])
 
     def finish(self) -> None:
-        """After a load and before anything is captured: quantize in place."""
-        if self._format.final != self._format.stored:
-            self.storage = self.storage.in_format(self._format.final)
-            self._format = MatrixFormat(self._format.final, self._format.final)
-            self.products = products_of(self._format.final, self._backend)
+        """After a load: quantize in place. The first time nothing may have been captured; after `reopen`, addresses stay."""
+        if self._is_converted and self._kept is None:
+            return
+        made, final = self.storage, self._loaded.final
+        if final != self._loaded.stored:
+            made = made.in_format(final)
+            self._format = MatrixFormat(final, final)
+            self.products = products_of(final, self._backend)
         if self._count == 1:
-            self.storage = self.products.prepared(self.storage)
+            made = self.products.prepared(made)
+        if self._kept is not None:
+            copy_values(self._kept, made)
+            made, self._kept = self._kept, None
+        self._is_converted, self.storage = self._is_converted or made is not self.storage, made
+
+    def reopen(self, device: torch.device) -> None:
+        """Take the tensors of a checkpoint again, until `finish` or `close`. It computes no products meanwhile."""
+        if self._is_converted:
+            assert self._kept is None
+            self._kept = self.storage
+            self.storage = storage_of(self._loaded.stored).empty(*self._kept.shape, device, self._dtype)
+
+    def close(self) -> None:
+        """Undo `reopen`."""
+        if self._kept is not None:
+            self.storage, self._kept = self._kept, None
 
     def product(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         """x @ matrix.T, in `out_TN` if given."""
@@ -178,6 +200,12 @@ class Matrix:
         """residual += x @ matrix.T."""
         assert residual.parts_STD is None, "the parts of the product before were not added"
         self.products.add_to(residual, x_TX, self.storage, rows)
+
+
+def copy_values(target: Storage, made: Storage) -> None:
+    """Copy a matrix of the same format and size in place."""
+    for old, new in zip(target.stored, made.stored, strict=True):
+        old.tensor.copy_(new.tensor)
 
 
 def matrices_of(module: HasModules) -> Iterator[tuple[str, Matrix]]:

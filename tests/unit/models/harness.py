@@ -13,6 +13,7 @@ from models.cache.layout import AttentionLayout
 from models.cache.states import RowStates
 from models.checkpoint.load import load_weights
 from models.checkpoint.names import Index
+from models.checkpoint.update import FILE_DTYPES
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.batch import ForwardBatch, VisualSlice
@@ -76,6 +77,9 @@ class Whole:
 
     def get_shape(self) -> list[int]:
         return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return {dtype: name for name, dtype in FILE_DTYPES.items()}[self.tensor.dtype]
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         return self.tensor[index]
