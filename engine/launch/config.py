@@ -83,6 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: Annotated[str | None, "private key, if the certificate file does not contain it"] = None
     root_path: Annotated[str, "path prefix that a proxy in front strips, such as /llm"] = ""
     access_log: Annotated[bool, "log one line per request"] = True
+    enable_weight_updates: Annotated[bool, "serve routes that pause the engine and replace its weights, for trainers; needs a key"] = False
     otlp_traces_endpoint: Annotated[str | None, "URL of an OpenTelemetry collector that gets a span per request; default: none"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
     shutdown_timeout: Annotated[int, "seconds that running requests get after SIGTERM or Ctrl-C; a second signal stops at once"] = 30
@@ -273,6 +274,8 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
         yield "--api-key must not be empty: leave it out to serve without a key"
     if config.api_key_file is not None and os.path.isfile(config.api_key_file) and not read_api_keys(config):
         yield f"--api-key-file: there is no key in {config.api_key_file}"
+    if config.enable_weight_updates and not config.host.startswith(UNIX_HOST) and config.api_key is None and config.api_key_file is None:
+        yield "--enable-weight-updates needs --api-key: its routes replace the model"
     if not is_json_object(config.default_chat_template_kwargs or "{}"):
         yield "--default-chat-template-kwargs must be a JSON object"
     if config.dp > 1 and config.port + config.dp > MAX_PORT:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from engine.launch.config import UNIX_HOST
 from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
 from engine.launch.unix import UnixClients
@@ -43,7 +44,7 @@ class AsyncLLM:
 
     def __init__(self, model: str = "demo", **flags: Any):
         """Store the flags. Raises ValueError for a bad flag."""
-        config, notes = read_flags(words_of({"log_level": "warning", "model": model, **flags}))
+        config, notes = read_flags(words_of({"log_level": "warning", "model": model, **flags, "host": UNIX_HOST}))
         for note in notes:
             warnings.warn(note, stacklevel=3)
         if config.dp != 1 or config.plan:

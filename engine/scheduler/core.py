@@ -37,6 +37,7 @@ from engine.wire.messages import (
 )
 from engine.wire.reports import joined
 from engine.wire.stats import EngineStats
+from engine.wire.updates import FIRST_VERSION, Drain
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
@@ -74,6 +75,7 @@ class SchedulerCore:
         self._limits: list[tuple[float, int, bool]] = []  # heap of (time, rid, applies only until the first step)
         self._requests: dict[int, list[Request]] = {}  # answers not yet released
         self._in_flight: deque[InFlight] = deque()
+        self.weight_version = FIRST_VERSION
         self.depth = DEPTH  # target number of plans in flight; one more after a quick step
         self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # requests with long hash chains
         self._outputs: list[RequestOutput] = []
@@ -97,7 +99,7 @@ class SchedulerCore:
             self._outputs += [RequestOutput(wire.rid, [], error=error, index=index) for index in range(wire.n)]
             self._released.append(wire.rid)
             return
-        if not self._requests:
+        if self.is_drained:
             self._last_progress = time.monotonic()
         self._num_prompt_tokens += len(prompt_ids)
         siblings: list[Request] = []
@@ -149,6 +151,30 @@ class SchedulerCore:
         if images:
             self.state.images.forget_unpinned()
 
+    def close(self, drain: Drain) -> None:
+        """Start no new requests until `open`. Present ones finish ("wait"), end now ("abort") or are set aside to be computed again
+        ("keep")."""
+        self.state.close(keeps=drain == "keep")
+        for rid in list(self._requests) if drain == "abort" else ():
+            for request in self._live(rid):
+                self._outputs.append(RequestOutput(rid, [], "abort", index=request.index))
+                self._end(request)
+
+    def open(self) -> None:
+        self.state.open()
+        self._last_progress = time.monotonic()
+
+    @property
+    def is_drained(self) -> bool:
+        """Return whether no request is being computed, or may be."""
+        state = self.state
+        return not (self._in_flight or state.running or state.waiting or state.stopping)
+
+    def forget_weights(self) -> None:
+        """Drop everything that was computed from previous weights; no request is running."""
+        assert self.is_drained and not self.state.images.num_pinned
+        self.forget_all(images=True)
+
     def next_step(self) -> PlannedStep | None:
         """Plan a step, which the caller must send to every rank; None if nothing can run now."""
         if self.drafter is not None:
@@ -189,13 +215,13 @@ class SchedulerCore:
     def alive_at(self, now: float) -> float:
         """Return the time of the last progress; `now` if the engine is idle or waits for the processor."""
         awaits_pixels = not self._in_flight and any(siblings[0].awaited for siblings in self._requests.values())
-        return self._last_progress if self._requests and not awaits_pixels else now
+        return now if self.is_drained or awaits_pixels else self._last_progress
 
     def checks(self) -> Iterator[None]:
         """Assert the invariants of the state, part by part; if no request is left, also that all resources are free."""
         yield from self.state.checks()
         if not self._requests:
-            assert not self._in_flight and not self.state.running and not self.state.waiting and not self.state.stopping
+            assert self.is_drained and not self.state.parked
             assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0
             assert self.drafter is None or not self.drafter.num_sources
 
@@ -205,7 +231,7 @@ class SchedulerCore:
             state.counters,
             max_model_len=self._capacity,
             num_running=len(state.running),
-            num_waiting=len(state.waiting),
+            num_waiting=len(state.waiting) + len(state.parked),
             num_blocks=state.blocks.num_blocks,
             num_free_blocks=state.blocks.num_free,
             num_pinned_images=state.images.num_pinned,
@@ -326,7 +352,7 @@ class SchedulerCore:
         report = joined(request.reports) if is_first else None
         if not request.wire.stages.first_token:
             stages = request.wire.stages
-            stages.first_token = time.monotonic()
+            stages.first_token, stages.weight_version = time.monotonic(), self.weight_version
         output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, report, request.index, details)
         self._outputs.append(output)
         if reason is not None:

@@ -23,6 +23,7 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.state import Limits, State
+from engine.updates.control import UpdateControl
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import (
     MAX_HEAD_DRAFTS,
@@ -39,6 +40,7 @@ from engine.wire.messages import (
     ToScheduler,
     WorkerReady,
 )
+from engine.wire.updates import UPDATES_INBOX, Job, JobState, OrderDone, Pause, Resume
 from models.config.huggingface import read_config
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Scheduler:
         self._arena = child.arena_view(PROCESSOR_ARENA)
         self._inbox: Inbox[ToScheduler] = Inbox(child.run_dir, "scheduler", ToScheduler)
         self._processor: Outbox[EngineOutputs] = Outbox(child.run_dir, "processor")
+        self._api: Outbox[OrderDone] = Outbox(child.run_dir, UPDATES_INBOX)
         self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
         self._liveness = Workers(child.runtime.device)
@@ -68,6 +71,7 @@ class Scheduler:
         if ready is None:
             return
         core = self._make_core(ready)
+        control = UpdateControl(core, self._child.config.tp, self._send_bytes, self._api.send)
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
             if core.num_in_flight:
@@ -77,7 +81,8 @@ class Scheduler:
                 core.hash_ahead(step)
             core.expire(time.monotonic())
             self._flush(core)
-            self._receive(core)
+            self._receive(core, control)
+            control.advance()
 
     def _await_workers(self) -> list[WorkerReady] | None:
         ready: list[WorkerReady] = []
@@ -104,7 +109,7 @@ class Scheduler:
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
         return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)
 
-    def _receive(self, core: SchedulerCore) -> None:
+    def _receive(self, core: SchedulerCore, control: UpdateControl) -> None:
         """Wait for a message and process all that have arrived. After an idle second, check the state once, in parts: a request that
         arrives meanwhile waits for one part."""
         message = None
@@ -132,6 +137,8 @@ class Scheduler:
                     core.forget_all(message.images)
                 case StepResult():
                     core.collect(message)
+                case Pause() | Resume() | Job() | JobState():
+                    control.take(message)
                 case WorkerReady():
                     raise AssertionError("a worker started twice")
             message = self._inbox.recv_ready()
@@ -144,14 +151,17 @@ class Scheduler:
     def _send(self, step: PlannedStep) -> None:
         """Send the same bytes to every rank."""
         data = self._encoder.encode(step.plan)
-        for worker in self._workers:
-            worker.send_bytes(data)
+        self._send_bytes(data)
         if logger.isEnabledFor(logging.DEBUG):
             plan = step.plan
             num_tokens = sum(chunk.length for chunk in plan.chunks)
             num_hit = len({ref.image_id for chunk in plan.chunks for ref in chunk.visual}) - len(plan.encodes)
             sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), num_hit, len(data))
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d hit, plan of %d bytes", *sizes)
+
+    def _send_bytes(self, data: bytes) -> None:
+        for worker in self._workers:
+            worker.send_bytes(data)
 
     def _flush(self, core: SchedulerCore) -> None:
         """Send outputs; once per second, or when all requests are done, also statistics."""

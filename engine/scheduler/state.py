@@ -3,6 +3,8 @@
 add ──▶ waiting ──▶ start ──▶ running ──▶ stop ──▶ stopping ──▶ release
            ▲                     │
            └────── preempt ◀─────┘
+
+After `close`, requests are parked instead of waiting, until `open`.
 """
 
 from bisect import insort
@@ -47,6 +49,8 @@ class State:
     adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
+    parked: list[Request] = field(default_factory=list)  # that arrived after `close`
+    is_open: bool = True
     stopping: set[Request] = field(default_factory=set)
     free_rows: list[int] = field(default_factory=list)
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
@@ -56,8 +60,25 @@ class State:
     num_steps: int = 0
 
     def add(self, request: Request) -> None:
-        request.status = Status.WAITING
-        insort(self.waiting, request, key=_order)
+        if self.is_open:
+            self._queue(request)
+        else:
+            request.status = Status.PARKED
+            self.parked.append(request)
+
+    def close(self, keeps: bool) -> None:
+        """Park requests that arrive from now on. If `keeps`, the present ones, too: running ones are preempted."""
+        self.is_open = False
+        while keeps and self.running:
+            self.preempt(self.running[-1])
+        while keeps and self.waiting:
+            self.add(self.waiting.popleft())
+
+    def open(self) -> None:
+        self.is_open = True
+        for request in self.parked:
+            self._queue(request)
+        self.parked = []
 
     def start(self, request: Request, hits: Sequence[int], num_equal: int) -> None:
         """Give a waiting request a row and its prefix from `hits`. Another sequence branched off after `num_equal` blocks."""
@@ -85,12 +106,13 @@ class State:
         self._take_all(request)
         request.num_computed = request.num_committed = request.first_needed = 0
         request.drafts, request.head_drafts, request.is_held = (), [], False
-        self.add(request)
+        self._queue(request)
         self.counters.preemptions += 1
 
     def stop(self, request: Request) -> None:
         """Stop a request. It keeps its resources until its plans in flight have landed."""
-        (self.waiting if request.status is Status.WAITING else self.running).remove(request)
+        queues = {Status.PARKED: self.parked, Status.WAITING: self.waiting, Status.RUNNING: self.running}
+        queues[request.status].remove(request)
         request.status = Status.STOPPING
         self.stopping.add(request)
 
@@ -195,10 +217,11 @@ class State:
         self.blocks.check_refs([*self.saving, *(request.blocks for request in holders)])
         for queue in (self.waiting, self.running):
             assert all(older.order < younger.order for older, younger in pairwise(queue)), "out of order"
-        for request in self.waiting:
+        assert not (self.parked and self.is_open)
+        for request in (*self.waiting, *self.parked):
             assert not request.blocks and not request.pins and request.row < 0
             assert request.leader is None or request.leader.order < request.order, "waits for a younger one"
-        for request in [*self.waiting, *holders]:
+        for request in [*self.waiting, *self.parked, *holders]:
             assert not request.awaited & request.sources.keys() and request.awaited <= {span.hash for span in request.images}
         for request in self.running:
             assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
@@ -214,6 +237,10 @@ class State:
             entry = self.images.get(digest)
             assert entry is None or entry.pins == count, "pins drifted from the requests"
         assert self.images.num_pinned <= len(pins)
+
+    def _queue(self, request: Request) -> None:
+        request.status = Status.WAITING
+        insort(self.waiting, request, key=_order)
 
     def _pin(self, request: Request, index: int) -> None:
         self.images.pin(request.images[index].hash)

@@ -11,7 +11,7 @@
 | scheduler -> worker    | StepPlan, the same bytes to all      |
 | worker -> scheduler    | WorkerReady, StepResult, Heartbeat   |
 
-All times are `time.monotonic()` seconds: one clock for all processes of a host.
+Messages of weight updates are in `engine.wire.updates`. All times are `time.monotonic()` seconds: one clock for all processes of a host.
 """
 
 from typing import Literal
@@ -34,6 +34,7 @@ from engine.wire.params import (
 )
 from engine.wire.reports import Report
 from engine.wire.stats import EngineStats, Stages
+from engine.wire.updates import Job, JobState, Order, Verdict
 from models.kernels.step_sizes import StepSizes
 
 API_ARENA = 0
@@ -374,5 +375,5 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
-ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat
-ToWorker = StepPlan | Prefetch | LoadGrammar
+ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat | Order | JobState
+ToWorker = StepPlan | Prefetch | LoadGrammar | Job | Verdict

@@ -27,6 +27,7 @@ from engine.launch.memory import (
     sizes_for,
     step_graph_bytes,
 )
+from engine.updates.worker import UpdateWorker
 from engine.wire.arena import ArenaView
 from engine.wire.grammar import LoadGrammar
 from engine.wire.ipc import Outbox
@@ -118,7 +119,7 @@ def build_runner(
         tp=loaded.tp,
         agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
         head=make_head(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged, device)) if text.has_head else None,
-        handlers={Prefetch: images.prefetch, LoadGrammar: load_grammar},
+        handlers={Prefetch: images.prefetch, LoadGrammar: load_grammar, **UpdateWorker(child, rank, model, images.forget_early).handlers},
         adapters=loaded.adapters,
     )
     ready = WorkerReady(

@@ -93,9 +93,7 @@ class ImageCache:
     def prefetch(self, prefetch: Prefetch) -> None:
         """Encode an image for a plan that names its ticket, replacing the previous one. Skip it if memory is lacking now, or if all ranks
         will encode it together."""
-        if self._early is not None and self.stream is not None:
-            self.stream.synchronize()  # the tower may still read its pixels
-        self._early = None
+        self.forget_early()
         if self._share_out([Encode(0, prefetch.source, prefetch.grid)]).together:
             return
         with torch.cuda.stream(self.stream), contextlib.suppress(torch.OutOfMemoryError, MemoryError):
@@ -105,6 +103,12 @@ class ImageCache:
                 (embedding,) = self._tower.encode([read[0]], [prefetch.grid])
                 watch.mark()
                 self._early = EarlyImage(prefetch, read, embedding, watch)
+
+    def forget_early(self) -> None:
+        """Drop the image that was encoded before a plan named it."""
+        if self._early is not None and self.stream is not None:
+            self.stream.synchronize()  # the tower may still read its pixels
+        self._early = None
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Add a step's images to the cache, for the current stream. An undecodable image becomes zeros, and its rank reports it. If memory

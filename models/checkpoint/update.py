@@ -23,21 +23,23 @@ FILE_DTYPES = {  # of safetensors
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Announced:
-    """A tensor that is known by its dtype and shape, before it arrives."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FILE_DTYPES.values()}
 
-    dtype: str
-    shape: tuple[int, ...]
+
+@dataclass(frozen=True)
+class InMemory:
+    """A `Stored` tensor in memory; on the meta device one that is not there yet."""
+
+    tensor: torch.Tensor
 
     def get_shape(self) -> Sequence[int]:
-        return self.shape
+        return self.tensor.shape
 
     def get_dtype(self) -> str:
-        return self.dtype
+        return next((name for name, dtype in FILE_DTYPES.items() if dtype == self.tensor.dtype), str(self.tensor.dtype))
 
     def __getitem__(self, index: Index) -> torch.Tensor:
-        raise AssertionError("it has not arrived")
+        return self.tensor[index]
 
 
 @dataclass
@@ -59,8 +61,8 @@ class WeightUpdate:
     """Tensors for a model that has weights. The caller passes all tensors of `names` to `write`, then calls `finish`."""
 
     def __init__(self, model: LanguageModel, source: Mapping[str, Stored], is_whole: bool) -> None:
-        """ValueError if tensors differ from the model's in names, shapes or formats, or are not all of them although `is_whole`. Nothing has
-        been written then."""
+        """ValueError, before anything is written, if tensors differ from the model's in names, shapes or formats, or if some are missing
+        although `is_whole`."""
         self._model, self._source = model, source
         self._leaves_of: dict[str, list[_Leaf]] = {}
         expected: set[str] = set()

@@ -15,6 +15,7 @@ from engine.launch.config import VERSION
 from engine.wire.messages import Abort, ErrorInfo, Event, Events, MediaRef, Submit, TextPrompt, TokenPrompt
 from engine.wire.params import NumLogprobs, OutputOptions, RankedToken, SamplingParams
 from engine.wire.stats import Stages
+from engine.wire.updates import FIRST_VERSION
 from server.errors import RequestError, error_body
 from server.http.body import Body
 from server.http.streaming import Choice, Format, ReplyOptions, Usage, encode
@@ -97,9 +98,10 @@ class Generated(BaseModel):
 class GenerateFormat(Format):
     """An event holds the whole answer so far."""
 
-    def __init__(self, options: ReplyOptions, asked: GenerateRequest, request: CompletionRequest):
+    def __init__(self, options: ReplyOptions, asked: GenerateRequest, request: CompletionRequest, version: str = FIRST_VERSION):
         self._id = request.rid or secrets.token_hex(16)
         self._received, self._asked, self._is_list = options.received, asked, asked.is_batch or (request.n or 1) > 1
+        self._version = version
         self._num_sent: Counter[int] = Counter()  # tokens of each choice in its last event
 
     def first_chunk(self, choice: Choice) -> bytes:
@@ -115,17 +117,22 @@ class GenerateFormat(Format):
         return self._event(choice)
 
     def finish_chunk(self, choice: Choice, timings: Json) -> bytes:
+        self._note(timings)
         return self._event(choice)
 
     def end(self, usage: Usage, timings: Json) -> bytes:
         return b"data: [DONE]\n\n"
 
     def document(self, choices: list[Choice], usage: Usage, timings: Json) -> bytes:
+        self._note(timings)
         found = [self._answer(choice) for choice in choices]
         return encode(found if self._is_list else found[0])
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
         return b"data: " + error_body(info) + b"\n\n"
+
+    def _note(self, extra: Json) -> None:
+        self._version = extra.get("metadata", {}).get("weight_version", self._version)
 
     def _event(self, choice: Choice) -> bytes:
         return b"data: " + encode(self._answer(choice) | ({"index": choice.index} if self._is_list else {})) + b"\n\n"
@@ -138,7 +145,7 @@ class GenerateFormat(Format):
         ending = None if reason is None else {"type": reason, **endings.get(reason, {})}
         meta: Json = {
             "id": self._id, "finish_reason": ending, "matched_stop": matched, "prompt_tokens": usage.num_prompt,
-            "completion_tokens": usage.num_generated, "cached_tokens": usage.num_cached, "weight_version": "default",
+            "completion_tokens": usage.num_generated, "cached_tokens": usage.num_cached, "weight_version": self._version,
             **({} if reason is None else {"e2e_latency": time.monotonic() - self._received}), **self._logprobs(choice),
         }  # fmt: skip
         return {"text": "".join(choice.content), "output_ids": choice.token_ids, "meta_info": meta}
@@ -196,7 +203,8 @@ class GenerateEndpoint(GenerationEndpoint):
             raise error if error.info.param != "prompt" else bad_value(field, error.info.message.partition(": ")[2]) from None
         prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in asked.prompts]
         job = self.job_of(request, body, prompts, field, names="both")
-        job.format = functools.partial(GenerateFormat, asked=asked, request=request)
+        version = self.service.client.weight_version or FIRST_VERSION
+        job.format = functools.partial(GenerateFormat, asked=asked, request=request, version=version)
         for submit, images in zip(job.submits, asked.images(len(prompts)), strict=True):
             for i, image in enumerate(images):
                 url = f"data:image/any;base64,{image}" if BARE.fullmatch(image) else image
@@ -220,9 +228,9 @@ class Native:
 
     async def model_info(self) -> Any:
         """What is served, in SGLang's words."""
-        model = self._service.config.model
+        model, version = self._service.config.model, self._service.client.weight_version or FIRST_VERSION
         can = {"is_generation": True, "has_image_understanding": True, "has_audio_understanding": False}
-        return {"model_path": model, "tokenizer_path": model, "weight_version": "default", "preferred_sampling_params": None, **can}
+        return {"model_path": model, "tokenizer_path": model, "weight_version": version, "preferred_sampling_params": None, **can}
 
     async def server_info(self) -> Any:
         """Numbers that SGLang's benchmark reads."""

@@ -288,6 +288,8 @@ class ResponseFormat(BlockFormat):
         events = self._stop_item("incomplete" if is_half else "completed")
         ending: Json = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, "completed_at": None}
         ending = ending if is_cut else {"status": "completed", "completed_at": int(time.time())}
+        if (version := timings.get("metadata")) is not None:
+            timings = {**timings, "metadata": {**(self._head.get("metadata") or {}), **version}}
         return events, self._head | ending | {"usage": usage_json(usage), "output": self._items, **timings}
 
     def _stop_item(self, status: str) -> bytes:

@@ -27,7 +27,7 @@ from engine.wire.arena import Arena
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.checkpoint import read_checkpoint
-from server.dialects import anthropic, generate, pooling, responses
+from server.dialects import anthropic, generate, pooling, responses, updates
 from server.errors import RequestError, error_type
 from server.http.client import Client
 from server.http.connection import ConnectionLimiter
@@ -46,7 +46,7 @@ from server.warm import warm_up
 # Registration of the dialects: routes, and bodies of errors that differ from OpenAI's, by the beginning of the path.
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
 OPERATIONS = (generate.Native, AdapterRoutes)  # further routes, whose bodies FastAPI reads
-ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body}
+ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body, updates.UPDATE_PATHS: updates.refusal_body}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 METRICS_PATH = "/metrics"
 TITLE = "A small serving engine for Qwen3-VL"
@@ -92,6 +92,7 @@ class Api:
         )  # fmt: skip
         app.router.routes += [self.endpoint(path).route(path) for path in ENDPOINTS]
         app.router.routes += [route for operations in OPERATIONS for route in operations(self._service).routes()]
+        app.router.routes += updates.weight_routes(self._child, self.client)
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
         is_making, made = threading.Lock(), list[bytes]()

@@ -115,6 +115,7 @@ class Client:
         self._streams: dict[int, Stream] = {}  # with unfinished answers
         self.replies: set[Stream] = set()  # bodies being written
         self.health = EngineHealth()
+        self.weight_version: str | None = None  # None: weights do not change, and answers name no version
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # when answers ended of late
         self._token = asyncio.Event()  # set with the next token
 

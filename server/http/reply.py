@@ -194,9 +194,12 @@ class Reply(Answer):
                 choice.last_time = now
 
     def _extra(self) -> dict[str, object]:
-        """Fields of the document, or of the last event of a stream: warnings about the end, and timings if the client wants them."""
+        """Fields of the document, or of the last event of a stream: warnings about the end, the version of weights that change, and timings
+        if the client wants them."""
         is_cut = self._options.cut_warning and any(choice.finish_reason == "length" for choice in self._choices.values())
         extra: dict[str, object] = {"warnings": [*self._options.warnings, self._options.cut_warning]} if is_cut else {}
+        if (version := self._client.weight_version) is not None:
+            extra["metadata"] = {"weight_version": self._stages.weight_version or version}
         if not self._options.timings:
             return extra
         last = max(choice.last_time for choice in self._choices.values())

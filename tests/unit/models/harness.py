@@ -12,8 +12,7 @@ from torch import nn
 from models.cache.layout import AttentionLayout
 from models.cache.states import RowStates
 from models.checkpoint.load import load_weights
-from models.checkpoint.names import Index
-from models.checkpoint.update import FILE_DTYPES
+from models.checkpoint.update import InMemory
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.batch import ForwardBatch, VisualSlice
@@ -69,27 +68,11 @@ def assert_same(first: nn.Module, second: nn.Module) -> None:
     assert not [path for path in ours if not ours[path].equal(theirs[path])]
 
 
-@dataclass
-class Whole:
-    """A `Stored` tensor in memory."""
-
-    tensor: torch.Tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def get_dtype(self) -> str:
-        return {dtype: name for name, dtype in FILE_DTYPES.items()}[self.tensor.dtype]
-
-    def __getitem__(self, index: Index) -> torch.Tensor:
-        return self.tensor[index]
-
-
-class TensorSource(dict[str, Whole]):
+class TensorSource(dict[str, InMemory]):
     """What `fill` reads, of tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__({name: Whole(tensor) for name, tensor in tensors.items()})
+        super().__init__({name: InMemory(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass

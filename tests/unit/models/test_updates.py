@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.checkpoint.load import opened
-from models.checkpoint.update import WeightUpdate
+from models.checkpoint.update import InMemory, WeightUpdate
 from models.decoders.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, Shape, write_model_folder
 from models.weights.matrix import matrices_of
-from tests.unit.models.harness import ONE_IMAGE, Prompt, TensorSource, Whole, every_logit, load, stored_tensors
-from tests.unit.models.test_grouped import CASES, folders
+from tests.unit.models.harness import ONE_IMAGE, Prompt, TensorSource, every_logit, load, stored_tensors
+from tests.unit.models.test_grouped import folders
 
 FILE = "model.safetensors"
 TIED = replace(SHAPES["tiny"], tied=True)
@@ -173,7 +173,7 @@ def test_some_tensors_in_another_order(tiny_folder: Path, tmp_path: Path) -> Non
     model, expected = load(tiny_folder, quantized_to="float8"), load(folder, quantized_to="float8")
     job = WeightUpdate(model, TensorSource({name: tensors[name] for name in names}), is_whole=False)
     for name in names:
-        job.write(name, Whole(tensors[name]))
+        job.write(name, InMemory(tensors[name]))
     job.finish()
     ours, theirs = stored_tensors(model), stored_tensors(expected)
     are_new = {path: ours[path].equal(theirs[path]) for path in ours}

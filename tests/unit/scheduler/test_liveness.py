@@ -156,18 +156,18 @@ def idle_scheduler(num_polls: int) -> Any:
 
 def test_a_message_waits_for_one_part_of_the_check() -> None:
     scheduler, core = idle_scheduler(num_polls=3), Core()
-    scheduler._receive(core)
+    scheduler._receive(core, None)
     assert core.num_checked == 0
-    scheduler._receive(core)
+    scheduler._receive(core, None)
     assert (core.num_checked, core.num_forgotten) == (3, 1)
-    scheduler._receive(core)
+    scheduler._receive(core, None)
     assert core.num_checked == 3, "a check must not go on with a state that has changed"
 
 
 def test_without_messages_the_check_ends_and_is_not_repeated() -> None:
     scheduler, core = idle_scheduler(num_polls=-1), Core()
     for _ in range(4):
-        scheduler._receive(core)
+        scheduler._receive(core, None)
     assert core.num_checked == 10
 
 

@@ -1,0 +1,31 @@
+"""A process group of a trainer, rank 0, and the workers of engines. It is made as SGLang's `init_custom_process_group` does, so that the
+trainers that know SGLang join the same group."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
+
+TIMEOUT_S = 300
+
+
+def join(name: str, backend: str, address: str, port: int, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> dist.ProcessGroup:
+    """Return the group when all ranks have joined; rank 0 listens at the address. RuntimeError or ValueError after the timeout."""
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    prefixed = dist.PrefixStore(name, store)
+    group, _ = _new_process_group_helper(size, rank, [], backend, prefixed, GroupName(name), timeout=timeout)
+    dist.distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}  # for the functions of torch.distributed
+    return group
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    dist.destroy_process_group(group)
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Send rank 0's tensor into those of the others."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor], options).wait()

@@ -1,0 +1,170 @@
+"""Worker's part of weight updates: a job is prepared without writing anything, then executed or dropped as the scheduler says.
+
+A failure while weights are written ends the engine: they would be a mixture of old and new.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from engine.launch.child import Child
+from engine.updates import group as groups
+from engine.updates.memory import dtype_of, opened_tensor
+from engine.wire.ipc import Outbox
+from engine.wire.updates import FromFolder, FromGroup, FromMemory, Job, JobState, JoinGroup, LeaveGroup, Rename, TensorSpec, Verdict
+from engine.worker.failure import explain
+from models.checkpoint.load import opened
+from models.checkpoint.names import Stored
+from models.checkpoint.update import InMemory, WeightUpdate
+from models.config.huggingface import read_config
+from models.decoders.contract import LanguageModel
+
+FAILURES = (ValueError, OSError, RuntimeError, MemoryError, SafetensorError)
+
+
+class UpdateWorker:
+    """Jobs of one rank. `forget` drops what was computed from weights ahead of a plan."""
+
+    def __init__(self, child: Child, rank: int, model: LanguageModel, forget: Callable[[], None]) -> None:
+        self._child, self._rank, self._model, self._forget = child, rank, model, forget
+        self._scheduler: Outbox[JobState] = Outbox(child.run_dir, "scheduler")
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._resources = ExitStack()  # of the prepared job
+        self._execute: Callable[[], None] = _nothing
+
+    @property
+    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
+        return {Job: self.prepare, Verdict: self.conclude}
+
+    @torch.inference_mode()
+    def prepare(self, job: Job) -> None:
+        problem = None
+        try:
+            self._execute = self._prepared(job.task)
+        except FAILURES as failure:
+            self._drop()
+            problem = explain(failure)
+        self._scheduler.send(JobState(self._rank, job.number, problem))
+
+    @torch.inference_mode()
+    def conclude(self, verdict: Verdict) -> None:
+        """Execute the prepared job, or drop it."""
+        if verdict.is_granted:
+            try:
+                self._synchronize()
+                self._execute()
+                self._synchronize()
+            except FAILURES as failure:
+                self._child.failed(f"the weights were written in part, so the engine ends: {explain(failure)}")
+                os._exit(1)
+            self._forget()
+            self._scheduler.send(JobState(self._rank, verdict.number))
+        self._drop()
+
+    def _prepared(self, task: FromFolder | FromMemory | FromGroup | JoinGroup | LeaveGroup | Rename) -> Callable[[], None]:
+        """Check the task and return what executes it."""
+        match task:
+            case FromFolder():
+                return self._from_folder(Path(task.path))
+            case FromMemory():
+                memory = {spec.name: InMemory(opened_tensor(spec, self._model.device)) for spec in task.tensors}
+                update = WeightUpdate(self._model, self._known(memory), is_whole=False)
+                return self._writing(update, self._known(memory))
+            case FromGroup():
+                return self._from_group(self._group(task.group), task.tensors)
+            case JoinGroup():
+                return self._join(task)
+            case Rename():
+                return _nothing
+            case LeaveGroup():
+                group = self._group(task.group)
+
+                def leave() -> None:
+                    del self._groups[task.group]
+                    groups.leave(group)
+
+                return leave
+
+    def _from_folder(self, folder: Path) -> Callable[[], None]:
+        model, architecture = self._model.config, self._model.config.architecture
+        try:
+            found = read_config(folder, model.text.has_head)
+            tensors = self._resources.enter_context(opened(folder, architecture))
+        except OSError as problem:
+            raise ValueError(f"the folder cannot be read: {type(problem).__name__}") from None
+        theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
+        if found.architecture != architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
+            raise ValueError("the folder holds another model: its config.json has another architecture, other sizes or another format")
+        return self._writing(WeightUpdate(self._model, tensors, is_whole=True), tensors)
+
+    def _from_group(self, group: dist.ProcessGroup, specs: tuple[TensorSpec, ...]) -> Callable[[], None]:
+        """Receive each tensor into one buffer, which is allocated before anything is written."""
+        announced = {spec.name: InMemory(torch.empty(spec.shape, dtype=dtype_of(spec), device="meta")) for spec in specs}
+        size = max((each.tensor.nbytes for each in announced.values()), default=0)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
+        update = WeightUpdate(self._model, self._known(announced), is_whole=False)
+        known_of = {name: known for known, name in self._names(announced).items()}
+
+        def receive() -> None:
+            for spec in specs:
+                meta = announced[spec.name].tensor
+                tensor = buffer[: meta.nbytes].view(meta.dtype).view(meta.shape)
+                groups.broadcast(group, tensor)
+                if spec.name in known_of:
+                    update.write(known_of[spec.name], InMemory(tensor))
+            update.finish()
+
+        return receive
+
+    def _join(self, task: JoinGroup) -> Callable[[], None]:
+        if task.group in self._groups:
+            raise ValueError(f"the group {task.group} exists already")
+        group = groups.join(task.group, task.backend, task.address, task.port, task.first_rank + self._rank, task.size)
+        self._resources.callback(groups.leave, group)
+
+        def keep() -> None:
+            self._groups[task.group] = group
+            self._resources.pop_all()
+
+        return keep
+
+    def _names(self, tensors: Iterable[str]) -> dict[str, str]:
+        """Map the model's names to the sender's."""
+        return self._model.config.architecture.names_of(tensors)
+
+    def _known(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Tensors by the model's names."""
+        return {known: tensors[name] for known, name in self._names(tensors).items()}
+
+    @staticmethod
+    def _writing(update: WeightUpdate, tensors: Mapping[str, Stored]) -> Callable[[], None]:
+        def write() -> None:
+            for name in update.names:
+                update.write(name, tensors[name])
+            update.finish()
+
+        return write
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        if name not in self._groups:
+            raise ValueError(f"there is no group {name}: /init_weights_update_group makes it")
+        return self._groups[name]
+
+    def _synchronize(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _drop(self) -> None:
+        self._resources.close()
+        self._execute = _nothing
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,391 @@
+"""Weight updates, by the routes of vLLM and of SGLang: pause, replace weights, resume. Served with `--enable-weight-updates` only.
+
+body ──▶ request type ──▶ order ──▶ scheduler ──▶ OrderDone ──▶ the document of the route's server
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from engine.launch.child import Child
+from engine.wire.ipc import AsyncInbox, Outbox
+from engine.wire.messages import ErrorInfo
+from engine.wire.updates import (
+    FIRST_VERSION,
+    UPDATES_INBOX,
+    Drain,
+    FromFolder,
+    FromGroup,
+    FromMemory,
+    Job,
+    JoinGroup,
+    LeaveGroup,
+    Order,
+    OrderDone,
+    Pause,
+    Rename,
+    Resume,
+    TensorSpec,
+)
+from server.errors import RequestError, error_body
+from server.http.client import Client
+from server.http.validate import Strict, bad_value, check, read_object
+from server.openai.openapi import BodyRoute, DescribedRoute
+
+Json = dict[str, Any]
+MAX_BYTES = 64 << 20  # of a body: tens of thousands of tensors
+POLL_S = 1.0  # until it is noticed that the server stops
+GROUP = "weight_update_group"
+DRAINS: dict[str | None, Drain] = {
+    None: "abort", "abort": "abort", "wait": "wait", "finish": "wait", "keep": "keep", "retract": "keep", "in_place": "keep",
+}  # fmt: skip
+PICKLE = "is not read, because it is pickle: send names, dtypes, shapes and plain handles as docs/guides/weight-updates.md describes"
+UPDATE_PATHS = "/update_weights_from_"  # SGLang's
+
+
+class Orders:
+    """Orders to the scheduler. Its answers come to an inbox of their own."""
+
+    def __init__(self, child: Child, client: Client):
+        self._run_dir, self._client, self.num_ranks = child.run_dir, client, child.config.tp
+        self._scheduler: Outbox[Order] = Outbox(child.run_dir, "scheduler")
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self.is_paused = False
+        client.weight_version = FIRST_VERSION
+
+    @property
+    def version(self) -> str:
+        return self._client.weight_version or FIRST_VERSION
+
+    async def give(self, order: Callable[[int], Order]) -> OrderDone:
+        """Wait until the order has been executed. RequestError 400 with the reason if it was refused, 503 if the server stops."""
+        self._client.health.check()
+        self._reader = self._reader or asyncio.create_task(self._read())
+        number = next(self._numbers)
+        done = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._scheduler.send(order(number))
+        while not (await asyncio.wait([done], timeout=POLL_S))[0]:
+            if (refusal := self._client.health.refusal) is not None:
+                raise RequestError.of(refusal)
+        answer = done.result()
+        self._client.weight_version = answer.version
+        if answer.problem is not None:
+            raise RequestError(400, answer.problem, code="weight_update_refused")
+        return answer
+
+    async def _read(self) -> None:
+        inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
+        while True:
+            answer = await inbox.recv()
+            self._waiting.pop(answer.number).set_result(answer)
+
+
+class Changed(BaseModel):
+    """What vLLM's routes answer."""
+
+    message: str
+
+
+class Succeeded(BaseModel):
+    """What SGLang's routes answer."""
+
+    success: bool
+    message: str
+
+
+class State(BaseModel):
+    status: str
+
+
+class Nothing(Strict):
+    """A body without fields that matter here."""
+
+
+class WeightRoute:
+    """An ASGI application that gives one order."""
+
+    takes: ClassVar[type[Strict]] = Nothing
+    gives: ClassVar[type[BaseModel]] = Succeeded
+    streams: Any = None
+    last_data = ""
+
+    def __init__(self, orders: Orders):
+        self.orders = orders
+
+    async def run(self, asked: Any) -> Json:
+        """Return the document. RequestError."""
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, data = Request(scope, receive), b""
+        async for part in request.stream():
+            data += part
+            if len(data) > MAX_BYTES:
+                raise RequestError(413, f"The body is larger than {MAX_BYTES >> 20} MiB: send the tensors in several requests.")
+        value = dict(request.query_params) | (await asyncio.to_thread(read_object, data) if data.strip() else {})
+        response = JSONResponse(await self.run(check(self.takes, value)))
+        await response(scope, receive, send)
+
+    async def update(self, task: Any, asked: "Options") -> Json:
+        drain: Drain = "abort" if asked.abort_all_requests else "wait"
+        done = await self.orders.give(lambda number: Job(number, task, drain, asked.weight_version))
+        words = f"The weights have the version {done.version}."
+        return {"success": True, "message": words, "num_paused_requests": done.num_waiting}
+
+
+class Mode(Strict):
+    mode: Literal["abort", "wait", "finish", "keep", "retract", "in_place"] | None = None
+    wait_for_inflight_requests: str | bool | None = None
+
+
+class PauseRoute(WeightRoute):
+    """Start no further requests. Running ones end (`abort`), finish (`wait`) or go on after the resume (`keep`)."""
+
+    takes, gives = Mode, State
+
+    async def run(self, asked: Mode) -> Json:
+        waits = asked.mode is None and str(asked.wait_for_inflight_requests).lower() == "true"
+        self.orders.is_paused = True
+        await self.orders.give(lambda number: Pause(number, "wait" if waits else DRAINS[asked.mode]))
+        return {"status": "paused", "message": "Generation is paused."}
+
+
+class ResumeRoute(WeightRoute):
+    """Start requests again."""
+
+    gives = State
+
+    async def run(self, asked: Nothing) -> Json:
+        await self.orders.give(Resume)
+        self.orders.is_paused = False
+        return {"status": "resumed", "message": "Generation continues."}
+
+
+class Options(Strict):
+    """Fields of every update."""
+
+    abort_all_requests: bool | None = None
+    weight_version: str | None = None
+    load_format: Literal["auto", "safetensors"] | None = None
+
+
+class Folder(Options):
+    model_path: str
+
+
+class FolderRoute(WeightRoute):
+    """Replace all weights by those of a folder with a checkpoint of the same architecture and formats."""
+
+    takes = Folder
+
+    async def run(self, asked: Folder) -> Json:
+        return await self.update(FromFolder(asked.model_path), asked)
+
+
+class NamedTensors(Options):
+    named_tensors: list[Json] | None = None
+    serialized_named_tensors: Any = None
+
+
+class MemoryRoute(WeightRoute):
+    """Replace weights by tensors in memory of a process on this host: shared memory, or CUDA IPC."""
+
+    takes = NamedTensors
+
+    async def run(self, asked: NamedTensors) -> Json:
+        if asked.serialized_named_tensors is not None:
+            raise bad_value("serialized_named_tensors", PICKLE)
+        return await self.update(FromMemory(_specs(asked.named_tensors or [], "named_tensors")), asked)
+
+
+class Group(Strict):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = GROUP
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+
+class GroupName(Strict):
+    group_name: str = GROUP
+
+
+class JoinRoute(WeightRoute):
+    """Join a trainer's process group: its rank 0 waits at the address, worker i becomes rank `rank_offset` + i."""
+
+    takes = Group
+
+    async def run(self, asked: Group) -> Json:
+        task = JoinGroup(asked.group_name, asked.backend, asked.master_address, asked.master_port, asked.rank_offset, asked.world_size)
+        await self.orders.give(lambda number: Job(number, task))
+        return {"success": True, "message": f"All workers have joined {asked.group_name}."}
+
+
+class LeaveRoute(WeightRoute):
+    """Leave a process group."""
+
+    takes = GroupName
+
+    async def run(self, asked: GroupName) -> Json:
+        await self.orders.give(lambda number: Job(number, LeaveGroup(asked.group_name)))
+        return {"success": True, "message": f"All workers have left {asked.group_name}."}
+
+
+class Announced(Options):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = GROUP
+
+
+class BroadcastRoute(WeightRoute):
+    """Replace weights by what rank 0 of the group broadcasts, in this order."""
+
+    takes = Announced
+
+    async def run(self, asked: Announced) -> Json:
+        specs = _zipped(asked.names, asked.dtypes, asked.shapes, [{}] * len(asked.names))
+        return await self.update(FromGroup(asked.group_name, specs), asked)
+
+
+class Version(Strict):
+    new_version: str
+    abort_all_requests: bool | None = None
+
+
+class RenameRoute(WeightRoute):
+    """Change the version of the weights alone."""
+
+    takes = Version
+
+    async def run(self, asked: Version) -> Json:
+        options = Options(abort_all_requests=asked.abort_all_requests, weight_version=asked.new_version)
+        return await self.update(Rename(), options)
+
+
+class InitInfo(Strict):
+    init_info: Json
+
+
+class InitRoute(WeightRoute):
+    """vLLM's name of joining a group; without an address there is nothing to do."""
+
+    takes, gives = InitInfo, Changed
+
+    async def run(self, asked: InitInfo) -> Json:
+        if asked.init_info:
+            await JoinRoute(self.orders).run(check(Group, asked.init_info))
+        return {"message": "Weight transfer initialized"}
+
+
+class UpdateInfo(Options):
+    update_info: Json
+
+
+class Transfer(Strict):
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    ipc_handles: list[Json] | None = None
+    ipc_handles_pickled: Any = None
+    packed: Literal[False] | None = None
+    group_name: str = GROUP
+
+
+class UpdateRoute(WeightRoute):
+    """vLLM's name of an update: from handles if there are any, else from the group that was joined."""
+
+    takes, gives = UpdateInfo, Changed
+
+    async def run(self, asked: UpdateInfo) -> Json:
+        info = check(Transfer, asked.update_info)
+        if info.ipc_handles_pickled is not None:
+            raise bad_value("update_info.ipc_handles_pickled", PICKLE)
+        specs = _zipped(info.names, info.dtype_names, info.shapes, info.ipc_handles or [{}] * len(info.names))
+        await self.update(FromGroup(info.group_name, specs) if info.ipc_handles is None else FromMemory(specs), asked)
+        return {"message": "Weights updated"}
+
+
+def _zipped(names: list[str], dtypes: list[str], shapes: list[list[int]], places: list[Json]) -> tuple[TensorSpec, ...]:
+    if not len(names) == len(dtypes) == len(shapes) == len(places):
+        raise bad_value("names", f"must be as many as dtypes and shapes, got {len(names)}, {len(dtypes)} and {len(shapes)}")
+    columns = zip(names, dtypes, shapes, places, strict=True)
+    return _specs([{"name": name, "dtype": dtype, "shape": shape, "places": place} for name, dtype, shape, place in columns], "names")
+
+
+def _specs(values: list[Json], field: str) -> tuple[TensorSpec, ...]:
+    try:
+        specs = msgspec.convert(values, tuple[TensorSpec, ...])
+    except msgspec.ValidationError as problem:
+        raise bad_value(field, f"holds no description of a tensor: {problem}") from None
+    if not specs or any(size < 0 for spec in specs for size in spec.shape):
+        raise bad_value(field, "must name at least one tensor, and sizes must not be negative")
+    if len({spec.name for spec in specs}) < len(specs):
+        raise bad_value(field, "must name each tensor once")
+    return specs
+
+
+ROUTES: dict[str, type[WeightRoute]] = {
+    "/pause": PauseRoute,
+    "/resume": ResumeRoute,
+    "/init_weight_transfer_engine": InitRoute,
+    "/update_weights": UpdateRoute,
+    "/pause_generation": PauseRoute,
+    "/continue_generation": ResumeRoute,
+    "/update_weights_from_disk": FolderRoute,
+    "/update_weights_from_tensor": MemoryRoute,
+    "/init_weights_update_group": JoinRoute,
+    "/destroy_weights_update_group": LeaveRoute,
+    "/update_weights_from_distributed": BroadcastRoute,
+    "/update_weight_version": RenameRoute,
+}
+
+
+class WeightStatus:
+    """Routes that report."""
+
+    def __init__(self, orders: Orders):
+        self._orders = orders
+
+    def routes(self) -> list[DescribedRoute]:
+        gets = {
+            "/is_paused": self.is_paused, "/get_world_size": self.world_size, "/get_weight_version": self.version,
+            "/weight_version": self.version,
+        }  # fmt: skip
+        return [DescribedRoute(path, method, "GET", Json) for path, method in gets.items()]
+
+    async def is_paused(self) -> Any:
+        """Whether the engine is paused."""
+        return {"is_paused": self._orders.is_paused}
+
+    async def world_size(self) -> Any:
+        """The number of workers, which are the ranks of a group besides the trainer's."""
+        return {"world_size": self._orders.num_ranks}
+
+    async def version(self) -> Any:
+        """The version of the weights."""
+        return {"weight_version": self._orders.version}
+
+
+def weight_routes(child: Child, client: Client) -> list[Route]:
+    """Return all routes; none without the flag."""
+    if not child.config.enable_weight_updates:
+        return []
+    orders = Orders(child, client)
+    return [*(BodyRoute(path, route(orders)) for path, route in ROUTES.items()), *WeightStatus(orders).routes()]
+
+
+def refusal_body(info: ErrorInfo) -> bytes:
+    """An error as SGLang's clients read it, and as all others do."""
+    return msgspec.json.encode({"success": False, "message": info.message, **msgspec.json.decode(error_body(info))})
