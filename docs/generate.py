@@ -46,6 +46,7 @@ WHEN = {
     "root_path": "A proxy serves the API under a path prefix and strips it.",
     "access_log": "Off if the proxy logs requests.",
     "log_level": "`debug` for a bug report.",
+    "enable_weight_updates": "A trainer replaces weights: see [weight updates](guides/weight-updates.md).",
     "max_queue_seconds": "A late answer is useless.",
     "wedge_timeout": "0 to examine a hang with a debugger.",
     "request_timeout": "Clients give up without closing the connection.",

@@ -103,6 +103,7 @@ S:--lora-backend S:--lora-target-modules ok:* | slots fit every linear layer
 V:--enable-tower-connector-lora ok | adapters may change the tower
 V:--default-mm-loras no | name the adapter as `model`
 S:--max-total-tokens no | use --kv-cache-memory-bytes
+V:--weight-transfer-config ok:* | see --enable-weight-updates; each request says where the tensors are
 --enable-sleep-mode --enable-memory-saver no | stop and start the server
 --skip-tokenizer-init no | requests may give token ids as `prompt`
 V:--max-parallel-loading-workers V:--model-loader-extra-config no | weights are read as fast as the disk is

@@ -5,6 +5,7 @@ Ask ──▶ JSON ──▶ httpx on a Unix socket ──▶ engine.serve, a ch
 
 import asyncio
 import contextlib
+import os
 import warnings
 from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import groupby
@@ -20,6 +21,7 @@ from engine.launch.unix import UnixClients
 from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, words_of
 from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from engine.llm.params import SamplingParams
+from engine.wire.updates import Drain
 
 MAX_BATCH = 16  # texts in one request
 RETRY_S = 0.05
@@ -73,6 +75,31 @@ class AsyncLLM:
         """Embed a text, token ids, or a conversation."""
         (output,) = [output async for output in self._answers([Ask(EMBEDDINGS, prompt, None, fields)])]
         return output
+
+    async def pause(self, mode: Drain = "abort") -> None:
+        """Start no further requests until `resume`. Running ones end ("abort"), finish ("wait") or are continued later ("keep")."""
+        await self._order("/pause", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._order("/resume", {})
+
+    async def update_weights(self, source: Any, weight_version: str | None = None) -> None:
+        """Replace weights by those of a checkpoint's folder, or by tensors (a mapping from names in checkpoints). Requests wait meanwhile.
+        Needs the flag `enable_weight_updates`. Raises ValueError if names, shapes or formats differ; nothing has changed then."""
+        version = {"weight_version": weight_version}
+        if isinstance(source, str | os.PathLike):
+            await self._order("/update_weights_from_disk", {"model_path": os.path.abspath(source), **version})
+            return
+        from engine.updates.memory import shared  # imports torch
+
+        with contextlib.ExitStack() as stack:
+            specs = await asyncio.to_thread(stack.enter_context, shared(source))
+            tensors = [msgspec.to_builtins(spec) for spec in specs]
+            await self._order("/update_weights_from_tensor", {"named_tensors": tensors, **version})
+
+    async def _order(self, path: str, body: dict[str, Any]) -> None:
+        async for _ in self._documents(path, msgspec.json.encode(body)):
+            pass
 
     async def answer_all(self, asks: Sequence[Ask], note: Callable[[Any], object]) -> None:
         """Call `note` with each output as it is finished. A request's ValueError or OSError is stored in its output."""

@@ -5,7 +5,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Literal
 
 import uvloop
@@ -15,6 +15,7 @@ from engine.llm.client import AsyncLLM
 from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, listed
 from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from engine.llm.params import SamplingParams
+from engine.wire.updates import Drain
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Errors = Literal["raise", "return"]
@@ -68,6 +69,20 @@ class LLM:
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """As `chat`, but yields the number of a conversation and its output, or its `error`, as soon as it is finished."""
         return self._results(_asks(CHAT, messages, sampling_params, fields))
+
+    def pause(self, mode: Drain = "abort") -> None:
+        """As `AsyncLLM.pause`."""
+        self._wait(self._engine.pause(mode))
+
+    def resume(self) -> None:
+        self._wait(self._engine.resume())
+
+    def update_weights(self, source: Any, weight_version: str | None = None) -> None:
+        """As `AsyncLLM.update_weights`."""
+        self._wait(self._engine.update_weights(source, weight_version))
+
+    def _wait(self, order: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(order, self._loop).result()
 
     def _all(self, asks: list[Ask], use_tqdm: bool, errors: Errors) -> list[Any]:
         outputs: dict[int, Any] = {}

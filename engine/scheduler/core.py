@@ -19,7 +19,7 @@ from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status, snapshot_points
-from engine.scheduler.state import State
+from engine.scheduler.state import State, is_idle
 from engine.wire.adapters import number_of
 from engine.wire.details import TokenDetails
 from engine.wire.messages import (
@@ -37,7 +37,6 @@ from engine.wire.messages import (
 )
 from engine.wire.reports import joined
 from engine.wire.stats import EngineStats
-from engine.wire.updates import FIRST_VERSION, Drain
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
@@ -75,7 +74,6 @@ class SchedulerCore:
         self._limits: list[tuple[float, int, bool]] = []  # heap of (time, rid, applies only until the first step)
         self._requests: dict[int, list[Request]] = {}  # answers not yet released
         self._in_flight: deque[InFlight] = deque()
-        self.weight_version = FIRST_VERSION
         self.depth = DEPTH  # target number of plans in flight; one more after a quick step
         self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # requests with long hash chains
         self._outputs: list[RequestOutput] = []
@@ -99,7 +97,7 @@ class SchedulerCore:
             self._outputs += [RequestOutput(wire.rid, [], error=error, index=index) for index in range(wire.n)]
             self._released.append(wire.rid)
             return
-        if self.is_drained:
+        if is_idle(self.state):
             self._last_progress = time.monotonic()
         self._num_prompt_tokens += len(prompt_ids)
         siblings: list[Request] = []
@@ -126,10 +124,11 @@ class SchedulerCore:
                 elif not request.wire.stages.admitted:
                     self._fail(request, QUEUED_TOO_LONG)
 
-    def abort(self, rid: int, index: int | None = None) -> None:
-        """End all answers or one without an output. Unknown or ended requests are ignored."""
+    def abort(self, rid: int | None, index: int | None = None) -> None:
+        """End all answers or one without an output. Unknown or ended requests are ignored. None: end every request with an output."""
         for request in self._live(rid):
             if index is None or request.index == index:
+                self._outputs += [RequestOutput(request.rid, [], "abort", index=request.index)] if rid is None else []
                 self._end(request)
 
     def take_pixels(self, pixels: Pixels) -> None:
@@ -150,30 +149,6 @@ class SchedulerCore:
         self.state.blocks.forget_all()
         if images:
             self.state.images.forget_unpinned()
-
-    def close(self, drain: Drain) -> None:
-        """Start no new requests until `open`. Present ones finish ("wait"), end now ("abort") or are set aside to be computed again
-        ("keep")."""
-        self.state.close(keeps=drain == "keep")
-        for rid in list(self._requests) if drain == "abort" else ():
-            for request in self._live(rid):
-                self._outputs.append(RequestOutput(rid, [], "abort", index=request.index))
-                self._end(request)
-
-    def open(self) -> None:
-        self.state.open()
-        self._last_progress = time.monotonic()
-
-    @property
-    def is_drained(self) -> bool:
-        """Return whether no request is being computed, or may be."""
-        state = self.state
-        return not (self._in_flight or state.running or state.waiting or state.stopping)
-
-    def forget_weights(self) -> None:
-        """Drop everything that was computed from previous weights; no request is running."""
-        assert self.is_drained and not self.state.images.num_pinned
-        self.forget_all(images=True)
 
     def next_step(self) -> PlannedStep | None:
         """Plan a step, which the caller must send to every rank; None if nothing can run now."""
@@ -215,13 +190,13 @@ class SchedulerCore:
     def alive_at(self, now: float) -> float:
         """Return the time of the last progress; `now` if the engine is idle or waits for the processor."""
         awaits_pixels = not self._in_flight and any(siblings[0].awaited for siblings in self._requests.values())
-        return now if self.is_drained or awaits_pixels else self._last_progress
+        return self._last_progress if self._in_flight or not (awaits_pixels or is_idle(self.state)) else now
 
     def checks(self) -> Iterator[None]:
         """Assert the invariants of the state, part by part; if no request is left, also that all resources are free."""
         yield from self.state.checks()
         if not self._requests:
-            assert self.is_drained and not self.state.parked
+            assert is_idle(self.state) and not self._in_flight and not self.state.parked
             assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0
             assert self.drafter is None or not self.drafter.num_sources
 
@@ -289,9 +264,10 @@ class SchedulerCore:
             snapshot_points=snapshot_points(len(prompt_ids), wire.images, self.state.blocks.block_size, wire.n) if is_stateful else (),
         )
 
-    def _live(self, rid: int) -> list[Request]:
-        """Return the answers of a request that have not ended."""
-        return [request for request in self._requests.get(rid, []) if request.status is not Status.STOPPING]
+    def _live(self, rid: int | None) -> list[Request]:
+        """Return the answers of a request, or of all, that have not ended."""
+        requests = self._requests.values() if rid is None else [self._requests.get(rid, [])]
+        return [request for siblings in requests for request in siblings if request.status is not Status.STOPPING]
 
     def _recall_links(self, request: Request) -> None:
         """Reuse the hash chain of an ended request with the same beginning: comparing is faster than hashing."""
@@ -352,7 +328,7 @@ class SchedulerCore:
         report = joined(request.reports) if is_first else None
         if not request.wire.stages.first_token:
             stages = request.wire.stages
-            stages.first_token, stages.weight_version = time.monotonic(), self.weight_version
+            stages.first_token, stages.weight_version = time.monotonic(), self.state.weight_version
         output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, report, request.index, details)
         self._outputs.append(output)
         if reason is not None:
@@ -379,16 +355,14 @@ class SchedulerCore:
 
     def _fail_images(self, digests: set[bytes], error: ErrorInfo) -> None:
         """Fail every request that has one of these images."""
-        if not digests:
-            return
-        self.state.forget_images(digests)
-        self._fail_all(lambda wire: any(span.hash in digests for span in wire.images), error)
+        if digests:
+            self.state.forget_images(digests)
+            self._fail_all(lambda wire: any(span.hash in digests for span in wire.images), error)
 
     def _fail_all(self, has_failed: Callable[[EngineRequest], bool], error: ErrorInfo) -> None:
-        for rid in list(self._requests):
-            for request in self._live(rid):
-                if has_failed(request.wire):
-                    self._fail(request, error)
+        for request in self._live(None):
+            if has_failed(request.wire):
+                self._fail(request, error)
 
     def _fail(self, request: Request, error: ErrorInfo) -> None:
         self._outputs.append(RequestOutput(request.rid, [], error=error, index=request.index))

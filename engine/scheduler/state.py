@@ -4,7 +4,7 @@ add ──▶ waiting ──▶ start ──▶ running ──▶ stop ──▶
            ▲                     │
            └────── preempt ◀─────┘
 
-After `close`, requests are parked instead of waiting, until `open`.
+While the state is not open, new requests are parked instead of waiting.
 """
 
 from bisect import insort
@@ -19,6 +19,7 @@ from engine.scheduler.images import ImageDirectory, ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.wire.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
 from engine.wire.stats import EngineStats
+from engine.wire.updates import FIRST_VERSION
 from models.kernels.step_sizes import StepSizes
 
 
@@ -49,8 +50,9 @@ class State:
     adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
-    parked: list[Request] = field(default_factory=list)  # that arrived after `close`
+    parked: list[Request] = field(default_factory=list)  # while the state is not open
     is_open: bool = True
+    weight_version: str = FIRST_VERSION
     stopping: set[Request] = field(default_factory=set)
     free_rows: list[int] = field(default_factory=list)
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
@@ -65,20 +67,6 @@ class State:
         else:
             request.status = Status.PARKED
             self.parked.append(request)
-
-    def close(self, keeps: bool) -> None:
-        """Park requests that arrive from now on. If `keeps`, the present ones, too: running ones are preempted."""
-        self.is_open = False
-        while keeps and self.running:
-            self.preempt(self.running[-1])
-        while keeps and self.waiting:
-            self.add(self.waiting.popleft())
-
-    def open(self) -> None:
-        self.is_open = True
-        for request in self.parked:
-            self._queue(request)
-        self.parked = []
 
     def start(self, request: Request, hits: Sequence[int], num_equal: int) -> None:
         """Give a waiting request a row and its prefix from `hits`. Another sequence branched off after `num_equal` blocks."""
@@ -278,6 +266,11 @@ class State:
             self.free_rows.append(request.row)
             self.adapters.release(request.wire.adapter)
             request.row = request.slot = -1
+
+
+def is_idle(state: State) -> bool:
+    """Return whether no request is running, or may start."""
+    return not (state.running or state.waiting or state.stopping)
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from engine.scheduler.core import SchedulerCore
-from engine.wire.updates import FromFolder, FromGroup, FromMemory, Job, JobState, Order, OrderDone, Pause, Resume, Verdict
+from engine.scheduler.state import is_idle
+from engine.wire.updates import Drain, FromFolder, FromGroup, FromMemory, Job, JobState, Order, OrderDone, Pause, Resume, Verdict
 
 MIXED = (
     "the weights are a mixture of old and new: an update in several requests failed after its first one. "
@@ -37,12 +38,12 @@ class UpdateControl:
             case Pause():
                 self._is_paused = True
                 self._pauses.append(message.number)
-                self._core.close(message.drain)
+                self._close(message.drain)
             case Resume():
                 self._resume(message.number)
             case Job():
                 self._jobs.append(message)
-                self._core.close(message.drain)
+                self._close(message.drain)
             case JobState():
                 assert self._states is not None
                 self._states.append(message)
@@ -51,7 +52,7 @@ class UpdateControl:
 
     def advance(self) -> None:
         """Continue if all requests have ended, or have been set aside."""
-        if not self._core.is_drained:
+        if self._core.num_in_flight or not is_idle(self._core.state):
             return
         for number in self._pauses:
             self._done(number)
@@ -80,9 +81,9 @@ class UpdateControl:
             if not problems:
                 return
         elif isinstance(job.task, FromFolder | FromMemory | FromGroup):
-            self._core.forget_weights()
+            self._core.forget_all(images=True)
         if not problems:
-            self._core.weight_version = job.version or self._core.weight_version
+            self._core.state.weight_version = job.version or self._core.state.weight_version
         self._note_mixture(job, bool(problems))
         self._states, self._is_executing = None, False
         self._jobs.popleft()
@@ -97,9 +98,24 @@ class UpdateControl:
             self._num_partial += not is_refused
             self._is_mixed = is_refused and self._num_partial > 0
 
+    def _close(self, drain: Drain) -> None:
+        """Start no new requests. Present ones finish ("wait"), end now ("abort") or are set aside to be computed again ("keep")."""
+        state = self._core.state
+        state.is_open = False
+        if drain == "abort":
+            self._core.abort(None)
+        while drain == "keep" and state.running:
+            state.preempt(state.running[-1])
+        while drain == "keep" and state.waiting:
+            state.add(state.waiting.popleft())
+
     def _open(self) -> None:
-        if not self._is_paused and not self._jobs:
-            self._core.open()
+        state = self._core.state
+        if self._is_paused or self._jobs:
+            return
+        state.is_open, parked, state.parked = True, state.parked, []
+        for request in parked:
+            state.add(request)
 
     def _done(self, number: int, problem: str | None = None) -> None:
-        self._answer(OrderDone(number, self._core.weight_version, self._core.num_requests, problem))
+        self._answer(OrderDone(number, self._core.state.weight_version, self._core.num_requests, problem))

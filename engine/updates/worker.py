@@ -97,8 +97,9 @@ class UpdateWorker:
         try:
             found = read_config(folder, model.text.has_head)
             tensors = self._resources.enter_context(opened(folder, architecture))
-        except OSError as problem:
-            raise ValueError(f"the folder cannot be read: {type(problem).__name__}") from None
+        except (ValueError, OSError) as problem:  # with the path, which clients are not shown
+            reason = str(problem).replace(str(folder), "it") if isinstance(problem, ValueError) else type(problem).__name__
+            raise ValueError(f"the folder cannot be read: {reason}") from None
         theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
         if found.architecture != architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
             raise ValueError("the folder holds another model: its config.json has another architecture, other sizes or another format")

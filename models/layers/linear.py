@@ -68,6 +68,10 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        for name, tensor in (("weight", self.weight.data), ("bias", self.bias.data)):
+            yield CheckpointTensor(f"{prefix}.{name}", tuple(tensor.shape), (slice(None),), tensor)
+
 
 class FusedColumnParallelLinear(nn.Module):
     """Several matrices of the checkpoint with the same input as one; the caller multiplies."""

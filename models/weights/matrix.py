@@ -176,8 +176,8 @@ class Matrix:
         """Take the tensors of a checkpoint again, until `finish` or `close`. It computes no products meanwhile."""
         if self._is_converted:
             assert self._kept is None
-            self._kept = self.storage
-            self.storage = storage_of(self._loaded.stored).empty(*self._kept.shape, device, self._dtype)
+            self._kept, (rows, columns) = self.storage, self.storage.shape
+            self.storage = storage_of(self._loaded.stored).empty(rows, columns, device, self._dtype)
 
     def close(self) -> None:
         """Undo `reopen`."""

@@ -12,7 +12,6 @@ import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from engine.launch.child import Child
@@ -378,7 +377,7 @@ class WeightStatus:
         return {"weight_version": self._orders.version}
 
 
-def weight_routes(child: Child, client: Client) -> list[Route]:
+def weight_routes(child: Child, client: Client) -> list[DescribedRoute]:
     """Return all routes; none without the flag."""
     if not child.config.enable_weight_updates:
         return []

@@ -18,6 +18,8 @@ from engine.launch.flags import make_parser
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from server import route
 from server.dialects.generate import Native
+from server.dialects.updates import ROUTES as WEIGHT_ROUTES
+from server.dialects.updates import WeightStatus
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
 from server.http.connection import MAX_HEAD_BYTES
@@ -190,7 +192,7 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     told = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", page))
     status = [route for route in Status(cast(Any, None), lambda: False).routes() if route.include_in_schema]
     routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
-    routes |= {route.path for route in Native(cast(Any, None)).routes()}
+    routes |= {route.path for annex in (Native, WeightStatus) for route in annex(cast(Any, None)).routes()} | set(WEIGHT_ROUTES)
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 
 

@@ -1,0 +1,189 @@
+"""Weight updates of the whole engine: two ranks, all three sources, and a trainer's loop."""
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.updates import group as groups
+from engine.updates.memory import FOLDER, shared
+from models.demo import CHECKPOINT
+from tests.e2e.serving import ROOT, Engine, serve
+from tests.eventually import HANG_GUARD_S, eventually
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = ("--enable-weight-updates", "--api-key", "k")
+FILE = "model.safetensors"
+BODY = {"prompt": "What number", "temperature": 0, "max_tokens": 12, "logprobs": 1, "ignore_eos": True}
+Tensors = dict[str, torch.Tensor]
+
+
+def ask(engine: Engine, **fields: Any) -> Any:
+    response = engine.client.post("/v1/completions", json={**BODY, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def logprobs(engine: Engine) -> Any:
+    return ask(engine)["choices"][0]["logprobs"]
+
+
+def give(engine: Engine, path: str, body: Any = None, status: int = 200) -> Any:
+    response = engine.client.post(path, json=body or {})
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+@contextlib.contextmanager
+def alongside(call: Callable[[], object]) -> Iterator[None]:
+    """Run `call` in a thread during the block, and wait for it."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    yield
+    thread.join(HANG_GUARD_S)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def altered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo with other weights."""
+    folder = tmp_path_factory.mktemp("altered") / "demo"
+    shutil.copytree(CHECKPOINT, folder)
+    random = torch.Generator().manual_seed(0)
+    tensors = {name: value * (1 + 0.2 * torch.rand(value.shape, generator=random)) for name, value in load_file(folder / FILE).items()}
+    save_file({name: value.bfloat16() for name, value in tensors.items()}, folder / FILE)
+    return folder
+
+
+def trainer(engine: Engine, size: int) -> Any:
+    """Return the trainer's side of a group with all workers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size, "backend": "gloo"}
+    with alongside(lambda: give(engine, "/init_weights_update_group", body)):
+        return groups.join("weight_update_group", "gloo", "127.0.0.1", port, 0, size)
+
+
+def announced(tensors: Tensors) -> dict[str, Any]:
+    return {
+        "names": list(tensors), "dtypes": [str(value.dtype) for value in tensors.values()],
+        "shapes": [list(value.shape) for value in tensors.values()],
+    }  # fmt: skip
+
+
+def test_all_sources_on_two_ranks(altered: Path) -> None:
+    """Log-probabilities are those of an engine that started with the weights."""
+    first, second = load_file(CHECKPOINT / FILE), load_file(altered / FILE)
+    with serve(altered, "--tp", "2") as fresh:
+        expected = logprobs(fresh)
+        assert "metadata" not in ask(fresh) and fresh.client.post("/pause").status_code == 404
+    with serve("demo", "--tp", "2", *FLAGS) as engine:
+        assert engine.client.post("/pause").status_code == 401
+        engine.client.headers["authorization"] = "Bearer k"
+        before = logprobs(engine)
+        assert before != expected and ask(engine)["metadata"] == {"weight_version": "default"}
+
+        assert engine.client.post("/pause?mode=wait").json()["status"] == "paused"
+        held: list[Any] = []
+        with alongside(lambda: held.append(ask(engine))):
+            eventually(lambda: engine.metric("engine_num_waiting") == 1, "a request that waits")
+            answer = give(engine, "/update_weights_from_disk", {"model_path": str(altered), "weight_version": "1"})
+            assert answer["success"] and answer["num_paused_requests"] == 1
+            refused = give(engine, "/update_weights_from_disk", {"model_path": str(altered.parent)}, 400)
+            assert not refused["success"] and "config.json" in refused["message"] and str(altered.parent) not in refused["message"]
+            assert engine.client.get("/is_paused").json() == {"is_paused": True} and not held
+            give(engine, "/resume")
+        assert held[0]["choices"][0]["logprobs"] == logprobs(engine) == expected
+        assert held[0]["metadata"] == {"weight_version": "1"} and engine.client.get("/get_weight_version").json() == {"weight_version": "1"}
+
+        with shared(first) as specs:
+            named = [msgspec.to_builtins(spec) for spec in specs]
+            give(engine, "/update_weights_from_tensor", {"named_tensors": [*named[:-1], {**named[-1], "name": "x"}]}, 400)
+            give(engine, "/update_weights_from_tensor", {"named_tensors": named, "weight_version": "2"})
+        assert logprobs(engine) == before
+        assert "pickle" in give(engine, "/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, 400)["message"]
+
+        group = trainer(engine, 3)
+        give(engine, "/update_weights_from_distributed", {**announced(second), "group_name": "other"}, 400)
+        with alongside(lambda: give(engine, "/update_weights_from_distributed", {**announced(second), "weight_version": "3"})):
+            for value in second.values():
+                groups.broadcast(group, value)
+        assert logprobs(engine) == expected
+        some = dict(list(first.items())[:2])
+        info = {"names": list(some), "dtype_names": announced(some)["dtypes"], "shapes": announced(some)["shapes"]}
+        with alongside(lambda: give(engine, "/update_weights", {"update_info": info})):
+            for value in some.values():
+                groups.broadcast(group, value)
+        groups.leave(group)
+        give(engine, "/destroy_weights_update_group")
+        meta = give(engine, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})["meta_info"]
+        assert meta["weight_version"] == engine.client.get("/model_info").json()["weight_version"] == "3"
+        assert engine.client.get("/get_world_size").json() == {"world_size": 2}
+    assert not list(FOLDER.glob(f"weights-{os.getpid()}-*"))
+
+
+def test_pauses_that_end_or_keep_requests(altered: Path) -> None:
+    with serve("demo", *FLAGS, "--quantization", "fp8") as engine:
+        engine.client.headers["authorization"] = "Bearer k"
+        answers: list[Any] = []
+        for mode in ("abort", "keep"):
+            running = engine.metric("engine_generated_tokens")
+            with alongside(lambda: answers.append(ask(engine, max_tokens=400, logprobs=None))):
+                eventually(lambda start=running: engine.metric("engine_generated_tokens") > start, "a request that runs")
+                give(engine, "/pause_generation", {"mode": mode})
+                give(engine, "/update_weights_from_disk", {"model_path": str(altered)})
+                assert engine.client.get("/health").json() == {"status": "ok"}
+                give(engine, "/continue_generation")
+        aborted, kept = answers
+        assert aborted["choices"][0]["finish_reason"] == "abort" and aborted["usage"]["completion_tokens"] < 400
+        assert kept["choices"][0]["finish_reason"] == "length" and kept["usage"]["completion_tokens"] == 400
+
+
+@pytest.mark.faults
+def test_an_update_that_breaks_off_ends_the_engine() -> None:
+    """The weights may be a mixture: no answer comes from them."""
+    tensors = load_file(CHECKPOINT / FILE)
+    engine = Engine("demo", list(FLAGS))
+    try:
+        engine.client.headers["authorization"] = "Bearer k"
+        group = trainer(engine, 2)
+
+        def update() -> None:
+            with contextlib.suppress(Exception):
+                engine.client.post("/update_weights_from_distributed", json=announced(tensors))
+
+        with alongside(update):
+            groups.broadcast(group, next(iter(tensors.values())))
+            groups.leave(group)
+            assert engine.process.wait(HANG_GUARD_S) != 0
+        assert "the weights were written in part, so the engine ends" in engine.log()
+        engine.assert_gone()
+    finally:
+        engine.kill()
+
+
+@pytest.mark.gate
+def test_the_trainer_of_the_guide() -> None:
+    """Its model and the engine agree on log-probabilities before and after each update, and rewards grow."""
+    page = (ROOT / "docs/guides/weight-updates.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"<!-- run -->\n```python\n(.*?)```", page, re.DOTALL)
+    assert len(example.splitlines()) <= 40
+    run = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    steps = [list(map(float, line.split())) for line in run.stdout.splitlines()]
+    assert len(steps) == 6 and max(gap for _, _, gap in steps) < 1e-3
+    assert steps[-1][1] > steps[0][1] + 0.1

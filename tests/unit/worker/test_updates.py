@@ -1,0 +1,88 @@
+"""Weight updates while requests come and go, in the engine without its processes: real core, real runner, graphs replayed."""
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from engine.updates.control import UpdateControl
+from engine.wire.updates import Drain, FromFolder, Job, JobState, OrderDone, Verdict
+from models.scaffold import SHAPES, write_model_folder
+from tests.unit.models.test_updates import alter, living, update
+from tests.unit.worker.in_process import Engine, load_model
+from tests.unit.worker.test_graphs import SIZES
+from tests.unit.worker.test_steps import prompts
+
+DECODER: msgspec.msgpack.Decoder[Job | Verdict] = msgspec.msgpack.Decoder(Job | Verdict)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("updates")
+    write_model_folder(folder / "first", SHAPES["tiny"], weights="random", seed=0)
+    return folder / "first", alter(folder / "first", folder / "second")
+
+
+def exchange(engine: Engine, folder: Path, drain: Drain) -> None:
+    """Update from a folder as scheduler and worker do."""
+    done: list[OrderDone] = []
+
+    def work(data: bytes) -> None:
+        if isinstance(message := DECODER.decode(data), Job):
+            states.append(JobState(0, message.number))
+        elif message.is_granted:
+            update(engine._runner.model, folder)
+            states.append(JobState(0, message.number))
+
+    states: list[JobState] = []
+    control = UpdateControl(engine.core, 1, work, done.append)
+    control.take(Job(0, FromFolder(""), drain))
+    while not done:
+        while engine.step():
+            pass
+        control.advance()
+        while states:
+            control.take(states.pop())
+
+
+@torch.inference_mode()
+def test_tokens_after_an_update_are_those_of_a_fresh_engine(folders: tuple[Path, Path]) -> None:
+    """Neither cached prefixes nor embeddings of previous weights are used, nor what a kept request had computed."""
+    expected = []
+    for folder in folders:
+        engine = Engine(load_model(folder))
+        for rid, prompt in enumerate(prompts()):
+            engine.add(rid, prompt)
+        expected.append(engine.run())
+    assert expected[0] != expected[1]
+    engine = Engine(load_model(folders[0]), graphs=True, sizes=SIZES)
+    for number, folder in enumerate((folders[0], folders[1], folders[0], folders[1])):
+        exchange(engine, folder, "keep")
+        for rid, prompt in enumerate(prompts()):
+            engine.add(10 * number + rid, prompt)
+        engine.run()
+        assert [engine.tokens[10 * number + rid] for rid in range(len(prompts()))] == list(expected[number % 2].values())
+        engine.add(10 * number + 9, prompts()[2])
+        engine.step()  # it is kept by the next update
+
+
+@torch.inference_mode()
+def test_a_hundred_updates_under_load_take_no_memory(folders: tuple[Path, Path]) -> None:
+    """Tensors and their bytes after the tenth update are those after the hundredth."""
+    rng, engine = random.Random(0), Engine(load_model(folders[0]), num_blocks=64, image_tokens=300)
+    counts = []
+    for number in range(100):
+        for _ in range(2):
+            engine.add(len(engine.tokens), prompts()[rng.randrange(2)], max_tokens=rng.randint(1, 4))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+        exchange(engine, folders[1 - number % 2], rng.choice(["wait", "abort", "keep"]))
+        if number % 10 == 9:
+            engine.run()
+            engine.core.forget_all(images=True)
+            engine.add(len(engine.tokens), [[1, 2, 3]], max_tokens=1)
+            engine.run()  # its plan drops embeddings
+            counts.append(living())
+    assert len(set(counts)) == 1, counts
