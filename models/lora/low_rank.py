@@ -1,10 +1,15 @@
 """Low-rank matrices of all slots for one product, and the operation on them."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from models.kernels.stream import Activation, RowClass
+
+Product = Literal["product", "swiglu", "add_to"]
+Out = torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,7 @@ class LowRank:
     ranks_SG: torch.Tensor  # int32: multiples of RANK_STEP
     ranges: tuple[tuple[int, int, int], ...]  # first, last, group
     blocks_B3: torch.Tensor  # int32: the ranges cut into blocks of at most BLOCK_ROWS rows
+    groups_N: torch.Tensor  # int32: group of each row
 
 
 BLOCK_ROWS = 64
@@ -35,6 +41,7 @@ def make_low_rank(
         ranks_SG=torch.zeros((num_slots, groups), dtype=torch.int32, device=device),
         ranges=ranges,
         blocks_B3=torch.tensor(blocks, dtype=torch.int32, device=device),
+        groups_N=torch.cat([torch.full((last - first,), group, dtype=torch.int32) for first, last, group in ranges]).to(device),
     )
 
 
@@ -46,6 +53,12 @@ class LowRankOps(Protocol):
 
     def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
         """Return silu(first half) * second half."""
+
+    def fused(
+        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots_T: torch.Tensor, out: Out
+    ) -> torch.Tensor | None:
+        """Return a product of `Matrix` with the adapters if one kernel computes both, otherwise None and change nothing. `out` is the
+        result, or the residual stream to which it is added; None: a new tensor."""
 
 
 class TorchLowRank:
@@ -63,6 +76,11 @@ class TorchLowRank:
     def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_TN.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def fused(
+        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots_T: torch.Tensor, out: Out
+    ) -> torch.Tensor | None:
+        return None
 
 
 OPS = {  # by the name of the backend

@@ -4,7 +4,7 @@ import torch
 
 from models.kernels.ops import Ops
 from models.kernels.stream import Activation, Normed, Residual, Rounded, RowClass
-from models.lora.low_rank import LowRank, LowRankOps
+from models.lora.low_rank import LowRank, LowRankOps, Product
 from models.weights.matrix import Matrix
 
 
@@ -39,21 +39,33 @@ class AdaptedMatrix(Matrix):
     def product(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         if not self._slots:
             return super().product(x_TX, rows, out_TN)
+        if (fused_TN := self._fused("product", x_TX, rows, out_TN)) is not None:
+            return fused_TN
         x_TK = self._values(x_TX)
         out_TN = super().product(x_TK, rows, out_TN)
         self._add(out_TN, x_TK)
         return out_TN
 
     def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
-        return self._low_rank_ops.swiglu(self.product(x_TX, rows)) if self._slots else super().swiglu(x_TX, rows)
+        if not self._slots:
+            return super().swiglu(x_TX, rows)
+        fused_TN = self._fused("swiglu", x_TX, rows, None)
+        return self._low_rank_ops.swiglu(self.product(x_TX, rows)) if fused_TN is None else fused_TN
 
     def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         if not self._slots:
             super().add_to(residual, x_TX, rows)
             return
+        assert residual.parts_STD is None, "the parts of the product before were not added"
+        if self._fused("add_to", x_TX, rows, residual.sum_TD) is not None:
+            return
         x_TK = self._values(x_TX)
         super().add_to(residual, x_TK, rows)
         self._add(residual.sum_TD if residual.parts_STD is None else residual.parts_STD[0], x_TK)
+
+    def _fused(self, product: Product, x_TX: Activation, rows: RowClass, out: torch.Tensor | None) -> torch.Tensor | None:
+        slots_T = self._slots.of(_num_tokens(x_TX))
+        return self._low_rank_ops.fused(product, x_TX, self.storage, self.low_rank, rows, slots_T, out)
 
     def _add(self, out_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
         self._low_rank_ops.add_(out_TN, x_TK, self.low_rank, self._slots.of(len(x_TK)))
@@ -62,5 +74,10 @@ class AdaptedMatrix(Matrix):
         """Return the inputs; those of a norm are computed once for both products."""
         if isinstance(x_TX, Normed):
             return self._ops.norm(x_TX)
-        assert isinstance(x_TX, torch.Tensor), "the adapted product before returns values"
+        assert isinstance(x_TX, torch.Tensor)
         return x_TX
+
+
+def _num_tokens(x_TX: Activation) -> int:
+    assert not isinstance(x_TX, Rounded), "the adapted product before returns values"
+    return len(x_TX.stream_TD if isinstance(x_TX, Normed) else x_TX)

@@ -9,9 +9,13 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from models.kernels.stream import Activation, RowClass
+from models.kernels.triton.activations import single_of
 from models.kernels.triton.launch import await_previous_kernel, early_launch
+from models.kernels.triton.lora_single import adapted_gemv
 from models.kernels.triton.text import swiglu
-from models.lora.low_rank import BLOCK_ROWS, LowRank
+from models.lora.low_rank import BLOCK_ROWS, LowRank, Out, Product
+from models.weights.plain import Plain
 
 RANKS = tl.constexpr(16)  # rank of a tile, see `RANK_STEP`
 LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a tile
@@ -103,3 +107,13 @@ class TritonLowRank:
 
     def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
         return swiglu(gate_up_TN)
+
+    def fused(
+        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots_T: torch.Tensor, out: Out
+    ) -> torch.Tensor | None:
+        if not isinstance(storage, Plain) or (single := single_of(x_TX, rows)) is None:
+            return None
+        x_1X, norm = single
+        is_gated = product == "swiglu"
+        out_1N = x_1X.new_empty((1, len(storage.values) // (1 + is_gated))) if out is None else out
+        return adapted_gemv(x_1X, storage.values, out_1N, low_rank, slots_T, norm, is_gated, adds=product == "add_to")

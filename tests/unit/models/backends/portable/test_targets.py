@@ -248,6 +248,7 @@ def launch_hybrid() -> None:
 def launch_lora() -> None:
     """Queries, keys and values of 8B; one token, streams, and a prompt."""
     from models.kernels.triton.lora import TritonLowRank
+    from models.kernels.triton.lora_single import adapted_gemv
     from models.lora.low_rank import make_low_rank
 
     ranges = (0, 4096, 0), (4096, 5120, 1), (5120, 6144, 2)
@@ -255,6 +256,12 @@ def launch_lora() -> None:
     for num_tokens in (1, 64, 1000):
         out_TN = bf16(num_tokens, 6144) if num_tokens > 1 else torch.zeros(1, 6144)
         TritonLowRank().add_(out_TN, bf16(num_tokens, 4096), low_rank, torch.zeros(num_tokens, dtype=torch.int32))
+    slot, norm = torch.zeros(1, dtype=torch.int32), (bf16(4096), 1e-6)
+    adapted_gemv(bf16(1, 4096), bf16(6144, 4096), bf16(1, 6144), low_rank, slot, norm)
+    halves = make_low_rank(4, 64, 4096, ((0, 12_288, 0), (12_288, 24_576, 1)), torch.device("cpu"), torch.bfloat16)
+    adapted_gemv(bf16(1, 4096), bf16(24_576, 4096), bf16(1, 12_288), halves, slot, norm, gated=True)
+    down = make_low_rank(4, 64, 12_288, ((0, 4096, 0),), torch.device("cpu"), torch.bfloat16)
+    adapted_gemv(bf16(1, 12_288), bf16(4096, 12_288), bf16(1, 4096), down, slot, adds=True)
 
 
 def launch_transfers() -> None:
