@@ -7,6 +7,7 @@ BENCHMARKS = {  # name -> module, description
     "video": ("bench.video", "time to first token of new clips and of other questions about them"),
     "accuracy": ("bench.accuracy", "correct answers of the demo model"),
     "drafts": ("bench.drafts", "time per token with and without speculative decoding, and accepted draft tokens"),
+    "lora": ("bench.lora", "time per token and throughput with LoRA adapters, and of other requests of the same engine"),
     "stress": ("bench.stress", "mixed traffic with aborts for a long time: errors, free blocks, growth of memory"),
     "faults": ("bench.faults", "signals to each process in each phase of a request"),
     "guard": ("bench.guard", "promised and measured values of docs/promises.md"),

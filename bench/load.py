@@ -24,12 +24,13 @@ from bench.report import PERCENTILES, percentiles_ms, table, write_result
 
 
 def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Return all requests, made before the clock starts."""
+    """Return all requests, made before the clock starts. Of several models with commas between, each request has the next."""
+    models = model.split(",")
     uris = iter(make_uris(seed, count * args.images, args.resolution, args.content))
     bodies = []
     for i in range(count):
         message = user_message([next(uris) for _ in range(args.images)], text_of(args.input_tokens, seed + i))
-        body = chat_body(model, [message], args.output_tokens) | args.fields
+        body = chat_body(models[i % len(models)], [message], args.output_tokens) | args.fields
         bodies.append({name: value for name, value in body.items() if value is not None})
     return bodies
 
