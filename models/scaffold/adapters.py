@@ -36,7 +36,8 @@ def write_adapter(
     """Write an adapter of the modules that `takes` chooses and return the folder. `ranks` are a `rank_pattern` of ends of paths, `rename`
     maps paths to the checkpoint's, `settings` are further entries of adapter_config.json. B is not zero, as after training."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, names, ranks = {}, set(), ranks or {}
+    tensors: dict[str, torch.Tensor] = {}
+    names, ranks = set[str](), ranks or {}
     for module, (outputs, inputs) in targets(model).items():
         if takes(module):
             path = rename(module)
