@@ -75,8 +75,7 @@ class UpdateWorker:
                 return self._from_folder(Path(task.path))
             case FromMemory():
                 memory = {spec.name: InMemory(opened_tensor(spec, self._model.device)) for spec in task.tensors}
-                update = WeightUpdate(self._model, self._known(memory), is_whole=False)
-                return self._writing(update, self._known(memory))
+                return self._writing(self._checked(self._known(memory)), self._known(memory))
             case FromGroup():
                 return self._from_group(self._group(task.group), task.tensors)
             case JoinGroup():
@@ -103,14 +102,14 @@ class UpdateWorker:
         theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
         if found.architecture != architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
             raise ValueError("the folder holds another model: its config.json has another architecture, other sizes or another format")
-        return self._writing(WeightUpdate(self._model, tensors, is_whole=True), tensors)
+        return self._writing(self._checked(tensors, is_whole=True), tensors)
 
     def _from_group(self, group: dist.ProcessGroup, specs: tuple[TensorSpec, ...]) -> Callable[[], None]:
         """Receive each tensor into one buffer, which is allocated before anything is written."""
         announced = {spec.name: InMemory(torch.empty(spec.shape, dtype=dtype_of(spec), device="meta")) for spec in specs}
         size = max((each.tensor.nbytes for each in announced.values()), default=0)
         buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
-        update = WeightUpdate(self._model, self._known(announced), is_whole=False)
+        update = self._checked(self._known(announced))
         known_of = {name: known for known, name in self._names(announced).items()}
 
         def receive() -> None:
@@ -135,6 +134,13 @@ class UpdateWorker:
             self._resources.pop_all()
 
         return keep
+
+    def _checked(self, tensors: Mapping[str, Stored], is_whole: bool = False) -> WeightUpdate:
+        """ValueError or OutOfMemoryError for what could not be written."""
+        update = WeightUpdate(self._model, tensors, is_whole)
+        self._synchronize()
+        torch.empty(update.extra_bytes, dtype=torch.uint8, device=self._model.device)
+        return update
 
     def _names(self, tensors: Iterable[str]) -> dict[str, str]:
         """Map the model's names to the sender's."""

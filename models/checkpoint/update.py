@@ -65,6 +65,7 @@ class WeightUpdate:
         although `is_whole`."""
         self._model, self._source = model, source
         self._leaves_of: dict[str, list[_Leaf]] = {}
+        self.extra_bytes = 0  # memory that converting the largest layer needs
         expected: set[str] = set()
         for module, path in _leaves(model):
             expected |= self._note(module, path)
@@ -106,6 +107,8 @@ class WeightUpdate:
             matrix.reopen(META)
         try:
             slots = _slots(module, path, self._source)
+            loaded = (each.tensor for matrix in leaf.matrices for each in matrix.storage.stored)
+            self.extra_bytes = max(self.extra_bytes, 2 * sum(tensor.nbytes for tensor in loaded if tensor.is_meta))
         finally:
             for matrix in leaf.matrices:
                 matrix.close()

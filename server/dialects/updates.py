@@ -273,6 +273,19 @@ class RenameRoute(WeightRoute):
         return await self.update(Rename(), options)
 
 
+class Start(Strict):
+    is_checkpoint_format: Literal[True] | None = None
+
+
+class MarkRoute(WeightRoute):
+    """vLLM's marks of an update's first and last request. Between pause and resume updates belong together without them."""
+
+    takes, gives = Start, Changed
+
+    async def run(self, asked: Start) -> Json:
+        return {"message": "Weight update noted"}
+
+
 class InitInfo(Strict):
     init_info: Json
 
@@ -339,7 +352,9 @@ ROUTES: dict[str, type[WeightRoute]] = {
     "/pause": PauseRoute,
     "/resume": ResumeRoute,
     "/init_weight_transfer_engine": InitRoute,
+    "/start_weight_update": MarkRoute,
     "/update_weights": UpdateRoute,
+    "/finish_weight_update": MarkRoute,
     "/pause_generation": PauseRoute,
     "/continue_generation": ResumeRoute,
     "/update_weights_from_disk": FolderRoute,

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from engine.updates import group as groups
 from engine.updates.memory import FOLDER, shared
 from models.demo import CHECKPOINT
+from server.dialects.updates import ROUTES
 from tests.e2e.serving import ROOT, Engine, serve
 from tests.eventually import HANG_GUARD_S, eventually
 
@@ -68,14 +69,14 @@ def altered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trainer(engine: Engine, size: int) -> Any:
+def trainer(engine: Engine, size: int, backend: str = "gloo") -> Any:
     """Return the trainer's side of a group with all workers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size, "backend": "gloo"}
+    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size, "backend": backend}
     with alongside(lambda: give(engine, "/init_weights_update_group", body)):
-        return groups.join("weight_update_group", "gloo", "127.0.0.1", port, 0, size)
+        return groups.join("weight_update_group", backend, "127.0.0.1", port, 0, size)
 
 
 def announced(tensors: Tensors) -> dict[str, Any]:
@@ -133,6 +134,7 @@ def test_all_sources_on_two_ranks(altered: Path) -> None:
         meta = give(engine, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})["meta_info"]
         assert meta["weight_version"] == engine.client.get("/model_info").json()["weight_version"] == "3"
         assert engine.client.get("/get_world_size").json() == {"world_size": 2}
+        assert {*ROUTES} < engine.client.get("/openapi.json").json()["paths"].keys()
     assert not list(FOLDER.glob(f"weights-{os.getpid()}-*"))
 
 

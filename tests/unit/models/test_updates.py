@@ -10,13 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint.load import opened
+from models.checkpoint.load import load_weights, opened
 from models.checkpoint.update import InMemory, WeightUpdate
+from models.config.huggingface import read_config
+from models.decoders.make import make_model
 from models.decoders.qwen3_vl import Qwen3VL
+from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, Shape, write_model_folder
 from models.weights.matrix import matrices_of
-from tests.unit.models.harness import ONE_IMAGE, Prompt, TensorSource, every_logit, load, stored_tensors
+from tests.unit.models import adapters
+from tests.unit.models.harness import ONE_IMAGE, TORCH, Prompt, TensorSource, assert_same, every_logit, load, stored_tensors
 from tests.unit.models.test_grouped import folders
+from tests.unit.models.test_lora import AdaptedRunner, adapt
+from tests.unit.models.test_lora import every_logit as adapted_logits
 
 FILE = "model.safetensors"
 TIED = replace(SHAPES["tiny"], tied=True)
@@ -101,6 +107,37 @@ def test_logits_are_those_of_a_fresh_start(name: str, tmp_path: Path) -> None:
     assert not [path for path, tensor in derived(model).items() if not tensor.equal(theirs[path])]
     update(model, first)
     assert every_logit(model, prompt).equal(before)
+
+
+@pytest.mark.parametrize("name", ["untied", "experts rounded to float8", "stored in float8", "hybrid with its head", "AWQ"])
+@torch.inference_mode()
+def test_each_rank_writes_its_part(name: str, tmp_path: Path) -> None:
+    """In bfloat16, the dtype on GPUs."""
+    write, rounded_to = UPDATES[name]
+    second = alter(first := write(tmp_path), tmp_path / "altered")
+    config = read_config(first, with_head="head" in name)
+    config = replace(config, text=replace(config.text, quantized_to=rounded_to))
+    for tp in (TensorParallel(rank, 2, None, whole_experts="rounded" in name) for rank in range(2)):
+        model, fresh = (make_model(config, tp, TORCH, torch.bfloat16) for _ in range(2))
+        for one, folder in ((model, first), (fresh, second)):
+            load_weights(one, folder, lambda done, total: None)
+            one.finish()
+        update(model, second)
+        assert_same(model, fresh)
+
+
+@torch.inference_mode()
+def test_adapters_stay(tiny_folder: Path, tmp_path: Path) -> None:
+    """Adapted layers of decoder and tower get new weights, with and without an adapter."""
+    adapter, second = adapters.write(tmp_path / "adapter", tiny_folder, 1), alter(tiny_folder, tmp_path / "altered")
+    model, slots = adapt(tiny_folder, adapter)
+    prompt = Prompt.build(model.config, ONE_IMAGE)
+    before = adapted_logits(AdaptedRunner(model, slots), 0, prompt)
+    update(model, second)
+    fresh, theirs = adapt(second, adapter)
+    for slot in (0, -1):
+        found = adapted_logits(AdaptedRunner(model, slots), slot, prompt)
+        assert found.equal(adapted_logits(AdaptedRunner(fresh, theirs), slot, prompt)) and not found.equal(before)
 
 
 def living() -> tuple[int, int]:
