@@ -4,8 +4,6 @@ body ──▶ request type ──▶ order ──▶ scheduler ──▶ OrderD
 """
 
 import asyncio
-import itertools
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -15,11 +13,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.launch.child import Child
-from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import ErrorInfo
 from engine.wire.updates import (
-    FIRST_VERSION,
-    UPDATES_INBOX,
     Drain,
     FromFolder,
     FromGroup,
@@ -27,8 +22,6 @@ from engine.wire.updates import (
     Job,
     JoinGroup,
     LeaveGroup,
-    Order,
-    OrderDone,
     Pause,
     Rename,
     Resume,
@@ -36,57 +29,18 @@ from engine.wire.updates import (
 )
 from server.errors import RequestError, error_body
 from server.http.client import Client
+from server.http.updates import Orders
 from server.http.validate import Strict, bad_value, check, read_object
 from server.openai.openapi import BodyRoute, DescribedRoute
 
 Json = dict[str, Any]
 MAX_BYTES = 64 << 20  # of a body: tens of thousands of tensors
-POLL_S = 1.0  # until it is noticed that the server stops
 GROUP = "weight_update_group"
 DRAINS: dict[str | None, Drain] = {
     None: "abort", "abort": "abort", "wait": "wait", "finish": "wait", "keep": "keep", "retract": "keep", "in_place": "keep",
 }  # fmt: skip
 PICKLE = "is not read, because it is pickle: send names, dtypes, shapes and plain handles as docs/guides/weight-updates.md describes"
 UPDATE_PATHS = "/update_weights_from_"  # SGLang's
-
-
-class Orders:
-    """Orders to the scheduler. Its answers come to an inbox of their own."""
-
-    def __init__(self, child: Child, client: Client):
-        self._run_dir, self._client, self.num_ranks = child.run_dir, client, child.config.tp
-        self._scheduler: Outbox[Order] = Outbox(child.run_dir, "scheduler")
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
-        self._reader: asyncio.Task[None] | None = None
-        self.is_paused = False
-        client.weight_version = FIRST_VERSION
-
-    @property
-    def version(self) -> str:
-        return self._client.weight_version or FIRST_VERSION
-
-    async def give(self, order: Callable[[int], Order]) -> OrderDone:
-        """Wait until the order has been executed. RequestError 400 with the reason if it was refused, 503 if the server stops."""
-        self._client.health.check()
-        self._reader = self._reader or asyncio.create_task(self._read())
-        number = next(self._numbers)
-        done = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._scheduler.send(order(number))
-        while not (await asyncio.wait([done], timeout=POLL_S))[0]:
-            if (refusal := self._client.health.refusal) is not None:
-                raise RequestError.of(refusal)
-        answer = done.result()
-        self._client.weight_version = answer.version
-        if answer.problem is not None:
-            raise RequestError(400, answer.problem, code="weight_update_refused")
-        return answer
-
-    async def _read(self) -> None:
-        inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
-        while True:
-            answer = await inbox.recv()
-            self._waiting.pop(answer.number).set_result(answer)
 
 
 class Changed(BaseModel):

@@ -1,0 +1,52 @@
+"""Orders for weight updates, from the api to the scheduler."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from engine.launch.child import Child
+from engine.wire.ipc import AsyncInbox, Outbox
+from engine.wire.updates import FIRST_VERSION, UPDATES_INBOX, Order, OrderDone
+from server.errors import RequestError
+from server.http.client import Client
+
+POLL_S = 1.0  # until it is noticed that the server stops
+
+
+class Orders:
+    """Orders to the scheduler. Its answers come to an inbox of their own."""
+
+    def __init__(self, child: Child, client: Client):
+        self._run_dir, self._client, self.num_ranks = child.run_dir, client, child.config.tp
+        self._scheduler: Outbox[Order] = Outbox(child.run_dir, "scheduler")
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self.is_paused = False
+        client.weight_version = FIRST_VERSION
+
+    @property
+    def version(self) -> str:
+        return self._client.weight_version or FIRST_VERSION
+
+    async def give(self, order: Callable[[int], Order]) -> OrderDone:
+        """Wait until the order has been executed. RequestError 400 with the reason if it was refused, 503 if the server stops."""
+        self._client.health.check()
+        self._reader = self._reader or asyncio.create_task(self._read())
+        number = next(self._numbers)
+        done = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._scheduler.send(order(number))
+        while not (await asyncio.wait([done], timeout=POLL_S))[0]:
+            if (refusal := self._client.health.refusal) is not None:
+                raise RequestError.of(refusal)
+        answer = done.result()
+        self._client.weight_version = answer.version
+        if answer.problem is not None:
+            raise RequestError(400, answer.problem, code="weight_update_refused")
+        return answer
+
+    async def _read(self) -> None:
+        inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
+        while True:
+            answer = await inbox.recv()
+            self._waiting.pop(answer.number).set_result(answer)
