@@ -1,9 +1,9 @@
 """Linear layers of the vision tower with adapters. The images of one call have the same adapter, which is added to each matrix when it is
 read: one matrix at a time needs memory, and a call without an adapter reads the layer's own."""
 
+from dataclasses import dataclass
+
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
 
 from models.checkpoint.names import CheckpointTensor, module_tensors
 from models.layers.linear import Linear
@@ -15,28 +15,37 @@ class TowerSlot:
     current = -1
 
 
-class AdaptedWeight(nn.Module):
-    """A layer's matrix plus that of the current slot, of A (slots, rank, inputs) and B (slots, outputs, rank)."""
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Low-rank matrices of all slots that a layer's matrix gets."""
 
-    def __init__(self, weight: torch.Tensor, num_slots: int, rank: int, slot: TowerSlot) -> None:
-        super().__init__()
-        self._slot = slot
-        self.a_SRK = weight.new_zeros((num_slots, rank, weight.shape[1]))
-        self.b_SNR = weight.new_zeros((num_slots, weight.shape[0], rank))
+    a_SRK: torch.Tensor
+    b_SNR: torch.Tensor
+    slot: TowerSlot
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        slot = self._slot.current
-        return weight if slot < 0 else torch.addmm(weight, self.b_SNR[slot], self.a_SRK[slot])
+    def applied(self, weight: torch.Tensor) -> torch.Tensor:
+        current = self.slot.current
+        return weight if current < 0 else torch.addmm(weight, self.b_SNR[current], self.a_SRK[current])
 
 
-def adapt_linear(layer: Linear, num_slots: int, rank: int, slot: TowerSlot) -> AdaptedWeight:
-    adapted = AdaptedWeight(layer.weight.data, num_slots, rank, slot)
-    parametrize.register_parametrization(layer, "weight", adapted)
-    return adapted
+def adapt_linear(layer: Linear, num_slots: int, rank: int, slot: TowerSlot) -> Change:
+    """Make `layer.weight` the changed matrix. The layer keeps its parameter and the names of its tensors."""
+    weight = layer.weight.data
+    change = Change(weight.new_zeros((num_slots, rank, weight.shape[1])), weight.new_zeros((num_slots, weight.shape[0], rank)), slot)
+    vars(layer)["change"] = change
+    layer.__class__ = type(f"Adapted{type(layer).__name__}", (type(layer),), {"weight": property(_changed_weight)})
+    return change
+
+
+def _changed_weight(layer: Linear) -> torch.Tensor:
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    changed: torch.Tensor = vars(layer)["change"].applied(weight)
+    return changed
 
 
 def rows_of(layer: Linear, path: str) -> list[tuple[slice, slice]]:
-    """Return rows of the layer's matrix and the rows of the checkpoint's that they are. Call it before `adapt_linear`."""
+    """Return rows of the layer's matrix and the rows of the checkpoint's that they are."""
     found = []
     for part in module_tensors(layer, path):
         if isinstance(part, CheckpointTensor) and part.name == f"{path}.weight":

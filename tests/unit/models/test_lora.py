@@ -82,6 +82,7 @@ def test_images_with_an_adapter_of_tower_and_decoder_equal_peft(tiny_folder: Pat
     adapter = adapters.write(tmp_path / "adapter", tiny_folder, 2, takes=of_both, **MIXED)
     theirs = peft_model(Qwen3VLForConditionalGeneration.from_pretrained(tiny_folder, dtype=torch.float32), adapter)
     model, slots = adapt(tiny_folder, adapter)
+    assert [part.name for part in model.checkpoint_tensors()] == [part.name for part in load(tiny_folder).checkpoint_tensors()]
     prompt = Prompt.build(model.config, SEVERAL_TURNS)
     runner = AdaptedRunner(model, slots)
     without = every_logit(runner, -1, prompt)
