@@ -41,7 +41,7 @@ class AsyncLLM:
     """`async with AsyncLLM(model=..., flags of engine.serve) as llm: async for output in llm.chat(messages)`.
 
     Requests raise ValueError with the message of the API, OSError for a missing file, and ChildDied when the engine has ended. Closing an
-    iterator aborts its request. `fields` are further fields of the API.
+    iterator aborts its request. `fields` are further fields of the API, and `lora`, the name of an adapter.
     """
 
     def __init__(self, model: str = "demo", **flags: Any):

@@ -53,6 +53,8 @@ class Ask:
         """Return the JSON body. Raises ValueError or OSError."""
         given = {"encoding_format": "base64"} if self.params is None else self.params.as_fields(self.path == CHAT)
         prompt, fields = self.prompt, {**given, **self.fields}
+        if (adapter := fields.pop("lora", None)) is not None:
+            fields["model"] = adapter
         if self.path == CHAT or is_conversation(prompt):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if not is_conversation(messages):

@@ -61,6 +61,7 @@ class GenerateRequest(Open):
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None  # -1: none of the prompt
     top_logprobs_num: NumLogprobs | None = None
     stream: bool | None = None
+    lora_path: str | None = None  # name of an adapter
 
     @property
     def value(self) -> Any:
@@ -181,6 +182,7 @@ def completion_body(asked: GenerateRequest) -> Json:
         **rest_of(asked.model_extra, LIMITED, HARMLESS), **rest_of(sampling.model_extra, LIMITED, HARMLESS), "prompt": asked.prompts,
         "stream": asked.stream, "max_tokens": sampling.max_new_tokens, "min_tokens": sampling.min_new_tokens,
         "seed": sampling.sampling_seed, "logprobs": num_top, "prompt_logprobs": None if start < 0 else num_top, "return_token_ids": True,
+        **({} if asked.lora_path is None else {"model": asked.lora_path}),
     }  # fmt: skip
 
 

@@ -50,6 +50,7 @@ WHOLE = "answers are not stored, so send the whole conversation as `input`"
 INSTEAD = {
     "chat_template": "start it with `--chat-template`, or leave it out",
     "conversation": WHOLE,
+    "lora_path": "name the adapter as `model`",
     "previous_response_id": WHOLE,
 }
 HARMLESS = frozenset(limits_of(((),

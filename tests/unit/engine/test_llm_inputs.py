@@ -54,3 +54,8 @@ def test_text_is_a_conversation() -> None:
     for wrong in (7, [], [QUESTION], [{"content": QUESTION}], {"role": "user"}):
         with pytest.raises(ValueError, match="a conversation is a text or a list of messages"):
             Ask(CHAT, wrong, SamplingParams(), {}).value()
+
+
+def test_an_adapter_is_the_model_of_a_request() -> None:
+    assert Ask(CHAT, QUESTION, SamplingParams(), {"lora": "mine"}).value()["model"] == "mine"
+    assert "model" not in Ask(CHAT, QUESTION, SamplingParams(), {"lora": None}).value()

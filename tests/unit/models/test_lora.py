@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration, Qwen3VLForConditionalGeneration
 
+from models.checkpoint.load import load_weights
+from models.config.huggingface import read_config
 from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.lora.adapter import read_adapter
 from models.lora.slots import AdapterSlots, read_weights
+from models.parallel.group import TensorParallel
 from tests.unit.models import adapters, qwen3_5_checkpoints, reference, text_checkpoints
-from tests.unit.models.harness import ONE_IMAGE, SEVERAL_TURNS, TEXT, TORCH, PagedRunner, Prompt, Session, Want, load, relative
+from tests.unit.models.harness import ONE_IMAGE, SEVERAL_TURNS, TEXT, TORCH, PagedRunner, Prompt, Session, Want, load, make, relative
+from tests.unit.models.ranks import start_ranks
 
 NUM_SLOTS, MAX_RANK = 4, 24
 MIXED: dict[str, Any] = {"ranks": {"q_proj": 3, "layers.1.mlp.up_proj": 17}, "alpha_pattern": {"v_proj": 5, r"layers\.[02]\.mlp\..*": 3}}
@@ -136,3 +141,26 @@ def test_rows_with_other_adapters_do_not_see_each_other(tiny_folder: Path, tmp_p
         other = AdaptedRunner(alone, own)
         expected = other.step([(other.start_with(min(slot, 0), prompt), session.computed)], 1)
         assert relative(together[row], expected[0]) < 1e-4
+
+
+def rank_logits(rank: int, size: int, folder: Path, adapter: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
+    model = make(read_config(folder), TensorParallel(rank, size, dist.group.WORLD))
+    load_weights(model, folder, lambda done, total: None)
+    slots = AdapterSlots(model, TORCH, NUM_SLOTS, MAX_RANK)
+    slots.load(2, read_weights(read_adapter(adapter, model.config, MAX_RANK), model.dtype))
+    torch.save(every_logit(AdaptedRunner(model, slots), 2, Prompt.build(model.config, ONE_IMAGE), 50), out / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_ranks_share_adapters_as_their_matrices(tiny_folder: Path, tmp_path: Path, size: int) -> None:
+    """Each rank has rows of B or columns of A; four ranks hold the two key heads twice."""
+    adapter = adapters.write(tmp_path / "adapter", tiny_folder, 5, takes=of_both, **MIXED)
+    theirs = peft_model(Qwen3VLForConditionalGeneration.from_pretrained(tiny_folder, dtype=torch.float32), adapter)
+    start_ranks(rank_logits, size, tiny_folder, adapter, tmp_path)
+    config = read_config(tiny_folder)
+    expected = reference.logits(theirs.get_base_model(), config, Prompt.build(config, ONE_IMAGE))
+    for rank in range(size):
+        assert relative(torch.load(tmp_path / f"{rank}.pt"), expected) < 1e-4

@@ -1,5 +1,6 @@
 """What a folder of an adapter may hold. Red when an adapter is served that the engine would compute differently from PEFT."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.launch.adapters import named_adapters
+from engine.launch.config import EngineConfig
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.lora.adapter import read_adapter
@@ -92,3 +95,18 @@ def test_shapes_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     matrices = {name.removesuffix(".weight") for name, x in stored.items() if x.dim() == 2 and not name.startswith("mtp.")}
     others = {module.rpartition(".")[2] for module in matrices - targets(config).keys()}
     assert others <= {"embed_tokens", "lm_head", "pos_embed"}
+
+
+def test_modules_of_the_command_line(tiny_folder: Path, tmp_path: Path, config: ModelConfig) -> None:
+    """Pairs, vLLM's JSON, and a dictionary of `LLM(lora_modules=...)`."""
+    folders = {name: adapters.write(tmp_path / name, tiny_folder, 1) for name in ("a", "b=c", "d e")}
+    a, b, c = map(str, folders.values())
+    for text in (f"x={a} y={b} z={c}", f'x={a},y={b} {{"name": "z", "path": "{c}"}}', json.dumps({"x": a, "y": b, "z": c})):
+        found = named_adapters(EngineConfig(lora_modules=text), config, ["base"])
+        assert [(each.name, each.ref.folder, each.ref.number) for each in found] == [("x", a, 1), ("y", b, 2), ("z", c, 3)]
+    for text, words in (
+        ("x", "must be name=folder"), (f"x={a} x={b}", "x: the name is taken"), (f"base={a}", "the name is taken"), ("{", "not JSON"),
+        ('{"path": "x"}', "name and a path"), ("x=/nowhere", "x: there is no adapter_config.json"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            named_adapters(EngineConfig(lora_modules=text), config, ["base"])
