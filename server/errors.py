@@ -36,6 +36,9 @@ def error_type(status: int) -> str:
     return {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
+ABORTED = ErrorInfo(503, "The engine aborted this request.", error_type(503), code="aborted", retry_after=1)
+
+
 def overloaded(message: str, retry_after: int = 1) -> RequestError:
     """503 with `Retry-After`: the same request may succeed later."""
     return RequestError(503, message, code="overloaded", retry_after=retry_after)

@@ -4,6 +4,7 @@ Job ──▶ close ──▶ drained ──▶ workers prepare ──▶ all ca
                                               └──▶ one cannot: it is dropped, nothing has been written ──▶ OrderDone, open
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -12,6 +13,8 @@ import msgspec
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.state import is_idle
 from engine.wire.updates import Drain, FromFolder, FromGroup, FromMemory, Job, JobState, Order, OrderDone, Pause, Resume, Verdict
+
+logger = logging.getLogger(__name__)
 
 MIXED = (
     "the weights are a mixture of old and new: an update in several requests failed after its first one. "
@@ -82,9 +85,11 @@ class UpdateControl:
                 return
         elif isinstance(job.task, FromFolder | FromMemory | FromGroup):
             self._core.forget_all(images=True)
+        state = self._core.state
         if not problems:
-            self._core.state.weight_version = job.version or self._core.state.weight_version
+            state.weight_version = job.version or state.weight_version
         self._note_mixture(job, bool(problems))
+        logger.info("%s: %s", type(job.task).__name__, problems[0] if problems else f"done, weights have version {state.weight_version}")
         self._states, self._is_executing = None, False
         self._jobs.popleft()
         self._open()

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
+from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT_S = 300
 
@@ -13,9 +14,10 @@ TIMEOUT_S = 300
 def join(name: str, backend: str, address: str, port: int, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> dist.ProcessGroup:
     """Return the group when all ranks have joined; rank 0 listens at the address. RuntimeError or ValueError after the timeout."""
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
-    prefixed = dist.PrefixStore(name, store)
-    group, _ = _new_process_group_helper(size, rank, [], backend, prefixed, GroupName(name), timeout=timeout)
+    host = f"[{address}]" if ":" in address else address
+    store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = _new_process_group_helper(size, rank, [], backend, dist.PrefixStore(name, store), GroupName(name), timeout=timeout)
     dist.distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}  # for the functions of torch.distributed
     return group
 

@@ -107,9 +107,9 @@ class UpdateWorker:
     def _from_group(self, group: dist.ProcessGroup, specs: tuple[TensorSpec, ...]) -> Callable[[], None]:
         """Receive each tensor into one buffer, which is allocated before anything is written."""
         announced = {spec.name: InMemory(torch.empty(spec.shape, dtype=dtype_of(spec), device="meta")) for spec in specs}
+        update = self._checked(self._known(announced))
         size = max((each.tensor.nbytes for each in announced.values()), default=0)
         buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
-        update = self._checked(self._known(announced))
         known_of = {name: known for known, name in self._names(announced).items()}
 
         def receive() -> None:
@@ -126,7 +126,10 @@ class UpdateWorker:
     def _join(self, task: JoinGroup) -> Callable[[], None]:
         if task.group in self._groups:
             raise ValueError(f"the group {task.group} exists already")
-        group = groups.join(task.group, task.backend, task.address, task.port, task.first_rank + self._rank, task.size)
+        try:
+            group = groups.join(task.group, task.backend, task.address, task.port, task.first_rank + self._rank, task.size)
+        except dist.DistError as problem:
+            raise ValueError(f"the group could not be joined: is its rank 0 there? {str(problem).partition(chr(10))[0]}") from None
         self._resources.callback(groups.leave, group)
 
         def keep() -> None:

@@ -29,7 +29,8 @@ class HummingMatrix:
     def stored(self) -> tuple[Stored, ...]:
         """All tensors, none of which a checkpoint has."""
         tensors = self.layer.state_dict().items()
-        assert tensors, "the layer holds its tensors elsewhere"
+        if not tensors:
+            raise ValueError("this version of humming-kernels does not name its tensors: weights cannot be replaced in place")
         return tuple(Stored(name, tensor) for name, tensor in tensors)
 
     @classmethod

@@ -175,7 +175,7 @@ class Matrix:
     def reopen(self, device: torch.device) -> None:
         """Take the tensors of a checkpoint again, until `finish` or `close`. It computes no products meanwhile."""
         if self._is_converted:
-            assert self._kept is None
+            assert self._kept is None and self.storage.stored
             self._kept, (rows, columns) = self.storage, self.storage.shape
             self.storage = storage_of(self._loaded.stored).empty(rows, columns, device, self._dtype)
 

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.stats import Stages
+from server.errors import ABORTED
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
 from server.http.guards import error_response
@@ -218,8 +219,8 @@ class GatheredReply(Answer):
         found: dict[int, Event] = {}
         while self._stream.open:
             for event in await self._stream.next():
-                if event.error is not None:
-                    return event.error
+                if event.error is not None or event.finish_reason == "abort":
+                    return event.error or ABORTED
                 found[self._stream.choices[event.rid, event.index]] = event
         self._record.num_prompt = sum(event.num_prompt_tokens for event in found.values())
         ordered = [found[number] for number in range(len(found))]

@@ -16,7 +16,6 @@ from engine.wire.messages import (
     Abort,
     CallDelta,
     EngineOutputs,
-    ErrorInfo,
     Event,
     Events,
     FinishReason,
@@ -26,11 +25,9 @@ from engine.wire.messages import (
     WantedPixels,
 )
 from engine.wire.reports import Numbers
-from server.errors import error_type
+from server.errors import ABORTED
 from server.processor.media.room import Room
 from server.processor.request import Answer, Request
-
-ABORTED = ErrorInfo(503, "The engine aborted this request.", error_type(503), code="aborted", retry_after=1)
 
 
 @dataclass(slots=True)

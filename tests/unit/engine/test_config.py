@@ -58,6 +58,15 @@ def test_an_empty_key_is_not_no_key(empty: str, monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().err.count("--api-key must not be empty") == 2
 
 
+def test_weight_updates_need_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (keys := tmp_path / "keys").write_text("secret")
+    for given in (["--api-key", "k"], ["--api-key-file", str(keys)], ["--host", "unix:"]):
+        assert parse_args(["--enable-weight-updates", *given]).enable_weight_updates
+    with pytest.raises(SystemExit):
+        parse_args(["--enable-weight-updates"])
+    assert "--enable-weight-updates needs --api-key" in capsys.readouterr().err
+
+
 def test_the_environment_gives_an_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_API_KEY", "secret")
     assert parse_args([]).api_key == "secret" and parse_args(["--api-key", "other"]).api_key == "other"

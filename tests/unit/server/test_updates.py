@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from engine.wire.messages import Event
 from engine.wire.updates import (
     CudaMemory,
     FromFolder,
@@ -22,8 +23,11 @@ from engine.wire.updates import (
     TensorSpec,
 )
 from server.dialects.updates import ROUTES, refusal_body
-from server.errors import RequestError
+from server.errors import ABORTED, RequestError
+from server.http.client import Stream
+from server.http.reply import GatheredReply
 from server.http.validate import check
+from tests.unit.server.in_process import virtual
 
 
 class Noted:
@@ -105,3 +109,12 @@ def test_refusals(path: str, body: dict[str, Any], words: str) -> None:
         order_of(path, body)
     assert refused.value.info.status == 400 and words in refused.value.info.message
     assert b'"success":false' in refusal_body(refused.value.info)
+
+
+@virtual
+async def test_an_aborted_request_without_text_is_an_error() -> None:
+    """An embedding without numbers would be a wrong answer."""
+    stream = Stream([(1, 0)])
+    reply = GatheredReply(show=cast(Any, None), stream=stream, client=cast(Any, None), metrics=cast(Any, None), num_images=0, deadline=None)
+    asyncio.get_running_loop().call_soon(stream.push, Event(1, finish_reason="abort"))
+    assert await reply.respond(cast(Any, None)) == ABORTED
