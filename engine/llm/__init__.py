@@ -1,9 +1,9 @@
 """The engine in a Python program: `from engine.llm import LLM, SamplingParams`. Requests go to an ordinary server on a Unix socket."""
 
 from engine.llm.client import AsyncLLM
+from engine.llm.inputs import SamplingParams, StructuredOutputsParams
 from engine.llm.llm import LLM
 from engine.llm.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-from engine.llm.params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "RequestOutput", "SamplingParams",

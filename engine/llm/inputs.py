@@ -6,23 +6,49 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pybase64
 from PIL import Image
 
 from engine.llm.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
-from engine.llm.params import SamplingParams
+from engine.wire.params import PARAMETERS
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")
 PICTURE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # that PNG has
 URL_SCHEMES = ("data:", "http://", "https://", "file://")
+FIELDS = (  # of SamplingParams
+    *("n", "stop", "include_stop_str_in_output", "skip_special_tokens", "logprobs", "truncate_prompt_tokens", "priority"),
+    *("structured_outputs", "extra", *PARAMETERS),
+)
+
+StructuredOutputsParams = dict[str, Any]  # of one member; `json` may be a pydantic class
+
+
+class SamplingParams(SimpleNamespace):
+    """Sampling parameters by vLLM's names (docs/fields.md); those left out are None and follow the checkpoint's recommendation, as over
+    HTTP. Without `max_tokens` a chat extends to the end of the context, and a text completion has 16 tokens. `extra` holds further fields
+    of the API."""
+
+    def __init__(self, **fields: Any):
+        if unknown := sorted(fields.keys() - FIELDS):
+            raise TypeError(f"SamplingParams has no {', '.join(unknown)}: `extra` holds further fields of the API")
+        super().__init__(**dict.fromkeys(FIELDS) | fields)
+
+    def as_fields(self, is_chat: bool) -> dict[str, Any]:
+        """Return members of a request's body."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if is_chat and self.logprobs is not None:
+            given |= {"logprobs": True, "top_logprobs": self.logprobs}
+        extra = given.pop("extra", {})
+        return {"return_token_ids": True, **given, **extra}
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt, number `number` of a list: a conversation, a text, or token ids. Embeddings have no parameters."""
+    """One prompt, number `number` of a list: a conversation, a text, or token ids."""
 
     path: str
     prompt: Any
@@ -30,28 +56,16 @@ class Ask:
     fields: Mapping[str, Any]
     number: int = 0
 
-    @property
-    def is_text(self) -> bool:
-        """Return whether it contains neither pictures nor files."""
-        if not is_conversation(self.prompt):
-            return not isinstance(self.prompt, Mapping)
-        return all(isinstance(message, Mapping) and isinstance(message.get("content", ""), str) for message in self.prompt)
-
-    @property
-    def group(self) -> object:
-        """Return a key that is equal for prompts that may be in one request."""
-        is_alone = self.params is None or self.params.prompt_logprobs is not None or not self.is_text
-        return self.number if is_alone else (self.path, id(self.params))
-
     def output(self, num_answers: int = 0, error: Exception | None = None) -> RequestOutput | EmbeddingRequestOutput:
         """Return an output without results."""
         if self.path == EMBEDDINGS:
             return EmbeddingRequestOutput(self.prompt, self.number, error=error)
         return RequestOutput(self.prompt, self.number, [CompletionOutput(index) for index in range(num_answers)], error=error)
 
-    def value(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         """Return the JSON body. Raises ValueError or OSError."""
-        given = {"encoding_format": "base64"} if self.params is None else self.params.as_fields(self.path == CHAT)
+        is_embedding, params = self.path == EMBEDDINGS, self.params or SamplingParams()
+        given = {"encoding_format": "base64"} if is_embedding else params.as_fields(self.path == CHAT)
         prompt, fields = self.prompt, {**given, **self.fields}
         if (adapter := fields.pop("lora", None)) is not None:
             fields["model"] = adapter
@@ -63,12 +77,11 @@ class Ask:
         if isinstance(prompt, Mapping):
             if set(data := prompt.get("multi_modal_data") or {}) - {"image"}:
                 raise ValueError("multi_modal_data of a prompt has pictures only, as `image`: use `chat` for videos")
-            images = data.get("image", ())
-            fields["images"] = [media_url(image) for image in (images if isinstance(images, list | tuple) else [images])]
+            fields["images"] = [media_url(image) for image in _list_of(data.get("image", ()))]
             prompt = prompt["prompt_token_ids"] if prompt.get("prompt") is None else prompt["prompt"]
         if not isinstance(prompt, str | Sequence):
             raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
-        return {**fields, "input" if self.path == EMBEDDINGS else "prompt": prompt}
+        return {**fields, "input" if is_embedding else "prompt": prompt}
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -81,11 +94,15 @@ def listed(prompts: Any) -> list[Any]:
     return [prompts] if isinstance(prompts, str | Mapping) or is_ids or is_conversation(prompts) else list(prompts)
 
 
+def _list_of(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def _message_json(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return dict(message)
-    return {**message, "content": [_part_json(part) for part in (content if isinstance(content, list | tuple) else [content])]}
+    return {**message, "content": [_part_json(part) for part in _list_of(content)]}
 
 
 def _part_json(part: Any) -> dict[str, Any]:

@@ -1,24 +1,22 @@
 """`LLM`: an `AsyncLLM` in a thread, for scripts with many prompts."""
 
-import asyncio
 import contextlib
 import queue
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
-import uvloop
+from anyio.from_thread import start_blocking_portal
 from tqdm import tqdm
 
 from engine.llm.client import AsyncLLM
-from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, listed
+from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, SamplingParams, listed
 from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
-from engine.llm.params import SamplingParams
 from engine.wire.updates import Drain
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Errors = Literal["raise", "return"]
+Results = Generator[tuple[int, Any], None, None]
 
 
 class LLM:
@@ -31,16 +29,11 @@ class LLM:
 
     def __init__(self, model: str = "demo", **flags: Any):
         """Start the engine and wait until it is ready. Raises ValueError or ChildDied."""
-        self._engine, self._loop = AsyncLLM(model, **flags), uvloop.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)  # the parent of the processes
-        thread.start()
-        self.close: Callable[[], object] = weakref.finalize(self, _end, self._engine, self._loop, thread)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            starting = asyncio.run_coroutine_threadsafe(self._engine.__aenter__(), self._loop)
-            undo.callback(starting.cancel)
-            starting.result()
-            undo.pop_all()
+        self._engine = AsyncLLM(model, **flags)
+        with contextlib.ExitStack() as stack:
+            self._thread = stack.enter_context(start_blocking_portal(backend_options={"use_uvloop": True}))  # the parent of the processes
+            stack.enter_context(self._thread.wrap_async_context_manager(self._engine))
+            self.close: Callable[[], object] = weakref.finalize(self, stack.pop_all().close)
 
     def __enter__(self) -> "LLM":
         return self
@@ -62,27 +55,22 @@ class LLM:
 
     def embed(self, prompts: Any, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any) -> list[EmbeddingRequestOutput]:
         """Embed a text, token ids or a conversation; or each of a list."""
-        return self._all([Ask(EMBEDDINGS, prompt, None, fields, number) for number, prompt in enumerate(listed(prompts))], use_tqdm, errors)
+        return self._all(_asks(EMBEDDINGS, prompts, None, fields), use_tqdm, errors)
 
-    def as_completed(
-        self, messages: Any, sampling_params: Params = None, **fields: Any
-    ) -> Generator[tuple[int, RequestOutput], None, None]:
+    def as_completed(self, messages: Any, sampling_params: Params = None, **fields: Any) -> Results:
         """As `chat`, but yields the number of a conversation and its output, or its `error`, as soon as it is finished."""
         return self._results(_asks(CHAT, messages, sampling_params, fields))
 
     def pause(self, mode: Drain = "abort") -> None:
         """As `AsyncLLM.pause`."""
-        self._wait(self._engine.pause(mode))
+        self._thread.call(self._engine.pause, mode)
 
     def resume(self) -> None:
-        self._wait(self._engine.resume())
+        self._thread.call(self._engine.resume)
 
     def update_weights(self, source: Any, weight_version: str | None = None) -> None:
         """As `AsyncLLM.update_weights`."""
-        self._wait(self._engine.update_weights(source, weight_version))
-
-    def _wait(self, order: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(order, self._loop).result()
+        self._thread.call(self._engine.update_weights, source, weight_version)
 
     def _all(self, asks: list[Ask], use_tqdm: bool, errors: Errors) -> list[Any]:
         outputs: dict[int, Any] = {}
@@ -93,10 +81,10 @@ class LLM:
                 outputs[number] = output
         return [outputs[number] for number in range(len(asks))]
 
-    def _results(self, asks: list[Ask]) -> Generator[tuple[int, Any], None, None]:
+    def _results(self, asks: list[Ask]) -> Results:
         """Iterate over results. Closing the iterator aborts the unfinished requests."""
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        answering = asyncio.run_coroutine_threadsafe(self._engine.answer_all(asks, results.put), self._loop)
+        answering = self._thread.start_task_soon(self._engine.answer_all, asks, results.put)
         answering.add_done_callback(lambda _: results.put(None))
         try:
             while (output := results.get()) is not None:
@@ -108,15 +96,7 @@ class LLM:
 
 def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> list[Ask]:
     prompts = listed(prompts)
-    of_each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+    of_each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     if len(of_each) != len(prompts):
         raise ValueError(f"there are {len(of_each)} sampling_params for {len(prompts)} prompts")
     return [Ask(path, prompt, one, fields, number) for number, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))]
-
-
-def _end(engine: AsyncLLM, loop: uvloop.Loop, thread: threading.Thread) -> None:
-    """Close an LLM that may have been collected."""
-    asyncio.run_coroutine_threadsafe(engine.__aexit__(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pybase64
 
+Json = dict[str, Any]
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -14,8 +16,8 @@ class CompletionOutput:
     index: int
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: dict[str, Any] | None = None
+    tool_calls: list[Json] = field(default_factory=list)
+    logprobs: Json | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -24,7 +26,7 @@ class CompletionOutput:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def add(self, choice: dict[str, Any]) -> None:
+    def add(self, choice: Json) -> None:
         """Add a choice of a document, or the next part of one."""
         message = choice.get("delta") or choice.get("message") or choice
         self.text += message.get("content") or message.get("text") or ""
@@ -49,7 +51,7 @@ class RequestOutput:
     number: int
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_token_ids: list[int] = field(default_factory=list)
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[Json | None] | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     error: Exception | None = None
@@ -58,11 +60,11 @@ class RequestOutput:
     def finished(self) -> bool:
         return all(output.finish_reason for output in self.outputs)
 
-    def add(self, choice: dict[str, Any], document: dict[str, Any]) -> None:
-        self.outputs[choice["index"] % len(self.outputs)].add(choice)
+    def add(self, choice: Json, document: Json) -> None:
+        self.outputs[choice["index"]].add(choice)
         head = document | choice
         self.prompt_token_ids = head.get("prompt_token_ids") or self.prompt_token_ids
-        self.prompt_logprobs = head.get("prompt_logprobs")
+        self.prompt_logprobs = head.get("prompt_logprobs") or self.prompt_logprobs
         if usage := document.get("usage"):
             self.num_prompt_tokens, self.num_cached_tokens = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
@@ -83,6 +85,6 @@ class EmbeddingRequestOutput:
     error: Exception | None = None
     finished: bool = True
 
-    def add(self, entry: dict[str, Any], document: dict[str, Any]) -> None:
+    def add(self, entry: Json, document: Json) -> None:
         self.outputs.embedding = np.frombuffer(pybase64.b64decode(entry["embedding"]), np.float32).tolist()
         self.num_prompt_tokens = document["usage"]["prompt_tokens"]

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from engine.llm.inputs import CHAT, Ask, listed
-from engine.llm.params import SamplingParams
+from engine.llm.inputs import CHAT, Ask, SamplingParams, listed
 
 QUESTION = "What is in it?"
 
 
 def content_of(*parts: Any) -> list[dict[str, Any]]:
-    value = Ask(CHAT, [{"role": "user", "content": list(parts)}], SamplingParams(), {}).value()
+    value = Ask(CHAT, [{"role": "user", "content": list(parts)}], SamplingParams(), {}).body()
     content = value["messages"][0]["content"]
     return content
 
@@ -48,14 +47,23 @@ def test_texts_among_the_parts_stay_texts(tmp_path: Path, monkeypatch: pytest.Mo
     assert content_of({"type": "text", "text": "missing.jpg"}) == [{"type": "text", "text": "missing.jpg"}]
 
 
+def test_sampling_params_have_known_names() -> None:
+    params = SamplingParams(temperature=0, logprobs=2, extra={"top_a": 1})
+    assert params.seed is None and params.as_fields(True) == {
+        "return_token_ids": True, "temperature": 0, "logprobs": True, "top_logprobs": 2, "top_a": 1,
+    }  # fmt: skip
+    with pytest.raises(TypeError, match="has no temprature"):
+        SamplingParams(temprature=0)
+
+
 def test_text_is_a_conversation() -> None:
     assert listed(QUESTION) == [QUESTION] and listed([QUESTION, QUESTION]) == [QUESTION, QUESTION]
-    assert Ask(CHAT, QUESTION, SamplingParams(), {}).value()["messages"] == [{"role": "user", "content": QUESTION}]
+    assert Ask(CHAT, QUESTION, SamplingParams(), {}).body()["messages"] == [{"role": "user", "content": QUESTION}]
     for wrong in (7, [], [QUESTION], [{"content": QUESTION}], {"role": "user"}):
         with pytest.raises(ValueError, match="a conversation is a text or a list of messages"):
-            Ask(CHAT, wrong, SamplingParams(), {}).value()
+            Ask(CHAT, wrong, SamplingParams(), {}).body()
 
 
 def test_an_adapter_is_the_model_of_a_request() -> None:
-    assert Ask(CHAT, QUESTION, SamplingParams(), {"lora": "mine"}).value()["model"] == "mine"
-    assert "model" not in Ask(CHAT, QUESTION, SamplingParams(), {"lora": None}).value()
+    assert Ask(CHAT, QUESTION, SamplingParams(), {"lora": "mine"}).body()["model"] == "mine"
+    assert "model" not in Ask(CHAT, QUESTION, SamplingParams(), {"lora": None}).body()
