@@ -94,6 +94,10 @@ WHEN = {
     "mixed_step_tokens": "Lower favours streams, higher favours first tokens.",
     "max_num_encoder_tokens": "Higher for images of more than 16 megapixels; also sets the peak memory of the vision tower.",
     "max_queued_requests": "Lower to refuse early, higher to queue more.",
+    "enable_lora": "To serve [LoRA adapters](guides/lora.md).",
+    "max_loras": "Higher if requests wait for adapters; slots take memory: see `--plan`.",
+    "max_lora_rank": "Lower if all adapters have smaller ranks: slots take less memory.",
+    "max_cpu_loras": "Higher if more adapters than slots are in use.",
     "prefix_cache": "Off to measure without it.",
     "draft": "For few streams: `lookup` if answers repeat the prompt, the `prediction` or themselves; `mtp` if the model has a head for it."
     " See [speculative decoding](guides/speculative.md).",

@@ -201,6 +201,7 @@ ANNEXES = {
     "drafting": (r"draft|\bmtp\b", r"scheduler/drafts/|worker/head|sampling/drafts|decoders/drafter|layers/head|wire/details", 28),
     "video": (r"video", r"video", 24),
     "grammars": (r"grammar", r"grammar", 13),
+    "LoRA": (r"lora|adapter", r"lora/|adapters\.py", 29),
     "pooling": (r"pool(ing|ed)|rerank", r"pooling", 6),
     "prompt log-probabilities": (r"prompt_logprobs", r"sampling/prompt", 15),
     "Anthropic's dialect": (r"anthropic", r"anthropic", 1),

@@ -298,6 +298,8 @@ def lora_problems(config: EngineConfig) -> Iterator[str]:
         yield f"{'--lora-modules' if config.lora_modules else '--allow-lora-updates'} needs --enable-lora"
     if config.allow_lora_updates and config.lora_root is None:
         yield "--allow-lora-updates needs --lora-root: the folder below which adapters may be loaded"
+    if config.allow_lora_updates and config.api_key is None and config.api_key_file is None:
+        yield "--allow-lora-updates needs --api-key: its routes change what is served"
     if config.lora_root is not None and not os.path.isdir(config.lora_root):
         yield f"--lora-root: there is no folder {config.lora_root}"
     if config.allow_lora_updates and config.dp > 1:

@@ -37,7 +37,7 @@ from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
 from server.openai import chat
-from server.openai.adapters import AdapterRoutes
+from server.openai.adapters import adapter_routes
 from server.openai.endpoint import Endpoint, Service
 from server.openai.openapi import DescribedRoute
 from server.openai.status import Status
@@ -45,7 +45,6 @@ from server.warm import warm_up
 
 # Registration of the dialects: routes, and bodies of errors that differ from OpenAI's, by the beginning of the path.
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
-OPERATIONS = (generate.Native, AdapterRoutes)  # further routes, whose bodies FastAPI reads
 ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body, updates.UPDATE_PATHS: updates.refusal_body}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
 METRICS_PATH = "/metrics"
@@ -91,7 +90,7 @@ class Api:
             separate_input_output_schemas=False,
         )  # fmt: skip
         app.router.routes += [self.endpoint(path).route(path) for path in ENDPOINTS]
-        app.router.routes += [route for operations in OPERATIONS for route in operations(self._service).routes()]
+        app.router.routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service)]
         app.router.routes += updates.weight_routes(self._child, self.client)
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 

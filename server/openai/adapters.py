@@ -19,6 +19,7 @@ from server.openai.openapi import DescribedRoute
 logger = logging.getLogger(__name__)
 
 MAX_ADAPTERS = 1024
+FIRST_NUMBER = 1 << 20  # larger than those of --lora-modules
 
 
 class LoadRequest(BaseModel):
@@ -35,12 +36,9 @@ class AdapterRoutes:
     """Requests find the new names at once; requests that run keep the adapter that they began with."""
 
     def __init__(self, service: Service):
-        self._service = service
-        self._numbers = itertools.count(len(service.adapters) + 1)
+        self._service, self._numbers = service, itertools.count(FIRST_NUMBER)
 
     def routes(self) -> list[DescribedRoute]:
-        if not self._service.config.allow_lora_updates:
-            return []
         kind = {"response_class": PlainTextResponse}
         return [
             DescribedRoute("/v1/load_lora_adapter", self.load, "POST", **kind),
@@ -82,3 +80,7 @@ class AdapterRoutes:
             return checked(found, config, read_config(folder), "lora_path", next(self._numbers))
         except ValueError as problem:
             raise RequestError(400, str(problem), "lora_path", "invalid_value") from None
+
+
+def adapter_routes(service: Service) -> list[DescribedRoute]:
+    return AdapterRoutes(service).routes() if service.config.allow_lora_updates else []

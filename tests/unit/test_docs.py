@@ -25,6 +25,7 @@ from server.http.body import MAX_TEXT_BYTES
 from server.http.connection import MAX_HEAD_BYTES
 from server.http.validate import MAX_VALUES
 from server.openai import parts, schema
+from server.openai.adapters import AdapterRoutes
 from server.openai.status import Status
 from server.processor.media.decoders import DECODE_CPU_S, LARGE_PIXELS, PIXELS_PER_CPU_S
 from server.processor.media.fetch import MAX_REDIRECTS
@@ -192,7 +193,8 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     told = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", page))
     status = [route for route in Status(cast(Any, None), lambda: False).routes() if route.include_in_schema]
     routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
-    routes |= {route.path for annex in (Native, WeightStatus) for route in annex(cast(Any, None)).routes()} | set(WEIGHT_ROUTES)
+    annexes = Native, WeightStatus, AdapterRoutes
+    routes |= {route.path for annex in annexes for route in annex(cast(Any, None)).routes()} | set(WEIGHT_ROUTES)
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 
 

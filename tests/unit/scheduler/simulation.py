@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Collection
 from typing import Literal
 
+import msgspec
 import numpy as np
 
+from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.drafts import make_drafter
@@ -16,6 +18,7 @@ from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import Limits
 from engine.scheduler.state import State as SchedulerState
+from engine.wire.adapters import AdapterRef, number_of
 from engine.wire.messages import (
     Chunk,
     EngineRequest,
@@ -28,6 +31,7 @@ from engine.wire.messages import (
     StepPlan,
     StepResult,
     WantedPixels,
+    for_adapter,
 )
 from engine.wire.stats import Stages
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
@@ -42,7 +46,9 @@ State = tuple[int, bytes]  # tokens, and what they mean
 NOTHING: State = (0, b"")
 
 
-def make_core(*, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, **limits: object) -> SchedulerCore:
+def make_core(
+    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, num_slots: int = 0, **limits: object
+) -> SchedulerCore:
     defaults: dict[str, object] = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
@@ -53,8 +59,8 @@ def make_core(*, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 
         "step_sizes": HOPPER_STEP_SIZES,
     }
     merged = Limits(**{**defaults, **limits})
-    images = ImageDirectory(image_tokens * TOKEN_BYTES)
-    state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, free_rows=list(range(merged.max_num_seqs)))
+    images, adapters = ImageDirectory(image_tokens * TOKEN_BYTES), AdapterDirectory(num_slots)
+    state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, adapters, free_rows=list(range(merged.max_num_seqs)))
     drafter = make_drafter("mtp" if merged.num_ahead else "lookup", merged.verify_rows) if merged.verify_rows else None
     return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]), drafter=drafter)
 
@@ -73,6 +79,13 @@ def make_request(
         spans.append(ImageSpan(digest, start, length, (1, 2, 2 * length), make_source(digest, "file" if i in files else "rgb")))
     sampling = SamplingParams(max_tokens=max_tokens, **params)
     return EngineRequest(rid, Region(1, 0, 4 * len(prompt)), spans, sampling, Stages())
+
+
+def with_adapter(wire: EngineRequest, adapter: AdapterRef) -> EngineRequest:
+    """The same request; if the adapter changes embeddings, its images are others."""
+    spans = [for_adapter(span, adapter) for span in wire.images]
+    spans = [msgspec.structs.replace(span, source=make_source(span.hash, span.source.encoding)) for span in spans]
+    return msgspec.structs.replace(wire, images=spans, adapter=adapter)
 
 
 def key_of(rid: int, index: int) -> Key:
@@ -103,13 +116,19 @@ class SimulatedWorker:
         self.guesses: list[list[list[int]]] = []  # of the model's head, by step
         self.num_loaded = self.num_overwritten = 0
         self.num_encoded: dict[bytes, int] = {}
+        self.adapters: dict[int, int] = {-1: 0}  # numbers by slot
+        self.row_slots: dict[int, int] = {}
+        self.num_loads = 0
 
     def execute(self, step: PlannedStep, sequences: dict[Key, "Sequence"]) -> list[list[int]]:
         plan = step.plan
         self.written.append({})
+        self.num_loads += len(plan.loads)
+        self.adapters |= {load.slot: load.adapter.number for load in plan.loads}
         for image_id in plan.evict:
             del self.images[image_id]
         for admit in plan.admits:
+            self.row_slots[admit.row] = admit.slot
             self.tables[admit.row] = list(admit.blocks)
             self.states[admit.row] = self._load(admit.snapshot)
         for block in (block for chunk in plan.chunks for block in chunk.blocks):
@@ -119,12 +138,21 @@ class SimulatedWorker:
             digest = step.made[encode.image_id]
             assert digest not in self.images.values(), "encoded although cached"
             assert encode.source == make_source(digest, "rgb"), "encoded without its pixels"
+            of_tower = {
+                number_of(one.wire.adapter)
+                for one in step.requests
+                if one.wire.adapter and one.wire.adapter.has_tower
+                for span in one.images
+                if span.hash == digest
+            }
+            assert self.adapters[encode.slot] in (of_tower or {0}), "encoded with another adapter"
             self.images[encode.image_id] = digest
             self.lengths[digest] = encode.grid[2] // 2
             self.num_encoded[digest] = self.num_encoded.get(digest, 0) + 1
         self._check_only_overlapping(plan)
         tokens = []
         for request, chunk in pairs(step):
+            assert self.adapters[self.row_slots[chunk.row]] == number_of(request.wire.adapter), "computed with another adapter"
             sequence = sequences[key_of(request.rid, request.index)]
             self.tables[chunk.row].extend(chunk.blocks)
             end = chunk.start + chunk.length - len(chunk.drafts)
@@ -219,7 +247,7 @@ class Sequence:
         """What the KV of each position stands for: everything before it, and itself."""
         while len(self._meanings) < len(self.ids):
             i = len(self._meanings)
-            before = self._meanings[-1] if i else self.wire.cache_salt.encode()
+            before = self._meanings[-1] if i else repr(self.wire.namespace).encode()
             self._meanings.append(self.meaning(before, i, self.ids[i]))
         return self._meanings
 

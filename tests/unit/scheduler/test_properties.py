@@ -14,8 +14,9 @@ from engine.scheduler import core as core_module
 from engine.scheduler import request as request_module
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.policy import PlannedStep
+from engine.wire.adapters import AdapterRef
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
-from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Sequence, Simulation, make_core, make_request, pairs
+from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Sequence, Simulation, make_core, make_request, pairs, with_adapter
 
 
 def random_prompt(rng: random.Random, max_images: int, max_length: int) -> tuple[list[int], list[tuple[int, int, bytes]]]:
@@ -43,7 +44,14 @@ def questions_about(
 
 
 def drive(
-    rng: random.Random, sim: Simulation, num_requests: int, max_image: int, fail: bool, forget_rate: float, max_tokens: int = 12
+    rng: random.Random,
+    sim: Simulation,
+    num_requests: int,
+    max_image: int,
+    fail: bool,
+    forget_rate: float,
+    max_tokens: int = 12,
+    num_adapters: int = 0,
 ) -> None:
     capacity = sim.core.state.blocks.num_blocks * sim.core.state.blocks.block_size
     if fail:
@@ -59,6 +67,8 @@ def drive(
         files = {i for i in range(len(images)) if rng.random() < file_rate}
         wire = make_request(rid, prompt, images, rng.randint(1, max_tokens), files, ignore_eos=rng.random() < 0.5)
         wire = msgspec.structs.replace(wire, cache_salt=salt, n=rng.choice([1, 1, 2, 5]), priority=rng.choice([0, 0, 1, -1]))
+        if number := rng.randint(0, num_adapters):
+            wire = with_adapter(wire, AdapterRef(number, "", number % 2 == 0))
         sim.add(wire, prompt)
         for _ in range(rng.choice([0, 0, 0, 1, 2, 3])):
             sim.step()
@@ -79,6 +89,7 @@ LOADS = {
     "a drafter": lambda one, other: {"drafter": True, "forget_rate": 0.3 * one, "stateful": other},
     "a model's head": lambda one, other: {"drafter": True, "forget_rate": 0.3 * one, "stateful": other, "head": True},
     "steps run out of memory": lambda one, other: {"give_up_rate": 0.1},
+    "adapters": lambda one, other: {"num_adapters": 4, "stateful": one, "give_up_rate": 0.1 * other},
     "states": lambda one, other: {"stateful": True, "forget_rate": 0.3 * one, "give_up_rate": 0.1 * other},
 }
 
@@ -108,6 +119,7 @@ def serve_any_load(
     stateful: bool = False,
     drafter: bool = False,
     head: bool = False,
+    num_adapters: int = 0,
 ) -> Simulation:
     rng = random.Random(seed)
     core = make_core(
@@ -121,6 +133,7 @@ def serve_any_load(
         verify_rows=rng.choice([8, 32]) if drafter else 0,
         num_ahead=3 if head else 0,
         num_ranks=2,
+        num_slots=rng.randint(1, 3) if num_adapters else 0,
         step_sizes=msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=rng.choice([0, 0, 1, 20, 60])),
     )
     sim = Simulation(core, rng, num_ranks=2)
@@ -132,7 +145,7 @@ def serve_any_load(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_module, "MIN_REMEMBERED_LINKS", rng.choice([1, 64]))
         patch.setattr(request_module, "MIN_SNAPSHOT_TOKENS", rng.choice([1, 8]))
-        drive(rng, sim, 14, 8, fail, forget_rate, max_tokens=40 if drafter else 12)
+        drive(rng, sim, 14, 8, fail, forget_rate, 40 if drafter else 12, num_adapters)
     capacity = core.state.blocks.num_blocks * core.state.blocks.block_size
     for rid, reason in sim.terminal.items():
         sequence, received = sim.sequences[rid], sim.received.get(rid, [])

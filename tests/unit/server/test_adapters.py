@@ -112,7 +112,8 @@ def test_flags(tmp_path: Path) -> None:
     assert (config.model, config.lora_modules) == ("Qwen3-VL-2B", 'a=x {"name": "b", "path": "y, z"}')
     for words, flags in (
         ("--lora-modules needs --enable-lora", {"lora_modules": "a=x"}),
-        ("needs --lora-root", {"enable_lora": True, "allow_lora_updates": True}),
+        ("needs --lora-root", {"enable_lora": True, "allow_lora_updates": True, "api_key": KEY}),
+        ("needs --api-key", {"enable_lora": True, "allow_lora_updates": True, "lora_root": str(tmp_path)}),
         ("there is no folder", {"lora_root": str(tmp_path / "none")}),
         ("for a single engine", {"enable_lora": True, "allow_lora_updates": True, "lora_root": str(tmp_path), "dp": 2}),
     ):
