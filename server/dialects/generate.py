@@ -25,7 +25,7 @@ from server.openai.fields import limits_of, rest_of
 from server.openai.media_refs import locate
 from server.openai.openapi import DescribedRoute
 from server.openai.parts import FIRST
-from server.openai.schema import CompletionRequest, Ids
+from server.openai.schema import CompletionRequest, Ids, prompts_of
 
 Json = dict[str, Any]
 Triple = tuple[float | None, int, str | None]
@@ -73,7 +73,7 @@ class GenerateRequest(Open):
 
     @property
     def prompts(self) -> list[Any]:
-        return list(self.value) if self.is_batch else [self.value]
+        return prompts_of(self.value)
 
     def images(self, num_prompts: int) -> list[list[str]]:
         """Of each prompt. RequestError 400."""

@@ -23,7 +23,7 @@ from server.http.validate import OneOf, Strict, bad_value
 from server.openai.chat import conversation_of
 from server.openai.endpoint import Endpoint, Gathering, Job, json_response, submits_of
 from server.openai.parts import Message, Parts, TextPart
-from server.openai.schema import MediaRequest, MessageList
+from server.openai.schema import MediaRequest, MessageList, check_ids, prompts_of
 
 EMBED = "Represent the user's input."
 RERANK = "Given a search query, retrieve relevant candidates that answer the query."
@@ -117,12 +117,10 @@ class EmbeddingsEndpoint(PoolingEndpoint):
     def prompts(self, request: EmbeddingRequest) -> tuple[str, list[Any]]:
         if ("input" in request.model_fields_set) == (request.messages is not None):
             raise bad_value("input", "or `messages` must be there, and not both")
-        checkpoint, given = self.service.checkpoint, request.input
+        checkpoint, inputs = self.service.checkpoint, prompts_of(request.input)
         if (request.dimensions or 0) > checkpoint.hidden_size:
             raise bad_value("dimensions", f"must be at most {checkpoint.hidden_size}")
-        inputs: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
-        if any(max(entry) >= checkpoint.vocab_size for entry in inputs if isinstance(entry, list)):
-            raise bad_value("input", f"holds token ids outside of the vocabulary of {checkpoint.vocab_size}")
+        check_ids(inputs, "input", checkpoint.vocab_size)
         system = [_system(request)] if self.is_instructed else []
         if request.messages is not None:
             return "messages", [[*(() if request.messages[0].role in ("system", "developer") else system), *request.messages]]
@@ -135,8 +133,8 @@ class EmbeddingsEndpoint(PoolingEndpoint):
 
     def _entry(self, request: EmbeddingRequest, index: int, hidden: Floats) -> Json:
         vector = hidden[: request.dimensions].astype(np.float64)
-        unit = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
-        shown = pybase64.b64encode_as_string(unit.tobytes()) if request.encoding_format == "base64" else unit.tolist()
+        vector = (vector / max(np.linalg.norm(vector), 1e-12)).astype(np.float32)
+        shown = pybase64.b64encode_as_string(vector.tobytes()) if request.encoding_format == "base64" else vector.tolist()
         return {"object": self.item, "index": index, self.member: shown}
 
 
@@ -198,7 +196,7 @@ ROUTES: dict[str, type[Endpoint]] = {
 
 
 def probability_of_yes(logits: Floats) -> float:
-    yes, no = (float(value) for value in logits)
+    yes, no = map(float, logits)
     return 1 / (1 + math.exp(min(no - yes, 700.0)))
 
 

@@ -283,6 +283,17 @@ class BatchChatRequest(Open):
     messages: Annotated[list[list[Message]], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
+def prompts_of(value: Any) -> list[Any]:
+    """Return the entries of a list of texts or of lists of token ids, or the only prompt."""
+    return list(value) if isinstance(value, list) and isinstance(value[0], str | list) else [value]
+
+
+def check_ids(prompts: list[Any], field: str, vocab_size: int) -> None:
+    """Raise RequestError 400 for token ids outside of the vocabulary. Texts are skipped; lists must not be empty."""
+    if any(min(ids) < 0 or max(ids) >= vocab_size for ids in prompts if isinstance(ids, list)):
+        raise bad_value(field, f"holds token ids outside of the vocabulary of {vocab_size}")
+
+
 class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`."""
 
@@ -310,8 +321,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[Any]:
         """One entry per prompt: a text, or token ids."""
-        is_batch = isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list)
-        return list(self.prompt) if is_batch else [self.prompt]
+        return prompts_of(self.prompt)
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
@@ -319,11 +329,9 @@ class CompletionRequest(GenerationRequest):
             raise bad_value("images", "is for one prompt")
         if len(self.prompts) > MAX_PROMPTS:
             raise bad_value("prompt", f"must have at most {MAX_PROMPTS} entries")
-        for prompt in self.prompts:
-            if not prompt:
-                raise bad_value("prompt", "must not be empty")
-            if isinstance(prompt, list) and not all(0 <= token_id < vocab_size for token_id in prompt):
-                raise bad_value("prompt", f"holds token ids outside of the vocabulary of {vocab_size}")
+        if not all(self.prompts):
+            raise bad_value("prompt", "must not be empty")
+        check_ids(self.prompts, "prompt", vocab_size)
 
 
 class TokenizeRequest(GenerationRequest):
@@ -347,10 +355,8 @@ class DetokenizeRequest(GenerationRequest):
 
     @property
     def lists(self) -> list[list[int]]:
-        tokens: Any = self.tokens
-        return tokens if self.is_list else [tokens]
+        return prompts_of(self.tokens)
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        if max(map(max, self.lists)) >= vocab_size:
-            raise bad_value("tokens", f"holds ids outside of the vocabulary of {vocab_size}")
+        check_ids(self.lists, "tokens", vocab_size)
