@@ -129,8 +129,11 @@ def test_all_sources_on_two_ranks(altered: Path) -> None:
         with alongside(lambda: give(engine, "/update_weights", {"update_info": info})):
             for value in some.values():
                 groups.broadcast(group, value)
+        for _ in range(2):
+            groups.leave(group)
+            give(engine, "/destroy_weights_update_group")
+            group = trainer(engine, 3)
         groups.leave(group)
-        give(engine, "/destroy_weights_update_group")
         meta = give(engine, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})["meta_info"]
         assert meta["weight_version"] == engine.client.get("/model_info").json()["weight_version"] == "3"
         assert engine.client.get("/get_world_size").json() == {"world_size": 2}
