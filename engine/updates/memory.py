@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.storage import TypedStorage
 
 from engine.wire.updates import CudaMemory, Segment, TensorSpec
 from models.checkpoint.update import DTYPES
@@ -37,7 +38,7 @@ def opened_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
         torch.Size(spec.shape),
         memory.stride,
         memory.offset,
-        torch.UntypedStorage,
+        TypedStorage,
         dtype,
         uuids[uuid],
         memory.handle,

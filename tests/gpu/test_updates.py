@@ -65,9 +65,9 @@ def test_from_disk_and_by_cuda_ipc(folders: tuple[Path, Path], flags: tuple[str,
     with start(first, *flags) as engine:
         before = seen(engine)
         assert before != expected
+        tensors = {name: tensor.cuda() for name, tensor in load_file(first / FILE).items()}  # meanwhile graphs of the tower are captured
         give(engine, "/update_weights_from_disk", {"model_path": str(second)})
         assert_equal(seen(engine), expected)
-        tensors = {name: tensor.cuda() for name, tensor in load_file(first / FILE).items()}
         free = torch.cuda.mem_get_info()[0]
         for _ in range(4):
             with shared(tensors) as specs:
