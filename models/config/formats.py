@@ -65,7 +65,11 @@ FORMATS: Mapping[Format, FormatEntry] = {
     ),
     "grouped": FormatEntry(
         "models.weights.grouped:GroupedKind",
-        {"torch": "models.weights.grouped:TorchGrouped", "portable": "models.kernels.humming:grouped_products"},
+        {
+            "torch": "models.weights.grouped:TorchGrouped",
+            "portable": "models.kernels.humming:grouped_products",
+            "hopper": "models.kernels.hopper.int4_gemv:hopper_grouped",
+        },
         0,
     ),
 }

@@ -1,8 +1,11 @@
 """Products of low-bit integers by the library humming-kernels, which compiles kernels for each shape when it first meets it."""
 
 import importlib.util
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,20 +13,53 @@ from models.config.schemes import Scheme
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 from models.kernels.triton.activations import values_of
 from models.kernels.triton.grouped import TritonGrouped
+from models.kernels.triton.products import TritonProducts
 from models.weights.grouped import Grouped
 from models.weights.layouts import codes_of, packed_columns, packed_rows
 from models.weights.matrix import Stored
 
 ROWS, COLUMNS = 64, 128  # of which a matrix has multiples
+TOKENS = (8, 16, 32, 64, 128, 256, 512, 2048)  # each with the kernel that the library takes for so many; it has 34 for a shape
+EVERY = 1 << 30
 NUM_CHECKED, MAX_DIFFERENCE = 3, 0.02  # tokens of the comparison with our kernels, and its relative limit
+
+R = TypeVar("R")
+Key = tuple[Scheme, torch.Size]
+
+_compilers = ThreadPoolExecutor(8, "humming")
+
+
+@cache
+def in_background(function: Callable[..., R], *arguments: Any) -> "Future[R]":
+    """Compile once for equal arguments."""
+    return _compilers.submit(function, *arguments)
+
+
+def _compile(config: Any, device: torch.device) -> torch.Tensor:
+    """The library's table of kernels by numbers of tokens."""
+    from humming.kernel.humming import HummingKernel
+    from humming.tune import get_heuristics_config
+
+    with torch.cuda.device(device):
+        ranges: list[list[Any]] = []
+        for last, tokens in zip((0, *TOKENS), TOKENS, strict=False):
+            chosen = get_heuristics_config(config, shape_m=tokens, device=device)
+            if ranges and ranges[-1][2] == chosen:
+                ranges[-1][1] = tokens
+            else:
+                ranges.append([last, tokens, chosen])
+        ranges[-1][1] = EVERY
+        return HummingKernel.prepare_kernels(config.to_str(), None, ranges, device)
 
 
 @dataclass(frozen=True)
 class HummingMatrix:
-    """A matrix (N, K) as humming's kernels read it: `layer` is its HummingLayer."""
+    """A matrix (N, K) as humming's kernels read it: `layer` is its HummingLayer, with `weight`, `weight_scale` and `zero_point`."""
 
+    scheme: Scheme
     layer: Any
     shape: torch.Size
+    kernels: "Future[torch.Tensor]"
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -35,12 +71,12 @@ class HummingMatrix:
 
     @classmethod
     def of(cls, matrix: Grouped) -> "HummingMatrix":
+        """Its kernels are compiled in the background."""
         from humming.layer import HummingLayer
 
-        scheme, dtype = matrix.scheme, torch.bfloat16
+        scheme, dtype, device = matrix.scheme, torch.bfloat16, matrix.codes.device
         kind = {"dtype": f"uint{scheme.bits}", "group_size": scheme.group, "has_zero_point": matrix.zeros is not None}
-        layer = HummingLayer(shape_n=matrix.shape[0], shape_k=matrix.shape[1], weight_config=kind, torch_dtype=dtype)
-        layer = layer.to(matrix.codes.device)
+        layer = HummingLayer(shape_n=matrix.shape[0], shape_k=matrix.shape[1], weight_config=kind, torch_dtype=dtype).to(device)
         tensors = {
             "weight": packed_columns(codes_of(matrix.codes, scheme, matrix.layout), scheme.bits),
             "weight_scale": matrix.scales.to(dtype),
@@ -49,7 +85,25 @@ class HummingMatrix:
             tensors["zero_point"] = packed_rows(matrix.zeros, scheme.bits)
         layer.load_from_tensors(tensors)
         layer.transform()
-        return cls(layer, matrix.shape)
+        return cls(scheme, layer, matrix.shape, in_background(_compile, layer.humming_config, device))
+
+    @property
+    def key(self) -> Key:
+        return self.scheme, self.shape
+
+    @property
+    def zeros(self) -> torch.Tensor | None:
+        return getattr(self.layer, "zero_point", None) if self.scheme.has_zeros else None
+
+    def product(self, x_TX: torch.Tensor, out_TN: torch.Tensor | None) -> torch.Tensor:
+        from humming.ops import launch_kernel
+
+        layer = self.layer
+        scales = {"weight_scale": layer.weight_scale, "zero_point": self.zeros}
+        product: torch.Tensor = launch_kernel(
+            configs=self.kernels.result(), inputs=x_TX, weight=layer.weight, **scales, outputs=out_TN, locks=layer.locks
+        )
+        return product
 
 
 def takes(matrix: Grouped) -> bool:
@@ -58,43 +112,69 @@ def takes(matrix: Grouped) -> bool:
     return matrix.scheme.element.startswith("int") and rows % ROWS == 0 and columns % COLUMNS == 0 and matrix.codes.is_cuda
 
 
+class HummingMatrices(TritonProducts[HummingMatrix]):
+    """See `TritonProducts`."""
+
+    def product_of_many(self, x_TX: Activation, matrix: HummingMatrix, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        return matrix.product(values_of(x_TX), out_TN)
+
+    def product_f32(self, x_TX: torch.Tensor, matrix: HummingMatrix, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        product = self.product(x_TX, matrix, rows, None)
+        return product.float() if out_TN is None else out_TN.copy_(product)
+
+
 class HummingProducts(TritonGrouped):
-    """`TritonGrouped` multiplies experts and matrices of floats."""
+    """Our kernels multiply experts and matrices of floats, the library the others."""
 
     def __init__(self) -> None:
-        self._checked: set[tuple[Scheme, torch.Size]] = set()
+        self._ours, self._library = TritonGrouped(), HummingMatrices()
+        self._expected: dict[Key, tuple[torch.Tensor, torch.Tensor] | None] = {}  # tokens and our product; None: it was the library's
 
     def prepared(self, matrix: Any) -> Any:
-        """RuntimeError if the library's product is not ours, which is compared once for each scheme and shape."""
         if not takes(matrix):
             return matrix
         made = HummingMatrix.of(matrix)
-        if (key := (matrix.scheme, matrix.shape)) not in self._checked:
+        if made.key not in self._expected:
             x_TX = torch.randn((NUM_CHECKED, matrix.shape[1]), device=matrix.codes.device).to(torch.bfloat16)
-            ours = super().product(x_TX, matrix, RowClass.FEW, None).float()
-            if (ours - made.layer(x_TX).float()).norm() > MAX_DIFFERENCE * ours.norm():
-                raise RuntimeError(f"humming-kernels and our kernels differ in {matrix.scheme} of {tuple(matrix.shape)}: uninstall it")
-            self._checked.add(key)
+            self._expected[made.key] = x_TX, self._ours.product(x_TX, matrix, RowClass.FEW, None)
         return made
 
     def product(self, x_TX: Activation, matrix: Any, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(matrix, Grouped):
-            return super().product(x_TX, matrix, rows, out_TN)
-        made: torch.Tensor = matrix.layer(values_of(x_TX), outputs=out_TN)
-        return made
+        return self._products_of(matrix).product(x_TX, matrix, rows, out_TN)
+
+    def product_f32(self, x_TX: torch.Tensor, matrix: Any, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        return self._products_of(matrix).product_f32(x_TX, matrix, rows, out_TN)
 
     def swiglu(self, x_TX: Activation, matrix: Any, rows: RowClass) -> torch.Tensor | Rounded:
-        if isinstance(matrix, Grouped):
-            return super().swiglu(x_TX, matrix, rows)
-        return self.activated(self.product(x_TX, matrix, rows, None))
+        return self._products_of(matrix).swiglu(x_TX, matrix, rows)
 
     def add_to(self, residual: Residual, x_TX: Activation, matrix: Any, rows: RowClass) -> None:
+        self._products_of(matrix).add_to(residual, x_TX, matrix, rows)
+
+    def _products_of(self, matrix: Any) -> TritonProducts[Any]:
+        """RuntimeError if the library's product is not ours, which is compared at the first product of each scheme and shape."""
         if isinstance(matrix, Grouped):
-            super().add_to(residual, x_TX, matrix, rows)
-        else:
-            residual.add_(self.product(x_TX, matrix, rows, None)[None])
+            return self._ours
+        library = self.library_of(matrix)
+        if (expected := self._expected[matrix.key]) is not None:
+            self._expected[matrix.key] = None
+            x_TX, ours_TN = expected
+            for count, rows in ((1, RowClass.SINGLE), (NUM_CHECKED, RowClass.FEW)):
+                difference = (library.product(x_TX[:count], matrix, rows, None) - ours_TN[:count]).float()
+                if difference.norm() > MAX_DIFFERENCE * ours_TN[:count].float().norm():
+                    raise RuntimeError(
+                        f"humming-kernels and our kernels differ in {matrix.scheme} of {tuple(matrix.shape)}, {count} tokens: uninstall it"
+                    )
+        return library
+
+    def library_of(self, matrix: HummingMatrix) -> HummingMatrices:
+        return self._library
+
+
+def has_humming() -> bool:
+    return importlib.util.find_spec("humming") is not None
 
 
 def grouped_products() -> TritonGrouped:
     """The fastest that is installed."""
-    return HummingProducts() if importlib.util.find_spec("humming") is not None else TritonGrouped()
+    return HummingProducts() if has_humming() else TritonGrouped()

@@ -6,14 +6,49 @@ import pytest
 import torch
 
 from models.config.formats import MatrixFormat
-from models.kernels.stream import RowClass
+from models.kernels.stream import Residual, RowClass
 from models.weights.grouped import Grouped
 from models.weights.matrix import Matrix, Place
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
 DEVICE = torch.device("cuda")
+BACKEND = "hopper" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "portable"
 FORMATS = ("int4-g128", "int4-g32-zeros", "int8-g0", "float8-g0", "float4-g16")
+
+
+def random_matrix(rows: int, columns: int, format: str, generator: torch.Generator) -> Matrix:
+    matrix = Matrix.empty(rows, columns, MatrixFormat(format, format), Place(BACKEND, DEVICE, torch.bfloat16))
+    matrix.storage.fill_normal_(columns**-0.5, generator)
+    matrix.storage.scales.mul_(torch.empty(matrix.storage.scales.shape, device=DEVICE).uniform_(0.5, 2, generator=generator))
+    if matrix.storage.zeros is not None:
+        matrix.storage.zeros.random_(0, 16, generator=generator)
+    return matrix
+
+
+@pytest.mark.parametrize("format", ["int4-g128", "int4-g128-zeros", "int4-g64", "int4-g64-zeros", "int4-g32", "int4-g32-zeros"])
+@pytest.mark.parametrize("rows, columns", [(6144, 4096), (4096, 12288), (1024, 896), (256, 17408)])
+def test_a_token_is_multiplied_with_norm_gate_and_residual(format: str, rows: int, columns: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    ours = random_matrix(rows, columns, format, generator)
+    plain = ours.on("torch")
+    values_NK = plain.storage.dequantized()
+    ours.finish()
+    x, weight = (torch.randn(size, dtype=torch.bfloat16, device=DEVICE, generator=generator) for size in ((1, columns), (columns,)))
+    for norm_weight in (weight, weight.float()):
+        normed_f32 = x.float() * torch.rsqrt(x.float().square().mean() + 1e-6) * weight.float()
+        expected = normed_f32 @ values_NK.t()
+        normed = Residual(x.clone()).normed(norm_weight, 1e-6)
+        found = ours.product(normed, RowClass.SINGLE).float()
+        assert (found - expected).norm() < 0.01 * expected.norm()
+        gate, up = expected.chunk(2, 1)
+        expected, found = torch.nn.functional.silu(gate) * up, ours.swiglu(normed, RowClass.SINGLE)
+        assert (found.float() - expected).norm() < 0.02 * expected.norm()
+    before = torch.randn((1, rows), dtype=torch.bfloat16, device=DEVICE, generator=generator)
+    residual, expected = Residual(before.clone()), before.float() + x.float() @ values_NK.t()
+    ours.add_to(residual, x, RowClass.SINGLE)
+    assert residual.parts_STD is None
+    assert (residual.sum_TD.float() - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

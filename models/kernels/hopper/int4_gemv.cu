@@ -1,0 +1,274 @@
+// Products of a single token with matrices of 4-bit integers that have a scale for 32, 64 or 128 values, for Hopper, with the norm before them and
+// SwiGLU and residual behind. Called by `int4_gemv.py`. Matrices lie as the library humming-kernels 0.1.19 lays them out:
+//
+//   codes   for each 16 columns and 64 rows 32 x 16 bytes, those of lane l at 16 l. Word i holds rows 16 i + l / 4 and 8 more of columns
+//           l % 4 * 2 + {0, 1} and 8 more, as tensor cores want them: nibbles j and j + 4 are neighbours of one row
+//   scales  (groups, rows), and zero points, 4 bits each: of 64 rows those of rows r, r + 8, ..., r + 56 are at 8 r
+//
+// Bound by memory: a warp has 64 rows and keeps 8 loads of each lane on their way. 128 columns are a chunk; the chunks of 64 rows are divided among
+// the warps of a cluster of blocks. The first block sums up what all have.
+
+#include <algorithm>
+
+#include "hopper_launch.cuh"
+
+namespace one_token {
+
+using namespace hopper;
+using BFloat16 = __nv_bfloat16;
+
+constexpr int kRows = 64, kEighths = kRows / 8;
+constexpr int kColumns = 16, kChunk = 128, kSteps = kChunk / kColumns;
+constexpr int kWarps = 8;  // of a block
+constexpr int kMaxCluster = 8;
+constexpr int kMiddle = 8;  // zero point of symmetric matrices
+constexpr int kPiece = 8;  // values of the token that a thread loads at once
+
+// Blocks that a multiprocessor runs at once.
+template <int kGroup, bool kZeros>
+constexpr int kBlocks = kGroup == 128 && !kZeros ? 3 : 2;
+
+struct Params {
+  BFloat16 const* x;
+  unsigned char const* norm_weight;
+  uint4 const* codes;
+  BFloat16 const* scales;
+  uint32_t const* zeros;
+  BFloat16* out;
+  int width, height, num_out;  // values of a row; rows; values of the result
+  int norm_bytes;  // of a weight of the norm, bfloat16 or float32; 0: no norm
+  int cluster;
+  float eps;
+  bool adds;
+};
+
+DEVICE uint4 load_once(uint4 const* from) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
+}
+
+// Two codes less kMiddle as bfloat16: as mantissas of 128 they are exact.
+DEVICE uint32_t pair_of(uint32_t shifted) {
+  uint32_t pair;
+  asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(pair) : "r"(shifted));
+  __nv_bfloat162 const value = __hsub2(*reinterpret_cast<__nv_bfloat162 const*>(&pair), __floats2bfloat162_rn(128.f + kMiddle, 128.f + kMiddle));
+  return *reinterpret_cast<uint32_t const*>(&value);
+}
+
+// The 16 bytes' i-th word.
+DEVICE uint32_t word_of(uint4 const& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+DEVICE float scale_of(uint4 const& eight, int i) {
+  uint32_t const word = word_of(eight, i / 2);
+  return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
+}
+
+// 64 rows' chunks `first` to `end` of a warp.
+template <int kGroup, bool kZeros>
+struct Tile {
+  static constexpr int kGroups = kChunk / kGroup;
+  Params const& params;
+  uint4 const* codes;  // of this lane
+  int64_t step;  // from 16 columns to the next
+  int row, end, lane;  // the first of the 64
+  uint4 words[kSteps], scales[kGroups];
+  uint32_t zeros[kGroups];
+
+  DEVICE Tile(Params const& params, int row, int first, int end, int lane) : params(params), step(params.height / 2), row(row), end(end), lane(lane) {
+    codes = params.codes + (int64_t(first) * kSteps * params.height + row) / 2 + lane;
+    if (first >= end) return;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) load(i);
+    load_scales(first);
+  }
+
+  DEVICE void load(int i) { words[i] = load_once(codes + i * step); }
+
+  DEVICE void load_scales(int chunk) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      int64_t const at = (int64_t(chunk) * kGroups + group) * params.height + row + lane / 4 * kEighths;
+      scales[group] = __ldg(reinterpret_cast<uint4 const*>(params.scales + at));
+      if (kZeros) zeros[group] = __ldg(params.zeros + at / 8);
+    }
+  }
+
+  // What rows lane / 4, and 8 more each, have of the chunks; `token` begins with that of the first one, in the order of `place_of`.
+  DEVICE void multiply(uint32_t const* token, int first, float (&totals)[kEighths]) {
+    constexpr uint32_t kOnes[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+    for (int chunk = first; chunk < end; ++chunk, token += kChunk / 2) {
+      bool const is_last = chunk + 1 == end;
+      float c[4][4]{}, sums[4]{};
+      codes += kSteps * step;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        uint2 const x = *reinterpret_cast<uint2 const*>(token + i * 8 + lane % 4 * 2);
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) {
+          uint32_t const word = word_of(words[i], tile);
+          uint32_t const a[4] = {pair_of(word), pair_of(word >> 8), pair_of(word >> 4), pair_of(word >> 12)};
+          hopper::multiply(c[tile], a, x.x, x.y);
+        }
+        if (kZeros) hopper::multiply(sums, kOnes, x.x, x.y);
+        if (!is_last) load(i);
+        if ((i + 1) * kGroups % kSteps) continue;
+        int const group = i * kGroups / kSteps;
+#pragma unroll
+        for (int eighth = 0; eighth < kEighths; ++eighth) {
+          float& value = c[eighth / 2][eighth % 2 * 2];
+          if (kZeros) value += (kMiddle - float(zeros[group] >> (4 * eighth) & 15)) * sums[0];
+          totals[eighth] += value * scale_of(scales[group], eighth);
+          value = 0.f;
+        }
+        sums[0] = 0.f;
+      }
+      if (!is_last) load_scales(chunk + 1);
+    }
+  }
+};
+
+// Where two neighbours of the token lie, of which the first has this column: a lane's four values of 16 columns lie side by side.
+DEVICE int place_of(int column) { return column / 16 * 8 + column % 8 + column / 8 % 2; }
+
+// Loads columns `begin` to `end` of the token times the norm's weights into `token`, and returns this thread's part of the sum of all squares.
+DEVICE float load_token(Params const& params, uint32_t* token, int begin, int end) {
+  float squares = 0.f;
+  int const from = params.norm_bytes ? 0 : begin, to = params.norm_bytes ? params.width : end;
+  for (int column = from + threadIdx.x * kPiece; column < to; column += 32 * kWarps * kPiece) {
+    uint4 const piece = __ldcg(reinterpret_cast<uint4 const*>(params.x + column));
+    bool const is_own = column >= begin && column < end;
+#pragma unroll
+    for (int i = 0; i < kPiece / 2; ++i) {
+      uint32_t pair = word_of(piece, i);
+      if (params.norm_bytes) {
+        float const low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000);
+        squares += low * low + high * high;
+        int const at = column + 2 * i;
+        if (is_own && params.norm_bytes == 2) {
+          float2 const weights = __bfloat1622float2(reinterpret_cast<__nv_bfloat162 const*>(params.norm_weight)[at / 2]);
+          pair = pack(low * weights.x, high * weights.y);
+        } else if (is_own) {
+          float2 const weights = reinterpret_cast<float2 const*>(params.norm_weight)[at / 2];
+          pair = pack(low * weights.x, high * weights.y);
+        }
+      }
+      if (is_own) token[place_of(column + 2 * i - begin)] = pair;
+    }
+  }
+  return squares;
+}
+
+DEVICE void arrive_and_wait() {
+  asm volatile("barrier.cluster.arrive.release.aligned;");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+DEVICE void store_in_first_block(float* mine, float value) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(mine))));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+
+// Cluster i: 64 values of the result. If gated, half of the warps have the rows of the gate, the others those of the up projection.
+template <int kGroup, bool kZeros, bool kGated>
+__global__ void __launch_bounds__(32 * kWarps, kBlocks<kGroup, kZeros>) multiply_token(Params const params) {
+  constexpr int kHalves = kGated ? 2 : 1, kSharing = kWarps / kHalves;  // warps that share rows
+  extern __shared__ __align__(16) uint32_t token[];
+  __shared__ float parts[kWarps][kRows], of_blocks[kMaxCluster][kHalves * kRows], squares[kWarps];
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / kSharing;
+  int const rank = blockIdx.x % params.cluster, first_row = blockIdx.x / params.cluster * kRows;
+  int const num_chunks = params.width / kChunk, shares = params.cluster * kSharing;
+  auto share = [&](int i) { return num_chunks * i / shares; };
+  int const share_of_warp = rank * kSharing + warp % kSharing;
+  int const first = share(share_of_warp), begin = share(rank * kSharing), end = share((rank + 1) * kSharing);
+  if (params.cluster > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: others may write to its memory
+  Tile<kGroup, kZeros> tile(params, first_row + half * params.num_out, first, share(share_of_warp + 1), lane);
+  wait_for_kernel_ahead();
+  launch_kernel_behind();
+  float const sum = over_lanes<1, 32, false>(load_token(params, token, begin * kChunk, end * kChunk));
+  if (lane == 0) squares[warp] = sum;
+  __syncthreads();
+  float totals[kEighths]{};
+  tile.multiply(token + (first - begin) * kChunk / 2, first, totals);
+  if (lane % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kEighths; ++i) parts[warp][i * 8 + lane / 4] = totals[i];
+  }
+  if (params.cluster > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  __syncthreads();
+  int const i = threadIdx.x;
+  if (i < kHalves * kRows) {
+    float result = 0.f;
+#pragma unroll
+    for (int other = 0; other < kSharing; ++other) result += parts[i / kRows * kSharing + other][i % kRows];
+    if (params.cluster > 1) store_in_first_block(&of_blocks[rank][i], result);
+    else of_blocks[0][i] = result;
+  }
+  if (params.cluster > 1) arrive_and_wait();
+  else if (kGated) __syncthreads();
+  if (rank > 0 || i >= kRows) return;
+  auto total = [&](int at) {
+    float result = 0.f;
+    for (int block = 0; block < params.cluster; ++block) result += of_blocks[block][at];
+    return result;
+  };
+  float factor = 1.f;
+  if (params.norm_bytes) {
+    float all = 0.f;
+#pragma unroll
+    for (float one : squares) all += one;
+    factor = rsqrtf(all / params.width + params.eps);
+  }
+  float result = total(i) * factor;
+  if (kGated) result = result / (1.f + __expf(-result)) * (total(i + kRows) * factor);
+  BFloat16* const place = params.out + first_row + i;
+  if (params.adds) result += __bfloat162float(*place);
+  *place = __float2bfloat16_rn(result);
+}
+
+// The cluster whose blocks are divided most evenly among the multiprocessors, the largest of several, if all of them run at once.
+int cluster_of(int num_tiles, int num_multiprocessors, int most) {
+  auto load = [&](int cluster) { return float((num_tiles * cluster + num_multiprocessors - 1) / num_multiprocessors) / cluster; };
+  int best = 1;
+  for (int cluster = 2; cluster <= kMaxCluster && num_tiles * cluster <= most * num_multiprocessors; cluster *= 2)
+    if (load(cluster) <= load(best)) best = cluster;
+  return best;
+}
+
+template <int kGroup, bool kZeros>
+void launch(Params params, bool is_gated, int num_multiprocessors, DLDevice device) {
+  int const num_tiles = params.num_out / kRows;
+  params.cluster = cluster_of(num_tiles, num_multiprocessors, kBlocks<kGroup, kZeros>);
+  int const most = (params.width / kChunk + params.cluster - 1) / params.cluster + 1;  // chunks of a block
+  auto const kernel = is_gated ? multiply_token<kGroup, kZeros, true> : multiply_token<kGroup, kZeros, false>;
+  launch_early(kernel, params, dim3(unsigned(num_tiles * params.cluster)), 32 * kWarps, most * kChunk * sizeof(BFloat16), device, params.cluster);
+}
+
+template <int kGroup>
+void launch(Params const& params, bool is_gated, int num_multiprocessors, DLDevice device) {
+  if (params.zeros) launch<kGroup, true>(params, is_gated, num_multiprocessors, device);
+  else launch<kGroup, false>(params, is_gated, num_multiprocessors, device);
+}
+
+// x (1, K), norm_weight (K) or empty, codes (K / 16, 2 N), scales (groups, N), zeros (groups, N / 8) or empty, out (1, N) or (1, N / 2) if gated.
+void run(View x, View norm_weight, double eps, View codes, View scales, View zeros, View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
+  ffi::CUDADeviceGuard guard(x.device().device_id);
+  Params params{};
+  params.x = values_of<BFloat16>(x), params.norm_weight = values_of<unsigned char>(norm_weight), params.eps = float(eps);
+  params.norm_bytes = norm_weight.size(0) ? norm_weight.dtype().bits / 8 : 0;
+  params.codes = values_of<uint4>(codes), params.scales = values_of<BFloat16>(scales), params.out = values_of<BFloat16>(out);
+  params.zeros = zeros.size(0) ? values_of<uint32_t>(zeros) : nullptr;
+  params.width = int(x.size(1)), params.height = int(scales.size(1)), params.num_out = int(out.size(1)), params.adds = adds;
+  int const group = params.width / int(scales.size(0)), count = int(num_multiprocessors);
+  TVM_FFI_ICHECK(params.width % kChunk == 0 && params.num_out % kRows == 0 && params.height == params.num_out * (is_gated ? 2 : 1))
+      << "int4: a matrix of " << params.height << " x " << params.width;
+  if (group == 128) return launch<128>(params, is_gated, count, x.device());
+  if (group == 64) return launch<64>(params, is_gated, count, x.device());
+  TVM_FFI_ICHECK(group == 32) << "int4: groups of " << group;
+  launch<32>(params, is_gated, count, x.device());
+}
+
+}  // namespace one_token
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, one_token::run);
