@@ -245,9 +245,13 @@ def moving_page() -> str:
 PLANNED = ("2B", "4B", "8B", "32B", "30B-A3B", "3.5-9B", "3.5-27B", "3.5-35B-A3B")
 
 
-def _published(size: str) -> ModelConfig:
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+def _published(size: str, quantization: dict[str, object] | None) -> ModelConfig:
     """Configuration of a published model, without its tokenizer, which takes long to write."""
-    files = {"config": config_json(SHAPES[size]), "generation_config": generation_config_json(SHAPES[size])}
+    config = config_json(SHAPES[size]) | ({} if quantization is None else {"quantization_config": quantization})
+    files = {"config": config, "generation_config": generation_config_json(SHAPES[size])}
     files |= {"preprocessor_config": image_processor_json(), "video_preprocessor_config": video_processor_json()}
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
@@ -259,9 +263,9 @@ def _plan_table() -> list[str]:
     """Context in thousands of tokens for each usual card, from the output of `--plan`; * marks smaller steps, - what does not fit."""
     rows: dict[str, dict[str, str]] = {}
     for size in PLANNED:
-        model, name = _published(size), f"Qwen{size}" if size.startswith("3.5") else f"Qwen3-VL-{size}"
-        for quantization, suffix in (("auto", ""), ("fp8", ", fp8")):
-            output = describe(EngineConfig(quantization=quantization), model, name, "portable")
+        name = f"Qwen{size}" if size.startswith("3.5") else f"Qwen3-VL-{size}"
+        for flag, stored, suffix in (("auto", None, ""), ("fp8", None, ", fp8"), ("auto", AWQ, ", 4 bits")):
+            output = describe(EngineConfig(quantization=flag), _published(size, stored), name, "portable")
             _, header, *lines = (re.split(r"\s{2,}", line.strip()) for line in output.splitlines())
             cells = [dict(zip(header, line, strict=False)) for line in lines]
             rows[name + suffix] = {cell["GPU"]: _context(cell) for cell in cells}
@@ -296,8 +300,8 @@ def fit_page() -> str:
         *_plan_table(),
         "",
         "`-` means that the model does not fit. `*` means smaller steps, smaller images and fewer concurrent requests: the engine chooses",
-        "and logs them at startup. `fp8` is `--quantization fp8` or the FP8 checkpoint, which needs compute capability 8.9. A 720p image",
-        "has about 900 tokens, a 1080p image 2,040, a 2K image 3,600.",
+        "and logs them at startup. `fp8` is `--quantization fp8` or the FP8 checkpoint, which needs compute capability 8.9; `4 bits` is an",
+        "AWQ checkpoint with groups of 128. A 720p image has about 900 tokens, a 1080p image 2,040, a 2K image 3,600.",
         "",
         "| memory | cards |",
         "|---|---|",
