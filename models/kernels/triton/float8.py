@@ -98,6 +98,6 @@ class TritonFloat8(TritonProducts[BlockScaled]):
     def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:
         return expert_tiles(num_tokens, True, capability)
 
-    def expert_operands(self, x_TX: torch.Tensor, matrices: BlockScaled) -> ExpertOperands:
+    def expert_operands(self, x_TX: torch.Tensor, matrices: BlockScaled, num_tokens: int) -> ExpertOperands:
         x, scales = quantized(x_TX), matrices.padded_scales
         return ExpertOperands(x.padded, x.scales, matrices.values, scales, scales.shape[1], len(x.padded))

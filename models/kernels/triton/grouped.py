@@ -14,7 +14,7 @@ from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import values_of
 from models.kernels.triton.gemv import Norm
 from models.kernels.triton.launch import await_previous_kernel, early_launch, floats, num_multiprocessors
-from models.kernels.triton.products import ExpertGemv, ExpertOperands, TritonProducts
+from models.kernels.triton.products import Codes, ExpertGemv, ExpertOperands, TritonProducts
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
 from models.weights.grouped import Grouped
 from models.weights.layouts import WORD, run_of
@@ -24,6 +24,7 @@ ROWS, WORDS, WARPS, STAGES = 64, 16, 4, 2  # of a program of `_multiply`
 LEAST_TOKENS, MOST_TOKENS = 16, 128  # of its tile
 LEAST_WORDS = 16  # that one product of tensor cores takes
 SPLITS = 4  # of the inner dimension, for a sum that joins the residual
+MOST_WITH_CODES = 512  # tokens whose experts are multiplied without being dequantized
 DENSE_ROWS, DENSE_WORDS = 8, 64  # of a program of `_dequantize`
 
 
@@ -310,7 +311,11 @@ class TritonGrouped(TritonProducts[Grouped]):
     def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:
         return expert_tiles(num_tokens, False, capability)
 
-    def expert_operands(self, x_TX: torch.Tensor, matrices: Grouped) -> ExpertOperands:
-        """All experts are dequantized."""
+    def expert_operands(self, x_TX: torch.Tensor, matrices: Grouped, num_tokens: int) -> ExpertOperands:
+        """Codes for few tokens, if a run of words is large enough for a product; otherwise all experts are dequantized."""
+        scheme, run = matrices.scheme, run_of(matrices.scheme, matrices.shape[1])
+        if num_tokens <= MOST_WITH_CODES and scheme.element.startswith("int") and run * (WORD // scheme.bits) >= LEAST_WORDS:
+            codes = Codes(matrices.zeros, matrices.middle, WORD // scheme.bits, run, matrices.scales.shape[1])
+            return ExpertOperands(x_TX, x_TX, matrices.codes, matrices.scales, codes=codes)
         values = dequantize(matrices, x_TX.dtype)
         return ExpertOperands(x_TX, x_TX, values, values)

@@ -41,11 +41,20 @@ def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor
 
 
 @triton.jit
+def _dot_of_codes(values: tensor, words: tensor, zero: tensor, PER_WORD: constexpr) -> tensor:
+    """values (R, K) times codes less zero points (C,) in words (K / PER_WORD, C), of which each holds values K / PER_WORD apart."""
+    BITS: tl.constexpr = 32 // PER_WORD
+    codes = (words[None, :, :] >> (tl.arange(0, PER_WORD) * BITS)[:, None, None]) & ((1 << BITS) - 1)
+    factor = tl.reshape(codes, (words.shape[0] * PER_WORD, words.shape[1])).to(tl.float32) - zero[None, :]
+    return tl.dot(values, factor.to(values.dtype))  # exact in bfloat16
+
+
+@triton.jit
 def _multiply(
-    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, expert: tensor, slot: tensor,
-    inside: tensor, tile: tensor, num_tokens: tensor, scale_stride: tensor, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
-    CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
-    STAGES: constexpr,
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, zeros: tensor, weights: tensor, out: tensor, expert: tensor,
+    slot: tensor, inside: tensor, tile: tensor, num_tokens: tensor, scale_stride: tensor, GATED: constexpr, SCALED: constexpr,
+    TURNED: constexpr, PER_WORD: constexpr, MIDDLE: constexpr, HAS_ZEROS: constexpr, CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr,
+    SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, STAGES: constexpr,
 ) -> None:  # fmt: skip
     """Multiply ROWS choices of an expert by COLUMNS of its OUT rows of WIDTH values; columns of a projection share a block of scales.
 
@@ -57,13 +66,20 @@ def _multiply(
     if GATED:
         source, row, first = slot // CHOSEN, column % 2 * (OUT // 2) + column // 2, tile * (COLUMNS // 2)
     inputs = x + source.to(tl.int64)[:, None] * WIDTH + depth[None, :]
-    factors = matrices + (expert.to(tl.int64) * OUT + row)[None, :] * WIDTH + depth[:, None]
+    row_of_all = expert.to(tl.int64) * OUT + row
+    factors = matrices + row_of_all[None, :] * WIDTH + depth[:, None]
+    if PER_WORD:
+        factors = matrices + row_of_all[None, :] * (WIDTH // PER_WORD) + tl.arange(0, DEPTH // PER_WORD)[:, None]
     block = scales + (expert * (OUT // 128) + first // 128) * SCALES
     total = tl.zeros((COLUMNS, ROWS) if TURNED else (ROWS, COLUMNS), tl.float32)
     for step in tl.range(0, WIDTH // DEPTH, num_stages=STAGES):
         values = tl.load(inputs + step * DEPTH, inside[:, None], 0.0)
-        factor = tl.load(factors + step * DEPTH)
-        if SCALED:
+        factor = tl.load(factors + step * (DEPTH // PER_WORD if PER_WORD else DEPTH))
+        if PER_WORD:
+            place = row_of_all * SCALES + step * DEPTH // (WIDTH // SCALES)
+            zero = tl.load(zeros + place).to(tl.float32) if HAS_ZEROS else tl.full((COLUMNS,), MIDDLE, tl.float32)
+            total += _dot_of_codes(values, factor, zero, PER_WORD) * tl.load(scales + place).to(tl.float32)[None, :]
+        elif SCALED:
             group = step * DEPTH // 128
             input_scale = tl.load(x_scales + group * scale_stride + source, inside, 0.0)
             scale = _column_scales(block + group, column, OUT // 256 * SCALES if GATED else 0)
@@ -85,10 +101,10 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
 def _multiply_experts(
-    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, choices: tensor, blocks: tensor,
-    num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
-    CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
-    STAGES: constexpr, OVERLAP: constexpr,
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, zeros: tensor, weights: tensor, out: tensor, choices: tensor,
+    blocks: tensor, num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr, SCALED: constexpr,
+    TURNED: constexpr, PER_WORD: constexpr, MIDDLE: constexpr, HAS_ZEROS: constexpr, CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr,
+    SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, STAGES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """With SLOTS, program (i, j) computes the j-th columns of the expert of choice i, unless an earlier choice has the same expert.
     Otherwise a program computes some columns of one block of sorted `choices`, in order of blocks."""
@@ -106,8 +122,8 @@ def _multiply_experts(
             is_row = (mine[None, :] > 0) & (rank[None, :] == row[:, None])
             slot = tl.sum(tl.where(is_row, every[None, :], 0), 1)
             _multiply(
-                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens, scale_stride,
-                GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+                x, x_scales, matrices, scales, zeros, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens,
+                scale_stride, GATED, SCALED, TURNED, PER_WORD, MIDDLE, HAS_ZEROS, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
             )  # fmt: skip
     else:
         TILES: tl.constexpr = OUT // COLUMNS
@@ -116,8 +132,8 @@ def _multiply_experts(
         if count > 0:
             slot = tl.load(choices + block * ROWS + row, row < count, 0)
             _multiply(
-                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens, scale_stride,
-                GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+                x, x_scales, matrices, scales, zeros, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens,
+                scale_stride, GATED, SCALED, TURNED, PER_WORD, MIDDLE, HAS_ZEROS, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
             )  # fmt: skip
 
 
@@ -137,9 +153,13 @@ def _launch(x: torch.Tensor, matrices: Matrix, choices: Choices, out: torch.Tens
     """Launch; x holds tokens if it `is_gated`, otherwise values of each choice."""
     (num_tokens, chosen), width = choices.experts_TK.shape, matrices.shape[1]
     rows_out = matrices.shape[0] // choices.num_experts
-    given = triton_products(matrices).expert_operands(x, matrices.storage)
+    given = triton_products(matrices).expert_operands(x, matrices.storage, num_tokens)
     columns = math.gcd(rows_out, tiles.up_columns if is_gated else tiles.down_columns)
-    depth, is_scaled = math.gcd(width, tiles.depth), given.num_scales > 0
+    depth, is_scaled, num_scales = math.gcd(width, tiles.depth), given.num_scales > 0, given.num_scales
+    zeros, middle, per_word = given.scales, 0, 0
+    if (codes := given.codes) is not None:
+        depth, num_scales, middle, per_word = codes.run * codes.per_word, codes.groups, codes.middle, codes.per_word
+        zeros = zeros if codes.zeros is None else codes.zeros
     num_tiles, num_slots = rows_out // columns, num_tokens * chosen
     if choices.slots is not None and choices.blocks is not None:
         grid, places, lists = (len(choices.blocks) * num_tiles, 1), 0, (choices.slots, choices.blocks)
@@ -147,9 +167,10 @@ def _launch(x: torch.Tensor, matrices: Matrix, choices: Choices, out: torch.Tens
         grid, places = (num_slots, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
         lists = choices.experts_TK, choices.experts_TK
     _multiply_experts[grid](
-        given.inputs, given.input_scales, given.matrices, given.scales, choices.weights_TK, out, *lists,
+        given.inputs, given.input_scales, given.matrices, given.scales, zeros, choices.weights_TK, out, *lists,
         num_slots, num_tokens, given.scale_stride,
         SLOTS=places, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
-        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=given.num_scales,
+        PER_WORD=per_word, MIDDLE=middle, HAS_ZEROS=codes is not None and codes.zeros is not None,
+        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
         ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(out),
     )  # fmt: skip

@@ -45,5 +45,5 @@ class TritonPlain(TritonProducts[Plain]):
     def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:
         return expert_tiles(num_tokens, False, capability)
 
-    def expert_operands(self, x_TX: torch.Tensor, matrices: Plain) -> ExpertOperands:
+    def expert_operands(self, x_TX: torch.Tensor, matrices: Plain, num_tokens: int) -> ExpertOperands:
         return ExpertOperands(x_TX, x_TX, matrices.values, matrices.values)

@@ -26,6 +26,16 @@ class ExpertGemv(Protocol):
     ) -> None: ...
 
 
+class Codes(NamedTuple):
+    """Integers in words: see `models.weights.grouped.Grouped`."""
+
+    zeros: torch.Tensor | None
+    middle: int
+    per_word: int
+    run: int
+    groups: int  # per row
+
+
 class ExpertOperands(NamedTuple):
     """Inputs of the kernel of `moe`: values and matrices with their scales, if any."""
 
@@ -35,6 +45,7 @@ class ExpertOperands(NamedTuple):
     scales: torch.Tensor
     num_scales: int = 0  # scales per row of blocks; 0: unscaled
     scale_stride: int = 0  # between columns of the inputs' scales
+    codes: Codes | None = None  # what the matrices hold instead of values
 
 
 class TritonProducts(Products[S]):
@@ -78,8 +89,8 @@ class TritonProducts(Products[S]):
         """Return the tiles for `expert_operands`."""
         raise ValueError(f"{type(self).__name__} has no kernels for experts: --backend torch has")
 
-    def expert_operands(self, x_TX: torch.Tensor, matrices: S) -> ExpertOperands:
-        """Return the operands of a product with stacked experts."""
+    def expert_operands(self, x_TX: torch.Tensor, matrices: S, num_tokens: int) -> ExpertOperands:
+        """Return the operands of a product with stacked experts; x holds tokens, or their choices."""
         raise ValueError(f"{type(self).__name__} has no kernels for experts: --backend torch has")
 
 

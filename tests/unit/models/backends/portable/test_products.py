@@ -1,11 +1,14 @@
 """Products of each format in the interpreter against plain torch, each kernel pinned by a class of rows."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from models.config.formats import MatrixFormat
+from models.kernels.ops import Experts
+from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
 from models.kernels.stream import Residual, RowClass
 from models.weights.float8 import GroupScaled
 from models.weights.matrix import Matrix, Place
@@ -83,3 +86,16 @@ def test_low_bit_experts_for_a_single_token() -> None:
     inner = GroupedExperts.expert_swiglu(x, gate_up.storage, chosen, 4)
     GroupedExperts.expert_sum(inner, down.storage, chosen, weights, out, adds=True)
     assert torch.allclose(out, expected, atol=1e-4)
+
+
+@interpreted(gate=True)
+@pytest.mark.parametrize("format", ["int4-g32", "int4-g32-zeros", "int8-g64"])
+def test_low_bit_experts_for_few_tokens(format: str) -> None:
+    from models.kernels.triton.moe import sparse_swiglu
+
+    torch.manual_seed(0)
+    ours = Experts(torch.randn(4, 128), grouped(format, 4 * 2 * 64, 128), grouped(format, 4 * 128, 64), 0, 4, 4, 2)
+    plain = replace(ours, gate_up=ours.gate_up.on("torch"), down=ours.down.on("torch"))
+    x = torch.randn(5, 128)
+    found = sparse_swiglu(x, x @ ours.router_ED.t(), ours, None)
+    torch.testing.assert_close(found, torch_sparse_swiglu(x, plain, None), rtol=1e-3, atol=1e-4)
