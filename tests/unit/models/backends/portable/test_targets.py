@@ -168,7 +168,8 @@ def launch_experts(capability: int, is_float8: bool) -> None:
 
 def launch_grouped(element: str) -> None:
     """The gate and up projections of 8B; of int4 also experts, and a matrix with zero points."""
-    from models.kernels.triton import grouped
+    from models.kernels.ops import Experts
+    from models.kernels.triton import grouped, moe
     from models.weights.grouped import GroupedKind
 
     def matrix(rows: int, columns: int, group: int = 0, has_zeros: bool = False) -> Grouped:
@@ -186,6 +187,10 @@ def launch_grouped(element: str) -> None:
     experts = grouped.GroupedExperts()
     inner = experts.expert_swiglu(bf16(1, 2048), matrix(4 * 2 * 768, 2048, group), chosen, 4)
     grouped.gemv(inner, matrix(4 * 2048, 768, group), bf16(8, 2048), chosen_K=chosen, num_matrices=4)
+    of = MatrixFormat("int4-g128", "int4-g128")
+    given = [Matrix(matrix(128 * n, k, group), of, "portable", 128) for n, k in ((1536, 2048), (2048, 768))]
+    for num_tokens in (16, 512):
+        moe.sparse_swiglu(bf16(num_tokens, 2048), bf16(num_tokens, 128), Experts(bf16(128, 2048), *given, 0, 128, 128, 8), None)
 
 
 def launch_exchange() -> None:
