@@ -5,8 +5,9 @@
 //           l % 4 * 2 + {0, 1} and 8 more, as tensor cores want them: nibbles j and j + 4 are neighbours of one row
 //   scales  (groups, rows), and zero points, 4 bits each: of 64 rows those of rows r, r + 8, ..., r + 56 are at 8 r
 //
-// Bound by memory: a warp has 64 rows and keeps 8 loads of each lane on their way. 128 columns are a chunk; the chunks of 64 rows are divided among
-// the warps of a cluster of blocks. The first block sums up what all have.
+// 128 columns are a chunk. The chunks of 64 rows are divided among the warps of two blocks, of which the first sums up what both have. A warp loads
+// one or two chunks before it waits for the kernel ahead. Codes become mantissas of 128 in bfloat16, which takes one instruction for two; what that
+// adds is subtracted once for each group, with the zero point.
 
 #include <algorithm>
 
@@ -19,14 +20,10 @@ using BFloat16 = __nv_bfloat16;
 
 constexpr int kRows = 64, kEighths = kRows / 8;
 constexpr int kColumns = 16, kChunk = 128, kSteps = kChunk / kColumns;
-constexpr int kWarps = 8;  // of a block
-constexpr int kMaxCluster = 8;
-constexpr int kMiddle = 8;  // zero point of symmetric matrices
+constexpr int kWarps = 8, kCluster = 2;  // warps of a block, blocks that share rows
+constexpr int kUnit = 32;  // columns whose sum is kept
+constexpr float kAdded = 128.f, kMiddle = 8.f;  // to codes; the zero point of symmetric matrices
 constexpr int kPiece = 8;  // values of the token that a thread loads at once
-
-// Blocks that a multiprocessor runs at once.
-template <int kGroup, bool kZeros>
-constexpr int kBlocks = kGroup == 128 && !kZeros ? 3 : 2;
 
 struct Params {
   BFloat16 const* x;
@@ -37,7 +34,6 @@ struct Params {
   BFloat16* out;
   int width, height, num_out;  // values of a row; rows; values of the result
   int norm_bytes;  // of a weight of the norm, bfloat16 or float32; 0: no norm
-  int cluster;
   float eps;
   bool adds;
 };
@@ -48,82 +44,92 @@ DEVICE uint4 load_once(uint4 const* from) {
   return x;
 }
 
-// Two codes less kMiddle as bfloat16: as mantissas of 128 they are exact.
+// Two codes plus kAdded as bfloat16.
 DEVICE uint32_t pair_of(uint32_t shifted) {
   uint32_t pair;
   asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(pair) : "r"(shifted));
-  __nv_bfloat162 const value = __hsub2(*reinterpret_cast<__nv_bfloat162 const*>(&pair), __floats2bfloat162_rn(128.f + kMiddle, 128.f + kMiddle));
-  return *reinterpret_cast<uint32_t const*>(&value);
+  return pair;
 }
+
+DEVICE float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
+
+DEVICE float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
 
 // The 16 bytes' i-th word.
 DEVICE uint32_t word_of(uint4 const& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
 DEVICE float scale_of(uint4 const& eight, int i) {
   uint32_t const word = word_of(eight, i / 2);
-  return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
+  return i % 2 ? high_of(word) : low_of(word);
 }
 
-// 64 rows' chunks `first` to `end` of a warp.
-template <int kGroup, bool kZeros>
+// 64 rows' chunks `first` to `end` of a warp, of which kAhead are in registers or on their way.
+template <int kGroup, bool kZeros, int kAhead>
 struct Tile {
   static constexpr int kGroups = kChunk / kGroup;
   Params const& params;
-  uint4 const* codes;  // of this lane
+  uint4 const* codes;  // of this lane, from the first of the chunks that come
   int64_t step;  // from 16 columns to the next
   int row, end, lane;  // the first of the 64
-  uint4 words[kSteps], scales[kGroups];
-  uint32_t zeros[kGroups];
+  uint4 words[kAhead][kSteps], scales[kAhead][kGroups];
+  uint32_t zeros[kAhead][kGroups];
 
   DEVICE Tile(Params const& params, int row, int first, int end, int lane) : params(params), step(params.height / 2), row(row), end(end), lane(lane) {
     codes = params.codes + (int64_t(first) * kSteps * params.height + row) / 2 + lane;
-    if (first >= end) return;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) load(i);
-    load_scales(first);
+    for (int slot = 0; slot < kAhead; ++slot) {
+      if (first + slot >= end) break;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) words[slot][i] = load_once(codes + (slot * kSteps + i) * step);
+      load_scales(slot, first + slot);
+    }
+    codes += kAhead * kSteps * step;
   }
 
-  DEVICE void load(int i) { words[i] = load_once(codes + i * step); }
-
-  DEVICE void load_scales(int chunk) {
+  DEVICE void load_scales(int slot, int chunk) {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       int64_t const at = (int64_t(chunk) * kGroups + group) * params.height + row + lane / 4 * kEighths;
-      scales[group] = __ldg(reinterpret_cast<uint4 const*>(params.scales + at));
-      if (kZeros) zeros[group] = __ldg(params.zeros + at / 8);
+      scales[slot][group] = __ldg(reinterpret_cast<uint4 const*>(params.scales + at));
+      if (kZeros) zeros[slot][group] = __ldg(params.zeros + at / 8);
     }
   }
 
-  // What rows lane / 4, and 8 more each, have of the chunks; `token` begins with that of the first one, in the order of `place_of`.
-  DEVICE void multiply(uint32_t const* token, int first, float (&totals)[kEighths]) {
-    constexpr uint32_t kOnes[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-    for (int chunk = first; chunk < end; ++chunk, token += kChunk / 2) {
-      bool const is_last = chunk + 1 == end;
-      float c[4][4]{}, sums[4]{};
-      codes += kSteps * step;
+  // What rows lane / 4, and 8 more each, have of the chunks; `token`, in the order of `place_of`, and the sums begin with those of the first one.
+  DEVICE void multiply(uint32_t const* token, float const* sums, int first, float (&totals)[kEighths]) {
+    for (int start = first; start < end; start += kAhead) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        uint2 const x = *reinterpret_cast<uint2 const*>(token + i * 8 + lane % 4 * 2);
+      for (int slot = 0; slot < kAhead; ++slot, token += kChunk / 2, sums += kChunk / kUnit) {
+        int const chunk = start + slot;
+        if (chunk >= end) break;
+        bool const is_followed = chunk + kAhead < end;
+        float c[4][4]{};
 #pragma unroll
-        for (int tile = 0; tile < 4; ++tile) {
-          uint32_t const word = word_of(words[i], tile);
-          uint32_t const a[4] = {pair_of(word), pair_of(word >> 8), pair_of(word >> 4), pair_of(word >> 12)};
-          hopper::multiply(c[tile], a, x.x, x.y);
+        for (int i = 0; i < kSteps; ++i) {
+          uint2 const x = *reinterpret_cast<uint2 const*>(token + i * 8 + lane % 4 * 2);
+#pragma unroll
+          for (int tile = 0; tile < 4; ++tile) {
+            uint32_t const word = word_of(words[slot][i], tile);
+            uint32_t const a[4] = {pair_of(word), pair_of(word >> 8), pair_of(word >> 4), pair_of(word >> 12)};
+            hopper::multiply(c[tile], a, x.x, x.y);
+          }
+          if (is_followed) words[slot][i] = load_once(codes + i * step);
+          if ((i + 1) * kGroups % kSteps) continue;
+          int const group = i * kGroups / kSteps;
+          float sum = 0.f;
+#pragma unroll
+          for (int unit = 0; unit < kGroup / kUnit; ++unit) sum += sums[group * (kGroup / kUnit) + unit];
+#pragma unroll
+          for (int eighth = 0; eighth < kEighths; ++eighth) {
+            float& value = c[eighth / 2][eighth % 2 * 2];
+            float const zero = kZeros ? float(zeros[slot][group] >> (4 * eighth) & 15) : kMiddle;
+            totals[eighth] += (value - (kAdded + zero) * sum) * scale_of(scales[slot][group], eighth);
+            value = 0.f;
+          }
         }
-        if (kZeros) hopper::multiply(sums, kOnes, x.x, x.y);
-        if (!is_last) load(i);
-        if ((i + 1) * kGroups % kSteps) continue;
-        int const group = i * kGroups / kSteps;
-#pragma unroll
-        for (int eighth = 0; eighth < kEighths; ++eighth) {
-          float& value = c[eighth / 2][eighth % 2 * 2];
-          if (kZeros) value += (kMiddle - float(zeros[group] >> (4 * eighth) & 15)) * sums[0];
-          totals[eighth] += value * scale_of(scales[group], eighth);
-          value = 0.f;
-        }
-        sums[0] = 0.f;
+        if (is_followed) load_scales(slot, chunk + kAhead);
+        codes += kSteps * step;
       }
-      if (!is_last) load_scales(chunk + 1);
     }
   }
 };
@@ -131,30 +137,35 @@ struct Tile {
 // Where two neighbours of the token lie, of which the first has this column: a lane's four values of 16 columns lie side by side.
 DEVICE int place_of(int column) { return column / 16 * 8 + column % 8 + column / 8 % 2; }
 
-// Loads columns `begin` to `end` of the token times the norm's weights into `token`, and returns this thread's part of the sum of all squares.
-DEVICE float load_token(Params const& params, uint32_t* token, int begin, int end) {
+// Loads columns `begin` to `end` of the token times the norm's weights into `token`, and the sums of kUnit of them into `sums`. Returns this
+// thread's part of the sum of the whole token's squares.
+DEVICE float load_token(Params const& params, uint32_t* token, float* sums, int begin, int end) {
   float squares = 0.f;
   int const from = params.norm_bytes ? 0 : begin, to = params.norm_bytes ? params.width : end;
   for (int column = from + threadIdx.x * kPiece; column < to; column += 32 * kWarps * kPiece) {
     uint4 const piece = __ldcg(reinterpret_cast<uint4 const*>(params.x + column));
     bool const is_own = column >= begin && column < end;
+    float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kPiece / 2; ++i) {
       uint32_t pair = word_of(piece, i);
       if (params.norm_bytes) {
-        float const low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000);
+        float const low = low_of(pair), high = high_of(pair);
         squares += low * low + high * high;
-        int const at = column + 2 * i;
-        if (is_own && params.norm_bytes == 2) {
-          float2 const weights = __bfloat1622float2(reinterpret_cast<__nv_bfloat162 const*>(params.norm_weight)[at / 2]);
-          pair = pack(low * weights.x, high * weights.y);
-        } else if (is_own) {
-          float2 const weights = reinterpret_cast<float2 const*>(params.norm_weight)[at / 2];
-          pair = pack(low * weights.x, high * weights.y);
-        }
+        if (!is_own) continue;
+        int const at = column / 2 + i;
+        float2 const weights = params.norm_bytes == 2 ? __bfloat1622float2(reinterpret_cast<__nv_bfloat162 const*>(params.norm_weight)[at])
+                                                      : reinterpret_cast<float2 const*>(params.norm_weight)[at];
+        pair = pack(low * weights.x, high * weights.y);
       }
-      if (is_own) token[place_of(column + 2 * i - begin)] = pair;
+      sum += low_of(pair) + high_of(pair);
+      token[place_of(column + 2 * i - begin)] = pair;
     }
+    if (!is_own) continue;
+    unsigned const unit = 0xfu << (threadIdx.x % 32 & ~3u);  // the four lanes that have it
+    sum += __shfl_xor_sync(unit, sum, 1);
+    sum += __shfl_xor_sync(unit, sum, 2);
+    if (threadIdx.x % 4 == 0) sums[(column - begin) / kUnit] = sum;
   }
   return squares;
 }
@@ -170,49 +181,45 @@ DEVICE void store_in_first_block(float* mine, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 
+// Chunks that two blocks have at most, each.
+DEVICE int most_chunks(int num_chunks) { return (num_chunks + kCluster - 1) / kCluster; }
+
 // Cluster i: 64 values of the result. If gated, half of the warps have the rows of the gate, the others those of the up projection.
-template <int kGroup, bool kZeros, bool kGated>
-__global__ void __launch_bounds__(32 * kWarps, kBlocks<kGroup, kZeros>) multiply_token(Params const params) {
+template <int kGroup, bool kZeros, bool kGated, int kAhead>
+__global__ void __launch_bounds__(32 * kWarps, 4 - kAhead) multiply_token(Params const params) {
   constexpr int kHalves = kGated ? 2 : 1, kSharing = kWarps / kHalves;  // warps that share rows
   extern __shared__ __align__(16) uint32_t token[];
-  __shared__ float parts[kWarps][kRows], of_blocks[kMaxCluster][kHalves * kRows], squares[kWarps];
+  __shared__ float parts[kWarps][kRows], of_blocks[kCluster][kHalves * kRows], squares[kWarps];
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / kSharing;
-  int const rank = blockIdx.x % params.cluster, first_row = blockIdx.x / params.cluster * kRows;
-  int const num_chunks = params.width / kChunk, shares = params.cluster * kSharing;
-  auto share = [&](int i) { return num_chunks * i / shares; };
+  int const rank = blockIdx.x % kCluster, first_row = blockIdx.x / kCluster * kRows, num_chunks = params.width / kChunk;
+  auto share = [&](int i) { return num_chunks * i / (kCluster * kSharing); };
   int const share_of_warp = rank * kSharing + warp % kSharing;
   int const first = share(share_of_warp), begin = share(rank * kSharing), end = share((rank + 1) * kSharing);
-  if (params.cluster > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: others may write to its memory
-  Tile<kGroup, kZeros> tile(params, first_row + half * params.num_out, first, share(share_of_warp + 1), lane);
+  float* const sums = reinterpret_cast<float*>(token + most_chunks(num_chunks) * kChunk / 2);
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: the other may write to its memory
+  Tile<kGroup, kZeros, kAhead> tile(params, first_row + half * params.num_out, first, share(share_of_warp + 1), lane);
   wait_for_kernel_ahead();
   launch_kernel_behind();
-  float const sum = over_lanes<1, 32, false>(load_token(params, token, begin * kChunk, end * kChunk));
+  float const sum = over_lanes<1, 32, false>(load_token(params, token, sums, begin * kChunk, end * kChunk));
   if (lane == 0) squares[warp] = sum;
   __syncthreads();
   float totals[kEighths]{};
-  tile.multiply(token + (first - begin) * kChunk / 2, first, totals);
+  tile.multiply(token + (first - begin) * kChunk / 2, sums + (first - begin) * kChunk / kUnit, first, totals);
   if (lane % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kEighths; ++i) parts[warp][i * 8 + lane / 4] = totals[i];
   }
-  if (params.cluster > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   __syncthreads();
   int const i = threadIdx.x;
   if (i < kHalves * kRows) {
     float result = 0.f;
 #pragma unroll
     for (int other = 0; other < kSharing; ++other) result += parts[i / kRows * kSharing + other][i % kRows];
-    if (params.cluster > 1) store_in_first_block(&of_blocks[rank][i], result);
-    else of_blocks[0][i] = result;
+    store_in_first_block(&of_blocks[rank][i], result);
   }
-  if (params.cluster > 1) arrive_and_wait();
-  else if (kGated) __syncthreads();
+  arrive_and_wait();
   if (rank > 0 || i >= kRows) return;
-  auto total = [&](int at) {
-    float result = 0.f;
-    for (int block = 0; block < params.cluster; ++block) result += of_blocks[block][at];
-    return result;
-  };
   float factor = 1.f;
   if (params.norm_bytes) {
     float all = 0.f;
@@ -220,35 +227,27 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks<kGroup, kZeros>) multiply
     for (float one : squares) all += one;
     factor = rsqrtf(all / params.width + params.eps);
   }
-  float result = total(i) * factor;
-  if (kGated) result = result / (1.f + __expf(-result)) * (total(i + kRows) * factor);
+  float result = (of_blocks[0][i] + of_blocks[1][i]) * factor;
+  if (kGated) result = result / (1.f + __expf(-result)) * ((of_blocks[0][i + kRows] + of_blocks[1][i + kRows]) * factor);
   BFloat16* const place = params.out + first_row + i;
   if (params.adds) result += __bfloat162float(*place);
   *place = __float2bfloat16_rn(result);
 }
 
-// The cluster whose blocks are divided most evenly among the multiprocessors, the largest of several, if all of them run at once.
-int cluster_of(int num_tiles, int num_multiprocessors, int most) {
-  auto load = [&](int cluster) { return float((num_tiles * cluster + num_multiprocessors - 1) / num_multiprocessors) / cluster; };
-  int best = 1;
-  for (int cluster = 2; cluster <= kMaxCluster && num_tiles * cluster <= most * num_multiprocessors; cluster *= 2)
-    if (load(cluster) <= load(best)) best = cluster;
-  return best;
+template <int kGroup, bool kZeros, int kAhead>
+void launch(Params const& params, bool is_gated, DLDevice device) {
+  int const most = (params.width / kChunk + kCluster - 1) / kCluster;
+  dim3 const grid(unsigned(params.num_out / kRows * kCluster));
+  auto const kernel = is_gated ? multiply_token<kGroup, kZeros, true, kAhead> : multiply_token<kGroup, kZeros, false, kAhead>;
+  launch_early(kernel, params, grid, 32 * kWarps, most * (kChunk * sizeof(BFloat16) + kChunk / kUnit * sizeof(float)), device, kCluster);
 }
 
-template <int kGroup, bool kZeros>
-void launch(Params params, bool is_gated, int num_multiprocessors, DLDevice device) {
-  int const num_tiles = params.num_out / kRows;
-  params.cluster = cluster_of(num_tiles, num_multiprocessors, kBlocks<kGroup, kZeros>);
-  int const most = (params.width / kChunk + params.cluster - 1) / params.cluster + 1;  // chunks of a block
-  auto const kernel = is_gated ? multiply_token<kGroup, kZeros, true> : multiply_token<kGroup, kZeros, false>;
-  launch_early(kernel, params, dim3(unsigned(num_tiles * params.cluster)), 32 * kWarps, most * kChunk * sizeof(BFloat16), device, params.cluster);
-}
-
+// Two chunks ahead where so many blocks with so many registers run at once.
 template <int kGroup>
 void launch(Params const& params, bool is_gated, int num_multiprocessors, DLDevice device) {
-  if (params.zeros) launch<kGroup, true>(params, is_gated, num_multiprocessors, device);
-  else launch<kGroup, false>(params, is_gated, num_multiprocessors, device);
+  bool const is_small = params.num_out / kRows * kCluster <= 2 * num_multiprocessors;
+  if (params.zeros) is_small ? launch<kGroup, true, 2>(params, is_gated, device) : launch<kGroup, true, 1>(params, is_gated, device);
+  else is_small ? launch<kGroup, false, 2>(params, is_gated, device) : launch<kGroup, false, 1>(params, is_gated, device);
 }
 
 // x (1, K), norm_weight (K) or empty, codes (K / 16, 2 N), scales (groups, N), zeros (groups, N / 8) or empty, out (1, N) or (1, N / 2) if gated.
