@@ -93,7 +93,8 @@ class HummingMatrix:
 
     @property
     def zeros(self) -> torch.Tensor | None:
-        return getattr(self.layer, "zero_point", None) if self.scheme.has_zeros else None
+        zeros: torch.Tensor | None = self.layer.zero_point if self.scheme.has_zeros else None
+        return zeros
 
     def product(self, x_TX: torch.Tensor, out_TN: torch.Tensor | None) -> torch.Tensor:
         from humming.ops import launch_kernel
