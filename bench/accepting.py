@@ -36,7 +36,7 @@ class AcceptingSource(Source):
         if self._num_drafts:
             self.trust = Trust(hits=2.0, num_known=self._of.num_known)
         start, share = self._of.num_known - self._of.num_prompt, 1.0 if self._num_drafts else BELIEVED
-        count = min(most, self._of.num_drawn + self._num_drafts) if self._num_drafts else most
+        count = min(most, self._of.num_sampled + self._num_drafts) if self._num_drafts else most
         wrong = (self._rng.random() >= self._probability for _ in range(count))
         return [(token ^ is_wrong, share) for token, is_wrong in zip(self._answer[start : start + count], wrong, strict=False)]
 

@@ -127,7 +127,7 @@ def activation_bytes(model: ModelConfig, config: EngineConfig, sizes: StepSizes)
         encode = VALUE_BYTES * num_patches * (patch_values(vision) + 4 * vision.hidden_size + vision.intermediate_size)
     step = step_bytes(model, config.tp, config.max_num_batched_tokens)
     hidden = VALUE_BYTES * text.hidden_size * max_hidden(config, sizes) if text.has_head else 0
-    return encode + step + hidden + LOGITS_BYTES * max_draws(config, sizes) * text.vocab_size
+    return encode + step + hidden + LOGITS_BYTES * max_samples(config, sizes) * text.vocab_size
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
@@ -147,14 +147,14 @@ def max_drafts(config: EngineConfig) -> int:
     return {"off": 0, "mtp": MAX_HEAD_DRAFTS}.get(config.draft, MAX_DRAFTS)
 
 
-def max_draws(config: EngineConfig, sizes: StepSizes) -> int:
+def max_samples(config: EngineConfig, sizes: StepSizes) -> int:
     """Most samples per step: one per row, or several with drafts."""
     return config.max_num_seqs if config.draft == "off" else max(config.max_num_seqs, sizes.verify_rows)
 
 
 def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
     """Number of padded tokens of a step that the model's head reads."""
-    return config.max_num_batched_tokens + 2 * max_draws(config, sizes) + sizes.large_step
+    return config.max_num_batched_tokens + 2 * max_samples(config, sizes) + sizes.large_step
 
 
 def sizes_for(config: EngineConfig, text: TextConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
@@ -167,7 +167,7 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
     """Bytes of launches, shared inputs and logits, and the largest activations."""
     if config.enforce_eager or not sizes.decodes:
         return 0
-    chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_draws(config, sizes))
+    chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_samples(config, sizes))
     num_graphs = (len(decodes) + sum(map(len, chunks.values()))) * (1 + config.enable_lora)
     largest_chunk = max((each[-1] for each in chunks.values()), default=0)
     tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)

@@ -308,7 +308,7 @@ class SchedulerCore:
                 _note_stages(request, chunk.sample, results)
             if index in rank0.reports:
                 rank0.reports[index].add_to(request.reports)
-            if chunk.sample and (error := rank0.failed_draws.get(num_sampled - 1)) is not None:
+            if chunk.sample and (error := rank0.failed_samples.get(num_sampled - 1)) is not None:
                 self._fail(request, error)
             elif kept:
                 self._deliver(request, kept, known[: len(kept)], reason, details)

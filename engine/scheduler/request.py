@@ -30,7 +30,7 @@ class Request:
     """One answer to a request; the others are its siblings, which share information about their images.
 
         0 ............ num_prompt ........ len(token_ids) ... num_tokens
-        |-- prompt ids --|-- output ids, known --|-- drawn on the device, in flight --|
+        |-- prompt ids --|-- output ids, known --|-- sampled on the device, in flight --|
         |-------- num_computed: K/V exists after all plans sent so far -------|
 
     Drafts in flight are in neither number.
@@ -52,7 +52,7 @@ class Request:
     slot: int = -1  # of its adapter while it has a row
     num_computed: int = 0
     num_committed: int = 0  # blocks offered to the block directory
-    num_drawn: int = 0  # sampled by plans in flight, without drafts
+    num_sampled: int = 0  # sampled by plans in flight, without drafts
     drafts: tuple[int, ...] = ()  # drafts after the last known token
     head_drafts: list[int] = field(default_factory=list)  # drafts of the model's head after the last known token
     is_held: bool = False  # waits for tokens in flight, to get drafts after them
@@ -87,7 +87,7 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Number of known and sampled tokens."""
-        return self.num_known + self.num_drawn
+        return self.num_known + self.num_sampled
 
     @property
     def num_output(self) -> int:
@@ -97,7 +97,7 @@ class Request:
     @property
     def wants_tokens(self) -> bool:
         """False if enough tokens are sampled, or if present or future drafts must wait for the results."""
-        return self.num_output < self.max_tokens and not (self.num_drawn and (self.drafts or self.is_held))
+        return self.num_output < self.max_tokens and not (self.num_sampled and (self.drafts or self.is_held))
 
     @property
     def is_decoding(self) -> bool:

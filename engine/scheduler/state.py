@@ -163,7 +163,7 @@ class State:
         if chunk.snapshot:
             self.saving.append(chunk.snapshot)
         request.num_computed = chunk.start + chunk.length - len(chunk.drafts)
-        request.num_drawn += chunk.sample
+        request.num_sampled += chunk.sample
         request.first_needed += num_images
         request.num_in_flight += 1
         request.last_step = self.num_steps
@@ -189,7 +189,7 @@ class State:
                 break
         num_computed = chunk.start + chunk.length - len(chunk.drafts)
         if chunk.sample:
-            request.num_drawn -= 1
+            request.num_sampled -= 1
             request.drafts, request.head_drafts = (), head_drafts
             num_computed += len(kept) - 1
         if request.status is Status.RUNNING:

@@ -301,7 +301,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     snapshot: list[int] = []
 
     @property
-    def num_draws(self) -> int:
+    def num_samples(self) -> int:
         """Number of samples of the chunk."""
         return self.sample and 1 + len(self.drafts)
 
@@ -358,7 +358,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     reports: dict[int, Report] = {}  # by chunk
     starved_images: tuple[int, ...] = ()  # images for which this rank had no memory: zeros, like failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
-    failed_draws: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
+    failed_samples: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
     head_drafts: list[list[int]] = []  # head's drafts after each sampled chunk
     failed_adapters: list[int] = []  # adapters of the plan's orders that this rank could not read
 

@@ -56,10 +56,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     the worker's tables and docs/fields.md derive from it.
 
     `temperature` 0 is greedy. `max_tokens` None means up to the context. Penalties are as vLLM's: presence and frequency look at the
-    output, repetition at the prompt too. Before `min_tokens` neither an end token nor one of `stop_token_ids` is drawn. `bad_words` are
+    output, repetition at the prompt too. Before `min_tokens` neither an end token nor one of `stop_token_ids` is sampled. `bad_words` are
     never completed within the output. With `pooled_ids` the answer is the logits of these tokens after the prompt or, if there are none,
-    its last hidden state. If there are `allowed_token_ids`, no others are drawn. `logprobs` asks for the log-probability of each token
-    drawn, and of so many most likely ones, by the raw logits; `prompt_logprobs` for those of the prompt, which is then not taken from the
+    its last hidden state. If there are `allowed_token_ids`, no others are sampled. `logprobs` asks for the log-probability of each token
+    sampled, and of so many most likely ones, by the raw logits; `prompt_logprobs` for those of the prompt, which is then not taken from the
     prefix cache.
     """
 

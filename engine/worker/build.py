@@ -21,8 +21,8 @@ from engine.launch.memory import (
     decoder_format,
     early_image_bytes,
     max_drafts,
-    max_draws,
     max_hidden,
+    max_samples,
     plan_memory,
     sizes_for,
     step_graph_bytes,
@@ -41,8 +41,8 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.profile import free_bytes, profile_peak
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
-from engine.worker.sampling.draws import BYTES_PER_DRAW
 from engine.worker.sampling.sampler import Sampler
+from engine.worker.sampling.samples import BYTES_PER_SAMPLE
 from engine.worker.staging import Staging
 from models.cache.states import RowStates, Snapshots
 from models.checkpoint.load import init_dummy_weights, load_weights
@@ -64,7 +64,7 @@ INT64 = 8
 STAGED_PER_TOKEN = 9 * INT64  # id, three positions, slot, adapter; of a scored token also index, target, scored flag
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
-STAGED_PER_DRAW = BYTES_PER_DRAW + 6 * INT64  # logits index and its position; of a row its number and start; known ids
+STAGED_PER_SAMPLE = BYTES_PER_SAMPLE + 6 * INT64  # logits index and its position; of a row its number and start; known ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def build_runner(
         before = free_bytes(device)
         child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
-    staged = staging_bytes(config, max_draws(config, backend.step_sizes), max_blocks)
+    staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
     load_grammar = functools.partial(loaded.sampler.rules.load_ahead, arena=arena, processor=Outbox(child.run_dir, "processor"))
     runner = Runner(
@@ -142,9 +142,9 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
         tp.warm_up(config.max_num_batched_tokens, text.hidden_size, dtype, device)
         model = load_model(child, model_config, tp, backend, dtype)
         tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        num_draws = max_draws(config, backend.step_sizes)
-        sampling = backend.sampling(num_draws, text.vocab_size)
-        sampler = Sampler(sampling, config.max_num_seqs, num_draws, model_config, Path(child.runtime.model_folder), device)
+        num_samples = max_samples(config, backend.step_sizes)
+        sampling = backend.sampling(num_samples, text.vocab_size)
+        sampler = Sampler(sampling, config.max_num_seqs, num_samples, model_config, Path(child.runtime.model_folder), device)
         sampler.warm_up()
         if device.type == "cuda" and rank == 0:
             sampler.rules.load()  # takes seconds that would delay streams later
@@ -302,8 +302,8 @@ def make_graphs(
     model: LanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, config: EngineConfig, max_blocks: int
 ) -> StepGraphs | None:
     """Capture graphs of small steps if the backend supports any; the pool's last block is scratch."""
-    num_heads, num_draws = model.config.text.num_heads // model.tp.size, max_draws(config, sizes)
-    most = MAX_PREFILL_ROWS + 1, num_draws + sizes.large_step
+    num_heads, num_samples = model.config.text.num_heads // model.tp.size, max_samples(config, sizes)
+    most = MAX_PREFILL_ROWS + 1, num_samples + sizes.large_step
     make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_qk_norm)
     if make_attention is None:
         return None
@@ -314,7 +314,7 @@ def make_graphs(
         sizes=sizes,
         scratch_block=pools[0][0].shape[0] - 1,
         max_num_seqs=config.max_num_seqs,
-        max_draws=num_draws,
+        max_samples=num_samples,
         has_adapters=config.enable_lora,
     )
 
@@ -326,7 +326,7 @@ def warm_up(decoder: JpegDecoder) -> None:
     decoder.decode([memoryview(buffer.getvalue())] * WARM_UP_IMAGES)
 
 
-def staging_bytes(config: EngineConfig, num_draws: int, max_blocks: int) -> int:
+def staging_bytes(config: EngineConfig, num_samples: int, max_blocks: int) -> int:
     """Upper bound of a step's staged bytes: per token, per sample, and every row's int32 pages."""
     pages = 4 * config.max_num_seqs * max_blocks
-    return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_DRAW * num_draws + pages + MIB
+    return STAGED_PER_TOKEN * config.max_num_batched_tokens + STAGED_PER_SAMPLE * num_samples + pages + MIB

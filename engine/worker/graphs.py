@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.draws import BYTES_PER_DRAW, Draws, Int64s
+from engine.worker.sampling.samples import BYTES_PER_SAMPLE, Int64s, Samples
 from engine.worker.staging import Staging, staged_bytes
 from models.cache.layout import AttentionLayout, offsets_of
 from models.decoders.batch import ForwardBatch, VisualSlice
@@ -31,7 +31,7 @@ from models.kernels.step_sizes import StepSizes
 MAX_PREFILL_ROWS = 8  # most prompts with chunks in one graph
 FIRST_WARM_UPS = 3  # of the first graph; others need one, for their own kernels
 PAGE_BYTES = 4
-BYTES_BEHIND_PAGES = BYTES_PER_DRAW + 16  # per token: sampling parameters, known ids
+BYTES_BEHIND_PAGES = BYTES_PER_SAMPLE + 16  # per token: sampling parameters, known ids
 SLACK = 4096  # for alignment
 LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from segments
 
@@ -60,7 +60,7 @@ class Graph:
 
 
 class StepGraphs:
-    """Replayer of small steps with up to `max_draws` tokens of decode rows. `make_attention(*shape, rows)` returns an attention backend for
+    """Replayer of small steps with up to `max_samples` tokens of decode rows. `make_attention(*shape, rows)` returns attention for
     a shape whose prompt tokens have exactly `rows` rows."""
 
     def __init__(
@@ -71,7 +71,7 @@ class StepGraphs:
         sizes: StepSizes,
         scratch_block: int,
         max_num_seqs: int,
-        max_draws: int,
+        max_samples: int,
         record: Record | None = None,
         has_adapters: bool = False,
     ):
@@ -83,7 +83,7 @@ class StepGraphs:
         self._scratch_row = rows.scratch_row
         self._scratch_block = scratch_block
         self._padding_slot = scratch_block * rows.block_size
-        self._decode_sizes = sizes.up_to(sizes.decodes, max_draws)
+        self._decode_sizes = sizes.up_to(sizes.decodes, max_samples)
         self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
         largest_prompt = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
         shape = (model.config.num_visual_levels, largest_prompt, model.config.text.hidden_size)
@@ -129,7 +129,7 @@ class StepGraphs:
             return False
         return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.gather))
 
-    def run(self, step: HostStep) -> tuple[torch.Tensor, torch.Tensor, Draws]:
+    def run(self, step: HostStep) -> tuple[torch.Tensor, torch.Tensor, Samples]:
         """Return (S, V) logits and (S, D) final hidden states of the step's `logits_indices`, valid until the next replay, and the sampling
         inputs. In addition to the graph the device copies once and launches only the work of new rows and `_embed`. At most as many
         steps may be in flight as `Staging` allows."""
@@ -139,7 +139,7 @@ class StepGraphs:
         self._staging.begin()
         ids_P, *_ = [self._staging.put(array) for array in self._fixed_arrays(padded, graph.attention)]
         self._staging.put(padded.attention.pages.numpy())
-        draws, known = step.draws.stage(self._staging), self._staging.put(step.known)
+        samples, known = step.samples.stage(self._staging), self._staging.put(step.known)
         self._staging.copy()
         self._rows.remember(known)
         if len(step.ids):
@@ -147,7 +147,7 @@ class StepGraphs:
         graph.replay()
         first = _num_prompt_ends(shape) - (len(step.logits_indices) - len(step.gather))
         wanted = slice(first, first + len(step.logits_indices))
-        return graph.logits_SV[wanted], self._hidden[wanted], draws
+        return graph.logits_SV[wanted], self._hidden[wanted], samples
 
     def indices_of(self, step: HostStep) -> Int64s:
         """Return the indices of the step's tokens in its graph."""
@@ -233,8 +233,8 @@ class StepGraphs:
         visual = (VisualSlice(0, len(ids_P), 0, self._embedding),) if len(ids_P) else ()
 
         def forward() -> torch.Tensor:
-            drawn = self._rows.last_tokens[gather_D]
-            ids_T = torch.cat([ids_P, drawn]) if len(ids_P) else drawn
+            sampled = self._rows.last_tokens[gather_D]
+            ids_T = torch.cat([ids_P, sampled]) if len(ids_P) else sampled
             states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
             of_step = layout, visual, logits_indices_S, states, rows, padding_slot, self._rows.hidden_of(len(ids_T))
             batch = ForwardBatch(ids_T, positions_3T, *of_step, adapters_T=adapters_T if len(adapters_T) else None)

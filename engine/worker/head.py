@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.draws import Draws, Int64s
+from engine.worker.sampling.samples import Int64s, Samples
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout
 from models.decoders.batch import HeadTokens
@@ -39,18 +39,18 @@ class DraftHead:
             found_SD = self._drafter.predict(hidden_TD[:count], hidden_TD[:count], tokens, self._attention, index)
             self._drafter.draft_tokens(found_SD)
 
-    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, draws: Draws, num_head_drafts: int) -> torch.Tensor:
+    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, samples: Samples, num_head_drafts: int) -> torch.Tensor:
         """Return (S, num_head_drafts) drafts after each sample of the step. The final hidden states of the step's tokens are at
         `indices_T` of `Rows.hidden_TD`. A chunk that ends before an image is followed by its placeholder."""
         put = self._staging.put
         self._staging.begin()
-        next_T, hidden_T, drawn_S = put(step.next_ids), put(indices_T), put(step.logits_indices)
+        next_T, hidden_T, sampled_S = put(step.next_ids), put(indices_T), put(step.logits_indices)
         passes = [(put(step.positions), self._staged(step.attention))]
         for distance in range(1, num_head_drafts if len(step.logits_indices) else 0):
-            positions, layout = self._rows.after(step.draws, distance)
+            positions, layout = self._rows.after(step.samples, distance)
             passes.append((put(positions), self._staged(layout)))
         self._staging.copy()
-        next_T[drawn_S] = tokens_S
+        next_T[sampled_S] = tokens_S
         embedded_TD = self._model.embed(next_T)
         starts = {int(start) for start in step.attention.qo_indptr_cpu}
         for item in step.visual:
@@ -58,13 +58,13 @@ class DraftHead:
             embedded_TD[item.start : item.start + len(rest_ND)] = rest_ND
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]
-        hidden_TD, wanted_S = self._rows.hidden(hidden_T), drawn_S if num_head_drafts else drawn_S[:0]
-        is_last_S = None if draws.drafts is None else draws.drafts.keep(tokens_S)[1]
+        hidden_TD, wanted_S = self._rows.hidden(hidden_T), sampled_S if num_head_drafts else sampled_S[:0]
+        is_last_S = None if samples.drafts is None else samples.drafts.keep(tokens_S)[1]
         head_drafts: list[torch.Tensor] = []
         for positions_3T, layout in passes:
             slots_T = layout.slot_mapping_T
             if head_drafts:
-                embedded_TD, wanted_S = self._model.embed(head_drafts[-1]), drawn_S
+                embedded_TD, wanted_S = self._model.embed(head_drafts[-1]), sampled_S
                 slots_T = slots_T if is_last_S is None else torch.where(is_last_S, slots_T, self._rows.scratch_slot)
             self._attention.plan(layout)
             hidden_TD = self._drafter.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from engine.launch.config import EngineConfig
-from engine.launch.memory import max_draws
+from engine.launch.memory import max_samples
 from engine.wire.messages import SamplingParams
-from engine.worker.sampling.draws import draws_of
+from engine.worker.sampling.samples import samples_of
 from models.cache.layout import AttentionLayout
 from models.cache.spec import CacheSpec
 from models.cache.states import RowStates
@@ -82,7 +82,7 @@ def profile_peak(
     num_blocks, spec = -(-num_tokens // config.block_size), model.cache_spec
     pools = allocate_pools(spec.paged, num_blocks, config.block_size, model.dtype, device)
     attention = backend.attention(pools, model_config.text.num_heads // model.tp.size)
-    batch = _one_long_row(num_tokens, num_blocks, max_draws(config, backend.step_sizes), spec, device)
+    batch = _one_long_row(num_tokens, num_blocks, max_samples(config, backend.step_sizes), spec, device)
     attention.plan(batch.attention)
     hidden_SD = model(batch, attention)
     if model.drafter is not None:  # its pass takes a little more than a layer of the step
@@ -92,7 +92,7 @@ def profile_peak(
         del hidden_TD
     logits_SV = model.logits(hidden_SD)
     rows_to_sort = [SamplingParams(top_p=0.9)] * len(logits_SV)
-    sampling.draw(logits_SV, draws_of(rows_to_sort, range(len(logits_SV)), 0, device).params)
+    sampling.sample(logits_SV, samples_of(rows_to_sort, range(len(logits_SV)), 0, device).params)
     torch.cuda.synchronize(device)
     pool_bytes = sum(k.nbytes + v.nbytes for k, v in pools)
     return torch.cuda.max_memory_allocated(device) - before + encode_bytes - pool_bytes

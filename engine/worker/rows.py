@@ -16,9 +16,9 @@ import torch
 
 from engine.wire.messages import MAX_DRAFTS, Admit, Chunk, SamplingParams
 from engine.worker.sampling.drafts import HostDrafts
-from engine.worker.sampling.draws import Draws, DrawTable, HostDraws, Int64s
 from engine.worker.sampling.prompt import Scoring
 from engine.worker.sampling.reports import NO_REPORTS, StepReports
+from engine.worker.sampling.samples import HostSamples, Int64s, Samples, SampleTable
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout, offsets_of
 from models.cache.states import RowStates, Snapshots
@@ -57,7 +57,7 @@ class HostStep:
     attention: AttentionLayout  # with pages and slots on the CPU
     visual: tuple[VisualSlice, ...]
     logits_indices: Int64s  # (S,) ascending
-    draws: HostDraws  # S, or none if the caller samples
+    samples: HostSamples  # S, or none if the caller samples
     known: Int64s  # (2, A): indices in `Rows.last_tokens` and their new values: last tokens of new rows, drafts
     next_ids: Int64s  # (P + D,) known ids after each token, for the model's head
     reports: StepReports = NO_REPORTS
@@ -68,7 +68,7 @@ class HostStep:
         nothing, no_pages = np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int32)
         layout = AttentionLayout(offsets_of(nothing), no_pages, offsets_of(nothing), no_pages, torch.from_numpy(nothing), 0)
         pairs, positions = np.zeros((2, 0), dtype=np.int64), np.zeros((3, 0), dtype=np.int64)
-        return cls(nothing, nothing, nothing, positions, layout, (), nothing, HostDraws.empty(), pairs, nothing)
+        return cls(nothing, nothing, nothing, positions, layout, (), nothing, HostSamples.empty(), pairs, nothing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class StepInputs:
     """A step on the device."""
 
     batch: ForwardBatch  # its logits_indices include the scored tokens
-    draws: Draws
+    samples: Samples
     indices_S: torch.Tensor  # int64: indices of the step's logits_indices among these
     scoring: Scoring | None
 
@@ -108,7 +108,7 @@ class Rows:
         self.scratch_slot = scratch_block * block_size
         self._snapshots = snapshots
         self._geometry = geometry
-        self._draws = DrawTable(max_num_seqs, max_top_k)
+        self._samples = SampleTable(max_num_seqs, max_top_k)
         self._rows: list[Row | None] = [None] * max_num_seqs
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
@@ -120,7 +120,7 @@ class Rows:
         positions, delta = mrope_positions(len(prompt_ids), spans)
         known_ids = np.concatenate([prompt_ids, np.asarray(admit.output_ids, dtype=np.int32)])
         self._rows[admit.row] = Row(known_ids, positions, delta, admit.params)
-        self._draws.set(admit.row, admit.params)
+        self._samples.set(admit.row, admit.params)
         self._adapters[admit.row] = admit.slot
         self._num_blocks[admit.row] = 0
         self._tables[admit.row] = self.scratch_slot // self.block_size
@@ -150,7 +150,7 @@ class Rows:
         ids, positions = self._tokens(prefills, decodes)
         has_drafts = positions.shape[1] - len(ids) > len(decodes)
         rows = np.asarray([chunk.row for chunk in chunks], dtype=np.int64)
-        logits_indices, draws = self._drawn(chunks, has_drafts)
+        logits_indices, samples = self._sampled(chunks, has_drafts)
         known = [(admit.row, self._row(admit.row).known_ids[-1]) for admit in admits]
         gather = rows[num_prefills:]
         if has_drafts:
@@ -164,7 +164,7 @@ class Rows:
             attention=self._layout(rows, *self._extents(chunks), num_prefills),
             visual=_visual_slices(prefills, images),
             logits_indices=logits_indices,
-            draws=draws,
+            samples=samples,
             known=np.asarray(known, dtype=np.int64).reshape(-1, 2).T,
             next_ids=self._next_ids(prefills, positions.shape[1]),
             reports=StepReports.of(chunks, num_prefills, self._row),
@@ -182,7 +182,7 @@ class Rows:
         wanted = np.unique(np.concatenate((tokens, *others))) if others else tokens
         logits_indices, places = staging.put(wanted), staging.put(np.searchsorted(wanted, tokens))
         scoring = step.reports.stage(wanted, staging)
-        draws, known = step.draws.stage(staging), staging.put(step.known)
+        samples, known = step.samples.stage(staging), staging.put(step.known)
         rows = self.state_rows([staging.put(array) for array in self.state_arrays(step)], layout.num_prefill_rows)
         staging.copy()
         self.remember(known)
@@ -190,7 +190,7 @@ class Rows:
             ids_T[num_prefill:] = self.last_tokens[gather_D]
         batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, self.states, rows)
         batch = replace(batch, hidden_TD=self.hidden_of(len(ids_T)), adapters_T=adapters_T if len(adapters_T) else None)
-        return StepInputs(batch, draws, places, scoring)
+        return StepInputs(batch, samples, places, scoring)
 
     def state_arrays(self, step: HostStep) -> tuple[npt.NDArray[np.integer], ...]:
         """Return the input of `state_rows`; empty for a model without states. Chunks of a prompt in one step form a chain."""
@@ -220,14 +220,14 @@ class Rows:
         assert self.hidden_TD is not None
         return self.hidden_TD[places_T]
 
-    def after(self, draws: HostDraws, distance: int) -> tuple[Int64s, AttentionLayout]:
+    def after(self, samples: HostSamples, distance: int) -> tuple[Int64s, AttentionLayout]:
         """Return M-RoPE positions, rows and pages of tokens at this distance after the sampling tokens, with as many tokens per row as it
         samples."""
-        counts = np.ones_like(draws.rows) if draws.drafts is None else draws.drafts.counts
+        counts = np.ones_like(samples.rows) if samples.drafts is None else samples.drafts.counts
         firsts = counts.cumsum() - counts
-        rows, starts = draws.rows[firsts], draws.positions[firsts] - 1 + distance
+        rows, starts = samples.rows[firsts], samples.positions[firsts] - 1 + distance
         deltas = np.asarray([self._row(row).delta for row in rows.tolist()], dtype=np.int64)
-        positions = draws.positions - 1 + distance + np.repeat(deltas, counts)
+        positions = samples.positions - 1 + distance + np.repeat(deltas, counts)
         return np.broadcast_to(positions, (3, len(positions))), self._layout(rows, starts, counts, 0)
 
     def remember(self, known: torch.Tensor) -> None:
@@ -235,12 +235,12 @@ class Rows:
         if known.shape[1]:
             self.last_tokens[known[0]] = known[1]
 
-    def deliver(self, tokens_S: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def deliver(self, tokens_S: torch.Tensor, samples: Samples) -> torch.Tensor:
         """Store the last accepted token of each row. Return host memory that will receive all tokens."""
-        rows_S, num_accepted_S = draws.rows_S, None
-        if draws.drafts is not None:
-            _, is_last_S = draws.drafts.keep(tokens_S)
-            rows_S, num_accepted_S = torch.where(is_last_S, rows_S, self.scratch_row), draws.drafts.offsets_S
+        rows_S, num_accepted_S = samples.rows_S, None
+        if samples.drafts is not None:
+            _, is_last_S = samples.drafts.keep(tokens_S)
+            rows_S, num_accepted_S = torch.where(is_last_S, rows_S, self.scratch_row), samples.drafts.offsets_S
         for group in self.states:
             group.accept(rows_S, num_accepted_S)
         return self.transfers.deliver_(tokens_S, rows_S, self.last_tokens)
@@ -267,7 +267,7 @@ class Rows:
         assert found is not None, f"row {row} was never admitted"
         return found
 
-    def _drawn(self, chunks: Sequence[Chunk], has_drafts: bool) -> tuple[Int64s, HostDraws]:
+    def _sampled(self, chunks: Sequence[Chunk], has_drafts: bool) -> tuple[Int64s, HostSamples]:
         """Return the tokens of the step that sample, and their parameters."""
         ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
         sampled = np.asarray([chunk.sample for chunk in chunks], dtype=bool)
@@ -275,12 +275,12 @@ class Rows:
         rows, positions = np.asarray(ends_of_rows, dtype=np.int64).reshape(-1, 2).T
         last = ends[sampled] - 1
         if not has_drafts:
-            return last, self._draws.draws(rows, positions)
+            return last, self._samples.samples(rows, positions)
         drafts = HostDrafts(tuple(chunk.drafts for chunk in chunks if chunk.sample))
         counts = drafts.counts
         before_end = np.repeat(counts.cumsum(), counts) - np.arange(counts.sum()) - 1
         rows, positions, last = (np.repeat(values, counts) for values in (rows, positions, last))
-        return last - before_end, self._draws.draws(rows, positions - before_end, drafts)
+        return last - before_end, self._samples.samples(rows, positions - before_end, drafts)
 
     def _gather_indices(self, decodes: Sequence[Chunk]) -> Int64s:
         """Return the table indices of the tokens of decode rows."""

@@ -20,9 +20,9 @@ from engine.worker.head import DraftHead
 from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.profile import StepMemory
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.draws import Draws, HostDraws
 from engine.worker.sampling.reports import NOTHING_READ, Readings
 from engine.worker.sampling.sampler import Sampled, Sampler
+from engine.worker.sampling.samples import HostSamples, Samples
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import LanguageModel
@@ -31,8 +31,8 @@ from models.parallel.group import TensorParallel
 
 logger = logging.getLogger(__name__)
 
-NOTHING_DRAWN = Sampled(torch.empty(0, dtype=torch.int64), None)
-NO_DRAWS = HostDraws.empty()
+NOTHING_SAMPLED = Sampled(torch.empty(0, dtype=torch.int64), None)
+NO_SAMPLES = HostSamples.empty()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ class LaunchedStep:
     encoded: Encoded  # its pixels belong to the reader's stream: kept until the step is done
     watch: Stopwatch
     out_of_memory: bool = False
-    failed_draws: dict[int, ErrorInfo] = field(default_factory=dict)
-    draws: HostDraws = NO_DRAWS
+    failed_samples: dict[int, ErrorInfo] = field(default_factory=dict)
+    samples: HostSamples = NO_SAMPLES
     failed_adapters: list[int] = field(default_factory=list)
 
     def result(self) -> StepResult:
         """Wait for the device and return the result."""
         self.watch.wait()
-        token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_draw()
+        token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_sample()
         num_tokens: list[int] = []
-        drafts, head_drafts = self.draws.drafts, self.sampled.head_drafts_SG
-        kept = [*self.draws.kept(token_ids)] if not self.rank and (drafts or head_drafts is not None) else []
+        drafts, head_drafts = self.samples.drafts, self.sampled.head_drafts_SG
+        kept = [*self.samples.kept(token_ids)] if not self.rank and (drafts or head_drafts is not None) else []
         if kept and drafts:
             token_ids, logprobs = ([values[i] for run in kept for i in run if values] for values in (token_ids, logprobs))
             num_tokens = [len(run) for run in kept]
@@ -76,7 +76,7 @@ class LaunchedStep:
             logprobs=logprobs,
             reports={} if self.rank else self.readings.by_chunk(),
             out_of_memory=self.out_of_memory,
-            failed_draws=self.failed_draws,
+            failed_samples=self.failed_samples,
             head_drafts=[] if head_drafts is None or self.rank else head_drafts[[run[-1] for run in kept]].tolist(),
             failed_adapters=self.failed_adapters,
         )
@@ -131,12 +131,12 @@ class Runner:
         encoded = self.images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         step = self.rows.build(plan.admits, plan.chunks, self.images.tensors)
-        sampled, readings = self._draw(step, plan)
+        sampled, readings = self._sample(step, plan)
         watch.mark()
-        failed = self.sampler.rules.note(step.draws, sampled.tokens_S, watch)
+        failed = self.sampler.rules.note(step.samples, sampled.tokens_S, watch)
         if self._on_gpu:
             self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), watch.events[-1])
-        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.draws)
+        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
         """Return whether all ranks have memory. Each of several ranks makes a high estimate: running out later ends the engine. Decode rows
@@ -163,7 +163,7 @@ class Runner:
         self.images.leave_out(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         watch.mark()
-        return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_DRAWN, NOTHING_READ, NOTHING_ENCODED, watch, out_of_memory=True)
+        return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_SAMPLED, NOTHING_READ, NOTHING_ENCODED, watch, out_of_memory=True)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
@@ -177,38 +177,38 @@ class Runner:
         """Do what another process asks of this rank before a plan needs it."""
         self.handlers[type(message)](message)
 
-    def _draw(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, Readings]:
+    def _sample(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, Readings]:
         """Run forward and sampling: sampled tokens are copied to the host and into the rows for the next step."""
-        logits_SV, draws, readings = self._forward(step)
+        logits_SV, samples, readings = self._forward(step)
         self.rows.save_snapshots(step, plan.chunks)
-        if not len(draws.rows_S):
-            self._head_drafts(step, draws.rows_S, draws, 0)
-            return NOTHING_DRAWN, readings
+        if not len(samples.rows_S):
+            self._head_drafts(step, samples.rows_S, samples, 0)
+            return NOTHING_SAMPLED, readings
         if self.tp.rank == 0:
-            sampled = self.sampler.sample(logits_SV, draws, self.sampler.rules.masks(step.draws))
+            sampled = self.sampler.sample(logits_SV, samples, self.sampler.rules.masks(step.samples))
         else:
-            sampled = Sampled(torch.empty_like(draws.rows_S), None)
+            sampled = Sampled(torch.empty_like(samples.rows_S), None)
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's samples count: logits are not bit-equal on every rank
-        tokens_S = self.rows.deliver(sampled.tokens_S, draws)
-        head_drafts_SG = self._head_drafts(step, sampled.tokens_S, draws, plan.num_head_drafts)
+        tokens_S = self.rows.deliver(sampled.tokens_S, samples)
+        head_drafts_SG = self._head_drafts(step, sampled.tokens_S, samples, plan.num_head_drafts)
         return sampled.on_host(tokens_S, head_drafts_SG), readings
 
-    def _head_drafts(self, step: HostStep, tokens_S: torch.Tensor, draws: Draws, num_head_drafts: int) -> torch.Tensor | None:
+    def _head_drafts(self, step: HostStep, tokens_S: torch.Tensor, samples: Samples, num_head_drafts: int) -> torch.Tensor | None:
         if self.head is None:
             return None
         indices_T = np.arange(step.positions.shape[1])
         if self.graphs is not None and self.graphs.fits(step):
             indices_T = self.graphs.indices_of(step)
-        return self.head.run(step, indices_T, tokens_S, draws, num_head_drafts)
+        return self.head.run(step, indices_T, tokens_S, samples, num_head_drafts)
 
-    def _forward(self, step: HostStep) -> tuple[torch.Tensor, Draws, Readings]:
+    def _forward(self, step: HostStep) -> tuple[torch.Tensor, Samples, Readings]:
         if self.graphs is not None and self.graphs.fits(step):
-            logits_SV, hidden_SD, draws = self.graphs.run(step)
-            return logits_SV, draws, step.reports.read_samples(hidden_SD, logits_SV)
+            logits_SV, hidden_SD, samples = self.graphs.run(step)
+            return logits_SV, samples, step.reports.read_samples(hidden_SD, logits_SV)
         inputs = self.rows.stage(step, self.staging)
         self.attention.plan(inputs.batch.attention)
         hidden_SD = self.model(inputs.batch, self.attention)
         found, readings = step.reports.read(hidden_SD, inputs.indices_S, inputs.scoring, self.model.logits)
         if found is None:
             found = hidden_SD.new_zeros((len(inputs.indices_S), self.model.config.text.vocab_size), dtype=torch.float32)
-        return found, inputs.draws, readings
+        return found, inputs.samples, readings

@@ -30,7 +30,7 @@ class RowParams(NamedTuple, Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class DrawParams:
+class SampleParams:
     """Sampling parameters of S rows on the device."""
 
     rows: RowParams[torch.Tensor]
@@ -57,5 +57,5 @@ class SamplingOps(Protocol):
     def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:
         """Set tokens whose bit is 0 to minus infinity; `allowed_AW` is int32, token t is bit t % 32 of word t // 32."""
 
-    def draw(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    def sample(self, logits_SV: torch.Tensor, params: SampleParams) -> torch.Tensor:
         """Return (S,) int64 token ids, always within the vocabulary."""

@@ -1,8 +1,8 @@
 """Grammars of requests with tools: calls in the notation of the model's template, or other allowed answers.
 
-required, named ──▶ calls, nothing else
-auto, strict    ──▶ text with calls in it, each by its schema
-auto, a format  ──▶ the format, or calls
+    required, named ──▶ calls, nothing else
+    auto, strict    ──▶ text with calls in it, each by its schema
+    auto, a format  ──▶ the format, or calls
 """
 
 import asyncio

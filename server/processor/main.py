@@ -1,7 +1,7 @@
 """The processor process: media, prompts and detokenisation. `python -m server.processor.main RUNTIME.json`, started by the launcher.
 
-Payload, Submit ──▶ intake ──▶ EngineRequest ──▶ scheduler
-         Events ◀── output ◀── EngineOutputs ◀──────┘
+    Payload, Submit ──▶ intake ──▶ EngineRequest ──▶ scheduler
+             Events ◀── output ◀── EngineOutputs ◀──────┘
 """
 
 import asyncio

@@ -18,7 +18,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from engine.worker import graphs
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.draws import HostDraws
+from engine.worker.sampling.samples import HostSamples
 from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
@@ -132,7 +132,7 @@ def host_step(batch: ForwardBatch) -> HostStep:
         attention=layout,
         visual=batch.visual,
         logits_indices=batch.logits_indices.cpu().numpy(),
-        draws=HostDraws.empty(),
+        samples=HostSamples.empty(),
         known=np.stack((places, ids[num_prefill:])),
         next_ids=np.zeros(0, dtype=np.int64),
     )

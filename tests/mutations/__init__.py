@@ -126,7 +126,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "is_kept = before <= before[self.firsts_S] + 1",
         ),
     },
-    ("engine/worker/sampling/draws.py", WORKER): {
+    ("engine/worker/sampling/samples.py", WORKER): {
         "random numbers ignore the position": (
             "seeds * SEED_FACTOR + positions.astype(np.uint64) * POSITION_FACTOR",
             "seeds * SEED_FACTOR + 0 * positions.astype(np.uint64) * POSITION_FACTOR",

@@ -101,7 +101,7 @@ def give_drafts(state: State, verify_rows: int, make_offer: Callable[[Request, i
     is_quiet = not state.waiting and all(request.is_decoding for request in rows)
     offers, num_steady = [], 0
     for request in rows:
-        if request.drafts and request.num_drawn:
+        if request.drafts and request.num_sampled:
             continue  # its drafts are in flight
         request.drafts, request.is_held = (), False
         offer = make_offer(request, most if is_quiet else 0) if most > 0 else Offer(request)
@@ -112,7 +112,7 @@ def give_drafts(state: State, verify_rows: int, make_offer: Callable[[Request, i
     if num_steady:
         offers = [offer for offer in offers if offer.gain >= LEAST_GAIN_BESIDE]
     for offer in offers:
-        if offer.request.num_drawn:
+        if offer.request.num_sampled:
             offer.request.is_held = True
         else:
             offer.request.drafts = tuple(offer.drafts)

@@ -149,7 +149,7 @@ class LookupDrafter:
 
     def _offer(self, request: Request, most: int) -> Offer:
         """Return drafts after the tokens in flight, which must match the proposal, too. The last token is never a draft: one is sampled."""
-        offer, num_ahead = Offer(request), request.num_drawn
+        offer, num_ahead = Offer(request), request.num_sampled
         if request not in self._sources:
             self._sources[request] = Source(request)
         if most == 0:

@@ -45,7 +45,7 @@ class HeadDrafter:
             trust.guess = [(token, 1.0) for token in request.head_drafts]
         drafts = [token for token, _ in trust.guess[:MAX_HEAD_DRAFTS]]
         most = 0 if trust.is_paused(request) else min(most, MAX_HEAD_DRAFTS, request.max_tokens - request.num_output - 1)
-        for i in range(most if request.num_drawn else min(most, len(drafts))):
+        for i in range(most if request.num_sampled else min(most, len(drafts))):
             if (probability := trust.share ** (i + 1)) < LEAST_PROBABILITY:
                 break
             offer.drafts += drafts[i : i + 1]

@@ -1,7 +1,7 @@
 """Verification of draft tokens. A row with k drafts samples k + 1 tokens in one step: after its last token and after each draft. The first
 is kept, and each further one as long as all samples before it equal the drafts.
 
-A sample depends only on the tokens before it and on its position (`draws.py`), so the kept tokens equal those of single steps.
+A sample depends only on the tokens before it and on its position (`samples.py`), so the kept tokens equal those of single steps.
 """
 
 from collections.abc import Iterator, Sequence

@@ -22,7 +22,7 @@ from engine.wire.arena import ArenaView
 from engine.wire.grammar import GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import Admit, ErrorInfo, Region
-from engine.worker.sampling.draws import HostDraws
+from engine.worker.sampling.samples import HostSamples
 from engine.worker.staging import ALIGNMENT, Staging
 from engine.worker.stopwatch import Stopwatch
 from models.kernels.paged import Int32s
@@ -85,7 +85,7 @@ class Session:
         self.is_slow = time.thread_time() - started > SLOW_S
 
 
-Drawn = tuple[list[Session | None], HostDraws, torch.Tensor, Stopwatch]  # tokens of a step that matchers have not accepted yet
+Pending = tuple[list[Session | None], HostSamples, torch.Tensor, Stopwatch]  # tokens of a step that matchers have not accepted yet
 Mask = tuple[torch.Tensor, torch.Tensor]  # `index_A` and `allowed_AW` of `SamplingOps.mask_`
 
 
@@ -101,16 +101,16 @@ def _bytes_of(region: Region, arena: ArenaView) -> bytes:
 
 
 class TokenRules:
-    """Grammars and allowed tokens of all rows, for steps of up to `max_draws`. `model_folder` has the tokenizer of their compilation."""
+    """Grammars and allowed tokens of all rows, for steps of up to `max_samples`. `model_folder` has the tokenizer of their compilation."""
 
-    def __init__(self, model_folder: Path, max_num_seqs: int, max_draws: int, vocab_size: int, device: torch.device):
+    def __init__(self, model_folder: Path, max_num_seqs: int, max_samples: int, vocab_size: int, device: torch.device):
         self._folder = model_folder
         self._num_words = -(-vocab_size // 32)
         self._sessions: list[Session | None] = [None] * max_num_seqs
         self._allowed: list[Int32s | None] = [None] * max_num_seqs  # bits of the allowed tokens, as in a mask
         self._is_limited = [False] * max_num_seqs  # by a grammar or a list
-        self._drawn: deque[Drawn] = deque()
-        self._staging = Staging(max_draws * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
+        self._pending: deque[Pending] = deque()
+        self._staging = Staging(max_samples * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
         self._compiled_of = functools.lru_cache(NUM_CACHED)(self._read)  # many requests share few; any thread may call it
         self._loader = ThreadPoolExecutor(1, "grammars")
@@ -146,16 +146,16 @@ class TokenRules:
 
         self._loader.submit(load)
 
-    def masks(self, draws: HostDraws) -> Mask | None:
+    def masks(self, samples: HostSamples) -> Mask | None:
         """Return the masks of permitted tokens; None if all are. Waits for the previous tokens if a row has a grammar."""
-        if not any(map(self._is_limited.__getitem__, draws.rows.tolist())):
+        if not any(map(self._is_limited.__getitem__, samples.rows.tolist())):
             return None
         found = [
-            (first, self._sessions[row], self._allowed[row], drafts) for first, row, drafts in draws.per_row() if self._is_limited[row]
+            (first, self._sessions[row], self._allowed[row], drafts) for first, row, drafts in samples.per_row() if self._is_limited[row]
         ]
         if any(session is not None for _, session, _, _ in found):
-            while self._drawn:
-                self._take(self._drawn.popleft())
+            while self._pending:
+                self._take(self._pending.popleft())
         limited: list[int] = []
         words = torch.full((sum(1 + len(drafts) for *_, drafts in found), self._num_words), -1, dtype=torch.int32)
         for first, session, allowed, drafts in found:
@@ -175,20 +175,20 @@ class TokenRules:
         self._staging.copy()
         return index_A, allowed_AW
 
-    def note(self, draws: HostDraws, tokens_S: torch.Tensor, watch: Stopwatch) -> dict[int, ErrorInfo]:
+    def note(self, samples: HostSamples, tokens_S: torch.Tensor, watch: Stopwatch) -> dict[int, ErrorInfo]:
         """Note sampled tokens, which are on the host when `watch` is done. Return errors by the number of a sampled chunk: its grammar was
         too slow and is no longer followed."""
-        if not any(map(self._sessions.__getitem__, draws.rows.tolist())):
+        if not any(map(self._sessions.__getitem__, samples.rows.tolist())):
             return {}
-        sessions = [self._sessions[row] for _, row, _ in draws.per_row()]
-        self._drawn.append((sessions, draws, tokens_S, watch))
+        sessions = [self._sessions[row] for _, row, _ in samples.per_row()]
+        self._pending.append((sessions, samples, tokens_S, watch))
         return {index: TOO_SLOW for index, session in enumerate(sessions) if session is not None and session.is_slow}
 
-    def _take(self, drawn: Drawn) -> None:
-        sessions, draws, tokens_S, watch = drawn
+    def _take(self, pending: Pending) -> None:
+        sessions, samples, tokens_S, watch = pending
         watch.wait()
         tokens = tokens_S.tolist()
-        for session, kept in zip(sessions, draws.kept(tokens), strict=True):
+        for session, kept in zip(sessions, samples.kept(tokens), strict=True):
             if session is not None:
                 for index in kept:
                     session.take(tokens[index])

@@ -9,7 +9,7 @@ import torch
 
 from engine.wire.messages import Chunk
 from engine.wire.reports import PromptLogprobs, Report
-from engine.worker.sampling.draws import Int64s
+from engine.worker.sampling.samples import Int64s
 from engine.worker.staging import Staging
 from models.kernels.paged import Int32s
 from models.kernels.transfers import to_host

@@ -8,9 +8,9 @@ import torch
 
 from engine.wire.messages import Chunk, SamplingParams
 from engine.wire.reports import Numbers, Report
-from engine.worker.sampling.draws import Int64s
 from engine.worker.sampling.pooling import PooledRow, pool, reads_logits
 from engine.worker.sampling.prompt import PromptScores, ScoredChunk, Scoring, score_prompts
+from engine.worker.sampling.samples import Int64s
 from engine.worker.staging import Staging
 from models.kernels.paged import Int32s
 
@@ -48,14 +48,14 @@ class StepReports:
     def of(cls, chunks: Sequence[Chunk], num_prefills: int, row_of: Callable[[int], ReportingRow]) -> "StepReports":
         """Return the reports of a plan's chunks, whose first `num_prefills` compute prompts."""
         scored, pooled = list[ScoredChunk | None](), list[PooledRow]()
-        first, draw = 0, 0
+        first, sample = 0, 0
         for index, chunk in enumerate(chunks):
             row = row_of(chunk.row)
             if index < num_prefills and row.params.prompt_logprobs is not None:
                 scored.append(ScoredChunk.of(index, chunk, first, row.prompt_ids, row.params.prompt_logprobs))
             if chunk.sample and row.params.pooled_ids is not None:
-                pooled.append(PooledRow(index, draw, row.params.pooled_ids))
-            draw += chunk.num_draws
+                pooled.append(PooledRow(index, sample, row.params.pooled_ids))
+            sample += chunk.num_samples
             first += chunk.length
         return cls(tuple(one for one in scored if one is not None), tuple(pooled))
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from engine.wire.messages import SamplingParams, TokenLogprobs
 from engine.worker.sampling.drafts import HostDrafts
-from engine.worker.sampling.draws import Draws, draws_of
 from engine.worker.sampling.grammar import Mask, TokenRules
+from engine.worker.sampling.samples import Samples, samples_of
 from engine.worker.sampling.state import LogitState
 from models.config.types import ModelConfig
 from models.kernels.paged import Int32s
@@ -24,7 +24,7 @@ WARM_UP = SamplingParams(presence_penalty=1.0, bad_words=((1,), (1, 2)), logprob
 class Logprobs:
     """Log-probabilities of L samples, each with the N most likely tokens, the most likely first. Tensors on one device."""
 
-    reported_L: torch.Tensor  # int64 indices of draws
+    reported_L: torch.Tensor  # int64 indices of samples
     num_top: tuple[int, ...]  # L: how many of the N are requested
     tokens_L: torch.Tensor  # float32, of the sampled tokens
     top_ids_LN: torch.Tensor  # int64
@@ -46,7 +46,7 @@ class Sampled:
         """Add copies on the host; the tokens are there already."""
         return Sampled(tokens_S, self.logprobs and self.logprobs.to_host(), None if head_drafts_SG is None else to_host(head_drafts_SG))
 
-    def logprobs_per_draw(self) -> list[TokenLogprobs | None]:
+    def logprobs_per_sample(self) -> list[TokenLogprobs | None]:
         """Return log-probabilities per sample; empty if none are requested. The copies must have reached the host."""
         if self.logprobs is None:
             return []
@@ -59,11 +59,13 @@ class Sampled:
 
 
 class Sampler:
-    """State of all rows, for steps of up to `max_draws`. Only rank 0 samples: logits are not bit-equal on every rank."""
+    """State of all rows, for steps of up to `max_samples`. Only rank 0 samples: logits are not bit-equal on every rank."""
 
-    def __init__(self, ops: SamplingOps, max_num_seqs: int, max_draws: int, config: ModelConfig, model_folder: Path, device: torch.device):
-        self.rules = TokenRules(model_folder, max_num_seqs, max_draws, config.text.vocab_size, device)
-        self._ops, self._max_draws = ops, max_draws
+    def __init__(
+        self, ops: SamplingOps, max_num_seqs: int, max_samples: int, config: ModelConfig, model_folder: Path, device: torch.device
+    ):
+        self.rules = TokenRules(model_folder, max_num_seqs, max_samples, config.text.vocab_size, device)
+        self._ops, self._max_samples = ops, max_samples
         self._eos_ids = config.eos_token_ids
         self._state = LogitState(max_num_seqs, config.text.vocab_size, device)
 
@@ -75,31 +77,31 @@ class Sampler:
     def warm_up(self) -> None:
         """Run every stage, so that no request waits for a compiler."""
         _, vocab_size, device = self._state.shape
-        guessed = HostDrafts(((0,),)) if self._max_draws > 1 else HostDrafts(((),))
+        guessed = HostDrafts(((0,),)) if self._max_samples > 1 else HostDrafts(((),))
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
         positions = range(1, 1 + guessed.counts[0])
         for params in kinds:
             self.admit(0, params, np.zeros(1, dtype=np.int32), 1)
-            draws = draws_of([params], positions, self._ops.max_top_k, device, guessed)
+            samples = samples_of([params], positions, self._ops.max_top_k, device, guessed)
             everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
             logits_SV = torch.zeros((len(positions), vocab_size), device=device)
-            self.sample(logits_SV, draws, (torch.zeros_like(draws.rows_S[:1]), everything))
+            self.sample(logits_SV, samples, (torch.zeros_like(samples.rows_S[:1]), everything))
 
-    def sample(self, logits_SV: torch.Tensor, draws: Draws, mask: Mask | None) -> Sampled:
+    def sample(self, logits_SV: torch.Tensor, samples: Samples, mask: Mask | None) -> Sampled:
         """Sample a token per row of (S, V) float32 logits, which may be changed. `mask` holds the tokens that `rules` allow."""
-        raw_LV = logits_SV[draws.reported_L] if len(draws.reported_L) else None
-        if draws.changes:
-            self._state.change_(logits_SV, draws, self._ops)
+        raw_LV = logits_SV[samples.reported_L] if len(samples.reported_L) else None
+        if samples.changes:
+            self._state.change_(logits_SV, samples, self._ops)
         if mask is not None:
             self._ops.mask_(logits_SV, *mask)
-        tokens_S = self._ops.draw(logits_SV, draws.params)
-        if draws.changes:
-            self._state.note(tokens_S, draws)
-        return Sampled(tokens_S, None if raw_LV is None else take_logprobs(raw_LV, tokens_S, draws))
+        tokens_S = self._ops.sample(logits_SV, samples.params)
+        if samples.changes:
+            self._state.note(tokens_S, samples)
+        return Sampled(tokens_S, None if raw_LV is None else take_logprobs(raw_LV, tokens_S, samples))
 
 
-def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, draws: Draws) -> Logprobs:
+def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, samples: Samples) -> Logprobs:
     norm_L1 = raw_LV.logsumexp(dim=-1, keepdim=True)
-    tokens_L1 = tokens_S[draws.reported_L][:, None]
-    top_LN, top_ids_LN = raw_LV.topk(max(draws.num_top), dim=-1)
-    return Logprobs(draws.reported_L, draws.num_top, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1)
+    tokens_L1 = tokens_S[samples.reported_L][:, None]
+    top_LN, top_ids_LN = raw_LV.topk(max(samples.num_top), dim=-1)
+    return Logprobs(samples.reported_L, samples.num_top, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1)

@@ -13,7 +13,7 @@ import torch
 from engine.wire.messages import MAX_DRAFTS
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, PENALISING, SamplingParams
 from engine.worker.sampling.drafts import NONE, Drafts
-from engine.worker.sampling.draws import EDITS, PENALTIES, WORDS, Draws, changes_of
+from engine.worker.sampling.samples import EDITS, PENALTIES, WORDS, Samples, changes_of
 from models.kernels.paged import Int32s
 from models.kernels.sampling import IN_PROMPT, SamplingOps
 from models.kernels.transfers import to_device
@@ -61,34 +61,34 @@ class LogitState:
             counts_V[ids_T[:num_prompt]] = IN_PROMPT
             counts_V.index_add_(0, ids_T[num_prompt:], torch.ones_like(ids_T[num_prompt:], dtype=torch.int32))
 
-    def change_(self, logits_SV: torch.Tensor, draws: Draws, ops: SamplingOps) -> None:
-        """Change the logits of `draws.changed_A`: single logits first, then penalties, as vLLM; forbidden words last."""
-        rows_A = draws.rows_S[draws.changed_A]
-        flat, starts_A1 = logits_SV.view(-1), (draws.changed_A * logits_SV.shape[1])[:, None]
-        if draws.changes & EDITS:
-            values_AE = torch.where(draws.positions_A[:, None] < self._fields["until"][rows_A], self._fields["values"][rows_A], 0.0)
+    def change_(self, logits_SV: torch.Tensor, samples: Samples, ops: SamplingOps) -> None:
+        """Change the logits of `samples.changed_A`: single logits first, then penalties, as vLLM; forbidden words last."""
+        rows_A = samples.rows_S[samples.changed_A]
+        flat, starts_A1 = logits_SV.view(-1), (samples.changed_A * logits_SV.shape[1])[:, None]
+        if samples.changes & EDITS:
+            values_AE = torch.where(samples.positions_A[:, None] < self._fields["until"][rows_A], self._fields["values"][rows_A], 0.0)
             flat.index_add_(0, (starts_A1 + self._fields["edited"][rows_A]).flatten(), values_AE.flatten())
-        if draws.changes & PENALTIES:
-            counts = (self._counts_RV, rows_A) if draws.drafts is None else self._counts_behind(draws.drafts, draws.changed_A, rows_A)
-            ops.penalise_(logits_SV, draws.changed_A, *counts, self._fields["penalties"][rows_A])
-        if draws.changes & WORDS:
-            words_AWN, tails_AN = self._fields["words"][rows_A], self._tails_of(draws, rows_A)
+        if samples.changes & PENALTIES:
+            counts = (self._counts_RV, rows_A) if samples.drafts is None else self._counts_behind(samples.drafts, samples.changed_A, rows_A)
+            ops.penalise_(logits_SV, samples.changed_A, *counts, self._fields["penalties"][rows_A])
+        if samples.changes & WORDS:
+            words_AWN, tails_AN = self._fields["words"][rows_A], self._tails_of(samples, rows_A)
             heads_AWN, last_AW = words_AWN[..., :-1], words_AWN[..., -1]
             matches_AW = ((heads_AWN == tails_AN[:, None]) | (heads_AWN == ANY)).all(-1) & (last_AW != ANY)
             values_AW = torch.where(matches_AW, -torch.inf, 0.0)
             flat.index_add_(0, (starts_A1 + last_AW.clamp(min=0)).flatten(), values_AW.flatten())
 
-    def note(self, tokens_S: torch.Tensor, draws: Draws) -> None:
-        """Count the accepted tokens sampled by `draws.changed_A`."""
-        rows_A, tokens_A = draws.rows_S[draws.changed_A], tokens_S[draws.changed_A]
+    def note(self, tokens_S: torch.Tensor, samples: Samples) -> None:
+        """Count the accepted tokens sampled by `samples.changed_A`."""
+        rows_A, tokens_A = samples.rows_S[samples.changed_A], tokens_S[samples.changed_A]
         counting_A, last_rows_A = torch.ones_like(tokens_A, dtype=torch.int32), rows_A
-        if draws.drafts is not None:
-            is_kept_A, is_last_A = (flags_S[draws.changed_A] for flags_S in draws.drafts.keep(tokens_S))
+        if samples.drafts is not None:
+            is_kept_A, is_last_A = (flags_S[samples.changed_A] for flags_S in samples.drafts.keep(tokens_S))
             counting_A, last_rows_A = is_kept_A.int(), torch.where(is_last_A, rows_A, len(self._records) - 1)
-        if draws.changes & PENALTIES:
+        if samples.changes & PENALTIES:
             self._counts_RV.view(-1).index_add_(0, rows_A * self._vocab_size + tokens_A, counting_A)
-        if draws.changes & WORDS:
-            self._fields["tail"][last_rows_A] = torch.cat((self._tails_of(draws, rows_A)[:, 1:], tokens_A.int()[:, None]), dim=1)
+        if samples.changes & WORDS:
+            self._fields["tail"][last_rows_A] = torch.cat((self._tails_of(samples, rows_A)[:, 1:], tokens_A.int()[:, None]), dim=1)
 
     def _counts_behind(self, drafts: Drafts, index_A: torch.Tensor, rows_A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (A, V) counts as if the drafts before each sample were accepted, and the index of each."""
@@ -96,13 +96,13 @@ class LogitState:
         counts_AV.scatter_add_(1, before_AX.clamp(min=0), (before_AX != NONE).int())
         return counts_AV, torch.arange(len(index_A), device=self._device)
 
-    def _tails_of(self, draws: Draws, rows_A: torch.Tensor) -> torch.Tensor:
-        """Return (A, N) last tokens before each sample of `draws.changed_A`."""
+    def _tails_of(self, samples: Samples, rows_A: torch.Tensor) -> torch.Tensor:
+        """Return (A, N) last tokens before each sample of `samples.changed_A`."""
         tails_AN = self._fields["tail"][rows_A]
-        if draws.drafts is None:
+        if samples.drafts is None:
             return tails_AN
-        num_tail, offsets_A1 = tails_AN.shape[1], draws.drafts.offsets_S[draws.changed_A][:, None]
-        with_drafts = torch.cat((tails_AN, draws.drafts.before(draws.changed_A).int()), dim=1)
+        num_tail, offsets_A1 = tails_AN.shape[1], samples.drafts.offsets_S[samples.changed_A][:, None]
+        with_drafts = torch.cat((tails_AN, samples.drafts.before(samples.changed_A).int()), dim=1)
         place_N = torch.arange(num_tail, device=self._device)
         is_old_AN = offsets_A1 + place_N < num_tail
         return with_drafts.gather(1, torch.where(is_old_AN, offsets_A1 + place_N, MAX_DRAFTS + place_N))

@@ -2,7 +2,7 @@
 
 import torch
 
-from models.kernels.sampling import IN_PROMPT, MASS_BITS, DrawParams, RowParams
+from models.kernels.sampling import IN_PROMPT, MASS_BITS, RowParams, SampleParams
 
 MASK32 = 0xFFFFFFFF
 
@@ -18,8 +18,8 @@ class TorchSampling:
         logits_AV, counts_AV = logits_SV[index_A], counts_RV[rows_A]
         repetition, frequency, presence = penalties_A3[:, :, None].unbind(1)
         repeated_AV = torch.where(logits_AV > 0, logits_AV / repetition, logits_AV * repetition)
-        drawn_AV = counts_AV & (IN_PROMPT - 1)
-        penalty_AV = frequency * drawn_AV + presence * (drawn_AV > 0)
+        sampled_AV = counts_AV & (IN_PROMPT - 1)
+        penalty_AV = frequency * sampled_AV + presence * (sampled_AV > 0)
         logits_SV[index_A] = torch.where(counts_AV > 0, repeated_AV, logits_AV) - penalty_AV
 
     def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:
@@ -27,14 +27,14 @@ class TorchSampling:
         allowed_AV = ((allowed_AW[:, :, None] >> bits) & 1).flatten(1)[:, : logits_SV.shape[1]]
         logits_SV[index_A] = logits_SV[index_A].masked_fill(allowed_AV == 0, -torch.inf)
 
-    def draw(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    def sample(self, logits_SV: torch.Tensor, params: SampleParams) -> torch.Tensor:
         best_S = logits_SV.argmax(dim=-1)
         if params.is_greedy:
             return best_S
-        return torch.where(params.rows.inverse_temperature == 0, best_S, draw_random(logits_SV, params.rows, params.wide is not None))
+        return torch.where(params.rows.inverse_temperature == 0, best_S, sample_random(logits_SV, params.rows, params.wide is not None))
 
 
-def draw_random(logits_SV: torch.Tensor, params: RowParams[torch.Tensor], any_filter: bool) -> torch.Tensor:
+def sample_random(logits_SV: torch.Tensor, params: RowParams[torch.Tensor], any_filter: bool) -> torch.Tensor:
     """Return the (S,) tokens of random rows; values of greedy rows are undefined."""
     scores_SV = logits_SV.float() * params.inverse_temperature[:, None]
     if any_filter:

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.reference.sampling import draw_random
-from models.kernels.sampling import MASS_BITS, DrawParams, RowParams
+from models.kernels.reference.sampling import sample_random
+from models.kernels.sampling import MASS_BITS, RowParams, SampleParams
 from models.kernels.triton.launch import await_kernel, early_launch
 
 # Rows of a table: no recompilation when their alignment changes with the number of rows.
@@ -123,8 +123,8 @@ def _penalise(
     repetition = tl.load(penalties + row * 3)
     frequency, presence = tl.load(penalties + row * 3 + 1), tl.load(penalties + row * 3 + 2)
     logit = tl.where(count > 0, tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition), logit)
-    drawn = count & 0x3FFFFFFF
-    penalty = frequency * drawn.to(tl.float32) + tl.where(drawn > 0, presence, 0.0)
+    sampled = count & 0x3FFFFFFF
+    penalty = frequency * sampled.to(tl.float32) + tl.where(sampled > 0, presence, 0.0)
     tl.store(place, logit - penalty, token < V)
 
 
@@ -174,13 +174,13 @@ class TritonSampling:
         grid, words = (triton.cdiv(self._vocab_size, ADJUSTED), len(index_A)), allowed_AW.shape[1]
         _mask[grid](logits_SV, index_A, allowed_AW, logits_SV.stride(0), V=self._vocab_size, WORDS=words, TILE=ADJUSTED)
 
-    def draw(self, logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    def sample(self, logits_SV: torch.Tensor, params: SampleParams) -> torch.Tensor:
         assert len(logits_SV) <= len(self._maxima), "more rows than there is scratch memory for"
         out_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
         self._launch(logits_SV, params.rows, params.largest_top_k, out_S)
         if params.wide is not None:
             for wide in params.wide.split(SORTED_ROWS):
-                out_S[wide] = draw_random(logits_SV[wide], RowParams(*(values[wide] for values in params.rows)), any_filter=True)
+                out_S[wide] = sample_random(logits_SV[wide], RowParams(*(values[wide] for values in params.rows)), any_filter=True)
         return out_S
 
     def _launch(self, logits_SV: torch.Tensor, rows: RowParams[torch.Tensor], largest_top_k: int, out_S: torch.Tensor) -> None:

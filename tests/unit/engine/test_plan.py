@@ -61,8 +61,8 @@ def test_the_plan_is_what_workers_measured() -> None:
 def test_the_plan_is_for_the_backend_that_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafting = config_of("8B"), EngineConfig(draft="lookup", max_num_seqs=64)
     needs = {backend: make_plan(drafting, model, 80 * GIB, backend).needs for backend in STEP_SIZES}
-    of_draws = [needs[name].activations - needs["torch"].activations for name in ("hopper", "portable")]
-    assert of_draws == [LOGITS_BYTES * model.text.vocab_size * rows for rows in (160 - 64, 96 - 64)] and needs["torch"].step_graphs == 0
+    of_samples = [needs[name].activations - needs["torch"].activations for name in ("hopper", "portable")]
+    assert of_samples == [LOGITS_BYTES * model.text.vocab_size * rows for rows in (160 - 64, 96 - 64)] and needs["torch"].step_graphs == 0
     assert make_plan(EngineConfig(enforce_eager=True), model, 80 * GIB, "hopper").needs.step_graphs == 0
     hopper = [Gpu("H200", (9, 0), 141 * GIB)]
     monkeypatch.setattr(serve, "choose", lambda *_: Choice("hopper", "cuda"))

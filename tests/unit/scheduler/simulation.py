@@ -225,16 +225,16 @@ class SimulatedWorker:
 
     def _verify(self, sequence: "Sequence", drafts: tuple[int, ...]) -> list[int]:
         """The drafts up to the first one that does not hold, and one token more. A sampler may refuse one that is as good as any."""
-        drawn = [sequence.draw()]
+        sampled = [sequence.sample()]
         for draft in drafts:
-            if draft != drawn[-1] or self.rng.random() < self.refuse_rate:
+            if draft != sampled[-1] or self.rng.random() < self.refuse_rate:
                 break
-            drawn.append(sequence.draw())
-        return drawn
+            sampled.append(sequence.sample())
+        return sampled
 
 
 class Sequence:
-    """A request's ground truth: the ids drawn so far depend on the ids alone, so recomputation must reproduce them."""
+    """A request's ground truth: the ids sampled so far depend on the ids alone, so recomputation must reproduce them."""
 
     def __init__(self, wire: EngineRequest, prompt: list[int], seed: int, language: tuple[int, int] | None = None):
         self.wire, self.seed, self.language = wire, seed, language
@@ -254,7 +254,7 @@ class Sequence:
     def meaning(self, before: bytes, position: int, token_id: int) -> bytes:
         return hashlib.sha256(before + repr((token_id, self.visual.get(position))).encode()).digest()
 
-    def draw(self) -> int:
+    def sample(self) -> int:
         """In a language, in which texts repeat themselves, the last tokens, one or more, say what follows."""
         meaning = self.meanings()[-1]
         if self.language is not None:
@@ -265,9 +265,9 @@ class Sequence:
 
     def peek(self, count: int) -> list[int]:
         ids, meanings = len(self.ids), len(self.meanings())
-        drawn = [self.draw() for _ in range(count)]
+        sampled = [self.sample() for _ in range(count)]
         del self.ids[ids:], self._meanings[meanings:]
-        return drawn
+        return sampled
 
     def guess(self, rng: random.Random) -> tuple[int, ...]:
         """One to seven tokens, of which some at the beginning hold."""
@@ -304,7 +304,7 @@ class Simulation:
         self.given_up: set[int] = set()
         self.draft_rate = 0.0  # of requests for which somebody guesses before a step, also while their results are on the way
         self.num_accepted = self.num_refused = 0  # drafts that held, and those that did not
-        self.num_cut = 0  # requests of which some tokens were drawn behind their end
+        self.num_cut = 0  # requests of which some tokens were sampled behind their end
         self.language: tuple[int, int] | None = None  # of answers
         self.preempt_rate = 0.0  # of steps before which the youngest request has to go, as if blocks were lacking
 
@@ -354,7 +354,7 @@ class Simulation:
         step, tokens, failed = self.in_flight.popleft()
         for rank in range(self.num_ranks):
             failed_here = failed if rank == self.num_ranks - 1 else []
-            flat, counts = [token for drawn in tokens for token in drawn], [len(drawn) for drawn in tokens]
+            flat, counts = [token for sampled in tokens for token in sampled], [len(sampled) for sampled in tokens]
             counts = counts if max(counts, default=1) > 1 else []
             bad, starved = ([], tuple(failed_here)) if step.plan.step % 2 else (failed_here, ())  # damaged, or without memory for them
             ids = flat if rank == 0 else []
@@ -399,12 +399,12 @@ class Simulation:
             pass
 
     def _count_drafts(self, step: PlannedStep, tokens: list[list[int]]) -> None:
-        accepted = sum(len(drawn) - 1 for drawn in tokens)
+        accepted = sum(len(sampled) - 1 for sampled in tokens)
         self.num_accepted += accepted
         self.num_refused += sum(len(chunk.drafts) for chunk in step.plan.chunks) - accepted
-        sampled = (request for request, chunk in pairs(step) if chunk.sample)
-        for request, drawn in zip(sampled, tokens, strict=True):
-            self.num_cut += request.status is Status.STOPPING and EOS in drawn[:-1]
+        requests = (request for request, chunk in pairs(step) if chunk.sample)
+        for request, sampled in zip(requests, tokens, strict=True):
+            self.num_cut += request.status is Status.STOPPING and EOS in sampled[:-1]
 
     def _check_drafts(self, step: PlannedStep, num_waiting: int) -> None:
         """How many of a row's drafts hold is known before the row goes on."""
@@ -424,7 +424,7 @@ class Simulation:
         assert all(chunk.start >= request.num_prompt for request, chunk in pairs(step)), "drafts beside prompts"
         assert all(chunk.sample and chunk.length == 1 + len(chunk.drafts) <= 8 for chunk in chunks)
         assert sum(chunk.length for chunk in chunks) <= max(state.limits.verify_rows, len(chunks))
-        waiting = {request for request in state.running if request.num_drawn and (request.drafts or request.is_held)}
+        waiting = {request for request in state.running if request.num_sampled and (request.drafts or request.is_held)}
         done = {request for request in state.running if request.num_output >= request.max_tokens}
         if not state.limits.step_sizes.max_read_tokens:  # else some rest
             assert set(state.running) == set(step.requests) | waiting | done, "a row is delayed by others' drafts"

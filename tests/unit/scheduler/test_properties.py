@@ -163,7 +163,7 @@ def serve_any_load(
 
 def undrafted(sequence: Sequence, num_tokens: int) -> list[int]:
     alone = Sequence(sequence.wire, sequence.ids[: sequence.wire.prompt.length // 4], sequence.seed, sequence.language)
-    return [alone.draw() for _ in range(num_tokens)]
+    return [alone.sample() for _ in range(num_tokens)]
 
 
 def test_loads_with_drafters_reach_drafts_and_snapshots() -> None:

@@ -155,12 +155,12 @@ class Engine:
         def make_fixed(*_: int) -> PlannedAttention:
             return PlannedAttention(pools)
 
-        num_seqs, max_draws = merged.max_num_seqs, (1 + MAX_DRAFTS) * merged.max_num_seqs
+        num_seqs, max_samples = merged.max_num_seqs, (1 + MAX_DRAFTS) * merged.max_num_seqs
         recorder = run_again, num_slots > 0
-        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_draws, *recorder) if graphs else None
+        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_samples, *recorder) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
-        sampler = Sampler(TorchSampling(), num_seqs, max_draws, config, CHECKPOINT, CPU)
+        sampler = Sampler(TorchSampling(), num_seqs, max_samples, config, CHECKPOINT, CPU)
         head = DraftHead(model, attention, rows, Staging(1 << 22, CPU)) if config.text.has_head else None
         staging, more = Staging(1 << 22, CPU), {"head": head, "adapters": adapters}
         self._runner = Runner(model, attention, rows, sampler, images, staging, self.graphs, self._arena, tp, **more)

@@ -75,7 +75,7 @@ IN_GATE = (("attention", FEW_BLOCKS, 0.8), ("Qwen3.5", GRAPHS, 0.8))
 
 
 def ask_everything(engine: Engine, regex: bytes, free: list[int]) -> None:
-    """One request of each kind, all at once; some come while others decode. `free` is what a plain request draws."""
+    """One request of each kind, all at once; some come while others decode. `free` is what a plain request samples."""
     words = (*itertools.pairwise(free), tuple(free[3:6]), tuple(free[10:22]))
     pictures = [make_picture(i, *size) for i, size in enumerate([(64, 64), (96, 160)])]
     asked: list[tuple[list[list[int] | Picture], dict[str, Any]]] = [
@@ -130,9 +130,7 @@ def plain(model: Qwen3VL, regex: bytes, free: list[int]) -> Engine:
 
 @pytest.mark.parametrize(
     ("model", "limits", "share"),
-    [
-        pytest.param(kind, *case, marks=() if (kind, *case) in IN_GATE else pytest.mark.nightly) for kind in KINDS for case in LIMITS
-    ],
+    [pytest.param(kind, *case, marks=() if (kind, *case) in IN_GATE else pytest.mark.nightly) for kind in KINDS for case in LIMITS],
     indirect=["model"],
     scope="module",
 )
@@ -178,7 +176,7 @@ def test_a_next_turn_goes_on_from_a_drafted_answer(model: Qwen3VL) -> None:
 
 
 def test_what_is_kept() -> None:
-    """Red if device and host part over which draws count, or which drafts stand before a draw."""
+    """Red if device and host part over which samples count, or which drafts stand before a sample."""
     rng = random.Random(0)
     for _ in range(50):
         host = HostDrafts(tuple(tuple(rng.randrange(2) for _ in range(rng.randrange(MAX_DRAFTS + 1))) for _ in range(6)))

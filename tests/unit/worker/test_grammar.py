@@ -16,8 +16,8 @@ from engine.grammar.compile import compiled as compile_grammar
 from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
 from engine.wire.messages import Admit, Region, SamplingParams
 from engine.worker.sampling import grammar
-from engine.worker.sampling.draws import DrawTable
 from engine.worker.sampling.grammar import TokenRules
+from engine.worker.sampling.samples import SampleTable
 from models.checkpoint.load import init_dummy_weights
 from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
@@ -140,7 +140,7 @@ def test_allowed_tokens(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str
 def test_a_step_without_grammars_waits_for_nothing(model: Qwen3VL, compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     take = TokenRules._take
-    monkeypatch.setattr(TokenRules, "_take", lambda self, drawn: (taken.append(drawn), take(self, drawn)))
+    monkeypatch.setattr(TokenRules, "_take", lambda self, sampled: (taken.append(sampled), take(self, sampled)))
     engine = Engine(model)
     engine.add(0, [[5]], **PARAMS)
     engine.add(1, [[6]], allowed_token_ids=(5, 6), **PARAMS)
@@ -173,4 +173,4 @@ def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes]) -> Non
     before = rules._compiled_of.cache_info()
     rules.admit(Admit(0, region, [], [], [], SamplingParams(), CompiledGrammar(region)), arena)
     assert rules._compiled_of.cache_info().misses == before.misses
-    assert rules.masks(DrawTable(1, 0).draws(np.array([0]), np.array([1]))) is not None
+    assert rules.masks(SampleTable(1, 0).samples(np.array([0]), np.array([1]))) is not None

@@ -172,20 +172,20 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
         names, launches.names = launches.names, []
         return names
 
-    admit, embed, draw = ["index_put_"], ["embedding", "copy_", "fill_"], ["argmax", "index_copy_"]
+    admit, embed, sample = ["index_put_"], ["embedding", "copy_", "fill_"], ["argmax", "index_copy_"]
     engine.add(0, [list(range(20))])
     engine.add(1, [[6] * 3, make_picture(0, 64, 64), [7]])
-    assert step()[-9:] == ["copy", *admit, *embed, "copy_", "replay", *draw]  # behind an encode
-    assert step() == ["copy", *embed, "copy_", "replay", *draw]
-    assert step() == ["copy", *embed, "copy_", "replay", *draw]
-    assert step() == ["copy", "replay", *draw]
+    assert step()[-9:] == ["copy", *admit, *embed, "copy_", "replay", *sample]  # behind an encode
+    assert step() == ["copy", *embed, "copy_", "replay", *sample]
+    assert step() == ["copy", *embed, "copy_", "replay", *sample]
+    assert step() == ["copy", "replay", *sample]
     engine.guess = lambda request: (7, 8) if request.rid else ()
     verify = ["ne", "cumsum", "sub", "index", "eq", "__and__", "where"]
     assert step() == ["copy", "index_put_", "replay", "argmax", *verify, "index_copy_"]
     engine.guess = lambda request: ()
     engine.add(2, [list(range(300, 350))])
-    assert step() == ["copy", *admit, *embed, "replay", *draw]
-    assert step() == ["copy", *embed, "replay", *draw]
+    assert step() == ["copy", *admit, *embed, "replay", *sample]
+    assert step() == ["copy", *embed, "replay", *sample]
 
 
 def test_what_a_step_takes_beside_its_graph_is_asked_for(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:

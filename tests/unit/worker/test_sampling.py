@@ -1,4 +1,4 @@
-"""Draws: filters as transformers' warpers, frequencies as the probabilities, noise that depends on seed and position only."""
+"""Samples: filters as transformers' warpers, frequencies as the probabilities, noise that depends on seed and position only."""
 
 import numpy as np
 import pytest
@@ -7,24 +7,24 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 
 from engine.wire.messages import SamplingParams
 from engine.worker.sampling.drafts import HostDrafts
-from engine.worker.sampling.draws import BYTES_PER_DRAW, Draws, DrawTable, draws_of
+from engine.worker.sampling.samples import BYTES_PER_SAMPLE, Samples, SampleTable, samples_of
 from engine.worker.staging import ALIGNMENT, Staging
 from models.kernels.reference.sampling import MASK32, TorchSampling, gumbel_noise, kept, to_uniform
-from models.kernels.sampling import DrawParams
+from models.kernels.sampling import SampleParams
 from tests.unit.worker.in_process import CPU
 
 VOCAB = 50
 
 
-def stage(params: list[SamplingParams], positions: list[int], max_top_k: int = 0) -> Draws:
-    return draws_of(params, positions, max_top_k, CPU)
+def stage(params: list[SamplingParams], positions: list[int], max_top_k: int = 0) -> Samples:
+    return samples_of(params, positions, max_top_k, CPU)
 
 
-def sample(logits_SV: torch.Tensor, draws: Draws) -> torch.Tensor:
-    return TorchSampling().draw(logits_SV, draws.params)
+def sample(logits_SV: torch.Tensor, samples: Samples) -> torch.Tensor:
+    return TorchSampling().sample(logits_SV, samples.params)
 
 
-def filter_logits(logits_SV: torch.Tensor, params: DrawParams) -> torch.Tensor:
+def filter_logits(logits_SV: torch.Tensor, params: SampleParams) -> torch.Tensor:
     scores_SV = logits_SV * params.rows.inverse_temperature[:, None]
     return scores_SV.masked_fill(~kept(logits_SV, scores_SV, params.rows), -torch.inf)
 
@@ -44,23 +44,23 @@ def test_filters_are_those_of_transformers() -> None:
 
 def test_ties_at_the_last_place_go_to_the_lower_ids() -> None:
     logits = torch.tensor([[1.0, 2, 2, 2, 0, 2], [-torch.inf] * 5 + [0.5]])
-    draws = stage([SamplingParams(top_k=3), SamplingParams(top_k=3)], [0, 0])
-    assert filter_logits(logits, draws.params).isfinite().tolist() == [[False, True, True, True, False, False], [False] * 5 + [True]]
-    draws = stage([SamplingParams(top_p=0.4), SamplingParams(top_p=0.4)], [0, 0])
-    assert filter_logits(logits, draws.params).isfinite()[0].tolist() == [False, True, True, False, False, False]
+    samples = stage([SamplingParams(top_k=3), SamplingParams(top_k=3)], [0, 0])
+    assert filter_logits(logits, samples.params).isfinite().tolist() == [[False, True, True, True, False, False], [False] * 5 + [True]]
+    samples = stage([SamplingParams(top_p=0.4), SamplingParams(top_p=0.4)], [0, 0])
+    assert filter_logits(logits, samples.params).isfinite()[0].tolist() == [False, True, True, False, False, False]
 
 
 @pytest.mark.parametrize(
     "params", [SamplingParams(seed=7), SamplingParams(seed=8, temperature=0.7, top_k=4, top_p=0.9), SamplingParams(seed=9, min_p=0.1)]
 )
 def test_frequencies_are_the_probabilities(params: SamplingParams) -> None:
-    """Chi-squared of 20,000 draws is beyond the limit in one of 100,000 tests."""
+    """Chi-squared of 20,000 samples is beyond the limit in one of 100,000 tests."""
     logits = torch.tensor([2.0, 1.0, 0.0, 1.5, -1.0, 0.5])
     count = 20_000
-    draws = stage([params] * count, list(range(count)))
-    drawn = sample(logits.expand(count, -1), draws)
-    expected = count * filter_logits(logits[None].expand(count, -1), draws.params)[0].softmax(0)
-    found = torch.bincount(drawn, minlength=len(logits))
+    samples = stage([params] * count, list(range(count)))
+    sampled = sample(logits.expand(count, -1), samples)
+    expected = count * filter_logits(logits[None].expand(count, -1), samples.params)[0].softmax(0)
+    found = torch.bincount(sampled, minlength=len(logits))
     assert found[expected == 0].sum() == 0
     used = expected > 0
     assert ((found - expected)[used] ** 2 / expected[used]).sum() < 31  # five degrees of freedom: p = 1e-5
@@ -85,24 +85,24 @@ def test_which_rows_need_their_vocabulary_in_order() -> None:
     off, greedy = SamplingParams(temperature=1.0), SamplingParams(temperature=0.0, top_k=100, top_p=0.1, min_p=0.1)
     few, many = SamplingParams(top_k=32, top_p=0.5, min_p=0.1), SamplingParams(top_k=33)
     params = [off, greedy, few, many, SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)]
-    draws = stage(params, [0] * 6, max_top_k=32)
-    assert draws.params.wide is not None and draws.params.wide.tolist() == [3, 4, 5]
-    assert draws.params.largest_top_k == 32 and not draws.params.is_greedy
+    samples = stage(params, [0] * 6, max_top_k=32)
+    assert samples.params.wide is not None and samples.params.wide.tolist() == [3, 4, 5]
+    assert samples.params.largest_top_k == 32 and not samples.params.is_greedy
     assert stage([off, greedy, few], [0] * 3, max_top_k=32).params.wide is None
     assert stage([greedy], [0]).params.is_greedy
 
 
-def test_staged_draws_take_no_more_than_is_said() -> None:
-    """Otherwise a full step would not fit into buffers of `BYTES_PER_DRAW` per draw."""
+def test_staged_samples_take_no_more_than_is_said() -> None:
+    """Otherwise a full step would not fit into buffers of `BYTES_PER_SAMPLE` per sample."""
     everything = SamplingParams(top_p=0.5, presence_penalty=1, logprobs=1)
-    table, staging, num_rows = DrawTable(512, 0), Staging(1 << 20, CPU), 512
+    table, staging, num_rows = SampleTable(512, 0), Staging(1 << 20, CPU), 512
     for row in range(num_rows):
         table.set(row, everything)
     staging.begin()
     drafts = HostDrafts(((1,),) * (num_rows // 2))
-    table.draws(np.arange(num_rows), np.arange(num_rows), drafts).stage(staging)
+    table.samples(np.arange(num_rows), np.arange(num_rows), drafts).stage(staging)
     left = len(staging.rest(torch.uint8))
-    assert abs(num_rows * BYTES_PER_DRAW - ((1 << 20) - left)) < 8 * ALIGNMENT
+    assert abs(num_rows * BYTES_PER_SAMPLE - ((1 << 20) - left)) < 8 * ALIGNMENT
 
 
 def test_noise_changes_with_seed_and_position() -> None:
@@ -115,12 +115,12 @@ def test_noise_changes_with_seed_and_position() -> None:
 
 def test_noise_stays_what_it_was() -> None:
     assert stage([SamplingParams(seed=1234567890123)], [77]).params.rows.key.tolist() == [375773426]
-    drawn = sample(torch.zeros((4, 1000)), stage([SamplingParams(seed=seed) for seed in range(4)], [5, 6, 7, 8]))
-    assert drawn.tolist() == [780, 850, 206, 2]
+    sampled = sample(torch.zeros((4, 1000)), stage([SamplingParams(seed=seed) for seed in range(4)], [5, 6, 7, 8]))
+    assert sampled.tolist() == [780, 850, 206, 2]
 
 
 def test_noise_is_finite_for_every_hash() -> None:
-    """Noise of a hash that rounds to 0 or 1 would draw any token, and be NaN in a greedy row (0 * infinity)."""
+    """Noise of a hash that rounds to 0 or 1 would sample any token, and be NaN in a greedy row (0 * infinity)."""
     uniform = to_uniform(torch.tensor([0, 1, MASK32 >> 1, MASK32 - 511, MASK32 - 1, MASK32]))
     assert (uniform > 0).all() and (uniform < 1).all()
     assert gumbel_noise(torch.arange(64, dtype=torch.int32) * 0x01000193, 150_000).isfinite().all()

@@ -90,7 +90,7 @@ def test_eviction_and_preemption_change_nothing(model: Qwen3VL, alone: list[list
 
 
 def test_sampling_depends_on_seed_and_position_only(model: Qwen3VL) -> None:
-    drawn = []
+    sampled = []
     for chunk, crowd in ((8192, 0), (8, 3)):
         engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
         for rid in range(crowd):
@@ -98,9 +98,9 @@ def test_sampling_depends_on_seed_and_position_only(model: Qwen3VL) -> None:
         engine.add(0, prompts()[0], temperature=1.0, seed=11, top_k=50, top_p=0.9)
         engine.add(1, prompts()[0], temperature=1.0, seed=12, top_k=50, top_p=0.9)
         tokens = engine.run()
-        drawn.append((tokens[0], tokens[1]))
-    assert drawn[0] == drawn[1]
-    assert drawn[0][0] != drawn[0][1]
+        sampled.append((tokens[0], tokens[1]))
+    assert sampled[0] == sampled[1]
+    assert sampled[0][0] != sampled[0][1]
 
 
 def test_an_image_that_cannot_be_decoded_fails_its_requests_only(model: Qwen3VL, alone: list[list[int]]) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engine.wire.params import SamplingParams
-from engine.worker.sampling.draws import draws_of
+from engine.worker.sampling.samples import samples_of
 from models.kernels.reference.sampling import TorchSampling
-from models.kernels.sampling import IN_PROMPT, OFF, DrawParams
+from models.kernels.sampling import IN_PROMPT, OFF, SampleParams
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 CPU = torch.device("cpu")
@@ -17,9 +17,9 @@ FILTERED = (1 / 0.7, 3, 0.8, 0.0), (1.0, 1, OFF, 0.0), (0.5, 7, OFF, 0.05), (1.0
 WIDE = 0.9, 40, OFF, 0.0
 
 
-def params_of(rows: list[tuple[float, int, float, float]], max_top_k: int, seed: int) -> DrawParams:
+def params_of(rows: list[tuple[float, int, float, float]], max_top_k: int, seed: int) -> SampleParams:
     params = [SamplingParams(temperature=1 / x if x else 0.0, top_k=k, top_p=p, min_p=m, seed=seed) for x, k, p, m in rows]
-    return draws_of(params, range(len(rows)), max_top_k, CPU).params
+    return samples_of(params, range(len(rows)), max_top_k, CPU).params
 
 
 def make_logits(kind: str, rows: int, vocab_size: int, seed: int) -> torch.Tensor:
@@ -46,8 +46,8 @@ def test_tokens_are_those_of_torch(vocab_size: int, kind: str) -> None:
     kernels = TritonSampling(16, vocab_size, CPU, Tiles(group=4, tile=64, candidates=(4, 8)))
     for seed, rows in enumerate(([GREEDY, PLAIN, *FILTERED, TOP_P, MIN_P, WIDE], [FILTERED[0], GREEDY], [PLAIN], [GREEDY] * 2, [WIDE])):
         logits = make_logits(kind, len(rows), vocab_size, seed)
-        drawn = kernels.draw(logits.clone(), params_of(rows, kernels.max_top_k, seed))
-        assert drawn.tolist() == TorchSampling().draw(logits, params_of(rows, 0, seed)).tolist()
+        sampled = kernels.sample(logits.clone(), params_of(rows, kernels.max_top_k, seed))
+        assert sampled.tolist() == TorchSampling().sample(logits, params_of(rows, 0, seed)).tolist()
 
 
 @interpreted
@@ -57,10 +57,10 @@ def test_tokens_do_not_depend_on_tiles_or_neighbours() -> None:
     logits, rows = make_logits("ties", 4, 300, 0), [FILTERED[0], PLAIN, GREEDY, FILTERED[0]]
     tokens = []
     for tiles in (Tiles(4, 32, (4,)), Tiles(8, 128, (8,)), Tiles(16, 64, (2, 4))):
-        tokens.append(TritonSampling(4, 300, CPU, tiles).draw(logits, params_of(rows, 4, 3)).tolist())
+        tokens.append(TritonSampling(4, 300, CPU, tiles).sample(logits, params_of(rows, 4, 3)).tolist())
     beside = [*rows[:3], WIDE, FILTERED[3]]
     more = torch.cat((logits, logits[:1]))
-    tokens.append(TritonSampling(8, 300, CPU, Tiles(4, 32, (4, 8))).draw(more, params_of(beside, 8, 3))[:3].tolist() + tokens[0][3:])
+    tokens.append(TritonSampling(8, 300, CPU, Tiles(4, 32, (4, 8))).sample(more, params_of(beside, 8, 3))[:3].tolist() + tokens[0][3:])
     assert tokens[1:] == tokens[:1] * 3
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.wire.params import SamplingParams
-from engine.worker.sampling.draws import draws_of
+from engine.worker.sampling.samples import samples_of
 from models.config.formats import MatrixFormat
 from models.config.schemes import Scheme
 from models.kernels.make import notify_compilation
@@ -214,7 +214,7 @@ def launch_sampling() -> None:
     index, sampling = torch.zeros(2, dtype=torch.int64), TritonSampling(2, vocab_size, torch.device("cpu"))
     sampling.penalise_(logits, index, torch.zeros_like(logits, dtype=torch.int32), index, torch.zeros(2, 3))
     sampling.mask_(logits, index, torch.zeros((2, vocab_size // 32), dtype=torch.int32))
-    sampling.draw(logits, draws_of([SamplingParams(top_k=20)] * 2, [0, 1], sampling.max_top_k, torch.device("cpu")).params)
+    sampling.sample(logits, samples_of([SamplingParams(top_k=20)] * 2, [0, 1], sampling.max_top_k, torch.device("cpu")).params)
 
 
 def launch_attention(capability: int) -> None:

@@ -18,7 +18,7 @@ from engine.wire.params import PARAMETERS, PENALISING, SamplingParams
 from engine.worker.sampling.drafts import Drafts, HostDrafts
 from engine.worker.staging import Staging
 from models.kernels.paged import Int32s
-from models.kernels.sampling import INTEGERS, OFF, DrawParams, RowParams
+from models.kernels.sampling import INTEGERS, OFF, RowParams, SampleParams
 
 Int64s = npt.NDArray[np.int64]
 
@@ -31,7 +31,7 @@ LAST_SHIFT = np.uint64(31)
 
 NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"), RowParams._fields.index("top_k")
 NUM_WORDS = NUM_PARAMS + 3
-BYTES_PER_DRAW = 4 * NUM_PARAMS + 8 * 8  # upper bound for `HostDraws.stage`: also row, position, three indices, draft, offset, first
+BYTES_PER_SAMPLE = 4 * NUM_PARAMS + 8 * 8  # upper bound for `HostSamples.stage`: also row, position, three indices, draft, offset, first
 PENALTIES, EDITS, WORDS = 1, 2, 4  # how a row changes its logits
 # From a parameter's value to that of its kernel slot, and the parameter of each slot.
 ENCODERS: dict[str, Callable[[float], float]] = {
@@ -44,26 +44,26 @@ NAMES = {parameter.slot: name for name, parameter in PARAMETERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class Samples:
     """Samples of a step on the device: S of them, of which A change their logits first and L report log-probabilities."""
 
     rows_S: torch.Tensor  # int64, permanent rows
-    params: DrawParams
+    params: SampleParams
     changes: int  # PENALTIES, EDITS and WORDS that any row needs
     changed_A: torch.Tensor  # int64 indices of samples
-    positions_A: torch.Tensor  # int64, of the tokens to draw, in their sequences
+    positions_A: torch.Tensor  # int64, of the tokens to sample, in their sequences
     reported_L: torch.Tensor  # int64 indices of samples
     num_top: tuple[int, ...]  # L: number of log-probabilities in addition to the token's own
     drafts: Drafts | None  # None: one sample per row
 
 
 @dataclass(frozen=True, slots=True)
-class HostDraws:
+class HostSamples:
     """Samples of a step on the host. Samples of one row are adjacent."""
 
     rows: Int64s  # (S,)
     positions: Int64s  # (S,)
-    words: Int32s  # (NUM_WORDS, S), see `DrawTable`
+    words: Int32s  # (NUM_WORDS, S), see `SampleTable`
     drafts: HostDrafts | None = None
 
     def per_row(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -79,10 +79,10 @@ class HostDraws:
         return (range(i, i + 1) for i in range(len(tokens))) if self.drafts is None else self.drafts.kept(tokens)
 
     @classmethod
-    def empty(cls) -> "HostDraws":
-        return DrawTable(0, 0).draws(*np.zeros((2, 0), dtype=np.int64))
+    def empty(cls) -> "HostSamples":
+        return SampleTable(0, 0).samples(*np.zeros((2, 0), dtype=np.int64))
 
-    def stage(self, staging: Staging) -> Draws:
+    def stage(self, staging: Staging) -> Samples:
         """Put the step's arrays into `staging`, to be copied later."""
         rows_S, words = staging.put(self.rows), staging.put(self.words[:NUM_PARAMS])
         named = zip(RowParams._fields, words, strict=True)
@@ -90,7 +90,7 @@ class HostDraws:
         (is_wide, changes, num_logprobs), is_random = self.words[NUM_PARAMS:], self.words[0].any()
         wide = staging.put(is_wide.nonzero()[0]) if is_wide.any() else None
         largest = int(self.words[TOP_K].max(where=is_wide == 0, initial=0)) if is_random else 0
-        params = DrawParams(row_params, wide, largest, not is_random)
+        params = SampleParams(row_params, wide, largest, not is_random)
         changed_A = positions_A = reported_L = rows_S[:0]
         num_top: tuple[int, ...] = ()
         if changes.any():
@@ -100,10 +100,10 @@ class HostDraws:
             reported = num_logprobs.nonzero()[0]
             reported_L, num_top = staging.put(reported), tuple((num_logprobs[reported] - 1).tolist())
         drafts = None if self.drafts is None else self.drafts.stage(staging)
-        return Draws(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top, drafts)
+        return Samples(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top, drafts)
 
 
-class DrawTable:
+class SampleTable:
     """Parameters of all rows. `max_top_k` is the backend's.
 
     A column is a row's `RowParams` without the key, whether it is wide, its changes, and the number of requested log-probabilities plus 1,
@@ -126,25 +126,25 @@ class DrawTable:
         self._words[:, row] = *bits, is_wide, changes_of(params), num_logprobs
         self._seeds[row] = params.seed & MASK64
 
-    def draws(self, rows: Int64s, positions: Int64s, drafts: HostDrafts | None = None) -> HostDraws:
+    def samples(self, rows: Int64s, positions: Int64s, drafts: HostDrafts | None = None) -> HostSamples:
         """Return what these rows need to sample the tokens at these positions of their sequences."""
         words = self._words[:, rows]
-        words[KEY] = draw_keys(self._seeds[rows], positions)
-        return HostDraws(rows, positions, words, drafts)
+        words[KEY] = sample_keys(self._seeds[rows], positions)
+        return HostSamples(rows, positions, words, drafts)
 
 
-def draws_of(
+def samples_of(
     params: Sequence[SamplingParams], positions: Sequence[int], max_top_k: int, device: torch.device, drafts: HostDrafts | None = None
-) -> Draws:
+) -> Samples:
     """Return samples by these parameters of rows 0, 1, ... of no worker, one position each."""
-    table, staging, rows = DrawTable(len(params), max_top_k), Staging(MIB, device), np.arange(len(params))
+    table, staging, rows = SampleTable(len(params), max_top_k), Staging(MIB, device), np.arange(len(params))
     for row, one in enumerate(params):
         table.set(row, one)
     staging.begin()
     rows = rows if drafts is None else np.repeat(rows, drafts.counts)
-    draws = table.draws(rows, np.asarray(positions), drafts).stage(staging)
+    samples = table.samples(rows, np.asarray(positions), drafts).stage(staging)
     staging.copy()
-    return draws
+    return samples
 
 
 def changes_of(params: SamplingParams) -> int:
@@ -153,7 +153,7 @@ def changes_of(params: SamplingParams) -> int:
     return PENALTIES * penalises | EDITS * edits | WORDS * any(len(word) > 1 for word in params.bad_words)
 
 
-def draw_keys(seeds: npt.NDArray[np.uint64], positions: Int64s) -> Int32s:
+def sample_keys(seeds: npt.NDArray[np.uint64], positions: Int64s) -> Int32s:
     """Return 32 bits per sample: splitmix64's finaliser over seed and position. Products wrap."""
     x = seeds * SEED_FACTOR + positions.astype(np.uint64) * POSITION_FACTOR
     for shift, factor in MIX:
