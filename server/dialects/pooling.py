@@ -133,7 +133,7 @@ class EmbeddingsEndpoint(PoolingEndpoint):
 
     def _entry(self, request: EmbeddingRequest, index: int, hidden: Floats) -> Json:
         vector = hidden[: request.dimensions].astype(np.float64)
-        vector = (vector / max(np.linalg.norm(vector), 1e-12)).astype(np.float32)
+        vector = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
         shown = pybase64.b64encode_as_string(vector.tobytes()) if request.encoding_format == "base64" else vector.tolist()
         return {"object": self.item, "index": index, self.member: shown}
 
