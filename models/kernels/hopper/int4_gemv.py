@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
-from models.kernels.humming import ROWS, HummingMatrices, HummingMatrix, HummingProducts, has_humming, in_background
+from models.kernels.humming import ROWS, HummingMatrices, HummingMatrix, HummingProducts, has_humming
 from models.kernels.triton.gemv import Norm
 from models.kernels.triton.grouped import TritonGrouped
 from models.kernels.triton.launch import num_multiprocessors
@@ -37,12 +37,6 @@ class HopperGrouped(HummingProducts):
     def __init__(self) -> None:
         super().__init__()
         self._with_gemv = HopperMatrices()
-
-    def prepared(self, matrix: Any) -> Any:
-        made = super().prepared(matrix)
-        if isinstance(made, HummingMatrix) and takes(made):
-            in_background(load_kernel, "int4_gemv", NO_HEADS)
-        return made
 
     def library_of(self, matrix: HummingMatrix) -> HummingMatrices:
         return self._with_gemv if takes(matrix) else super().library_of(matrix)

@@ -12,6 +12,7 @@ from models.kernels import units
 from models.kernels.hopper import compile
 
 pytest.importorskip("triton")  # beside the kernels
+from models.kernels import humming
 from models.kernels.hopper import attention, flash_decoding, float8_gemv
 
 FOLDER = Path(compile.__file__).parent
@@ -38,6 +39,10 @@ def test_tokens_that_the_float8_kernel_takes() -> None:
     assert constant("kMaxChosen", "float8_token.cuh") == float8_gemv.MAX_CHOSEN
 
 
+def test_matrices_that_the_int4_kernel_takes() -> None:
+    assert constant("kRows", "int4_gemv.cu") == humming.ROWS and constant("kChunk", "int4_gemv.cu") == humming.COLUMNS
+
+
 # values of the result and of the token, factors, bytes of a weight of the norm: 8B, 27B, 32B
 @pytest.mark.parametrize(
     ("rows", "width", "factors", "norm"), [(4096, 12_288, 1, 0), (17_408, 5120, 2, 4), (5120, 25_600, 1, 0), (25_600, 5120, 2, 2)]
@@ -56,8 +61,8 @@ def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compile, "load_kernel", lambda name, head_dim: loaded.append((f"{name}.cu", head_dim)))
     compile.load_kernels(128, 72)
     text = [(f"{name}.cu", 128) for name in ("flash_decoding", "fused_decoding", "prefill_attention")]
-    text.insert(1, ("float8_gemv.cu", compile.NO_HEADS))
-    assert sorted(loaded) == [*text, ("varlen_attention.cu", 72)]
+    others = [("float8_gemv.cu", compile.NO_HEADS), ("int4_gemv.cu", compile.NO_HEADS), ("varlen_attention.cu", 72)]
+    assert sorted(loaded) == sorted([*text, *others])
     assert {name for name, _ in loaded} == {path.name for path in FOLDER.glob("*.cu")}
     loaded.clear()
     compile.load_kernels(64, 72)
