@@ -1,11 +1,10 @@
 """Products of low-bit integers by the library humming-kernels, which compiles kernels for each shape when it first meets it."""
 
 import importlib.util
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,16 +22,9 @@ TOKENS = (8, 16, 32, 64, 128, 256, 512, 2048)  # each with the kernel that the l
 EVERY = 1 << 30
 NUM_CHECKED, MAX_DIFFERENCE = 3, 0.02  # tokens of the comparison with our kernels, and its relative limit
 
-R = TypeVar("R")
 Key = tuple[Scheme, torch.Size]
 
 _compilers = ThreadPoolExecutor(8, "humming")
-
-
-@cache
-def in_background(function: Callable[..., R], *arguments: Any) -> "Future[R]":
-    """Compile once for equal arguments."""
-    return _compilers.submit(function, *arguments)
 
 
 def _compile(config: Any, device: torch.device) -> torch.Tensor:
@@ -50,6 +42,11 @@ def _compile(config: Any, device: torch.device) -> torch.Tensor:
                 ranges.append([last, tokens, chosen])
         ranges[-1][1] = EVERY
         return HummingKernel.prepare_kernels(config.to_str(), None, ranges, device)
+
+
+@cache
+def _kernels(config: Any, device: torch.device) -> "Future[torch.Tensor]":
+    return _compilers.submit(_compile, config, device)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class HummingMatrix:
             tensors["zero_point"] = packed_rows(matrix.zeros, scheme.bits)
         layer.load_from_tensors(tensors)
         layer.transform()
-        return cls(scheme, layer, matrix.shape, in_background(_compile, layer.humming_config, device))
+        return cls(scheme, layer, matrix.shape, _kernels(layer.humming_config, device))
 
     @property
     def key(self) -> Key:

@@ -1,7 +1,5 @@
 """Products of a single token with 4-bit integers in the library's layout, on `int4_gemv.cu`."""
 
-from typing import Any
-
 import torch
 
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
