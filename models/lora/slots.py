@@ -86,9 +86,9 @@ class AdapterSlots:
             adapted.b_SNR[slot].zero_()
             if factors is not None:
                 rank = len(factors[0])
-                adapted.a_SRK[slot, :rank] = factors[0]
+                adapted.a_SRK[slot, :rank].copy_(factors[0], non_blocking=True)
                 for own, stored in rows:
-                    adapted.b_SNR[slot, own, :rank] = factors[1][stored].to(adapted.b_SNR)
+                    adapted.b_SNR[slot, own, :rank].copy_(factors[1][stored], non_blocking=True)
 
         self._writers[path] = write
 
@@ -103,10 +103,10 @@ def _writer(low_rank: LowRank, group: int, parts: list[tuple[slice, slice]], col
         rank = len(factors[0])
         padded = -(-rank // RANK_STEP) * RANK_STEP
         low_rank.a_SGRK[slot, group, rank:padded] = 0
-        low_rank.a_SGRK[slot, group, :rank] = factors[0][:, columns]
+        low_rank.a_SGRK[slot, group, :rank].copy_(factors[0][:, columns], non_blocking=True)
         for own, stored in parts:
             low_rank.b_SNR[slot, own, rank:padded] = 0
-            low_rank.b_SNR[slot, own, :rank] = factors[1][stored].to(low_rank.b_SNR)
+            low_rank.b_SNR[slot, own, :rank].copy_(factors[1][stored], non_blocking=True)
         low_rank.ranks_SG[slot, group] = padded
 
     return write

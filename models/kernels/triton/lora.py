@@ -1,6 +1,6 @@
 """Low-rank products of adapters: shrink and expand, for prompts and decode rows alike.
 
-A program has a tile of tokens and one slot; it ends at once if none of its tokens has that slot. So tokens need not be sorted, and grids
+A program has a tile of tokens and every n-th slot, and skips slots that none of its tokens has. So tokens need not be sorted, and grids
 depend on shapes alone, as CUDA graphs require.
 """
 
@@ -22,67 +22,66 @@ LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a tile
 COLUMNS = 128  # inputs of one product of tiles
 SPLITS = 8  # of the inputs, with few tokens
 FEW_TOKENS = 256
+SHRINK_SLOTS, EXPAND_SLOTS = 16, 4  # most slots that programs of one tile share; expanding has many more programs
 WARPS = 4
-
-
-@triton.jit
-def _tokens_of(slots: tensor, slot: tensor, num_tokens: tensor, TOKENS: constexpr) -> tensor:
-    """Return the tile's tokens, and those with this slot as a mask."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    return token, (token < num_tokens) & (tl.load(slots + token, token < num_tokens, -1) == slot)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink(
-    x: tensor, a: tensor, slots: tensor, ranks: tensor, out: tensor, num_tokens: tensor, WIDTH: constexpr, GROUPS: constexpr,
-    RANK: constexpr, SPLIT_WIDTH: constexpr, TOKENS: constexpr, COLUMNS: constexpr, OVERLAP: constexpr,
+    x: tensor, a: tensor, slots: tensor, ranks: tensor, out: tensor, num_tokens: tensor, WIDTH: constexpr, NUM_SLOTS: constexpr,
+    GROUPS: constexpr, RANK: constexpr, SPLIT_WIDTH: constexpr, TOKENS: constexpr, COLUMNS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (t, (split, group, ranks), slot): A @ x over a part of the inputs."""
-    slot = tl.program_id(2)
+    """Program (t, (split, group, ranks), slots): A @ x over a part of the inputs."""
     first = tl.program_id(1) % (RANK // RANKS) * RANKS
     group = tl.program_id(1) // (RANK // RANKS) % GROUPS
     split = tl.program_id(1) // (RANK // RANKS * GROUPS)
+    row, end = first + tl.arange(0, RANKS), min(WIDTH, (split + 1) * SPLIT_WIDTH)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inputs = x + token.to(tl.int64)[:, None] * WIDTH
+    place = out + (split * num_tokens + token)[:, None].to(tl.int64) * (GROUPS * RANK) + group * RANK + row[None, :]
     await_previous_kernel(OVERLAP)
-    token, own = _tokens_of(slots, slot, num_tokens, TOKENS)
-    if (first < tl.load(ranks + slot * GROUPS + group)) & (tl.max(own.to(tl.int32), 0) > 0):
-        row, end = first + tl.arange(0, RANKS), min(WIDTH, (split + 1) * SPLIT_WIDTH)
-        inputs = x + token.to(tl.int64)[:, None] * WIDTH
-        matrix = a + ((slot * GROUPS + group).to(tl.int64) * RANK + row)[None, :] * WIDTH
-        total = tl.zeros((TOKENS, RANKS), tl.float32)
-        for start in range(split * SPLIT_WIDTH, end, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            values = tl.load(inputs + column[None, :], own[:, None] & (column < end)[None, :], 0.0)
-            weights = tl.load(matrix + column[:, None], (column < end)[:, None], 0.0)
-            total = tl.dot(values, weights, total, input_precision="ieee")
-        place = out + (split * num_tokens + token)[:, None].to(tl.int64) * (GROUPS * RANK) + group * RANK + row[None, :]
-        tl.store(place, total, own[:, None])
+    slot_of_token = tl.load(slots + token, token < num_tokens, -1)
+    for slot in range(tl.program_id(2), NUM_SLOTS, tl.num_programs(2)):
+        own = slot_of_token == slot
+        if (first < tl.load(ranks + slot * GROUPS + group)) & (tl.max(own.to(tl.int32), 0) > 0):
+            matrix = a + ((slot * GROUPS + group) * RANK + row.to(tl.int64))[None, :] * WIDTH
+            total = tl.zeros((TOKENS, RANKS), tl.float32)
+            for start in range(split * SPLIT_WIDTH, end, COLUMNS):
+                column = start + tl.arange(0, COLUMNS)
+                values = tl.load(inputs + column[None, :], own[:, None] & (column < end)[None, :], 0.0)
+                weights = tl.load(matrix + column[:, None], (column < end)[:, None], 0.0)
+                total = tl.dot(values, weights, total, input_precision="ieee")
+            tl.store(place, total, own[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand(
     shrunk: tensor, b: tensor, slots: tensor, ranks: tensor, blocks: tensor, out: tensor, num_tokens: tensor, stride: tensor,
-    OUT: constexpr, GROUPS: constexpr, RANK: constexpr, SPLITS: constexpr, TOKENS: constexpr, ROWS: constexpr, OVERLAP: constexpr,
+    OUT: constexpr, NUM_SLOTS: constexpr, GROUPS: constexpr, RANK: constexpr, SPLITS: constexpr, TOKENS: constexpr, ROWS: constexpr,
+    OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (t, block, slot): out += B @ (the sum of `shrunk`) for rows of one group."""
-    slot = tl.program_id(2)
+    """Program (t, block, slots): out += B @ (the sum of `shrunk`) for rows of one group."""
     begin, end = tl.load(blocks + tl.program_id(1) * 3), tl.load(blocks + tl.program_id(1) * 3 + 1)
     group = tl.load(blocks + tl.program_id(1) * 3 + 2)
     row, rank = begin + tl.arange(0, ROWS), tl.arange(0, RANKS)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inputs = shrunk + token.to(tl.int64)[:, None] * (GROUPS * RANK) + group * RANK + rank[None, :]
+    place = out + token.to(tl.int64)[:, None] * stride + row[None, :]
     await_previous_kernel(OVERLAP)
-    token, own = _tokens_of(slots, slot, num_tokens, TOKENS)
-    num_ranks = tl.load(ranks + slot * GROUPS + group)
-    if (num_ranks > 0) & (tl.max(own.to(tl.int32), 0) > 0):
-        matrix = b + (slot.to(tl.int64) * OUT + row)[None, :] * RANK + rank[:, None]
-        inputs = shrunk + token.to(tl.int64)[:, None] * (GROUPS * RANK) + group * RANK + rank[None, :]
-        total = tl.zeros((TOKENS, ROWS), tl.float32)
-        for first in range(0, num_ranks, RANKS):
-            values = tl.zeros((TOKENS, RANKS), tl.float32)
-            for split in tl.static_range(SPLITS):
-                values += tl.load(inputs + split * num_tokens.to(tl.int64) * (GROUPS * RANK) + first, own[:, None], 0.0)
-            weights = tl.load(matrix + first, (row < end)[None, :], 0.0)
-            total = tl.dot(values.to(weights.dtype), weights, total, input_precision="ieee")
-        place, inside = out + token.to(tl.int64)[:, None] * stride + row[None, :], own[:, None] & (row < end)[None, :]
-        tl.store(place, (tl.load(place, inside, 0.0).to(tl.float32) + total).to(out.dtype.element_ty), inside)
+    slot_of_token = tl.load(slots + token, token < num_tokens, -1)
+    for slot in range(tl.program_id(2), NUM_SLOTS, tl.num_programs(2)):
+        own, num_ranks = slot_of_token == slot, tl.load(ranks + slot * GROUPS + group)
+        if (num_ranks > 0) & (tl.max(own.to(tl.int32), 0) > 0):
+            matrix = b + (slot * OUT + row.to(tl.int64))[None, :] * RANK + rank[:, None]
+            total = tl.zeros((TOKENS, ROWS), tl.float32)
+            for first in range(0, num_ranks, RANKS):
+                values = tl.zeros((TOKENS, RANKS), tl.float32)
+                for split in tl.static_range(SPLITS):
+                    values += tl.load(inputs + split * num_tokens.to(tl.int64) * (GROUPS * RANK) + first, own[:, None], 0.0)
+                weights = tl.load(matrix + first, (row < end)[None, :], 0.0)
+                total = tl.dot(values.to(weights.dtype), weights, total, input_precision="ieee")
+            inside = own[:, None] & (row < end)[None, :]
+            tl.store(place, (tl.load(place, inside, 0.0).to(tl.float32) + total).to(out.dtype.element_ty), inside)
 
 
 class TritonLowRank:
@@ -92,17 +91,17 @@ class TritonLowRank:
         num_slots, groups, rank, width = low_rank.a_SGRK.shape
         num_tokens, num_splits = len(x_TK), SPLITS if len(x_TK) <= FEW_TOKENS else 1
         assert x_TK.is_contiguous() and out_TN.stride(1) == 1 and len(slots_T) == num_tokens
-        tokens = min(MOST_TOKENS, max(LEAST_TOKENS, triton.next_power_of_2(num_tokens)))
+        tokens = LEAST_TOKENS if num_tokens <= LEAST_TOKENS else MOST_TOKENS
         tiles, part = triton.cdiv(num_tokens, tokens), triton.cdiv(triton.cdiv(width, num_splits), COLUMNS) * COLUMNS
         shrunk = torch.empty((num_splits, num_tokens, groups * rank), dtype=torch.float32, device=x_TK.device)
         common, launch = (slots_T, low_rank.ranks_SG), {"num_warps": WARPS, **early_launch(x_TK)}
-        _shrink[(tiles, num_splits * groups * (rank // RANKS.value), num_slots)](
-            x_TK, low_rank.a_SGRK, *common, shrunk, num_tokens, WIDTH=width, GROUPS=groups, RANK=rank, SPLIT_WIDTH=part, TOKENS=tokens,
-            COLUMNS=COLUMNS, **launch,
+        _shrink[(tiles, num_splits * groups * (rank // RANKS.value), min(num_slots, SHRINK_SLOTS))](
+            x_TK, low_rank.a_SGRK, *common, shrunk, num_tokens, WIDTH=width, NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank,
+            SPLIT_WIDTH=part, TOKENS=tokens, COLUMNS=COLUMNS, **launch,
         )  # fmt: skip
-        _expand[(tiles, len(low_rank.blocks_B3), num_slots)](
+        _expand[(tiles, len(low_rank.blocks_B3), min(num_slots, EXPAND_SLOTS))](
             shrunk, low_rank.b_SNR, *common, low_rank.blocks_B3, out_TN, num_tokens, out_TN.stride(0), OUT=low_rank.b_SNR.shape[1],
-            GROUPS=groups, RANK=rank, SPLITS=num_splits, TOKENS=tokens, ROWS=BLOCK_ROWS, **launch,
+            NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, SPLITS=num_splits, TOKENS=tokens, ROWS=BLOCK_ROWS, **launch,
         )  # fmt: skip
 
     def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from models.lora.low_rank import LowRank, Product, TorchLowRank, make_low_rank
 from models.weights.plain import Plain
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
-RANKS = ((16, 0, 48), (32, 16, 0), (0, 0, 0), (48, 48, 48))  # of the groups of each slot
+RANKS = ((16, 0, 48), (32, 16, 0), (0, 0, 0), (48, 48, 48), (16, 16, 16))  # of the groups of each slot; more than share programs
 
 
 def random_low_rank(inputs: int, ranges: tuple[tuple[int, int, int], ...], generator: torch.Generator) -> LowRank:
