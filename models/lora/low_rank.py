@@ -27,7 +27,7 @@ class LowRank:
     groups_N: torch.Tensor  # int32: group of each row
 
 
-BLOCK_ROWS = 128
+BLOCK_ROWS = 64
 
 
 def make_low_rank(
