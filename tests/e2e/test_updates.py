@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import torch
@@ -21,7 +22,7 @@ from engine.updates import group as groups
 from engine.updates.memory import FOLDER, shared
 from models.demo import CHECKPOINT
 from server.dialects.updates import ROUTES
-from tests.e2e.serving import ROOT, Engine, serve
+from tests.e2e.serving import ROOT, Engine, doomed, serve
 from tests.eventually import HANG_GUARD_S, eventually
 
 pytestmark = pytest.mark.e2e
@@ -69,13 +70,21 @@ def altered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trainer(engine: Engine, size: int, backend: str = "gloo") -> Any:
-    """Return the trainer's side of a group with all workers."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size, "backend": backend}
-    with alongside(lambda: give(engine, "/init_weights_update_group", body)):
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def group_of(port: int, size: int, backend: str) -> dict[str, Any]:
+    return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size, "backend": backend}
+
+
+def trainer(engine: Engine, size: int, backend: str = "gloo") -> Any:
+    """Return the trainer's side of a group with all workers."""
+    port = free_port()
+    with alongside(lambda: give(engine, "/init_weights_update_group", group_of(port, size, backend))):
         return groups.join("weight_update_group", backend, "127.0.0.1", port, 0, size)
 
 
@@ -101,7 +110,7 @@ def test_all_sources_on_two_ranks(altered: Path) -> None:
         assert engine.client.post("/pause?mode=wait").json()["status"] == "paused"
         held: list[Any] = []
         with alongside(lambda: held.append(ask(engine))):
-            eventually(lambda: engine.metric("engine_num_waiting") == 1, "a request that waits")
+            eventually(lambda: engine.metric("vllm:num_requests_waiting") == 1, "a request that waits")
             answer = give(engine, "/update_weights_from_disk", {"model_path": str(altered), "weight_version": "1"})
             assert answer["success"] and answer["num_paused_requests"] == 1
             refused = give(engine, "/update_weights_from_disk", {"model_path": str(altered.parent)}, 400)
@@ -142,13 +151,13 @@ def test_all_sources_on_two_ranks(altered: Path) -> None:
 
 
 def test_pauses_that_end_or_keep_requests(altered: Path) -> None:
-    with serve("demo", *FLAGS, "--quantization", "fp8") as engine:
+    with serve("demo", *FLAGS) as engine:
         engine.client.headers["authorization"] = "Bearer k"
         answers: list[Any] = []
         for mode in ("abort", "keep"):
-            running = engine.metric("engine_generated_tokens")
+            running = engine.metric("vllm:generation_tokens_total")
             with alongside(lambda: answers.append(ask(engine, max_tokens=400, logprobs=None))):
-                eventually(lambda start=running: engine.metric("engine_generated_tokens") > start, "a request that runs")
+                eventually(lambda start=running: engine.metric("vllm:generation_tokens_total") > start, "a request that runs")
                 give(engine, "/pause_generation", {"mode": mode})
                 give(engine, "/update_weights_from_disk", {"model_path": str(altered)})
                 assert engine.client.get("/health").json() == {"status": "ok"}
@@ -158,27 +167,37 @@ def test_pauses_that_end_or_keep_requests(altered: Path) -> None:
         assert kept["choices"][0]["finish_reason"] == "length" and kept["usage"]["completion_tokens"] == 400
 
 
+DYING_TRAINER = """
+import os, sys
+from safetensors.torch import load_file
+from engine.updates import group
+tensors = load_file(sys.argv[2])
+joined = group.join("weight_update_group", "gloo", "127.0.0.1", int(sys.argv[1]), 0, 2)
+sys.stdin.readline()
+group.broadcast(joined, next(iter(tensors.values())))
+os._exit(0)
+"""
+
+
 @pytest.mark.faults
 def test_an_update_that_breaks_off_ends_the_engine() -> None:
     """The weights may be a mixture: no answer comes from them."""
-    tensors = load_file(CHECKPOINT / FILE)
-    engine = Engine("demo", list(FLAGS))
-    try:
+    port, file = free_port(), CHECKPOINT / FILE
+    with doomed("demo", *FLAGS) as engine:
         engine.client.headers["authorization"] = "Bearer k"
-        group = trainer(engine, 2)
+        command = [sys.executable, "-c", DYING_TRAINER, str(port), str(file)]
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True) as process:
+            give(engine, "/init_weights_update_group", group_of(port, 2, "gloo"))
 
-        def update() -> None:
-            with contextlib.suppress(Exception):
-                engine.client.post("/update_weights_from_distributed", json=announced(tensors))
+            def update() -> None:
+                with contextlib.suppress(httpx.HTTPError):
+                    engine.client.post("/update_weights_from_distributed", json=announced(load_file(file)))
 
-        with alongside(update):
-            groups.broadcast(group, next(iter(tensors.values())))
-            groups.leave(group)
-            assert engine.process.wait(HANG_GUARD_S) != 0
+            with alongside(update):
+                process.communicate("now\n", HANG_GUARD_S)
+                assert engine.process.wait(HANG_GUARD_S) != 0
         assert "the weights were written in part, so the engine ends" in engine.log()
         engine.assert_gone()
-    finally:
-        engine.kill()
 
 
 @pytest.mark.gate
