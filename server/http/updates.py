@@ -49,4 +49,5 @@ class Orders:
         inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
         while True:
             answer = await inbox.recv()
-            self._waiting.pop(answer.number).set_result(answer)
+            if not (done := self._waiting.pop(answer.number)).done():  # cancelled
+                done.set_result(answer)
