@@ -200,7 +200,6 @@ def test_an_update_that_breaks_off_ends_the_engine() -> None:
         engine.assert_gone()
 
 
-@pytest.mark.gate
 def test_the_trainer_of_the_guide() -> None:
     """Its model and the engine agree on log-probabilities before and after each update, and rewards grow."""
     page = (ROOT / "docs/guides/weight-updates.md").read_text(encoding="utf-8")
