@@ -40,7 +40,7 @@ RUNS = {
     "probe": "images --content smooth --clock after --resolutions 720p --counts 1,8,32 --repeats 3",
 }
 RATES = ("requests_per_s", "output_tokens_per_s")  # higher is better
-FIGURE = {"one": "tpot_ms", "text": "output_tokens_per_s", "image": "requests_per_s"}  # of a load
+FIGURE = {"one": "tpot_ms", "text": "output_tokens_per_s", "image": "requests_per_s", "images4": "requests_per_s"}  # of a load
 
 Sample = dict[str, float]  # figure -> value
 Samples = dict[str, list[Sample]]  # engine -> one sample per round

@@ -50,11 +50,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     origin = {"commit": args.commit or commit_of_clone(), "date": time.strftime("%Y-%m-%d")}
     found = uvloop.run(measure(engine_flags(args.model, args.flags), args.seed))
-    rows = [[run, name, f"{value:.4g}"] for run, content in found.items() for name, value in figures(run, content).items()]
-    print(table(["run", "figure", "value"], rows))
     if args.store:
         store(args.store, {run: [origin | content] for run, content in found.items()})
     write_result(args, **origin, result=found)
+    rows = [[run, name, f"{value:.4g}"] for run, content in found.items() for name, value in figures(run, content).items()]
+    print(table(["run", "figure", "value"], rows))
 
 
 if __name__ == "__main__":

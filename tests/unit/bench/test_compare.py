@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 
 from bench import compare, guard
-from bench.compare import FIGURE, RUNS, compared, figures, gain, is_loss, main, rows_of
+from bench.compare import compared, figures, gain, is_loss, main, rows_of
 from bench.guard import PROBES, Target, stall
 from bench.kernels import FORMATS, product_cases
 from bench.processes import engine_flags
+from bench.row import CELLS
 from bench.stress import CHANGED_SIDE, ChangedImage
 from models.config.huggingface import read_config
 from models.kernels.reference.backend import TorchBackend
@@ -27,11 +28,12 @@ PROBE = {"points": [{"resolution": "720p", "images": count, "ttft_sent_ms": 10.0
 
 
 def test_figures_of_each_run() -> None:
-    found = {run: figures(run, LOAD if run in FIGURE else PROBE) for run in RUNS}
+    found = {run: figures(run, LOAD if command.startswith("load") else PROBE) for run, command in CELLS.items()}
     assert found == {
         "one": {"tpot_ms": 1.75},
         "text": {"output_tokens_per_s": 640.0},
         "image": {"requests_per_s": 2.5},
+        "images4": {"requests_per_s": 2.5},
         "probe": {f"720p x {count}, ttft_ms": 10.0 * count for count in (1, 8, 32)},
     }
     for content in ({"result": {"errors": ["503: busy"]}}, {"points": [{"resolution": "720p", "images": 8, "error": "503: busy"}]}):
