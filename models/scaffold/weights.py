@@ -50,7 +50,7 @@ def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a random tensor: embeddings of unit scale, matrices of fan_in ** -0.5, norm weights about 1, biases about 0."""
-    generator = torch.Generator(device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))  # CPUs use 32 bits
     normal = torch.randn(shape, generator=generator, dtype=dtype, device=device)
     if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
         return normal

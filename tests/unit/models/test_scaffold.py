@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from models.config.hub import hub_id_of, resolve
 from models.config.huggingface import read_config
 from models.scaffold import SHAPES, write_model_folder
+from models.scaffold.weights import random_tensor
 
 SPECIAL_IDS = {
     "<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, "<|vision_start|>": 151652, "<|vision_end|>": 151653,
@@ -130,6 +132,11 @@ def test_chat_template_writes_chatml_and_tools(published: Path) -> None:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=tools)
         assert text.startswith(f"<|im_start|>system\n{system}") and text.endswith("<|im_end|>\n" + rest)
         assert (f"<tools>\n{json.dumps(call)}\n</tools>" in text) == (tools is not None)
+
+
+def test_weights_of_seeds_differ() -> None:
+    first, second = (random_tensor("weight", (2, 2), seed, torch.float32, torch.device("cpu")) for seed in (1, 2))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", ["3.5-tiny", "3.5-tiny-moe"])
