@@ -44,6 +44,7 @@ Checked = TypeVar("Checked", bound=AnyRequest)
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 MAX_WARNINGS = 20  # limit of warnings on unknown fields
+MAX_NAMES = 20  # of models in an error
 LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 
 
@@ -254,7 +255,8 @@ class GenerationEndpoint(Endpoint):
 
 
 def unknown_model(name: str, served: Sequence[str]) -> RequestError:
-    words = f"The model '{name[:100]}' does not exist. This server has: {', '.join(served)}."
+    more = f" and {len(served) - MAX_NAMES} more" if len(served) > MAX_NAMES else ""
+    words = f"The model '{name[:100]}' does not exist. This server has: {', '.join(served[:MAX_NAMES])}{more}."
     return RequestError(404, words, "model", "model_not_found")
 
 
