@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from models.kernels.paged import Int32s
-from models.kernels.units import cut
+from models.kernels.work_items import cut
 
 
 class VarlenAttention(Protocol):

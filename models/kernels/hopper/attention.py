@@ -10,7 +10,7 @@ from models.kernels.hopper.prefill_attention import Prefill, PrefillKernel
 from models.kernels.hopper.tuned import MAX_SPLIT_TOKENS
 from models.kernels.ops import KVPool
 from models.kernels.paged import EagerAttention, MakeFixed, PagedAttention, Piece
-from models.kernels.units import max_token_groups
+from models.kernels.work_items import max_token_groups
 
 
 def eager_attention(pools: Sequence[KVPool], num_heads: int) -> EagerAttention:

@@ -1,8 +1,8 @@
 // Attention of few query tokens over paged keys and values, for Hopper. Compiled with HEAD_DIM.
 //
 // Bound by memory: keys and values are read once for as many query tokens as fill 16 rows of a matrix product. With 4 query heads on a KV
-// head, row r is head r % 4 of token r / 4. A block has one unit (`units.py`) and one KV head; each of its 4 warps takes every fourth tile of 16
-// keys through a ring of its own, so that none waits for another. In the end warps are merged, then the units of a group.
+// head, row r is head r % 4 of token r / 4. A block has a work item (`work_items.py`) and a KV head; each of its 4 warps takes every fourth
+// tile of 16 keys through a ring of its own, so that none waits for another. In the end warps are merged, then the items of a group.
 //
 // It may run beside `prefill_attention.cu`, which leaves it some of the multiprocessors.
 
@@ -17,13 +17,13 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlocks = 3;  // blocks on a m
 constexpr int kStages = 2, kTile = 16, kRows = 16;  // tiles of a ring, keys of a tile, rows of queries
 constexpr int kChunkBytes = kTile * kChunk * sizeof(BFloat16), kMatrixBytes = kChunks * kChunkBytes, kStageBytes = 2 * kMatrixBytes;
 constexpr int kNewTokens = 64;  // of a row in one step, at most: older keys are in the pool before the kernel ahead of this one ends
-constexpr int kMaxParts = 512;  // of a group, see `units.py`
+constexpr int kMaxParts = 512;  // of a group, see `work_items.py`
 
 struct Params {
   Source k, v;
   __nv_bfloat16 const* q;
   __nv_bfloat16* out;
-  int4 const* units;  // two each
+  int4 const* items;  // two each
   int const* pages;
   float *partials, *sums;
   int* arrivals;
@@ -42,10 +42,10 @@ struct alignas(1024) Shared {  // swizzles repeat after 1024 bytes
 static_assert(kRows * kHeadDim * sizeof(float) <= kStages * kStageBytes);
 static_assert(kRows * kMaxParts * sizeof(float) <= kWarps * kStages * kStageBytes);
 
-struct Unit {
-  int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `units.py`
+struct Item {
+  int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `work_items.py`
 
-  DEVICE Unit(Params const& params, int number) {
+  DEVICE Item(Params const& params, int number) {
     int4 const a = params.units[2 * number], b = params.units[2 * number + 1];
     first_token = a.x, num_tokens = a.y, first_page = a.z, start = a.w;
     stop = b.x, part = b.y, first = b.z, count = b.w;
@@ -77,13 +77,13 @@ struct Unit {
 // The tiles of one warp on their way. One lane copies; all wait for what they read.
 struct Ring {
   Params const& params;
-  Unit const& unit;
+  Item const& item;
   char* const stages;
   uint64_t* const barriers;
   int coming, stage = 0, phase = 0;  // the next tile to be copied, and where the next one to be read lies
 
-  DEVICE Ring(Params const& params, Unit const& unit, Shared& shared, int warp, int lane)
-      : params(params), unit(unit), stages(shared.stages[warp][0]), barriers(shared.barriers[warp]), coming(warp) {
+  DEVICE Ring(Params const& params, Item const& item, Shared& shared, int warp, int lane)
+      : params(params), item(item), stages(shared.stages[warp][0]), barriers(shared.barriers[warp]), coming(warp) {
     if (lane < kStages) initialize_barrier(barriers[lane], 1);
     cutlass::arch::fence_barrier_init();
     __syncwarp();
@@ -94,8 +94,8 @@ struct Ring {
     char* const place = stages + to * kStageBytes;
     set_barrier_transaction_bytes(barriers[to], kStageBytes);
     for (int row = 0; row < kTile; row += params.box_rows) {
-      int const key = unit.start + coming * kTile + row;
-      int const page = __ldg(params.pages + unit.first_page + (min(key, unit.stop - 1) >> params.log2_page));
+      int const key = item.start + coming * kTile + row;
+      int const page = __ldg(params.pages + item.first_page + (min(key, item.stop - 1) >> params.log2_page));
       int const slot = (page << params.log2_page) + (key & ((1 << params.log2_page) - 1));
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -110,7 +110,7 @@ struct Ring {
 
   // Copies tiles of keys before `end` into stages `from` and up. Returns the first stage that is left.
   DEVICE int fill(int from, int end) {
-    for (; from < kStages && coming < unit.num_tiles() && unit.start + coming * kTile < end; ++from) copy(from);
+    for (; from < kStages && coming < item.num_tiles() && item.start + coming * kTile < end; ++from) copy(from);
     return from;
   }
 
@@ -121,7 +121,7 @@ struct Ring {
 
   DEVICE void release(int lane) {
     __syncwarp();
-    if (lane == 0 && coming < unit.num_tiles()) copy(stage);
+    if (lane == 0 && coming < item.num_tiles()) copy(stage);
     if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
@@ -142,13 +142,13 @@ struct Rows {
   int ends[2];
   int const lane, matrix, line;  // for ldmatrix: which of four matrices of 8 x 8 this lane names a line of
 
-  DEVICE Rows(Params const& params, Unit const& unit, int lane) : lane(lane), matrix(lane / 8), line(lane % 8) {
+  DEVICE Rows(Params const& params, Item const& item, int lane) : lane(lane), matrix(lane / 8), line(lane % 8) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const row = lane / 4 + 8 * half;
-      ends[half] = unit.end(params, row);
-      bool const is_query = row >> params.log2_group < unit.num_tokens;
-      __nv_bfloat16 const* const from = params.q + unit.place(params, row) + lane % 4 * 2;
+      ends[half] = item.end(params, row);
+      bool const is_query = row >> params.log2_group < item.num_tokens;
+      __nv_bfloat16 const* const from = params.q + item.place(params, row) + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) q[i / 2][2 * (i % 2) + half] = is_query ? __ldcg(reinterpret_cast<uint32_t const*>(from + 8 * i)) : 0;
     }
@@ -238,113 +238,113 @@ struct Merged {
 
 // Calls `then(row, column)` for every pair of values of every query, each in one thread.
 template <typename Then>
-DEVICE void for_pairs(Params const& params, Unit const& unit, Then then) {
-  int const total = (unit.num_tokens << params.log2_group) * (kHeadDim / 2);
+DEVICE void for_pairs(Params const& params, Item const& item, Then then) {
+  int const total = (item.num_tokens << params.log2_group) * (kHeadDim / 2);
   for (int i = threadIdx.x; i < total; i += kThreads) then(i / (kHeadDim / 2), i % (kHeadDim / 2) * 2);
 }
 
 // One warp: each part's share of a row's result, from the parts' logarithmic sums. Read past L1: other blocks made them.
-DEVICE void weigh_parts(Params const& params, Unit const& unit, int row, float* weights, int lane) {
+DEVICE void weigh_parts(Params const& params, Item const& item, int row, float* weights, int lane) {
   float top = kLowest, total = 0;
-  for (int part = lane; part < unit.count; part += 32) {
-    weights[part] = __ldcg(params.sums + Unit::partial(params, unit.first + part, row) / kHeadDim);
+  for (int part = lane; part < item.count; part += 32) {
+    weights[part] = __ldcg(params.sums + Item::partial(params, item.first + part, row) / kHeadDim);
     top = fmaxf(top, weights[part]);
   }
   top = over_lanes<1, 32, true>(top);
-  for (int part = lane; part < unit.count; part += 32) total += weights[part] = exp2f(weights[part] - top);
+  for (int part = lane; part < item.count; part += 32) total += weights[part] = exp2f(weights[part] - top);
   total = over_lanes<1, 32, false>(total);
-  for (int part = lane; part < unit.count; part += 32) weights[part] /= total;
+  for (int part = lane; part < item.count; part += 32) weights[part] /= total;
 }
 
 constexpr int kColumns = kHeadDim / 4;  // fours of a row
 
 // The parts' weighted sum, four values of a row in a thread.
-DEVICE void add_parts(Params const& params, Unit const& unit, int num_rows, float const* weights) {
+DEVICE void add_parts(Params const& params, Item const& item, int num_rows, float const* weights) {
   for (int i = threadIdx.x; i < num_rows * kColumns; i += kThreads) {
     int const row = i / kColumns;
     float4 sum = {};
 #pragma unroll 8
-    for (int part = 0; part < unit.count; ++part) {
-      float const share = weights[row * unit.count + part];
-      float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Unit::partial(params, unit.first + part, row)) + i % kColumns);
+    for (int part = 0; part < item.count; ++part) {
+      float const share = weights[row * item.count + part];
+      float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Item::partial(params, item.first + part, row)) + i % kColumns);
       sum.x += share * x.x, sum.y += share * x.y, sum.z += share * x.z, sum.w += share * x.w;
     }
-    *reinterpret_cast<uint2*>(params.out + unit.place(params, row) + i % kColumns * 4) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
+    *reinterpret_cast<uint2*>(params.out + item.place(params, row) + i % kColumns * 4) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
   }
 }
 
-// The last unit of a group to arrive merges what all have left.
-DEVICE void merge_units(Params const& params, Unit const& unit, Shared& shared, int warp, int lane) {
+// The last item of a group to arrive merges what all have left.
+DEVICE void merge_items(Params const& params, Item const& item, Shared& shared, int warp, int lane) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    int* const arrivals = params.arrivals + unit.first * params.kv_heads + blockIdx.x;
-    shared.is_last = atomicAdd(arrivals, 1) == unit.count - 1;
+    int* const arrivals = params.arrivals + item.first * params.kv_heads + blockIdx.x;
+    shared.is_last = atomicAdd(arrivals, 1) == item.count - 1;
     if (shared.is_last) *arrivals = 0;
   }
   __syncthreads();
   if (!shared.is_last) return;
   __threadfence();
-  int const num_rows = unit.num_tokens << params.log2_group;
+  int const num_rows = item.num_tokens << params.log2_group;
   float* const weights = reinterpret_cast<float*>(shared.stages);  // (row, part): each part's share of the whole
-  for (int row = warp; row < num_rows; row += kWarps) weigh_parts(params, unit, row, weights + row * unit.count, lane);
+  for (int row = warp; row < num_rows; row += kWarps) weigh_parts(params, item, row, weights + row * item.count, lane);
   __syncthreads();
-  add_parts(params, unit, num_rows, weights);
+  add_parts(params, item, num_rows, weights);
 }
 
-DEVICE void attend_unit(Params const& params, Unit const& unit, Shared& shared) {
+DEVICE void attend_item(Params const& params, Item const& item, Shared& shared) {
   int const warp = cutlass::canonical_warp_idx_sync(), lane = cutlass::canonical_lane_idx();
-  Ring ring(params, unit, shared, warp, lane);
+  Ring ring(params, item, shared, warp, lane);
   int filled = 0;
-  if (lane == 0) filled = ring.fill(0, unit.stop - kNewTokens - kTile + 1);
+  if (lane == 0) filled = ring.fill(0, item.stop - kNewTokens - kTile + 1);
   if (!params.is_beside) wait_for_kernel_ahead();
   launch_kernel_behind();
-  if (lane == 0) ring.fill(filled, unit.stop);
-  Rows rows(params, unit, lane);
-  int const first_end = unit.end(params, 0);
-  for (int tile = warp; tile < unit.num_tiles(); tile += kWarps) {
-    rows.attend(params, ring.wait(), unit.start + tile * kTile, first_end);
+  if (lane == 0) ring.fill(filled, item.stop);
+  Rows rows(params, item, lane);
+  int const first_end = item.end(params, 0);
+  for (int tile = warp; tile < item.num_tiles(); tile += kWarps) {
+    rows.attend(params, ring.wait(), item.start + tile * kTile, first_end);
     ring.release(lane);
   }
   rows.store(shared, warp);
   __syncthreads();
-  for_pairs(params, unit, [&](int row, int column) {
+  for_pairs(params, item, [&](int row, int column) {
     Merged merged;
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) {
       float const* const results = reinterpret_cast<float const*>(shared.stages[i]);
       merged.add(shared.top[i][row], shared.sum[i][row], *reinterpret_cast<float2 const*>(results + row * kHeadDim + column));
     }
-    if (unit.count == 1) {
-      *reinterpret_cast<uint32_t*>(params.out + unit.place(params, row) + column) = merged.pair();
+    if (item.count == 1) {
+      *reinterpret_cast<uint32_t*>(params.out + item.place(params, row) + column) = merged.pair();
       return;
     }
-    int64_t const place = Unit::partial(params, unit.part, row);
+    int64_t const place = Item::partial(params, item.part, row);
     *reinterpret_cast<float2*>(params.partials + place + column) = make_float2(merged.value.x / merged.sum, merged.value.y / merged.sum);
     if (column == 0) params.sums[place / kHeadDim] = merged.top + log2f(merged.sum);
   });
-  if (unit.count > 1) merge_units(params, unit, shared, warp, lane);
+  if (item.count > 1) merge_items(params, item, shared, warp, lane);
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT Params const params) {
   extern __shared__ __align__(1024) char memory[];
-  Unit const unit(params, blockIdx.y);
-  if (unit.stop > 0) attend_unit(params, unit, *reinterpret_cast<Shared*>(memory));
+  Item const item(params, blockIdx.y);
+  if (item.stop > 0) attend_item(params, item, *reinterpret_cast<Shared*>(memory));
   if (params.is_beside && blockIdx.x == 0 && blockIdx.y == 0) wait_for_kernel_ahead();
 }
 
 // q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; the others: see `flash_decoding.py`.
-void run(View q, View k, View v, View out, View units, View pages,
+void run(View q, View k, View v, View out, View items, View pages,
          View partials, View sums, View arrivals, int64_t page_size, double scale, bool is_beside) {
   int const group = int(q.size(1) / k.size(1)), box_rows = int(std::min<int64_t>(page_size, kTile));
   TVM_FFI_ICHECK(k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kRows % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
   ffi::CUDADeviceGuard guard(q.device().device_id);
   Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), values_of<__nv_bfloat16>(q), values_of<__nv_bfloat16>(out),
-                      values_of<int4>(units), values_of<int>(pages), values_of<float>(partials), values_of<float>(sums), values_of<int>(arrivals),
+                      values_of<int4>(items), values_of<int>(pages), values_of<float>(partials), values_of<float>(sums), values_of<int>(arrivals),
                       int(q.size(1)), int(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
                       float(scale * M_LOG2E), is_beside};
-  dim3 const grid(unsigned(k.size(1)), unsigned(units.size(0)));
+  dim3 const grid(unsigned(k.size(1)), unsigned(items.size(0)));
   launch_early(attend, params, grid, kThreads, sizeof(Shared), q.device());
 }
 

@@ -11,7 +11,7 @@ from models.kernels.hopper.tile_plan import num_blocks_of
 from models.kernels.ops import KVPool
 from models.kernels.paged import Int32s
 from models.kernels.triton.launch import num_multiprocessors
-from models.kernels.units import UNIT_FIELDS, group_tokens, max_units, plan_units, token_groups
+from models.kernels.work_items import WORK_ITEM_FIELDS, group_tokens, max_work_items, plan_work_items, token_groups
 
 BLOCKS = 3  # concurrent blocks of the kernel per multiprocessor
 
@@ -31,24 +31,24 @@ class SplitKernel:
         self.group_tokens, self._num_heads, self._device = group_tokens(num_heads, self.kv_heads), num_heads, k_pool.device
         self._grow(0)
 
-    def num_units(self, num_groups: int, num_taken: int = 0) -> int:
+    def num_items(self, num_groups: int, num_taken: int = 0) -> int:
         """Enough for so many token groups. Another kernel takes `num_taken` multiprocessors (all: this one runs when they are free)."""
-        return max_units(num_groups, self.kv_heads, BLOCKS * (self.num_multiprocessors - num_taken or self.num_multiprocessors))
+        return max_work_items(num_groups, self.kv_heads, BLOCKS * (self.num_multiprocessors - num_taken or self.num_multiprocessors))
 
     def reserve(self, num_groups: int) -> None:
         """Scratch memory for so many token groups, before anything is captured."""
-        if (num_units := self.num_units(num_groups)) > len(self.sums_UGH):
-            self._grow(num_units)
+        if (num_items := self.num_items(num_groups)) > len(self.sums_UGH):
+            self._grow(num_items)
 
-    def _grow(self, num_units: int) -> None:
-        shape = num_units, self.group_tokens, self._num_heads
+    def _grow(self, num_items: int) -> None:
+        shape = num_items, self.group_tokens, self._num_heads
         self.partials_UGHK = torch.empty((*shape, self.head_dim), device=self._device)
         self.sums_UGH = torch.empty(shape, device=self._device)
-        self.arrivals_UN = torch.zeros((num_units, self.kv_heads), dtype=torch.int32, device=self._device)
+        self.arrivals_UN = torch.zeros((num_items, self.kv_heads), dtype=torch.int32, device=self._device)
 
 
 class Split:
-    """See `Piece`: rows of up to `num_groups` token groups, cut into work items that fill the device, see `units`; the decode rows alone
+    """See `Piece`: rows of up to `num_groups` token groups, cut into work items that fill the device; the decode rows alone
     after `num_prefill` tokens that the piece before computes at the same time.
 
     Unplanned tokens are not written. Values in the rows' pages must be finite, also after a row's last key: these are multiplied by 0.
@@ -57,20 +57,20 @@ class Split:
     def __init__(self, of: SplitKernel, num_groups: int, num_prefill: int = 0) -> None:
         of.reserve(num_groups)
         self._of, self._num_prefill = of, num_prefill
-        self._num_units = of.num_units(num_groups)
+        self._num_items = of.num_items(num_groups)
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
-        """The work items (U, UNIT_FIELDS), padded."""
+        """The work items (U, WORK_ITEM_FIELDS), padded."""
         of, first_page, num_taken = self._of, 0, 0
         if self._num_prefill:
             first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # in the one list that both kernels read
             layout, num_taken = layout.decode_rows(), num_blocks_of(before[-1])
         groups = token_groups(layout, of.group_tokens)
         groups[:, 2] += first_page
-        units = np.zeros((self._num_units, UNIT_FIELDS), dtype=np.int32)
-        planned = plan_units(groups, of.num_units(len(groups), num_taken))
-        units[: len(planned)] = planned
-        return units
+        items = np.zeros((self._num_items, WORK_ITEM_FIELDS), dtype=np.int32)
+        planned = plan_work_items(groups, of.num_items(len(groups), num_taken))
+        items[: len(planned)] = planned
+        return items
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         of, own, is_beside = self._of, slice(self._num_prefill, None), self._num_prefill > 0

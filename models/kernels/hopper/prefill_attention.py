@@ -13,7 +13,7 @@ from models.kernels.hopper.tile_plan import ITEM_FIELDS, PartMemory, max_items, 
 from models.kernels.ops import KVPool
 from models.kernels.paged import Int32s
 from models.kernels.triton.launch import num_multiprocessors
-from models.kernels.units import max_token_groups, token_groups
+from models.kernels.work_items import max_token_groups, token_groups
 
 MIN_PAGE = 8
 

@@ -1,4 +1,4 @@
-"""Causal attention over paged keys and values in Triton: a program computes a work item of `models.kernels.units`; a second kernel
+"""Causal attention over paged keys and values in Triton: a program computes a work item of `models.kernels.work_items`; a second kernel
 merges the parts of a group."""
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from models.kernels.ops import KVPool
 from models.kernels.paged import EagerAttention, Int32s, MakeFixed, PagedAttention, Piece
 from models.kernels.triton.launch import await_previous_kernel, early_launch, num_multiprocessors
 from models.kernels.triton.tuned import AttentionTiles, Tiles
-from models.kernels.units import UNIT_FIELDS, max_token_groups, max_units, plan_units, token_groups
+from models.kernels.work_items import WORK_ITEM_FIELDS, max_token_groups, max_work_items, plan_work_items, token_groups
 
 MAX_SPLIT_TOKENS = 64  # up to so many prompt tokens of a step use split-KV, as decode rows do
 LOG2_E = 1.4426950408889634
@@ -40,19 +40,19 @@ def _scores_update(
 
 @triton.jit
 def _attend(
-    q: tensor, k: tensor, v: tensor, out: tensor, units: tensor, pages: tensor, partials: tensor, sums: tensor, scale: tensor,
+    q: tensor, k: tensor, v: tensor, out: tensor, items: tensor, pages: tensor, partials: tensor, sums: tensor, scale: tensor,
     FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, PAGE: constexpr, DIM: constexpr, ROWS: constexpr, KEYS: constexpr,
     STAGES: constexpr, EXACT: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (u, h): unit u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's. The last
+    """Program (u, h): item u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's. The last
     key of a group is its last token's alone, and so on."""
-    unit = units + tl.program_id(0).to(tl.int64) * FIELDS
+    item = items + tl.program_id(0).to(tl.int64) * FIELDS
     await_previous_kernel(OVERLAP)
-    stop = tl.load(unit + 4)
+    stop = tl.load(item + 4)
     if stop == 0:
         return
-    first, num_tokens, page_offset, start = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
-    number, first_part, parts = tl.load(unit + 5), tl.load(unit + 6), tl.load(unit + 7)
+    first, num_tokens, page_offset, start = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    number, first_part, parts = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
     kv_head = tl.program_id(1)
     row, dim, key = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, KEYS)
     token = row // GROUP
@@ -93,14 +93,14 @@ def _attend(
 
 @triton.jit
 def _merge(
-    out: tensor, units: tensor, partials: tensor, sums: tensor, FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, DIM: constexpr,
+    out: tensor, items: tensor, partials: tensor, sums: tensor, FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, DIM: constexpr,
     ROWS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (u, h): if unit u is the first of several parts, store their weighted mean."""
-    unit = units + tl.program_id(0).to(tl.int64) * FIELDS
+    """Program (u, h): if item u is the first of several parts, store their weighted mean."""
+    item = items + tl.program_id(0).to(tl.int64) * FIELDS
     await_previous_kernel(OVERLAP)
-    first, num_tokens, stop = tl.load(unit), tl.load(unit + 1), tl.load(unit + 4)
-    number, first_part, parts = tl.load(unit + 5), tl.load(unit + 6), tl.load(unit + 7)
+    first, num_tokens, stop = tl.load(item), tl.load(item + 1), tl.load(item + 4)
+    number, first_part, parts = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
     if (stop == 0) | (number != first_part) | (parts == 1):
         return
     kv_head = tl.program_id(1)
@@ -131,36 +131,36 @@ class PagedKernel:
         self._num_blocks, self._scale = tiles.blocks * num_multiprocessors(k_pool.device), self.head_dim**-0.5 * LOG2_E
         self._grow(0)
 
-    def num_units(self, num_groups: int) -> int:
+    def num_items(self, num_groups: int) -> int:
         """Return the number of work items for so many groups of few tokens."""
-        return max_units(num_groups, self.kv_heads, self._num_blocks) if num_groups else 0
+        return max_work_items(num_groups, self.kv_heads, self._num_blocks) if num_groups else 0
 
-    def reserve(self, num_units: int) -> None:
+    def reserve(self, num_items: int) -> None:
         """Allocate scratch memory for so many work items; call before any capture."""
-        if num_units > len(self.sums):
-            self._grow(num_units)
+        if num_items > len(self.sums):
+            self._grow(num_items)
 
-    def _grow(self, num_units: int) -> None:
-        shape, device = (num_units, self.kv_heads, self.tiles.few.rows), self.pools[0][0].device
+    def _grow(self, num_items: int) -> None:
+        shape, device = (num_items, self.kv_heads, self.tiles.few.rows), self.pools[0][0].device
         self.partials = torch.empty((*shape, self.head_dim), device=device)  # float32
         self.sums = torch.empty(shape, device=device)  # logarithms (base 2) of the parts' sums
 
     def attend(
-        self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, units: torch.Tensor, pages: torch.Tensor, tiles: Tiles
+        self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, items: torch.Tensor, pages: torch.Tensor, tiles: Tiles
     ) -> None:
         assert q_THK.is_contiguous()
         k_pool, v_pool = self.pools[layer]
-        _attend[(len(units), self.kv_heads)](
-            q_THK, k_pool, v_pool, out_THK, units, pages, self.partials, self.sums, self._scale,
-            FIELDS=UNIT_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, PAGE=self.page_size, DIM=q_THK.shape[2],
+        _attend[(len(items), self.kv_heads)](
+            q_THK, k_pool, v_pool, out_THK, items, pages, self.partials, self.sums, self._scale,
+            FIELDS=WORK_ITEM_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, PAGE=self.page_size, DIM=q_THK.shape[2],
             ROWS=tiles.rows, KEYS=tiles.keys, STAGES=tiles.stages, EXACT=q_THK.dtype == torch.float32, num_warps=tiles.warps,
             **early_launch(q_THK),
         )  # fmt: skip
 
-    def merge(self, out_THK: torch.Tensor, units: torch.Tensor) -> None:
-        _merge[(len(units), self.kv_heads)](
-            out_THK, units, self.partials, self.sums,
-            FIELDS=UNIT_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, DIM=out_THK.shape[2], ROWS=self.tiles.few.rows, num_warps=4,
+    def merge(self, out_THK: torch.Tensor, items: torch.Tensor) -> None:
+        _merge[(len(items), self.kv_heads)](
+            out_THK, items, self.partials, self.sums,
+            FIELDS=WORK_ITEM_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, DIM=out_THK.shape[2], ROWS=self.tiles.few.rows, num_warps=4,
             **early_launch(out_THK),
         )  # fmt: skip
 
@@ -173,18 +173,18 @@ class Chunks:
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
         """Return the work items, longest first."""
-        return _padded(_whole_units(token_groups(layout.prefill_rows(), self._of.chunk_tokens)), self._num_chunks)
+        return _padded(_whole_items(token_groups(layout.prefill_rows(), self._of.chunk_tokens)), self._num_chunks)
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         self._of.attend(layer, q_THK, out_THK, plan, pages, self._of.tiles.chunk)
 
 
 class FewTokens:
-    """See `Piece`: rows that are cut along their keys; all of them, or those after `num_prefill` tokens of prompts. With `num_units` the
+    """See `Piece`: rows that are cut along their keys; all of them, or those after `num_prefill` tokens of prompts. With `num_items` the
     plan has one size."""
 
-    def __init__(self, of: PagedKernel, num_prefill: int, num_units: int = 0) -> None:
-        self._of, self._num_prefill, self._num_units = of, num_prefill, num_units
+    def __init__(self, of: PagedKernel, num_prefill: int, num_items: int = 0) -> None:
+        self._of, self._num_prefill, self._num_items = of, num_prefill, num_items
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
         """Return the work items, longest first."""
@@ -192,9 +192,10 @@ class FewTokens:
         if self._num_prefill:  # its tokens and pages follow those of the prompts
             groups[:, 0] += self._num_prefill
             groups[:, 2] += int(layout.page_indptr_cpu[layout.num_prefill_rows])
-        limit = self._of.num_units(len(groups))
-        units = plan_units(groups, min(limit, self._num_units or limit)) if len(groups) else np.zeros((0, UNIT_FIELDS), dtype=np.int32)
-        return _padded(units, self._num_units)
+        limit = self._of.num_items(len(groups))
+        nothing = np.zeros((0, WORK_ITEM_FIELDS), dtype=np.int32)
+        items = plan_work_items(groups, min(limit, self._num_items or limit)) if len(groups) else nothing
+        return _padded(items, self._num_items)
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         if len(plan):
@@ -221,30 +222,30 @@ def fixed_attention_factory(
 ) -> MakeFixed:
     """See `Backend.fixed_attention`."""
     kernel, max_pages = PagedKernel(pools, num_heads, tiles), (max_prefill_rows + max_decode_rows) * max_blocks
-    kernel.reserve(kernel.num_units(max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, kernel.few_tokens)))
+    kernel.reserve(kernel.num_items(max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, kernel.few_tokens)))
 
     def make(num_tokens: int, num_decodes: int, num_rows: int) -> PagedAttention:
         if num_tokens <= MAX_SPLIT_TOKENS:
             groups = num_decodes + max_token_groups(num_tokens, num_rows, kernel.few_tokens)
-            pieces: list[Piece] = [FewTokens(kernel, 0, kernel.num_units(groups))]
+            pieces: list[Piece] = [FewTokens(kernel, 0, kernel.num_items(groups))]
         else:
             pieces = [Chunks(kernel, max_token_groups(num_tokens, num_rows, kernel.chunk_tokens))]
-            pieces += [FewTokens(kernel, num_tokens, kernel.num_units(num_decodes))] if num_decodes else []
+            pieces += [FewTokens(kernel, num_tokens, kernel.num_items(num_decodes))] if num_decodes else []
         return PagedAttention(pools, pieces, max_pages)
 
     return make
 
 
-def _whole_units(groups: Int32s) -> Int32s:
+def _whole_items(groups: Int32s) -> Int32s:
     """Return one work item per group, longest first."""
     number = np.arange(len(groups), dtype=np.int32)
     zeros, ones = np.zeros_like(number), np.ones_like(number)
-    units = np.stack((*groups[:, :3].T, zeros, groups[:, 3], number, number, ones), axis=1)
-    return units[np.argsort(-groups[:, 3], kind="stable")]
+    items = np.stack((*groups[:, :3].T, zeros, groups[:, 3], number, number, ones), axis=1)
+    return items[np.argsort(-groups[:, 3], kind="stable")]
 
 
-def _padded(units: Int32s, size: int) -> Int32s:
+def _padded(items: Int32s, size: int) -> Int32s:
     """Pad to `size` work items with empty ones."""
-    padded = np.zeros((max(size, len(units)), UNIT_FIELDS), dtype=np.int32)
-    padded[: len(units)] = units
+    padded = np.zeros((max(size, len(items)), WORK_ITEM_FIELDS), dtype=np.int32)
+    padded[: len(items)] = items
     return padded

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models.kernels import units
+from models.kernels import work_items
 from models.kernels.hopper import compile
 
 pytest.importorskip("triton")  # beside the kernels
@@ -24,9 +24,9 @@ def constant(name: str, source: str = "flash_decoding.cu") -> int:
     return int(found[1])
 
 
-def test_units_of_split_attention() -> None:
-    assert constant("kRows") == units.ROWS and constant("kBlocks") == flash_decoding.BLOCKS
-    assert units.TILE % constant("kTile") == 0
+def test_work_items_of_split_attention() -> None:
+    assert constant("kRows") == work_items.ROWS and constant("kBlocks") == flash_decoding.BLOCKS
+    assert work_items.TILE % constant("kTile") == 0
 
 
 def test_tokens_that_are_new_in_a_step() -> None:

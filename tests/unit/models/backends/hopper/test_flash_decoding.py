@@ -1,7 +1,7 @@
 """How split attention's work is cut, also through the kernel's arithmetic in torch; the kernel itself is tested on GPUs.
 
 Red when a page or a part is skipped, taken twice or named wrongly, when a token of a chunk sees a later one or misses an earlier one, and
-when units pile up on the longest row.
+when items pile up on the longest row.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ pytest.importorskip("triton")  # beside the kernel that is replaced
 from models.kernels.hopper import flash_decoding
 from models.kernels.hopper.flash_decoding import Split, SplitKernel
 from models.kernels.paged import PagedAttention
-from models.kernels.units import MIN_TILES, ROWS, TILE, group_tokens, max_token_groups, plan_units
+from models.kernels.work_items import MIN_TILES, ROWS, TILE, group_tokens, max_token_groups, plan_work_items
 
 
 def check(step: Step, spare_groups: int = 0) -> int:
@@ -77,7 +77,7 @@ def test_sizes_share_their_scratch() -> None:
 
 @given(seed=st.integers(0, 10**6))
 def test_units(seed: int) -> None:
-    """Every key once; no more units than allowed; none longer than needed; longest first; equal groups are cut only if all are; several
+    """Every key once; no more items than allowed; none longer than needed; longest first; equal groups are cut only if all are; several
     tokens never end before the second tile of a last part."""
     rng = np.random.default_rng(seed)
     rows = int(rng.integers(1, 257))
@@ -86,11 +86,11 @@ def test_units(seed: int) -> None:
         lens[rng.integers(rows)] = 250_000
     limit = rows + int(rng.integers(1, 200))
     number = np.arange(rows)
-    units = plan_units(np.stack((number, number % 4 + 1, number * 7, lens), axis=1).astype(np.int32), limit)
-    row, num_tokens, first_page, start, stop, index, first, parts = units.T
+    items = plan_work_items(np.stack((number, number % 4 + 1, number * 7, lens), axis=1).astype(np.int32), limit)
+    row, num_tokens, first_page, start, stop, index, first, parts = items.T
     tiles = -(-lens // TILE)
     shortest = next(length for length in range(1, 5000) if (-(-tiles // length)).sum() <= limit)
-    assert len(units) <= limit and sorted(index) == list(range(len(units)))
+    assert len(items) <= limit and sorted(index) == list(range(len(items)))
     assert (parts == -(-tiles // max(shortest, MIN_TILES))[row]).all()
     assert (first_page == row * 7).all() and (num_tokens == row % 4 + 1).all()
     assert (np.diff(stop - start) <= 0).all() and (start % TILE == 0).all()

@@ -9,7 +9,7 @@ from models.cache.layout import AttentionLayout
 from models.kernels.hopper.mixed_plan import MIXED, prefill_blocks
 from models.kernels.hopper.tile_plan import TILES_TO_START, plan_items
 from models.kernels.paged import Int32s
-from models.kernels.units import token_groups
+from models.kernels.work_items import token_groups
 from tests.unit.models.backends.hopper.attention_step import layout_of
 
 KV_HEADS, TILE_TOKENS, TILE_KEYS, BLOCKS = 8, 32, 128, 132  # 8B on an H200

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.kernels.hopper.tile_plan import TILES_TO_START, assign_tiles, cut_round, max_items, num_blocks_of, plan_items
-from models.kernels.units import max_token_groups, token_groups
 from models.kernels.varlen import varlen_tiles
+from models.kernels.work_items import max_token_groups, token_groups
 from tests.unit.models.backends.hopper.attention_step import layout_of
 
 ROWS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 3000)), min_size=1, max_size=9)  # new tokens, those cached before

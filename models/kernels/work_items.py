@@ -1,4 +1,4 @@
-"""Host-side partition of paged attention into work items (units): query tokens are grouped to share loads of their keys, and for few
+"""Host-side partition of paged attention into work items: query tokens are grouped to share loads of their keys, and for few
 tokens (flash-decoding) keys are split into parts."""
 
 from bisect import bisect_left
@@ -10,11 +10,11 @@ import numpy.typing as npt
 from models.cache.layout import AttentionLayout
 from models.kernels.paged import Int32s
 
-UNIT_FIELDS = 8  # a unit is one aligned piece of memory; a unit that ends at 0 is empty
+WORK_ITEM_FIELDS = 8  # a work item is one aligned piece of memory; one that ends at 0 is empty
 ROWS = 16  # rows of a matrix product: query tokens times the query heads of a KV head
-TILE = 32  # keys; units begin at multiples
+TILE = 32  # keys; work items begin at multiples
 MAX_PARTS = 512  # maximum parts of a group: all are held during the merge
-MIN_TILES = 3  # minimum of a unit, if its group has them: merging many parts costs more than reading a few tiles
+MIN_TILES = 3  # minimum of a work item, if its group has them: merging many parts costs more than reading a few tiles
 
 
 def group_tokens(num_heads: int, kv_heads: int) -> int:
@@ -27,8 +27,8 @@ def max_token_groups(num_tokens: int, num_rows: int, size: int) -> int:
     return min(num_tokens, (num_tokens + num_rows * (size - 1)) // size)
 
 
-def max_units(num_groups: int, kv_heads: int, num_blocks: int) -> int:
-    """Return enough units to fill `num_blocks` concurrent blocks of one KV head each, and more than groups, to split the longest."""
+def max_work_items(num_groups: int, kv_heads: int, num_blocks: int) -> int:
+    """Return enough work items to fill `num_blocks` concurrent blocks of one KV head each, and more than groups, to split the longest."""
     return max(-(-num_blocks // kv_heads), num_groups + num_groups // 2 + 1)
 
 
@@ -49,14 +49,15 @@ def cut(lengths: npt.NDArray[Any], size: int) -> tuple[npt.NDArray[Any], ...]:
     return row, before, np.minimum(lengths[row] - before, size)
 
 
-def plan_units(groups: Int32s, limit: int) -> Int32s:
-    """Return at most `limit` units (U, UNIT_FIELDS), longest first, at most MAX_PARTS per group. `limit` must exceed the number of groups.
+def plan_work_items(groups: Int32s, limit: int) -> Int32s:
+    """Return at most `limit` work items (U, WORK_ITEM_FIELDS), longest first, at most MAX_PARTS per group. `limit` must exceed the
+    number of groups.
 
-    A unit is a part of a group's keys: first query token, number of query tokens, offset of the row's pages, first key, end, number of the
+    An item is a part of a group's keys: first query token, number of query tokens, offset of the row's pages, first key, end, number of the
     part among all, number of the group's first part, parts of the group.
 
-    Units are as short as the limit and MIN_TILES allow; those of a group are equal up to a tile. The shortest length in tiles lies between
-    sum / limit and (sum - groups) / (limit - groups), as t tiles are at most (t - 1) / length + 1 units. The last of several units is never
+    Items are as short as the limit and MIN_TILES allow; those of a group are equal up to a tile. The shortest length in tiles lies between
+    sum / limit and (sum - groups) / (limit - groups), as t tiles are at most (t - 1) / length + 1 items. The last of several items is never
     shorter than the others: each token of the group has keys in every part.
     """
     num_groups, end = len(groups), groups[:, 3]
@@ -72,5 +73,5 @@ def plan_units(groups: Int32s, limit: int) -> Int32s:
     part, parts, group_tiles = index - first, counts[group], tiles[group]
     start, stop = part * group_tiles // parts * TILE, np.minimum((part + 1) * group_tiles // parts * TILE, end[group])
     parts_UF = np.stack((start, stop, index, first, parts), axis=1).astype(np.int32)
-    units_UF = np.concatenate((groups[group, :3], parts_UF), axis=1)
-    return units_UF[np.argsort(start - stop, kind="stable")]
+    items_UF = np.concatenate((groups[group, :3], parts_UF), axis=1)
+    return items_UF[np.argsort(start - stop, kind="stable")]
