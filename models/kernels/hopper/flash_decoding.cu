@@ -42,11 +42,11 @@ struct alignas(1024) Shared {  // swizzles repeat after 1024 bytes
 static_assert(kRows * kHeadDim * sizeof(float) <= kStages * kStageBytes);
 static_assert(kRows * kMaxParts * sizeof(float) <= kWarps * kStages * kStageBytes);
 
-struct Item {
+struct WorkItem {
   int first_token, num_tokens, first_page, start, stop, part, first, count;  // see `work_items.py`
 
-  DEVICE Item(Params const& params, int number) {
-    int4 const a = params.units[2 * number], b = params.units[2 * number + 1];
+  DEVICE WorkItem(Params const& params, int number) {
+    int4 const a = params.items[2 * number], b = params.items[2 * number + 1];
     first_token = a.x, num_tokens = a.y, first_page = a.z, start = a.w;
     stop = b.x, part = b.y, first = b.z, count = b.w;
   }
@@ -77,12 +77,12 @@ struct Item {
 // The tiles of one warp on their way. One lane copies; all wait for what they read.
 struct Ring {
   Params const& params;
-  Item const& item;
+  WorkItem const& item;
   char* const stages;
   uint64_t* const barriers;
   int coming, stage = 0, phase = 0;  // the next tile to be copied, and where the next one to be read lies
 
-  DEVICE Ring(Params const& params, Item const& item, Shared& shared, int warp, int lane)
+  DEVICE Ring(Params const& params, WorkItem const& item, Shared& shared, int warp, int lane)
       : params(params), item(item), stages(shared.stages[warp][0]), barriers(shared.barriers[warp]), coming(warp) {
     if (lane < kStages) initialize_barrier(barriers[lane], 1);
     cutlass::arch::fence_barrier_init();
@@ -142,7 +142,7 @@ struct Rows {
   int ends[2];
   int const lane, matrix, line;  // for ldmatrix: which of four matrices of 8 x 8 this lane names a line of
 
-  DEVICE Rows(Params const& params, Item const& item, int lane) : lane(lane), matrix(lane / 8), line(lane % 8) {
+  DEVICE Rows(Params const& params, WorkItem const& item, int lane) : lane(lane), matrix(lane / 8), line(lane % 8) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const row = lane / 4 + 8 * half;
@@ -238,16 +238,16 @@ struct Merged {
 
 // Calls `then(row, column)` for every pair of values of every query, each in one thread.
 template <typename Then>
-DEVICE void for_pairs(Params const& params, Item const& item, Then then) {
+DEVICE void for_pairs(Params const& params, WorkItem const& item, Then then) {
   int const total = (item.num_tokens << params.log2_group) * (kHeadDim / 2);
   for (int i = threadIdx.x; i < total; i += kThreads) then(i / (kHeadDim / 2), i % (kHeadDim / 2) * 2);
 }
 
 // One warp: each part's share of a row's result, from the parts' logarithmic sums. Read past L1: other blocks made them.
-DEVICE void weigh_parts(Params const& params, Item const& item, int row, float* weights, int lane) {
+DEVICE void weigh_parts(Params const& params, WorkItem const& item, int row, float* weights, int lane) {
   float top = kLowest, total = 0;
   for (int part = lane; part < item.count; part += 32) {
-    weights[part] = __ldcg(params.sums + Item::partial(params, item.first + part, row) / kHeadDim);
+    weights[part] = __ldcg(params.sums + WorkItem::partial(params, item.first + part, row) / kHeadDim);
     top = fmaxf(top, weights[part]);
   }
   top = over_lanes<1, 32, true>(top);
@@ -259,14 +259,15 @@ DEVICE void weigh_parts(Params const& params, Item const& item, int row, float* 
 constexpr int kColumns = kHeadDim / 4;  // fours of a row
 
 // The parts' weighted sum, four values of a row in a thread.
-DEVICE void add_parts(Params const& params, Item const& item, int num_rows, float const* weights) {
+DEVICE void add_parts(Params const& params, WorkItem const& item, int num_rows, float const* weights) {
   for (int i = threadIdx.x; i < num_rows * kColumns; i += kThreads) {
     int const row = i / kColumns;
     float4 sum = {};
 #pragma unroll 8
     for (int part = 0; part < item.count; ++part) {
       float const share = weights[row * item.count + part];
-      float4 const x = __ldcg(reinterpret_cast<float4 const*>(params.partials + Item::partial(params, item.first + part, row)) + i % kColumns);
+      float const* const partial = params.partials + WorkItem::partial(params, item.first + part, row);
+      float4 const x = __ldcg(reinterpret_cast<float4 const*>(partial) + i % kColumns);
       sum.x += share * x.x, sum.y += share * x.y, sum.z += share * x.z, sum.w += share * x.w;
     }
     *reinterpret_cast<uint2*>(params.out + item.place(params, row) + i % kColumns * 4) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
@@ -274,7 +275,7 @@ DEVICE void add_parts(Params const& params, Item const& item, int num_rows, floa
 }
 
 // The last item of a group to arrive merges what all have left.
-DEVICE void merge_items(Params const& params, Item const& item, Shared& shared, int warp, int lane) {
+DEVICE void merge_items(Params const& params, WorkItem const& item, Shared& shared, int warp, int lane) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -292,7 +293,7 @@ DEVICE void merge_items(Params const& params, Item const& item, Shared& shared, 
   add_parts(params, item, num_rows, weights);
 }
 
-DEVICE void attend_item(Params const& params, Item const& item, Shared& shared) {
+DEVICE void attend_item(Params const& params, WorkItem const& item, Shared& shared) {
   int const warp = cutlass::canonical_warp_idx_sync(), lane = cutlass::canonical_lane_idx();
   Ring ring(params, item, shared, warp, lane);
   int filled = 0;
@@ -319,7 +320,7 @@ DEVICE void attend_item(Params const& params, Item const& item, Shared& shared) 
       *reinterpret_cast<uint32_t*>(params.out + item.place(params, row) + column) = merged.pair();
       return;
     }
-    int64_t const place = Item::partial(params, item.part, row);
+    int64_t const place = WorkItem::partial(params, item.part, row);
     *reinterpret_cast<float2*>(params.partials + place + column) = make_float2(merged.value.x / merged.sum, merged.value.y / merged.sum);
     if (column == 0) params.sums[place / kHeadDim] = merged.top + log2f(merged.sum);
   });
@@ -328,7 +329,7 @@ DEVICE void attend_item(Params const& params, Item const& item, Shared& shared) 
 
 __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT Params const params) {
   extern __shared__ __align__(1024) char memory[];
-  Item const item(params, blockIdx.y);
+  WorkItem const item(params, blockIdx.y);
   if (item.stop > 0) attend_item(params, item, *reinterpret_cast<Shared*>(memory));
   if (params.is_beside && blockIdx.x == 0 && blockIdx.y == 0) wait_for_kernel_ahead();
 }
