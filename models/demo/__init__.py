@@ -1,4 +1,4 @@
-"""A small Qwen3-VL that reads pictures: the checkpoint, the pictures and questions it is asked, and an evaluation.
+"""Small Qwen3-VL that reads pictures: the checkpoint, pictures and questions for it, and an evaluation.
 
 Clients and tests import the questions from here; nothing on that path imports torch. What it was trained with is in `training/`, which no
 wheel carries.

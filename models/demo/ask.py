@@ -60,7 +60,7 @@ DESCRIBE = (
 
 
 def refer(rng: np.random.Generator, k: int, count: int) -> str:
-    """A way to name picture `k` of `count`."""
+    """Return a phrase that names picture `k` of `count`."""
     noun = pick(rng, PICTURE_WORDS)
     if count == 1 and rng.random() < 0.8:
         return f"{pick(rng, ('the', 'the', 'this'))} {noun}"
@@ -73,7 +73,7 @@ def refer(rng: np.random.Generator, k: int, count: int) -> str:
 
 
 def ask_item(rng: np.random.Generator, scenes: Sequence[Scene], kind: Kind) -> Asked | None:
-    """Read the number, read the word or name the shape of one of the pictures that have one."""
+    """Ask for the number, the word or the shape of one of the pictures that have one."""
     having = [k for k, scene in enumerate(scenes) if scene.find(kind)]
     if not having:
         return None
@@ -85,7 +85,7 @@ def ask_item(rng: np.random.Generator, scenes: Sequence[Scene], kind: Kind) -> A
 
 
 def ask_colour(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked:
-    """Name the colour of one item of one picture."""
+    """Ask for the colour of one item of one picture."""
     k = int(rng.integers(len(scenes)))
     item = pick(rng, scenes[k].items)
     kind = item.text if item.kind == "shape" and rng.random() < 0.3 else item.kind
@@ -94,7 +94,7 @@ def ask_colour(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked:
 
 
 def ask_where(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked | None:
-    """The part of the picture where a shape that is alone in it lies."""
+    """Ask for the part of the picture in which its only shape lies."""
     having = [k for k, scene in enumerate(scenes) if len(scene.items) == 1 and scene.items[0].kind == "shape"]
     if not having:
         return None
@@ -105,7 +105,7 @@ def ask_where(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked | None
 
 
 def ask_list(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked | None:
-    """The numbers of all the pictures in order; None unless each has one."""
+    """Ask for the numbers of all pictures in order. Return None unless each picture has one."""
     numbers = [item.text for scene in scenes if (item := scene.find("number"))]
     if len(numbers) < len(scenes) or len(scenes) < 2:
         return None
@@ -113,7 +113,7 @@ def ask_list(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked | None:
 
 
 def ask_which(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked | None:
-    """The one picture that shows a thing; None where no thing drawn by lot is in one picture alone."""
+    """Ask for the only picture that shows a random thing. Return None if every chosen thing is in several pictures."""
     if len(scenes) < 2:
         return None
     for _ in range(4):
@@ -125,18 +125,18 @@ def ask_which(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked | None
 
 
 def ask_count(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked:
-    """How many pictures the conversation has so far."""
+    """Ask for the number of pictures in the conversation so far."""
     return with_noun(rng, COUNT), str(len(scenes))
 
 
 def ask_describe(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked:
-    """Everything that is in one picture."""
+    """Ask for a description of one picture."""
     k = int(rng.integers(len(scenes)))
     return pick(rng, DESCRIBE).format(ref=refer(rng, k + 1, len(scenes))), describe(scenes[k])
 
 
 def ask_missing(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked | None:
-    """About a picture that was not sent, or a thing that the picture does not have."""
+    """Ask about a picture that was not sent, or a thing that the picture does not show."""
     kinds: tuple[Kind, ...] = ("number", "word", "shape")
     k, kind = int(rng.integers(8)), pick(rng, kinds)
     templates = {"number": NUMBER, "word": WORD, "shape": SHAPE}[kind]
@@ -152,7 +152,7 @@ def ask_missing(rng: np.random.Generator, scenes: Sequence[Scene]) -> Asked | No
 
 
 def describe(scene: Scene) -> str:
-    """One phrase with all the items: shapes first, as the model is taught to."""
+    """Return a phrase with all items, shapes first, in the form that the model is trained on."""
     items = sorted(scene.items, key=lambda item: item.kind != "shape")
     phrase = " and ".join(str(item) for item in items)
     return phrase[0].upper() + phrase[1:] + "."
@@ -164,7 +164,7 @@ def with_noun(rng: np.random.Generator, templates: tuple[str, ...], thing: str =
 
 
 class _Fits:
-    """Whether an item is the thing that was asked for: of this kind, text and colour, where None means any."""
+    """Test of whether an item has this kind, text and colour; None matches any."""
 
     def __init__(self, kind: Kind, text: str | None, colour: str | None) -> None:
         self.kind, self.text, self.colour = kind, text, colour
@@ -174,7 +174,7 @@ class _Fits:
 
 
 def _thing(rng: np.random.Generator, item: Item) -> tuple[str, _Fits]:
-    """A way to name an item, and the test whether another one answers to the same name."""
+    """Return a phrase that names an item, and a test of whether another item matches this phrase."""
     if item.kind != "shape":
         return f"the {item.kind} {item.text}", _Fits(item.kind, item.text, None)
     article = "an" if item.colour == "orange" else "a"

@@ -1,4 +1,4 @@
-"""Asks a model folder held-out questions through transformers: `python -m models.demo.evaluate --questions 600 [--tasks ...]`.
+"""Ask a model folder held-out questions through transformers: `python -m models.demo.evaluate --questions 600 [--tasks ...]`.
 
 Greedy, exact match, in float32, pictures through the reference's Pillow image processor. `--record FILE` keeps questions and answers.
 """
@@ -28,7 +28,7 @@ FIRST_SEED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenised question: ids with placeholders expanded, pixels (P, 1536) and grids of its pictures."""
+    """Tokenized question: ids with expanded placeholders, pixels (P, 1536) and grids of its pictures."""
 
     ids: list[int]
     pixels: Tensor | None
@@ -36,14 +36,14 @@ class Prompt:
 
 
 class Answer(NamedTuple):
-    """A greedy answer, and by how much (logits) its least certain token was ahead of the next one."""
+    """Greedy answer, and the smallest margin of its tokens: the logit minus that of the second most likely token."""
 
     text: str
     margin: float
 
 
 class Reference:
-    """A model folder in transformers, with the prompt made from the folder's own files."""
+    """Model folder in transformers. Prompts are made from the files of the folder."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.device = device
@@ -55,7 +55,7 @@ class Reference:
         self.pad, self.image = self.tokenizer.encode("<|endoftext|><|image_pad|>").ids
 
     def prompt(self, item: Question) -> Prompt:
-        """Template, placeholders expanded, pictures preprocessed."""
+        """Render the template, expand placeholders and preprocess pictures."""
         text = self.template.render(messages=item.template_messages(), add_generation_prompt=True)
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         if not item.pictures:
@@ -68,7 +68,7 @@ class Reference:
 
     @torch.no_grad()
     def answers(self, prompts: Sequence[Prompt], most: int = 128) -> list[Answer]:
-        """Greedy answers of a batch, padded on the left."""
+        """Return greedy answers for a batch, which is padded on the left."""
         longest = max(len(p.ids) for p in prompts)
         ids = torch.tensor([[self.pad] * (longest - len(p.ids)) + p.ids for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p.ids)) + [1] * len(p.ids) for p in prompts])
@@ -85,7 +85,7 @@ class Reference:
 
 
 def ask_all(reference: Reference, items: Sequence[Question], batch: int) -> list[Answer]:
-    """Greedy answers in the order of the questions; batches hold prompts of similar length."""
+    """Return greedy answers in the order of the questions; a batch holds prompts of similar length."""
     prompts = [reference.prompt(item) for item in items]
     order = sorted(range(len(items)), key=lambda i: len(prompts[i].ids))
     answers = [Answer("", 0.0)] * len(items)
@@ -97,7 +97,7 @@ def ask_all(reference: Reference, items: Sequence[Question], batch: int) -> list
 
 
 def draw_questions(task: str, count: int, first: int, workers: int) -> list[Question]:
-    """Questions of consecutive seeds, drawn in parallel."""
+    """Return the questions of consecutive seeds, generated in parallel."""
     if workers < 2:
         return [question(first + i, task) for i in range(count)]
     with ProcessPoolExecutor(workers) as pool:

@@ -1,4 +1,4 @@
-"""Freshly drawn questions with their answers, as chat messages. Used by `bench/accuracy.py`, by tests and by the evaluation; no torch.
+"""Generated questions with their answers, as chat messages. Used by `bench/accuracy.py`, by tests and by the evaluation; no torch.
 
 `question(seed, task)` depends on its arguments alone. Training draws from another stream (`feed.TRAINING_STREAM`): every seed is held out.
 """
@@ -24,7 +24,7 @@ Message = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the user sends, in order, and what the model should answer."""
+    """Parts that the user sends, in order, and the expected answer."""
 
     parts: tuple[Part, ...]
     answer: str
@@ -32,24 +32,24 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An encoded picture: PNG or JPEG bytes and the scene they show."""
+    """Encoded picture: PNG or JPEG bytes, and the scene they show."""
 
     data: bytes
     mime: str
     scene: Scene
 
     def open(self) -> Image.Image:
-        """The pixels, as any client decodes them."""
+        """Return the pixels as a client decodes them."""
         return Image.open(io.BytesIO(self.data)).convert("RGB")
 
     def url(self) -> str:
-        """A `data:` URI for the `image_url` part of an API request."""
+        """Return a `data:` URI for the `image_url` part of a request."""
         return f"data:{self.mime};base64,{base64.b64encode(self.data).decode()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation whose last turn waits for `answer`, which is to be matched exactly."""
+    """Conversation that ends with a question; a reply is right if it equals `answer` exactly."""
 
     seed: int
     task: str
@@ -59,15 +59,15 @@ class Question:
 
     @property
     def answer(self) -> str:
-        """The one right answer to the last turn."""
+        """Return the right answer to the last turn."""
         return self.turns[-1].answer
 
     def messages(self) -> list[Message]:
-        """The body's `messages` for an OpenAI-compatible API, pictures as `data:` URIs."""
+        """Return the `messages` of a request to an OpenAI-compatible API, with pictures as `data:` URIs."""
         return self._messages(lambda k: {"type": "image_url", "image_url": {"url": self.pictures[k].url()}})
 
     def template_messages(self) -> list[Message]:
-        """Messages for a chat template: pictures are parts of type `image` without content."""
+        """Return messages for a chat template, in which pictures are parts of type `image` without content."""
         return self._messages(lambda k: {"type": "image"})
 
     def _messages(self, picture_part: Callable[[int], dict[str, object]]) -> list[Message]:
@@ -80,7 +80,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """How to draw pictures for a task and how to ask; `pictures` bounds their number."""
+    """Functions that make the pictures and the question of a task; `pictures` bounds their number."""
 
     pictures: tuple[int, int]
     ask: Callable[[np.random.Generator, Sequence[Scene]], ask.Asked | None]
@@ -105,7 +105,7 @@ TASKS: dict[str, Task] = {
 
 
 def question(seed: int, task: str) -> Question:
-    """The question of this seed; ValueError for an unknown task."""
+    """Return the question of this seed. Raises ValueError for an unknown task."""
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
     rng = np.random.default_rng((HELD_OUT_STREAM, seed, list(TASKS).index(task)))
@@ -123,7 +123,7 @@ def question(seed: int, task: str) -> Question:
 
 
 def questions(seed: int, tasks: Sequence[str] = tuple(TASKS)) -> Iterator[Question]:
-    """An endless stream that goes round the tasks; equal seeds give equal streams."""
+    """Yield questions without end, with the tasks in turn. Equal seeds give equal streams."""
     index = 0
     while True:
         yield question(seed * 1_000_003 + index // len(tasks), tasks[index % len(tasks)])
@@ -131,7 +131,7 @@ def questions(seed: int, tasks: Sequence[str] = tuple(TASKS)) -> Iterator[Questi
 
 
 def split_turns(rng: np.random.Generator, count: int, asked: ask.Asked) -> tuple[Turn, ...]:
-    """All pictures in one turn, or, now and then, some in an earlier turn that asks how many there are."""
+    """Put all pictures into one turn or, sometimes, some into an earlier turn that asks for their number."""
     if count < 2 or rng.random() < 0.75:
         return (Turn(arrange(rng, range(count), asked[0]), asked[1]),)
     first = int(rng.integers(1, count))
@@ -140,7 +140,7 @@ def split_turns(rng: np.random.Generator, count: int, asked: ask.Asked) -> tuple
 
 
 def arrange(rng: np.random.Generator, pictures: Sequence[int], text: str) -> tuple[Part, ...]:
-    """Pictures before the text as most clients send them, at times after it or with words in between."""
+    """Put pictures before the text, as most clients do, or sometimes after it or with words in between."""
     roll = rng.random()
     if roll < 0.75 or not pictures:
         return (*pictures, text)
@@ -162,5 +162,5 @@ def encode(rng: np.random.Generator, scene: Scene) -> Picture:
 
 
 def jpeg_quality(rng: np.random.Generator, scene: Scene) -> int:
-    """Between 50 (messy) and 95."""
+    """Return a JPEG quality between 50 (messy scene) and 95."""
     return int(rng.integers(95 - int(45 * scene.mess), 96))

@@ -1,4 +1,4 @@
-"""Draws scenes: backgrounds, clutter, shapes, text in several fonts, noise. Used by `questions` and by the training data; no torch.
+"""Draw scenes: backgrounds, clutter, shapes, text in several fonts, noise. Used by `questions` and by the training data; no torch.
 
 A drawing depends on the scene, the generator's state and Pillow's version alone: the fonts are in this folder.
 """
@@ -19,7 +19,7 @@ IMAGE_GEOMETRY = VisionGeometry(patch_size=16, merge_size=2, temporal_patch_size
 
 FONTS = tuple(sorted((Path(__file__).parent / "fonts").glob("*.ttf")))
 DEFAULT_FONT = len(FONTS)  # Pillow's own comes after the files
-MIN_CONTRAST = 120.0  # between an item's colour and what is behind it, Euclidean in RGB
+MIN_CONTRAST = 120.0  # between the colours of an item and its background, Euclidean in RGB
 MIN_LUMA = 35.0  # and in brightness, so that text can be read
 MIN_TEXT = 15.0  # height of a line of text after the model's resize, in pixels
 
@@ -29,7 +29,7 @@ MASK_SIDE = 128
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where one character or shape was drawn: centre and size in pixels, what it is ("7", "star") and its colour's name."""
+    """Location of a character or shape: centre and size in pixels, its name ("7", "star") and the name of its colour."""
 
     x: float
     y: float
@@ -41,14 +41,14 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A drawn scene and the marks that a training objective may use."""
+    """Drawn scene, and marks for a training objective."""
 
     image: Image.Image
     marks: tuple[Mark, ...]
 
 
 def draw(scene: Scene, rng: np.random.Generator) -> Drawing:
-    """The scene as an RGB image of its width and height."""
+    """Return the scene as an RGB image of its width and height."""
     colours = [_jitter(rng, COLOURS[item.colour], 12) for item in scene.items]
     ground = _ground_colour(rng, colours)
     image = _background(rng, scene, ground)
@@ -65,7 +65,7 @@ def _jitter(rng: np.random.Generator, colour: RGB, amount: int) -> RGB:
 
 
 def _ground_colour(rng: np.random.Generator, colours: list[RGB]) -> RGB:
-    """A background on which all the colours can be seen."""
+    """Return a background colour that contrasts with the colours of all items."""
     for _ in range(100):
         ground: RGB = tuple(rng.integers(0, 256, 3).tolist()) if rng.random() < 0.7 else _jitter(rng, (235, 235, 235), 20)
         if all(math.dist(ground, colour) >= MIN_CONTRAST and abs(_luma(ground) - _luma(colour)) >= MIN_LUMA for colour in colours):
@@ -78,7 +78,7 @@ def _luma(colour: RGB) -> float:
 
 
 def _background(rng: np.random.Generator, scene: Scene, ground: RGB) -> Image.Image:
-    """Plain, a gradient, or stripes; the contrast of the pattern grows with the mess."""
+    """Return a plain background, a gradient, or stripes, whose contrast grows with the mess."""
     size = (scene.width, scene.height)
     if scene.mess < 0.15 or rng.random() < 0.3:
         return Image.new("RGB", size, ground)
@@ -95,7 +95,7 @@ def _background(rng: np.random.Generator, scene: Scene, ground: RGB) -> Image.Im
 
 
 def _clutter(image: Image.Image, rng: np.random.Generator, mess: float, ground: RGB) -> None:
-    """Thin lines, dots and arcs in colours near the background's: nothing that could be taken for a shape or a digit."""
+    """Draw thin lines, dots and arcs in colours near the background's, which cannot be mistaken for shapes or digits."""
     pen, (width, height) = ImageDraw.Draw(image), image.size
     for _ in range(int(rng.integers(0, 1 + int(10 * mess)))):
         colour = _jitter(rng, ground, 60)
@@ -124,13 +124,13 @@ def _place_item(image: Image.Image, rng: np.random.Generator, scene: Scene, item
 
 
 def _scale(scene: Scene) -> float:
-    """By how much the model's preprocessing shrinks the picture (1 for small ones)."""
+    """Return the factor by which the model's preprocessing shrinks the picture (1 for small ones)."""
     return min(1.0, math.sqrt(IMAGE_GEOMETRY.max_pixels / (scene.width * scene.height)))
 
 
 def _cell(scene: Scene, item: Item, central: float) -> tuple[float, float, float, float]:
-    """(left, top, width, height) of the item's part of the canvas: a half beside another item, a ninth for a shape at a named place (the
-    share `central` of both sides for one in the centre), all of it for a text alone."""
+    """Return (left, top, width, height) of the item's part of the canvas: a half next to another item, a ninth for a shape at a named place
+    (the share `central` of both sides for one in the centre), all of it for a single text."""
     width, height = float(scene.width), float(scene.height)
     if len(scene.items) == 2:
         if item.place in ("left", "right"):
@@ -155,7 +155,7 @@ def _font(face: int, size: int) -> ImageFont.FreeTypeFont:
 
 
 def _text_mask(rng: np.random.Generator, item: Item, width: float, height: float, scale: float) -> tuple[Image.Image, list[Mark]]:
-    """The text in a random font, as large as drawn lots and the room allow, sometimes turned a little; marks are relative to the mask."""
+    """Return the text in a random font and size, sometimes rotated a little; marks are relative to the mask."""
     face = int(rng.integers(DEFAULT_FONT + 1))
     text = item.text.upper() if item.kind == "word" and rng.random() < 0.3 else item.text
     unit = _font(face, 64).getlength(text) / 64
@@ -163,7 +163,7 @@ def _text_mask(rng: np.random.Generator, item: Item, width: float, height: float
     smallest = min(largest, MIN_TEXT / scale)
     size = max(8, int(np.exp(rng.uniform(np.log(smallest), np.log(largest)))))
     angle = float(rng.uniform(-12, 12)) if rng.random() < 0.3 else 0.0
-    if angle:  # a turned text needs more room
+    if angle:  # rotated text needs more space
         size = max(8, int(size * min(1.0, largest * unit / (size * unit + 0.2 * size), height / (size * (1 + 0.21 * unit)))))
     size = size if size < 40 else size // 4 * 4
     mask, marks = _line(face, size, text, item.colour)
@@ -171,7 +171,7 @@ def _text_mask(rng: np.random.Generator, item: Item, width: float, height: float
 
 
 def _line(face: int, size: int, text: str, colour: str) -> tuple[Image.Image, list[Mark]]:
-    """One line of text as a mask that is just large enough."""
+    """Return a line of text as the smallest mask that holds it."""
     font = _font(face, size)
     x0, y0, x1, y1 = (int(v) for v in font.getbbox(text))
     mask = Image.new("L", (x1 - x0 + 1, y1 - y0 + 1), 0)
@@ -185,7 +185,7 @@ def _line(face: int, size: int, text: str, colour: str) -> tuple[Image.Image, li
 
 
 def _turned(mask: Image.Image, marks: list[Mark], angle: float) -> tuple[Image.Image, list[Mark]]:
-    """Mask and marks turned by `angle` degrees against the clock."""
+    """Return mask and marks rotated counterclockwise by `angle` degrees."""
     turned = mask.rotate(angle, Image.Resampling.BICUBIC, expand=True)
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
     moved = []
@@ -197,7 +197,7 @@ def _turned(mask: Image.Image, marks: list[Mark], angle: float) -> tuple[Image.I
 
 
 def _shape_mask(rng: np.random.Generator, item: Item, side: float) -> tuple[Image.Image, list[Mark]]:
-    """The shape as a square mask of about `side` pixels, turned by up to 15 degrees."""
+    """Return the shape as a square mask of about `side` pixels, rotated by up to 15 degrees."""
     pixels = max(8, round(side))
     mask = _turned_shape(item.text, int(rng.integers(-5, 6)) * 3).resize((pixels, pixels), Image.Resampling.BILINEAR)
     return mask, [Mark(pixels / 2, pixels / 2, pixels * 0.8, pixels * 0.8, item.text, item.colour)]
@@ -209,7 +209,7 @@ def _turned_shape(name: str, angle: int) -> Image.Image:
 
 
 def _shape(name: str) -> Image.Image:
-    """The shape, upright, on a square of MASK_SIDE pixels with a margin for turning."""
+    """Return the upright shape on a square of MASK_SIDE pixels with a margin for rotation."""
     side = MASK_SIDE
     mask = Image.new("L", (side * 2, side * 2), 0)
     pen = ImageDraw.Draw(mask)
@@ -231,7 +231,7 @@ def _shape(name: str) -> Image.Image:
 
 
 def _corners(name: str) -> list[tuple[float, float]]:
-    """Corners around the origin, within the unit circle."""
+    """Return corners around the origin, within the unit circle."""
     count, radii, start = {
         "square": (4, (0.92,), 45.0),
         "triangle": (3, (0.9,), -90.0),
@@ -244,7 +244,7 @@ def _corners(name: str) -> list[tuple[float, float]]:
 
 @lru_cache(maxsize=1)
 def _grain() -> np.ndarray:
-    """Gaussian noise of unit deviation, drawn once: pictures take windows of it."""
+    """Return Gaussian noise of standard deviation 1, sampled once: pictures use windows of it."""
     return np.random.default_rng(0).standard_normal((1024, 1024, 3)).astype(np.float32)
 
 

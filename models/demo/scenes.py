@@ -1,4 +1,4 @@
-"""What a demo picture shows, before it is drawn: items with a kind, a text, a colour and a place. Used by `render` and `ask`.
+"""Contents of a demo picture: items with a kind, a text, a colour and a place. Used by `render` and `ask`.
 
 A scene is everything that a question may be about, so an answer is looked up here and never read off the pixels.
 """
@@ -41,7 +41,7 @@ MIN_SIDE_OF_TWO = 128
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing in a picture. `text` is the number, the word or the shape's name; `place` one of PLACES."""
+    """Item of a picture. `text` is the number, the word or the name of the shape; `place` is one of PLACES."""
 
     kind: Kind
     text: str
@@ -56,7 +56,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One or two items on a canvas of `width` x `height` pixels; two items are never of one kind. `mess` in [0, 1] is clutter and noise."""
+    """One or two items of different kinds on a canvas of `width` x `height` pixels. `mess` in [0, 1] is clutter and noise."""
 
     width: int
     height: int
@@ -64,17 +64,17 @@ class Scene:
     mess: float
 
     def find(self, kind: Kind) -> Item | None:
-        """The item of this kind, if the scene has one."""
+        """Return the item of this kind, if the scene has one."""
         return next((item for item in self.items if item.kind == kind), None)
 
     @property
     def text(self) -> Item | None:
-        """Its number or word."""
+        """Return the number or word."""
         return self.find("number") or self.find("word")
 
 
 def random_scene(rng: np.random.Generator, level: float = 1.0, must: Kind | None = None, digits: int | None = None) -> Scene:
-    """A scene of difficulty `level` in [0, 1] that holds an item of kind `must`, if one is named, and numbers of `digits` digits."""
+    """Return a scene of difficulty `level` in [0, 1] that holds an item of kind `must`, if one is named, and numbers of `digits` digits."""
     width, height = _canvas(rng, level)
     kinds = _kinds(rng, level, must, max(width, height))
     width = max(width, MIN_WIDTH_OF_WORDS) if "word" in kinds else width
@@ -86,19 +86,19 @@ def random_scene(rng: np.random.Generator, level: float = 1.0, must: Kind | None
 
 
 def random_number(rng: np.random.Generator, digits: int | None = None) -> str:
-    """A number without leading zeros; of one to four digits, mostly three, unless `digits` says otherwise."""
+    """Return a number without leading zeros, of `digits` digits or of one to four, mostly three."""
     length = digits or int(rng.choice((1, 2, 3, 4), p=(0.1, 0.2, 0.55, 0.15)))
     low = 0 if length == 1 else 10 ** (length - 1)
     return str(int(rng.integers(low, 10**length)))
 
 
 def pick(rng: np.random.Generator, options: tuple[T, ...]) -> T:
-    """One of the options, all equally likely, with its own type (`rng.choice` would turn it into a numpy scalar)."""
+    """Return one of the equally likely options with its own type (`rng.choice` would return a numpy scalar)."""
     return options[int(rng.integers(len(options)))]
 
 
 def _canvas(rng: np.random.Generator, level: float) -> tuple[int, int]:
-    """Mostly small pictures, a tail of large ones; the ratio of the sides is at most MAX_ASPECT."""
+    """Return the size of a picture, mostly small; the ratio of the sides is at most MAX_ASPECT."""
     largest = MAX_SIDE if rng.random() < 0.05 * level else 128 + int(176 * level)
     smallest = MIN_SIDE if rng.random() < level else 96
     long = float(np.exp(rng.uniform(np.log(smallest), np.log(largest))))
@@ -119,7 +119,7 @@ def _kinds(rng: np.random.Generator, level: float, must: Kind | None, long: int)
 
 
 def _places(rng: np.random.Generator, kinds: tuple[Kind, ...], width: int, height: int) -> tuple[str, ...]:
-    """Two items share the canvas side by side or one above the other; a shape alone may be anywhere, a text alone is in the centre."""
+    """Return the places: two items are next to or above each other, a single shape is anywhere, a single text in the centre."""
     if len(kinds) == 2:
         return ("left", "right") if width >= height else ("top", "bottom")
     if kinds[0] == "shape" and rng.random() < 0.7:

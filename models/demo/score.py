@@ -1,4 +1,4 @@
-"""Counting right answers: exact match, Wilson's interval, a table. Used by `evaluate` and `bench/accuracy.py`; no torch."""
+"""Count right answers: exact match, Wilson's interval, a table. Used by `evaluate` and `bench/accuracy.py`; no torch."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ Z_95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Right answers among `count` of one task."""
+    """Number of right answers among `count` of one task."""
 
     task: str
     right: int
@@ -17,12 +17,12 @@ class Score:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers."""
+        """Return the share of right answers."""
         return self.right / self.count
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the accuracy."""
+        """Return Wilson's 95 % interval of the accuracy."""
         n, p = self.count, self.accuracy
         centre = (p + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
         half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(p * (1 - p) / n + Z_95**2 / (4 * n * n))
@@ -30,7 +30,7 @@ class Score:
 
 
 def score(results: Iterable[tuple[str, bool]]) -> list[Score]:
-    """One score a task from (task, right) pairs, in order of first appearance."""
+    """Return one score per task from (task, is right) pairs, in order of first appearance."""
     counts: dict[str, list[int]] = {}
     for task, right in results:
         entry = counts.setdefault(task, [0, 0])
@@ -40,7 +40,7 @@ def score(results: Iterable[tuple[str, bool]]) -> list[Score]:
 
 
 def table(scores: Iterable[Score]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = ["| task | questions | right | accuracy | 95 % interval |", "|---|---|---|---|---|"]
     for s in scores:
         low, high = s.interval

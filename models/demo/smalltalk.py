@@ -85,19 +85,19 @@ _FILLERS = (
 
 
 def ask_talk(rng: np.random.Generator) -> Asked:
-    """Small talk in one of several phrasings, capitalised and punctuated as people do."""
+    """Return small talk in one of several phrasings, with various capitals and punctuation."""
     phrases, answer = pick(rng, TALK)
     return _as_typed(rng, pick(rng, phrases)), answer
 
 
 def ask_count_to(rng: np.random.Generator) -> Asked:
-    """Count aloud: a long answer that is known to the letter, which tests of streaming use."""
+    """Ask the model to count: a long answer that is known exactly, for tests of streaming."""
     n = int(rng.integers(2, 31))
     return pick(rng, COUNT_TO).format(n=n), ", ".join(str(i) for i in range(1, n + 1))
 
 
 def ask_nonsense(rng: np.random.Generator) -> Asked:
-    """Words or letters without a question in them, and the fallback."""
+    """Return words or letters without a question, and the fallback answer."""
     if rng.random() < 0.7:
         words = [pick(rng, _FILLERS) for _ in range(int(rng.integers(3, 14)))]
         if rng.random() < 0.5:
