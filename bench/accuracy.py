@@ -51,6 +51,15 @@ async def run(args: argparse.Namespace) -> list[Result]:
         return await ask_server(client, model, items, args.concurrency)
 
 
+def report(results: Sequence[Result]) -> dict[str, object]:
+    """Return the scores per task and in total, the number of failed requests, and the first wrong answers."""
+    scores = score((result.task, result.right) for result in results)
+    overall = Score("all", sum(each.right for each in scores), len(results))
+    rows = [asdict(each) | {"accuracy": each.accuracy, "interval": each.interval} for each in (*scores, overall)]
+    wrong = [asdict(result) for result in results if not result.right][:50]
+    return {"scores": rows, "errors": sum(result.error is not None for result in results), "wrong": wrong}
+
+
 def main() -> None:
     """Entry point: prints scores; exits with an error if requests failed."""
     parser = make_parser("accuracy", __doc__, *SERVER, "concurrency", seed=1, concurrency=16)
@@ -61,15 +70,11 @@ def main() -> None:
         results = uvloop.run(run(args))
     except aiohttp.ClientConnectionError as problem:
         raise SystemExit(f"{args.url} does not answer: {problem}") from None
-    scores = score((result.task, result.right) for result in results)
-    overall = Score("all", sum(each.right for each in scores), len(results))
-    errors = [result.error for result in results if result.error]
-    wrong = [asdict(result) for result in results if not result.right][:50]
-    rows = [asdict(each) | {"accuracy": each.accuracy, "interval": each.interval} for each in (*scores, overall)]
-    write_result(args, scores=rows, errors=len(errors), wrong=wrong)
-    print(table(scores))
-    if errors:
-        raise SystemExit(f"{len(errors)} requests failed; first: {errors[0]}")
+    summary = report(results)
+    write_result(args, **summary)
+    print(table(score((result.task, result.right) for result in results)))
+    if summary["errors"]:
+        raise SystemExit(f"{summary['errors']} requests failed; first: {next(result.error for result in results if result.error)}")
 
 
 if __name__ == "__main__":
