@@ -66,7 +66,8 @@ class AsyncLLM:
 
     async def embed(self, prompt: Any, **fields: Any) -> EmbeddingRequestOutput:
         """Embed a text, token ids, or a conversation."""
-        return await anext(self._outputs(Ask(EMBEDDINGS, prompt, None, fields)))
+        (output,) = [output async for output in self._outputs(Ask(EMBEDDINGS, prompt, None, fields))]
+        return output
 
     async def pause(self, mode: Drain = "abort") -> None:
         """Start no further requests until `resume`. Running ones end ("abort"), finish ("wait") or are continued later ("keep")."""
