@@ -1,4 +1,4 @@
-"""Which replica gets a request, by key and load: no sockets, no clock."""
+"""Choice of a request's replica by key and load: no sockets, no clock."""
 
 import hashlib
 from collections.abc import Sequence

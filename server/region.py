@@ -6,7 +6,7 @@ MIN_GROWTH = 1 << 20
 
 
 class Region:
-    """One allocation with its writer's position; nobody else may hold its offset before it is complete. ArenaFull or ArenaTooSmall."""
+    """One allocation with its writer's position; no other code may hold its offset before it is complete. ArenaFull or ArenaTooSmall."""
 
     def __init__(self, arena: Arena, capacity: int):
         self._arena = arena
@@ -16,7 +16,7 @@ class Region:
 
     @property
     def room(self) -> memoryview:
-        """What lies behind the used bytes. Valid until the next `reserve`."""
+        """Return the memory after the used bytes. Valid until the next `reserve`."""
         return self._arena.view(self.offset + self.used, self.capacity - self.used)
 
     @property

@@ -136,7 +136,7 @@ class State:
                 span = request.images[index]
                 if self.images.get(span.hash) is None:
                     entry = self.images.reserve(span.hash, span.length * self.limits.bytes_per_image_token)
-                    assert entry is not None, "room was counted before"
+                    assert entry is not None, "space was counted before"
                     lacking.append((index, entry))
                 else:
                     self.counters.images_hit += 1

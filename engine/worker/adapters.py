@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoAdapters:
-    """What a runner and an image cache ask of adapters; here there are none."""
+    """Adapters as a runner and an image cache use them; this class has none."""
 
     def load(self, orders: Sequence[LoadAdapter]) -> list[int]:
         """Write adapters to their slots, in stream order. Return the numbers of those that could not be read; their slots hold zeros."""

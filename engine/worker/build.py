@@ -154,7 +154,7 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
 
 
 def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: torch.cuda.Stream | None) -> NoAdapters:
-    """Slots for adapters, and those of --lora-modules in host memory. ValueError or OSError if one cannot be read."""
+    """Make slots for adapters and read --lora-modules to host memory. ValueError or OSError if one cannot be read."""
     config = child.config
     if not config.num_adapter_slots:
         return NoAdapters()

@@ -37,7 +37,7 @@ LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from s
 
 
 class Shape(NamedTuple):
-    """Size of a graph: prompt tokens first, then those of decode rows."""
+    """Size of a graph: prompt tokens, then tokens of decode rows."""
 
     num_prefill_tokens: int
     num_decode_tokens: int

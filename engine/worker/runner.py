@@ -174,7 +174,7 @@ class Runner:
         return has_prepared
 
     def prepare(self, message: object) -> None:
-        """Do what another process asks of this rank before a plan needs it."""
+        """Handle a message of another process that prepares this rank for a plan."""
         self.handlers[type(message)](message)
 
     def _sample(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, Readings]:

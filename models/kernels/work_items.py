@@ -50,7 +50,7 @@ def cut(lengths: npt.NDArray[Any], size: int) -> tuple[npt.NDArray[Any], ...]:
 
 
 def plan_work_items(groups: Int32s, limit: int) -> Int32s:
-    """Return at most `limit` work items (U, WORK_ITEM_FIELDS), longest first, at most MAX_PARTS per group. `limit` must exceed the
+    """Return at most `limit` work items (W, WORK_ITEM_FIELDS), longest first, at most MAX_PARTS per group. `limit` must exceed the
     number of groups.
 
     An item is a part of a group's keys: first query token, number of query tokens, offset of the row's pages, first key, end, number of the
@@ -72,6 +72,6 @@ def plan_work_items(groups: Int32s, limit: int) -> Int32s:
     index = np.arange(len(group))
     part, parts, group_tiles = index - first, counts[group], tiles[group]
     start, stop = part * group_tiles // parts * TILE, np.minimum((part + 1) * group_tiles // parts * TILE, end[group])
-    parts_UF = np.stack((start, stop, index, first, parts), axis=1).astype(np.int32)
-    items_UF = np.concatenate((groups[group, :3], parts_UF), axis=1)
-    return items_UF[np.argsort(start - stop, kind="stable")]
+    parts_WF = np.stack((start, stop, index, first, parts), axis=1).astype(np.int32)
+    items_WF = np.concatenate((groups[group, :3], parts_WF), axis=1)
+    return items_WF[np.argsort(start - stop, kind="stable")]

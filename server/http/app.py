@@ -57,7 +57,7 @@ MAX_SCRAPERS = 64  # connections of the port for metrics
 
 
 class Api:
-    """The routes and what they share."""
+    """Routes and their shared state."""
 
     def __init__(self, child: Child):
         self._child = child
@@ -151,7 +151,7 @@ class Api:
         return error_response(info, request.scope)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
-        """Nobody reads this."""
+        """No process reads this."""
         return error_response(ErrorInfo(400, "The request body ended early."), request.scope)
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:

@@ -125,7 +125,7 @@ class Client:
 
     @property
     def has_room(self) -> bool:
-        """Whether a request may be added to those that run or wait."""
+        """Return whether a request may be added to the running and waiting ones."""
         return len(self._streams) < self._max_requests
 
     def new_rid(self) -> int:

@@ -1,4 +1,4 @@
-"""ASGI middleware that decides who gets in and with what."""
+"""ASGI middleware that rejects forbidden clients and bodies."""
 
 import hmac
 import re

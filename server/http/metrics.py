@@ -1,6 +1,6 @@
 """Prometheus metrics: the scheduler's gauges and totals, and the latencies that clients see.
 
-What vLLM measures has vLLM's name (`vllm:`); only what vLLM does not have gets a name of its own (`engine_`).
+Metrics that vLLM has use vLLM's names (`vllm:`); only other metrics have names of their own (`engine_`).
 """
 
 from collections.abc import Iterator

@@ -33,7 +33,7 @@ CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
 
 
 class Answer(ABC):
-    """An ASGI response. Gives its stream back however it ends. Whoever does not have it WRITE_S after `deadline` is cut off."""
+    """An ASGI response. Gives its stream back however it ends. A client that has not received it WRITE_S after `deadline` is cut off."""
 
     def __init__(self, *, stream: Stream, client: Client, metrics: Metrics, num_images: int, deadline: float | None):
         self._stream = stream

@@ -177,7 +177,7 @@ class Format(ABC):
 
     @abstractmethod
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
-        """Behind all choices."""
+        """End the stream after all choices."""
 
     @abstractmethod
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:

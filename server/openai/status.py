@@ -1,4 +1,4 @@
-"""The small endpoints: what is served, its health and its numbers."""
+"""Small endpoints: served models, health and metrics."""
 
 import json
 import time

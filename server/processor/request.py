@@ -122,7 +122,7 @@ class Request:
         return list(np.frombuffer(self.regions["prompt"].view, np.int32).tolist())
 
     def prompt_logprobs(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Slices of them, as what an event has."""
+        """Return slices of them in the form of an event."""
         if isinstance(output.report, PromptLogprobs):  # those of the first answer are sent before any other token
             self.scores = output.report
         entries = of_prompt(self.prompt_ids, self.scores)

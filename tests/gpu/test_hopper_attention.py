@@ -68,7 +68,7 @@ def test_few_tokens_in_a_graph(heads: tuple[int, int], has_chunks: bool) -> None
         graph.replay()
         first = out.clone()
         graph.replay()
-        assert first.equal(out) and not kernel.arrivals_UN.any()
+        assert first.equal(out) and not kernel.arrivals_WN.any()
         expected = step.expected()
         assert all_close(first, expected)
         eager = eager_attention([step.pool], num_heads)

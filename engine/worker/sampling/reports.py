@@ -1,4 +1,4 @@
-"""What the rows of a step report besides samples: pooled numbers, and log-probabilities of prompts."""
+"""Reports of a step's rows in addition to samples: pooled numbers, and log-probabilities of prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

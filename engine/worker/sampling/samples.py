@@ -127,7 +127,7 @@ class SampleTable:
         self._seeds[row] = params.seed & MASK64
 
     def samples(self, rows: Int64s, positions: Int64s, drafts: HostDrafts | None = None) -> HostSamples:
-        """Return what these rows need to sample the tokens at these positions of their sequences."""
+        """Return the inputs for sampling these rows' tokens at these positions of their sequences."""
         words = self._words[:, rows]
         words[KEY] = sample_keys(self._seeds[rows], positions)
         return HostSamples(rows, positions, words, drafts)

@@ -19,7 +19,7 @@ BLOCKS = 3  # concurrent blocks of the kernel per multiprocessor
 class SplitKernel:
     """The kernel for these pools, with scratch memory that its pieces share on one stream: results of groups in several parts.
 
-    Each part of U leaves the values of its G query tokens with their logarithmic sums (base 2); the last to arrive merges them. Arrivals
+    Each of W parts leaves the values of its G query tokens with their logarithmic sums (base 2); the last to arrive merges them. Arrivals
     are zero before and after.
     """
 
@@ -36,15 +36,15 @@ class SplitKernel:
         return max_work_items(num_groups, self.kv_heads, BLOCKS * (self.num_multiprocessors - num_taken or self.num_multiprocessors))
 
     def reserve(self, num_groups: int) -> None:
-        """Scratch memory for so many token groups, before anything is captured."""
-        if (num_items := self.num_items(num_groups)) > len(self.sums_UGH):
+        """Allocate scratch memory for so many token groups; call before any capture."""
+        if (num_items := self.num_items(num_groups)) > len(self.sums_WGH):
             self._grow(num_items)
 
     def _grow(self, num_items: int) -> None:
         shape = num_items, self.group_tokens, self._num_heads
-        self.partials_UGHK = torch.empty((*shape, self.head_dim), device=self._device)
-        self.sums_UGH = torch.empty(shape, device=self._device)
-        self.arrivals_UN = torch.zeros((num_items, self.kv_heads), dtype=torch.int32, device=self._device)
+        self.partials_WGHK = torch.empty((*shape, self.head_dim), device=self._device)
+        self.sums_WGH = torch.empty(shape, device=self._device)
+        self.arrivals_WN = torch.zeros((num_items, self.kv_heads), dtype=torch.int32, device=self._device)
 
 
 class Split:
@@ -60,7 +60,7 @@ class Split:
         self._num_items = of.num_items(num_groups)
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
-        """The work items (U, WORK_ITEM_FIELDS), padded."""
+        """Return the work items (W, WORK_ITEM_FIELDS), padded."""
         of, first_page, num_taken = self._of, 0, 0
         if self._num_prefill:
             first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # in the one list that both kernels read
@@ -75,5 +75,5 @@ class Split:
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         of, own, is_beside = self._of, slice(self._num_prefill, None), self._num_prefill > 0
         keys, values = (pool.flatten(0, 1) for pool in of.pools[layer])
-        buffers = plan, pages, of.partials_UGHK, of.sums_UGH, of.arrivals_UN
+        buffers = plan, pages, of.partials_WGHK, of.sums_WGH, of.arrivals_WN
         of.kernel.run(q_THK[own], keys, values, out_THK[own], *buffers, of.page_size, of.scale, is_beside)

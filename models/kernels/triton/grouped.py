@@ -60,7 +60,7 @@ def _values(words: tensor, PLACE: constexpr, ELEMENT: constexpr) -> tensor:
 
 @triton.jit
 def _factor(PLACE: constexpr, ELEMENT: constexpr) -> constexpr:
-    """What `_values` is to be multiplied by."""
+    """Return the factor of `_values`."""
     if ELEMENT != "int4":
         return 1.0
     elif PLACE == 1 or PLACE == 3 or PLACE == 6:
@@ -71,7 +71,7 @@ def _factor(PLACE: constexpr, ELEMENT: constexpr) -> constexpr:
 
 @triton.jit
 def _offset(PLACE: constexpr, ELEMENT: constexpr) -> constexpr:
-    """What is then to be subtracted."""
+    """Return the term to subtract from that product."""
     if ELEMENT != "int4":
         return 0.0
     elif PLACE == 1 or PLACE == 3 or PLACE == 6:

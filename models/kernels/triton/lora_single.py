@@ -105,7 +105,7 @@ def adapted_gemv(
     gated: bool = False,
     adds: bool = False,
 ) -> torch.Tensor:
-    """Do what `gemv.gemv` does, with the adapter of the token's slot."""
+    """Compute `gemv.gemv` with the adapter of the token's slot."""
     assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == len(slots_1) == 1
     norm_weight, eps = norm or (x_1D, 0.0)
     _, groups, rank, width = low_rank.a_SGRK.shape

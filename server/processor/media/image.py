@@ -212,7 +212,7 @@ class Image:
 
 @contextlib.contextmanager
 def naming(medium: str, codes: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Add the name of the medium to errors; `codes` maps error codes to those of this medium."""
+    """Add the name of the medium to errors; `codes` maps error codes to this medium's codes."""
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Pillow reads headers and decodes what is no plain JPEG. All errors of its codecs become RequestErrors in our own words."""
+"""Pillow reads headers and decodes images other than plain JPEGs. Errors of its codecs become RequestErrors with our own messages."""
 
 import hashlib
 import io

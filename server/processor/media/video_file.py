@@ -143,7 +143,7 @@ def _vint(data: memoryview, start: int) -> tuple[int, int]:
 
 
 def _unknown(width: int) -> int:
-    """The size, of so many bytes, of what was written as a stream."""
+    """Return the size of data written as a stream of so many bytes."""
     return int((1 << 7 * width) - 1)
 
 

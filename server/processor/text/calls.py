@@ -170,7 +170,7 @@ class XmlBody:
         return "}" if self._num_sent else "{}"
 
     def _take(self, mark: str, said: str) -> bool:
-        """Go on after what was looked for. Return whether the function's name, or a parameter, is whole."""
+        """Continue after the expected text. Return whether the function's name, or a parameter, is whole."""
         is_whole, seeks = False, FUNCTION if self._name is None else PARAMETER
         if self._until in (FUNCTION, PARAMETER):
             self._until = NAME_END
@@ -248,7 +248,7 @@ class CallSplitter:
         return taken
 
     def _read_text(self) -> bool:
-        """Up to the next call. False: what is held must wait."""
+        """Parse up to the next call. False: the held text must wait."""
         held = self._held.lstrip() if self._is_behind_call else self._held
         self._is_behind_call = self._is_behind_call and not held
         said, begins, behind = held.partition(OPEN)
@@ -267,7 +267,7 @@ class CallSplitter:
         return bool(begins)
 
     def _read_call(self) -> bool:
-        """Up to its end, or what looks like it. False: what is held must wait."""
+        """Parse up to its end or apparent end. False: the held text must wait."""
         found = self._held.find(CLOSE)
         end = found if found >= 0 else possible_start(self._held, CLOSE)
         self._feed(self._held[:end])

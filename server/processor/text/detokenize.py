@@ -99,7 +99,7 @@ class StopMatcher:
         self._matched = [0] * len(stops)  # characters of each stop string at the end of the text
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """The text to show, and whether a stop string was found: that and what follows is not shown, but for an included one."""
+        """Return the text to show and whether a stop string was found: it (unless included) and later text are not shown."""
         self.num_read += len(piece)
         if not (self._stops and self.is_armed):
             self.num_shown = self.num_read

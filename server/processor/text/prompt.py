@@ -164,7 +164,7 @@ class PromptBuilder:
         return msgspec.structs.replace(prompt, messages=msgspec.json.encode(messages))
 
     def predicted(self, text: str, limit: int) -> list[int]:
-        """Ids of what an answer is expected to be, at most `limit`. What looks like a special token is text."""
+        """Return the ids of the expected answer, at most `limit`. Spellings of special tokens are text."""
         encoding = self._literal.encode_batch_fast([text[: limit * USUAL_CHARACTERS]], add_special_tokens=False)[0]
         return list(encoding.ids[:limit])
 

@@ -31,7 +31,7 @@ FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a template needs of its checkpoint. `variables` are special tokens and defaults by the names that
+    """Data of a checkpoint that its template needs. `variables` are special tokens and defaults by the names that
     templates have for them."""
 
     special_tokens: list[str]

@@ -32,7 +32,7 @@ def check(step: Step, spare_groups: int = 0) -> int:
 
 
 @pytest.fixture(autouse=True)
-def many_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch in place of the kernel, and as many work items as on a GPU with many multiprocessors."""
     use_torch_kernels(monkeypatch)
     monkeypatch.setattr(flash_decoding, "BLOCKS", 64)
@@ -76,7 +76,7 @@ def test_sizes_share_their_scratch() -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-def test_units(seed: int) -> None:
+def test_work_items(seed: int) -> None:
     """Every key once; no more items than allowed; none longer than needed; longest first; equal groups are cut only if all are; several
     tokens never end before the second tile of a last part."""
     rng = np.random.default_rng(seed)
