@@ -177,7 +177,7 @@ class Format(ABC):
 
     @abstractmethod
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
-        """End the stream after all choices."""
+        """Return the bytes after all choices."""
 
     @abstractmethod
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:

@@ -143,7 +143,7 @@ def _vint(data: memoryview, start: int) -> tuple[int, int]:
 
 
 def _unknown(width: int) -> int:
-    """Return the size of data written as a stream of so many bytes."""
+    """Return the size field of `width` bytes that means unknown, as streamed files have it."""
     return int((1 << 7 * width) - 1)
 
 
