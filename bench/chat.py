@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1, help="concurrent conversations")
     parser.add_argument("--document", type=int, default=0, help="images of the shared document; 0: hold conversations")
     parser.add_argument("--questions", type=int, default=32)
-    parser.add_argument("--replicas", action="store_true", help="report the work of each engine behind the affinity proxy")
+    parser.add_argument("--replicas", action="store_true", help="report the work of each engine that the affinity proxy uses")
     args = parser.parse_args()
     rows, engines = uvloop.run(run(args))
     names, (parts, cells) = [name for name in rows[-1] if name not in ("stages_ms", "parts_ms")], part_columns(rows)
