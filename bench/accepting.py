@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import engine.scheduler.main
 from bench.processes import serve_with
-from engine.scheduler.drafts.drafter import Drafter, Guess, Offer, Trust
+from engine.scheduler.drafts.drafter import Drafter, Offer, Proposal, Trust
 from engine.scheduler.drafts.lookup import LookupDrafter, Source
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
@@ -32,7 +32,7 @@ class AcceptingSource(Source):
         """Return no lag: nothing is read."""
         return 0
 
-    def _find(self, most: int) -> Guess:
+    def _find(self, most: int) -> Proposal:
         if self._num_drafts:
             self.trust = Trust(hits=2.0, num_known=self._of.num_known)
         start, share = self._of.num_known - self._of.num_prompt, 1.0 if self._num_drafts else BELIEVED

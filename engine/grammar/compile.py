@@ -109,8 +109,8 @@ def lark_schema(schema: dict[str, object]) -> xgrammar.Grammar:
     """Return the grammar of a schema, with the white space that guidance asks for, else with none."""
     spaces = schema.pop("x-guidance", {})
     check(schema)
-    told = spaces if isinstance(spaces, dict) else {}
-    separators = str(told.get("item_separator", ",")), str(told.get("key_separator", ":"))
+    options = spaces if isinstance(spaces, dict) else {}
+    separators = str(options.get("item_separator", ",")), str(options.get("key_separator", ":"))
     grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=separators)
     return xgrammar.Grammar.from_ebnf(bounded(grammar))
 

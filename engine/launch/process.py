@@ -57,10 +57,10 @@ class ServerProcess:
             await asyncio.wait([self._ended], timeout=patience)
         return problem if self.death is None else ChildDied(self.death)
 
-    async def _watch(self, process: asyncio.subprocess.Process, said: str) -> None:
+    async def _watch(self, process: asyncio.subprocess.Process, output: str) -> None:
         assert process.stdout is not None
-        said += (await process.stdout.read()).decode()
-        self.death = said.strip() or f"the engine {how_it_ended(await process.wait())}"
+        output += (await process.stdout.read()).decode()
+        self.death = output.strip() or f"the engine {how_it_ended(await process.wait())}"
         await process.wait()
 
     async def _end(self) -> None:

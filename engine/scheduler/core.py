@@ -162,7 +162,7 @@ class SchedulerCore:
                 request.wire.stages.admitted = request.wire.stages.admitted or now
         return step
 
-    def hash_ahead(self, step: PlannedStep) -> None:
+    def hash_early(self, step: PlannedStep) -> None:
         """Hash the blocks that this step fills while the device computes it."""
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
             if chunk.length >= self.state.blocks.block_size and self.state.limits.prefix_cache:
@@ -234,9 +234,9 @@ class SchedulerCore:
         return None
 
     def _make_request(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], siblings: list[Request], index: int) -> Request:
-        room = self._capacity - len(prompt_ids)
+        most = self._capacity - len(prompt_ids)
         params = wire.params.of_answer(index)
-        max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        max_tokens = most if params.max_tokens is None else min(most, params.max_tokens)
         token_ids = np.empty(len(prompt_ids) + max_tokens, dtype=np.int32)
         token_ids[: len(prompt_ids)] = prompt_ids
         hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.namespace)

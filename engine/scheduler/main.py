@@ -78,7 +78,7 @@ class Scheduler:
                 self._flush(core)  # the device is busy: serve clients first
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
-                core.hash_ahead(step)
+                core.hash_early(step)
             core.expire(time.monotonic())
             self._flush(core)
             self._receive(core, control)
@@ -188,7 +188,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         prefix_cache=config.prefix_cache,
         snapshot_blocks=worker.snapshot_blocks,
         verify_rows=0 if config.draft == "off" else sizes.verify_rows,
-        num_ahead=MAX_HEAD_DRAFTS if config.draft == "mtp" else 0,
+        num_lookahead=MAX_HEAD_DRAFTS if config.draft == "mtp" else 0,
     )
 
 

@@ -27,7 +27,7 @@ STEP_PART_WORTH_WAITING = 1 / 16  # share of a step's tokens: the wait may cost 
 PIXELS_PER_TOKEN = 4096  # an image that is not resized has a quarter of it
 MOST_FOUND = 65_536  # cached tokens of requests that start in one plan: matching and acquiring their blocks takes 6 to 20 ms
 MIN_CHAINED = 8  # tokens of a chunk that is followed by another one in the same step; exceeds a convolution's inputs
-BEHIND_ALL = (math.inf, 0)
+AFTER_ALL = (math.inf, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class _StepBuilder:
             elif not request.is_decoding and request not in self.resting:
                 self.budget -= self._compute(request, min(self.budget, request.num_tokens - request.num_computed))
             i += request.status is Status.RUNNING  # unless it has preempted itself
-        self._admit_waiting(BEHIND_ALL)
+        self._admit_waiting(AFTER_ALL)
 
     def finish(self) -> PlannedStep | None:
         """Finish the plan. Images whose last token is computed are unpinned only now."""
@@ -240,13 +240,13 @@ class _StepBuilder:
         """Schedule chunks of at most `length` known tokens and return their length or 0. A prompt continues after a snapshot in the same
         step unless siblings wait for the snapshot."""
         done = more = self._schedule(request, length)
-        while more and request.is_stateful and len(request.siblings) == 1 and (room := self._room_behind(request, more, length - done)):
+        while more and request.is_stateful and len(request.siblings) == 1 and (rest := self._chainable(request, more, length - done)):
             self.num_chained += 1
-            more = self._schedule(request, room)
+            more = self._schedule(request, rest)
             done += more
         return done
 
-    def _room_behind(self, request: Request, before: int, length: int) -> int:
+    def _chainable(self, request: Request, before: int, length: int) -> int:
         """Return the number of tokens that can follow a chunk in this step without preemption. A single last token would be a decode
         row."""
         if self.num_chained == SPARE_ROWS or before < MIN_CHAINED or request.num_tokens - request.num_computed < 2:
@@ -265,7 +265,7 @@ class _StepBuilder:
                 return 0  # no encoder budget, or no pixels
             lacking = self.state.blocks.num_needed(request.num_computed + fitting) - len(request.blocks)
             if fitting and (new_blocks := self.state.blocks.alloc(max(0, lacking))) is not None:
-                self._add_chunk(request, fitting, new_blocks + self._blocks_ahead(request, fitting, len(new_blocks)), drafts)
+                self._add_chunk(request, fitting, new_blocks + self._lookahead_blocks(request, fitting, len(new_blocks)), drafts)
                 return fitting
             if self.state.saving:
                 return 0  # snapshot blocks are released when their steps land
@@ -275,11 +275,11 @@ class _StepBuilder:
                 return 0
         return 0
 
-    def _blocks_ahead(self, request: Request, length: int, num_new: int) -> list[int]:
+    def _lookahead_blocks(self, request: Request, length: int, num_new: int) -> list[int]:
         """Return free blocks for the head's entries after a chunk; no request is preempted for them."""
-        if not self.limits.num_ahead:
+        if not self.limits.num_lookahead:
             return []
-        end = request.num_computed + length + self.limits.num_ahead
+        end = request.num_computed + length + self.limits.num_lookahead
         lacking = self.state.blocks.num_needed(end) - len(request.blocks) - num_new
         if not 0 < lacking <= self.state.blocks.num_free - self.num_reserved_blocks:
             return []
@@ -335,8 +335,8 @@ class _StepBuilder:
         last = end // self.state.blocks.block_size - 1
         if last < len(links) and self.state.blocks.snapshot(links[last]):
             return []
-        has_room = num_blocks <= self.state.blocks.num_free - self.num_reserved_blocks
-        return (self.state.blocks.alloc(num_blocks) or []) if has_room else []
+        has_space = num_blocks <= self.state.blocks.num_free - self.num_reserved_blocks
+        return (self.state.blocks.alloc(num_blocks) or []) if has_space else []
 
     def _take_images(self, request: Request, start: int, end: int) -> tuple[list[VisualRef], int]:
         """Pin or encode the images that overlap the chunk; also return the number of images that end in it."""

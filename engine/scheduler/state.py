@@ -37,7 +37,7 @@ class Limits:
     prefix_cache: bool = True
     snapshot_blocks: int = 0  # blocks per snapshot of a row's recurrent states; 0: the model has none
     verify_rows: int = 0  # query rows of a step with drafts; 0: no drafts
-    num_ahead: int = 0  # tokens after a row for which it gets blocks, if any are free: those of the model's head
+    num_lookahead: int = 0  # tokens after a row for which it gets blocks, if any are free: those of the model's head
 
 
 @dataclass(slots=True)

@@ -106,7 +106,7 @@ def build_runner(
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
-    load_grammar = functools.partial(loaded.sampler.rules.load_ahead, arena=arena, processor=Outbox(child.run_dir, "processor"))
+    load_grammar = functools.partial(loaded.sampler.rules.prefetch, arena=arena, processor=Outbox(child.run_dir, "processor"))
     runner = Runner(
         model=model,
         attention=attention,

@@ -24,8 +24,8 @@ def explain(problem: Exception) -> str:
         return f"the GPUs cannot reach each other (NCCL_DEBUG=INFO logs details; try --no-symmetric-memory): {_line(text)}"
     if "building extension" in text or "ninja" in text.lower() or "nvcc" in text:
         cause = COMPILER_ERROR.search(text.partition("\n")[2])
-        said = _line(cause[0] if cause else text)
-        return f"kernels could not be compiled: are nvcc and a C++ compiler of its CUDA version installed? {said}"
+        reason = _line(cause[0] if cause else text)
+        return f"kernels could not be compiled: are nvcc and a C++ compiler of its CUDA version installed? {reason}"
     return _line(text) or type(problem).__name__
 
 

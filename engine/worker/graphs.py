@@ -31,7 +31,7 @@ from models.kernels.step_sizes import StepSizes
 MAX_PREFILL_ROWS = 8  # most prompts with chunks in one graph
 FIRST_WARM_UPS = 3  # of the first graph; others need one, for their own kernels
 PAGE_BYTES = 4
-BYTES_BEHIND_PAGES = BYTES_PER_SAMPLE + 16  # per token: sampling parameters, known ids
+BYTES_AFTER_PAGES = BYTES_PER_SAMPLE + 16  # per token: sampling parameters, known ids
 SLACK = 4096  # for alignment
 LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from segments
 
@@ -104,7 +104,7 @@ class StepGraphs:
         backends = {key: self._make_attention(*key[0], _num_prefill_rows(key[0])) for key in keys}
         fixed = max(staged_bytes(self._fixed_arrays(self._pad(HostStep.empty(), *key), backend)) for key, backend in backends.items())
         pages = PAGE_BYTES * max(backend.max_pages for backend in backends.values())
-        num_bytes = fixed + pages + BYTES_BEHIND_PAGES * len(self._rows.last_tokens) + SLACK
+        num_bytes = fixed + pages + BYTES_AFTER_PAGES * len(self._rows.last_tokens) + SLACK
         self._staging = Staging(num_bytes, self._device, self._rows.transfers)
         for key, backend in backends.items():
             self._graphs[key] = self._capture(*key, backend)
@@ -118,7 +118,7 @@ class StepGraphs:
             return False
         return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_decode)][-1]
 
-    def bytes_beside(self, num_prompt_tokens: int) -> int:
+    def bytes_outside(self, num_prompt_tokens: int) -> int:
         """Return the bytes that a step with a graph needs outside the graph: see `_embed`."""
         num_bytes = self._embedding[0, :num_prompt_tokens].nbytes
         return num_bytes if num_bytes < LARGE_TENSOR else max(num_bytes, SEGMENT)
@@ -200,19 +200,19 @@ class StepGraphs:
         rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
         lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # rows between the prompts and the decode rows
         lengths[:1] = shape.num_prefill_tokens - starts[rows]
-        behind = np.zeros(shape.num_decode_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # rows after the decode rows
-        behind[: shape.num_decode_tokens - (starts[-1] - starts[rows])] = 1
+        padding = np.zeros(shape.num_decode_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # rows after the decode rows
+        padding[: shape.num_decode_tokens - (starts[-1] - starts[rows])] = 1
         page_counts = -(-lengths // self._rows.block_size)
         scratch = np.full(page_counts.sum(), self._scratch_block, dtype=np.int32)
 
         def spliced(values: Int32s, index: int, between: Int32s, last: Int32s) -> Int32s:
             return np.concatenate((values[:index], between, values[index:], last))
 
-        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, np.full(behind.sum(), self._scratch_block, dtype=np.int32))
+        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, np.full(padding.sum(), self._scratch_block, dtype=np.int32))
         return AttentionLayout(
-            qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, behind)),
-            kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, behind)),
-            page_indptr_cpu=offsets_of(spliced(np.diff(page_starts), rows, page_counts, behind)),
+            qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, padding)),
+            kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, padding)),
+            page_indptr_cpu=offsets_of(spliced(np.diff(page_starts), rows, page_counts, padding)),
             pages=torch.from_numpy(pages),
             slot_mapping_T=layout.slot_mapping_T,
             num_prefill_rows=rows + len(lengths),
@@ -222,9 +222,9 @@ class StepGraphs:
         padded = self._pad(HostStep.empty(), shape, has_adapters)
         self._staging.begin()
         fixed = [self._staging.put(array) for array in self._fixed_arrays(padded, attention)]
-        ids_P, gather_D, positions_3T, slots_T, logits_indices_S, adapters_T, *behind = fixed
+        ids_P, gather_D, positions_3T, slots_T, logits_indices_S, adapters_T, *rest = fixed
         num_states = len(self._rows.state_arrays(padded))
-        rows, plan = self._rows.state_rows(behind[:num_states], padded.attention.num_prefill_rows), behind[num_states:]
+        rows, plan = self._rows.state_rows(rest[:num_states], padded.attention.num_prefill_rows), rest[num_states:]
         pages = self._staging.rest(torch.int32)
         self._staging.put(padded.attention.pages.numpy())
         self._staging.copy()

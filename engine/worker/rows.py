@@ -180,7 +180,7 @@ class Rows:
         attention = replace(layout, pages=staging.put(layout.pages.numpy()), slot_mapping_T=staging.put(layout.slot_mapping_T.numpy()))
         tokens, others = step.logits_indices, step.reports.tokens
         wanted = np.unique(np.concatenate((tokens, *others))) if others else tokens
-        logits_indices, places = staging.put(wanted), staging.put(np.searchsorted(wanted, tokens))
+        logits_indices, gather_indices = staging.put(wanted), staging.put(np.searchsorted(wanted, tokens))
         scoring = step.reports.stage(wanted, staging)
         samples, known = step.samples.stage(staging), staging.put(step.known)
         rows = self.state_rows([staging.put(array) for array in self.state_arrays(step)], layout.num_prefill_rows)
@@ -190,7 +190,7 @@ class Rows:
             ids_T[num_prefill:] = self.last_tokens[gather_D]
         batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, self.states, rows)
         batch = replace(batch, hidden_TD=self.hidden_of(len(ids_T)), adapters_T=adapters_T if len(adapters_T) else None)
-        return StepInputs(batch, samples, places, scoring)
+        return StepInputs(batch, samples, gather_indices, scoring)
 
     def state_arrays(self, step: HostStep) -> tuple[npt.NDArray[np.integer], ...]:
         """Return the input of `state_rows`; empty for a model without states. Chunks of a prompt in one step form a chain."""
@@ -215,10 +215,10 @@ class Rows:
         """Return the output buffer for the hidden states of so many tokens, if they are needed."""
         return None if self.hidden_TD is None else self.hidden_TD[:num_tokens]
 
-    def hidden(self, places_T: torch.Tensor) -> torch.Tensor:
+    def hidden(self, indices_T: torch.Tensor) -> torch.Tensor:
         """Return the (T, D) hidden states of the last forward pass."""
         assert self.hidden_TD is not None
-        return self.hidden_TD[places_T]
+        return self.hidden_TD[indices_T]
 
     def after(self, samples: HostSamples, distance: int) -> tuple[Int64s, AttentionLayout]:
         """Return M-RoPE positions, rows and pages of tokens at this distance after the sampling tokens, with as many tokens per row as it

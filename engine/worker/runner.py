@@ -146,7 +146,7 @@ class Runner:
         prompts = [chunk.length for chunk in plan.chunks if not chunk.is_decode]
         num_tokens, num_decode = sum(prompts), sum(chunk.length for chunk in plan.chunks if chunk.is_decode)
         if self.graphs is not None and self.graphs.cover(len(prompts), num_tokens, num_decode):
-            needed = self.graphs.bytes_beside(num_tokens)
+            needed = self.graphs.bytes_outside(num_tokens)
         else:
             needed = step_bytes(self.model.config, self.tp.size, num_tokens + num_decode)
         needed += self.images.shared_bytes(plan.encodes)

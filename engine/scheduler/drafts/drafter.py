@@ -15,11 +15,11 @@ from engine.wire.messages import MAX_DRAFTS
 
 LEAST_PROBABILITY = 0.2  # that a draft and all before it are accepted
 LEAST_GAIN = 0.4  # tokens that a row's drafts must gain to outweigh the wait of host and device for each other
-LEAST_GAIN_BESIDE = 1.1  # in a step with rows planned ahead: the row skips every other step
+LEAST_GAIN_ALTERNATING = 1.1  # in a step with rows planned ahead: the row skips every other step
 DECAY = 0.9  # weight of old hits and misses per new one
 MAX_PAUSE = 64  # tokens
 
-Guess = list[tuple[int, float]]  # tokens, each with its conditional probability
+Proposal = list[tuple[int, float]]  # tokens, each with its conditional probability
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Trust:
 
     hits: float = 1.4
     expected: float = 2.0  # the prior is slightly pessimistic
-    guess: Guess = field(default_factory=list)
+    proposal: Proposal = field(default_factory=list)
     num_known: int = 0  # tokens before the draft
     num_failures: int = 0
     resumes_at: int = 0
@@ -73,11 +73,11 @@ class Trust:
 
     def score(self, request: Request) -> None:
         """Compare the last draft with the new tokens."""
-        came = request.known_ids()[self.num_known :].tolist() if self.guess else []
-        for token, (guessed, probability) in zip(came, self.guess, strict=False):
-            self.hits = DECAY * self.hits + (token == guessed)
+        came = request.known_ids()[self.num_known :].tolist() if self.proposal else []
+        for token, (proposed, probability) in zip(came, self.proposal, strict=False):
+            self.hits = DECAY * self.hits + (token == proposed)
             self.expected = DECAY * self.expected + probability
-            if token != guessed:
+            if token != proposed:
                 break
         self.num_known = request.num_known
 
@@ -110,7 +110,7 @@ def give_drafts(state: State, verify_rows: int, make_offer: Callable[[Request, i
         else:
             num_steady += 1
     if num_steady:
-        offers = [offer for offer in offers if offer.gain >= LEAST_GAIN_BESIDE]
+        offers = [offer for offer in offers if offer.gain >= LEAST_GAIN_ALTERNATING]
     for offer in offers:
         if offer.request.num_sampled:
             offer.request.is_held = True

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Guess, Offer, Trust, give_drafts
+from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Proposal, Trust, give_drafts
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 
@@ -19,7 +19,7 @@ _NOTHING = [sum(pow(FACTOR, i, PRIME) for i in range(length)) for length in CONT
 UNSURE = 0.6  # pseudo-count of other tokens after a context of one token
 MIN_PATH = 0.05  # least probability of all tokens of a draft
 
-MAX_AHEAD = 3  # most tokens of a row in flight when a draft is made
+MAX_IN_FLIGHT = 3  # most tokens of a row in flight when a draft is made
 MAX_TEXT = 1 << 14  # tokens: the last of a prompt, the first of a prediction; of longer text the last are reread
 MAX_LAG = 16  # most tokens read before a draft; more wait for spare time
 SLICE = 128  # tokens read between two checks for messages: 0.2 ms
@@ -53,10 +53,10 @@ class Contexts:
             self._tokens.append(token)
             _roll(self._hashes, self._tokens)
 
-    def guess(self, most: int) -> Guess:
+    def propose(self, most: int) -> Proposal:
         """Propose at most `most` tokens: repeatedly the one that followed the longest known context."""
         hashes, tokens = self._hashes.copy(), self._tokens[-1 - CONTEXTS[0] :]
-        found: Guess = []
+        found: Proposal = []
         path = 1.0
         while len(found) < most:
             length, key = next(((length, key) for length, key in zip(CONTEXTS, hashes, strict=True) if key in self._followers), (0, 0))
@@ -95,18 +95,18 @@ class Source:
         """Number of unread tokens."""
         return len(self._unread) - self._position + self._request.num_known - self._num_read
 
-    def guess(self, most: int) -> Guess:
+    def propose(self, most: int) -> Proposal:
         """Propose at most `most` tokens after the known ones."""
         if self._request.num_known != self.trust.num_known:
             self.trust.score(self._request)
-            self.trust.guess = []
+            self.trust.proposal = []
             if self.lag <= MAX_LAG:
                 self.read(MAX_LAG)
-                self.trust.guess = self._find(most)
-        return self.trust.guess
+                self.trust.proposal = self._find(most)
+        return self.trust.proposal
 
-    def _find(self, most: int) -> Guess:
-        return self._contexts.guess(most)
+    def _find(self, most: int) -> Proposal:
+        return self._contexts.propose(most)
 
     def read(self, num_tokens: int) -> None:
         """Read at most so many tokens of each part."""
@@ -149,19 +149,19 @@ class LookupDrafter:
 
     def _offer(self, request: Request, most: int) -> Offer:
         """Return drafts after the tokens in flight, which must match the proposal, too. The last token is never a draft: one is sampled."""
-        offer, num_ahead = Offer(request), request.num_sampled
+        offer, num_in_flight = Offer(request), request.num_sampled
         if request not in self._sources:
             self._sources[request] = Source(request)
         if most == 0:
             return offer
         source = self._sources[request]
-        guess, trust, probability = source.guess(most + MAX_AHEAD), source.trust, 1.0
+        proposal, trust, probability = source.propose(most + MAX_IN_FLIGHT), source.trust, 1.0
         most = 0 if trust.is_paused(request) else min(most, request.max_tokens - request.num_output - 1)
-        for i, (token, share) in enumerate(guess[: num_ahead + max(0, most)]):
+        for i, (token, share) in enumerate(proposal[: num_in_flight + max(0, most)]):
             probability *= share * trust.share
             if probability < LEAST_PROBABILITY:
                 break
-            if i >= num_ahead:
+            if i >= num_in_flight:
                 offer.drafts.append(token)
                 offer.gain += probability
         return offer

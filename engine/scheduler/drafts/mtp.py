@@ -42,8 +42,8 @@ class HeadDrafter:
             return offer
         if request.num_known != trust.num_known:
             trust.score(request)
-            trust.guess = [(token, 1.0) for token in request.head_drafts]
-        drafts = [token for token, _ in trust.guess[:MAX_HEAD_DRAFTS]]
+            trust.proposal = [(token, 1.0) for token in request.head_drafts]
+        drafts = [token for token, _ in trust.proposal[:MAX_HEAD_DRAFTS]]
         most = 0 if trust.is_paused(request) else min(most, MAX_HEAD_DRAFTS, request.max_tokens - request.num_output - 1)
         for i in range(most if request.num_sampled else min(most, len(drafts))):
             if (probability := trust.share ** (i + 1)) < LEAST_PROBABILITY:

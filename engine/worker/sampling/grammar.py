@@ -57,7 +57,7 @@ class Session:
         elif token_id == self.after:
             self.after = None
 
-    def ahead(self, drafts: Sequence[int]) -> Iterator[bool]:
+    def look_ahead(self, drafts: Sequence[int]) -> Iterator[bool]:
         """Yield whether the grammar restricts the next token, then each one after a draft, assuming the drafts before it, up to an
         impossible draft. Masks may be filled during the iteration, which restores the state at its end."""
         after, is_over, num_taken = self.after, self.is_over, 0
@@ -134,7 +134,7 @@ class TokenRules:
             for token_id in admit.output_ids:
                 session.take(token_id)
 
-    def load_ahead(self, message: LoadGrammar, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> None:
+    def prefetch(self, message: LoadGrammar, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> None:
         """Read a grammar that a plan may name later, in a thread that releases the interpreter lock and answers `processor`."""
         data = _bytes_of(message.region, arena)
 
@@ -159,8 +159,8 @@ class TokenRules:
         limited: list[int] = []
         words = torch.full((sum(1 + len(drafts) for *_, drafts in found), self._num_words), -1, dtype=torch.int32)
         for first, session, allowed, drafts in found:
-            ahead = repeat(False, 1 + len(drafts)) if session is None else session.ahead(drafts)
-            for index, is_restricted in enumerate(ahead, first):
+            restricted = repeat(False, 1 + len(drafts)) if session is None else session.look_ahead(drafts)
+            for index, is_restricted in enumerate(restricted, first):
                 if is_restricted and session is not None:
                     session.fill(words, len(limited))
                 if allowed is not None:

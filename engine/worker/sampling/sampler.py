@@ -77,12 +77,12 @@ class Sampler:
     def warm_up(self) -> None:
         """Run every stage, so that no request waits for a compiler."""
         _, vocab_size, device = self._state.shape
-        guessed = HostDrafts(((0,),)) if self._max_samples > 1 else HostDrafts(((),))
+        drafts = HostDrafts(((0,),)) if self._max_samples > 1 else HostDrafts(((),))
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
-        positions = range(1, 1 + guessed.counts[0])
+        positions = range(1, 1 + drafts.counts[0])
         for params in kinds:
             self.admit(0, params, np.zeros(1, dtype=np.int32), 1)
-            samples = samples_of([params], positions, self._ops.max_top_k, device, guessed)
+            samples = samples_of([params], positions, self._ops.max_top_k, device, drafts)
             everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
             logits_SV = torch.zeros((len(positions), vocab_size), device=device)
             self.sample(logits_SV, samples, (torch.zeros_like(samples.rows_S[:1]), everything))

@@ -69,7 +69,7 @@ class LogitState:
             values_AE = torch.where(samples.positions_A[:, None] < self._fields["until"][rows_A], self._fields["values"][rows_A], 0.0)
             flat.index_add_(0, (starts_A1 + self._fields["edited"][rows_A]).flatten(), values_AE.flatten())
         if samples.changes & PENALTIES:
-            counts = (self._counts_RV, rows_A) if samples.drafts is None else self._counts_behind(samples.drafts, samples.changed_A, rows_A)
+            counts = (self._counts_RV, rows_A) if samples.drafts is None else self._counts_after(samples.drafts, samples.changed_A, rows_A)
             ops.penalise_(logits_SV, samples.changed_A, *counts, self._fields["penalties"][rows_A])
         if samples.changes & WORDS:
             words_AWN, tails_AN = self._fields["words"][rows_A], self._tails_of(samples, rows_A)
@@ -90,7 +90,7 @@ class LogitState:
         if samples.changes & WORDS:
             self._fields["tail"][last_rows_A] = torch.cat((self._tails_of(samples, rows_A)[:, 1:], tokens_A.int()[:, None]), dim=1)
 
-    def _counts_behind(self, drafts: Drafts, index_A: torch.Tensor, rows_A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _counts_after(self, drafts: Drafts, index_A: torch.Tensor, rows_A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (A, V) counts as if the drafts before each sample were accepted, and the index of each."""
         counts_AV, before_AX = self._counts_RV[rows_A], drafts.before(index_A)
         counts_AV.scatter_add_(1, before_AX.clamp(min=0), (before_AX != NONE).int())

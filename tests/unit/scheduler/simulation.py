@@ -61,7 +61,7 @@ def make_core(
     merged = Limits(**{**defaults, **limits})
     images, adapters = ImageDirectory(image_tokens * TOKEN_BYTES), AdapterDirectory(num_slots)
     state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, adapters, free_rows=list(range(merged.max_num_seqs)))
-    drafter = make_drafter("mtp" if merged.num_ahead else "lookup", merged.verify_rows) if merged.verify_rows else None
+    drafter = make_drafter("mtp" if merged.num_lookahead else "lookup", merged.verify_rows) if merged.verify_rows else None
     return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]), drafter=drafter)
 
 

@@ -62,7 +62,7 @@ def test_a_prediction_is_used_from_the_first_token_on() -> None:
 
 
 def simulate_head(max_num_seqs: int = 4, verify_rows: int = 32) -> Simulation:
-    limits = {"max_num_batched_tokens": 64, "verify_rows": verify_rows, "num_ahead": MAX_HEAD_DRAFTS, "max_num_seqs": max_num_seqs}
+    limits = {"max_num_batched_tokens": 64, "verify_rows": verify_rows, "num_lookahead": MAX_HEAD_DRAFTS, "max_num_seqs": max_num_seqs}
     sim = Simulation(make_core(num_blocks=400, **limits), random.Random(0))
     sim.worker.refuse_rate = 0.0
     return sim
@@ -134,7 +134,7 @@ def test_a_context_does_not_reach_across_an_image() -> None:
     core.add(wire, np.asarray(prompt, dtype=np.int32))
     source = Source(core.state.waiting[0])
     assert source._unread.tolist() == [30, 31, 32, -2, 33, 34, 30, 31, 32, 33, -3, 31, 32]
-    assert [token for token, _ in source.guess(7)] == [33]
+    assert [token for token, _ in source.propose(7)] == [33]
 
 
 def test_a_long_prompt_is_read_in_spare_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,14 +145,14 @@ def test_a_long_prompt_is_read_in_spare_time(monkeypatch: pytest.MonkeyPatch) ->
     core.add(make_request(0, prompt, [], 9), np.asarray(prompt, dtype=np.int32))
     request = core.state.waiting[0]
     source = Source(request)
-    assert source.guess(7) == [] and len(source._contexts) == len(Contexts())
+    assert source.propose(7) == [] and len(source._contexts) == len(Contexts())
     while source.lag > 0:
         source.read(64)
     assert len(source._contexts) - len(Contexts()) == 2000
     monkeypatch.setattr(lookup, "MAX_TEXT", 100)
     for token in range(20_000, 20_008):
         request.append(token)
-        source.guess(7)
+        source.propose(7)
     while source.lag > 0:
         source.read(64)
     assert len(source._contexts) <= 300
@@ -166,7 +166,7 @@ def test_a_guess_follows_the_longest_context_that_was_seen(text: list[int]) -> N
     contexts = Contexts()
     contexts.extend(text)
     known = [0] * CONTEXTS[0] + text
-    for token, _ in contexts.guess(7):
+    for token, _ in contexts.propose(7):
         found = (followers(text, known[-length:]) for length in CONTEXTS)
         seen = next(tokens for tokens in found if tokens)
         most = max(seen, key=seen.count)
@@ -185,10 +185,10 @@ def test_a_copy_is_foreseen_token_by_token() -> None:
     original = [rng.randrange(1000, 9000) for _ in range(200)]
     contexts = Contexts()
     contexts.extend(original + original[:30])
-    guess = contexts.guess(7)
-    assert [token for token, _ in guess] == original[30:37] and guess[0][1] > 0.9
+    proposal = contexts.propose(7)
+    assert [token for token, _ in proposal] == original[30:37] and proposal[0][1] > 0.9
     contexts.extend([9999, original[50]])
-    assert 0.5 < contexts.guess(7)[0][1] < 0.7
+    assert 0.5 < contexts.propose(7)[0][1] < 0.7
     assert len(contexts._followers) <= len(CONTEXTS) * len(contexts)
 
 

@@ -131,7 +131,7 @@ def serve_any_load(
         mixed_step_tokens=rng.choice([1, 3, 20]),
         snapshot_blocks=rng.randint(1, 3) if stateful else 0,
         verify_rows=rng.choice([8, 32]) if drafter else 0,
-        num_ahead=3 if head else 0,
+        num_lookahead=3 if head else 0,
         num_ranks=2,
         num_slots=rng.randint(1, 3) if num_adapters else 0,
         step_sizes=msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=rng.choice([0, 0, 1, 20, 60])),

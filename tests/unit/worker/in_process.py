@@ -133,7 +133,7 @@ class Engine:
             "bytes_per_image_token": per_token,
             "step_sizes": sizes,
             "snapshot_blocks": spec.snapshot_blocks(16),
-            "num_ahead": MAX_HEAD_DRAFTS if config.text.has_head else 0,
+            "num_lookahead": MAX_HEAD_DRAFTS if config.text.has_head else 0,
         }
         merged = Limits(**{**defaults, **limits})
         directory = ImageDirectory(image_tokens * per_token)

@@ -168,7 +168,7 @@ def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes]) -> Non
     for data in (b"damaged", compiled["schema"]):
         arena: Any = SimpleNamespace(view=lambda offset, length, data=data: data)
         region = Region(0, 0, len(data))
-        rules.load_ahead(LoadGrammar(region, 1), arena, processor)
+        rules.prefetch(LoadGrammar(region, 1), arena, processor)
         assert done.acquire(timeout=60)
     before = rules._compiled_of.cache_info()
     rules.admit(Admit(0, region, [], [], [], SamplingParams(), CompiledGrammar(region)), arena)

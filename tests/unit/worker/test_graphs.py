@@ -205,4 +205,4 @@ def test_what_a_step_takes_beside_its_graph_is_asked_for(model: Qwen3VL, monkeyp
     assert len(asked) == 5 and all(len(engine.tokens[rid]) == 8 for rid in (0, 3, 4))
     assert runner.graphs is not None
     monkeypatch.setattr(runner.graphs, "_embedding", torch.empty((1, 20_000, 1024), dtype=torch.bfloat16))
-    assert [runner.graphs.bytes_beside(count) >> 20 for count in (0, 511, 512, 20_000)] == [0, 0, 20, 39]
+    assert [runner.graphs.bytes_outside(count) >> 20 for count in (0, 511, 512, 20_000)] == [0, 0, 20, 39]
