@@ -1,4 +1,4 @@
-"""A region of an arena that is filled piece by piece and may have to grow or move meanwhile."""
+"""Region of an arena that is filled piece by piece and may grow or move meanwhile."""
 
 from engine.wire.arena import Arena, ArenaFull
 
@@ -6,7 +6,7 @@ MIN_GROWTH = 1 << 20
 
 
 class Region:
-    """One allocation with its writer's position; no other code may hold its offset before it is complete. ArenaFull or ArenaTooSmall."""
+    """One allocation and the position of its writer; its offset is final once it is complete. Raise ArenaFull or ArenaTooSmall."""
 
     def __init__(self, arena: Arena, capacity: int):
         self._arena = arena
@@ -15,22 +15,22 @@ class Region:
         self.used = 0
 
     @property
-    def room(self) -> memoryview:
+    def unused(self) -> memoryview:
         """Return the memory after the used bytes. Valid until the next `reserve`."""
         return self._arena.view(self.offset + self.used, self.capacity - self.used)
 
     @property
     def view(self) -> memoryview:
-        """The used bytes. Valid until the next `reserve`."""
+        """Return the used bytes. Valid until the next `reserve`."""
         return self._arena.view(self.offset, self.used)
 
     async def prepare(self, num_bytes: int) -> None:
-        """Reserve memory for `reserve(num_bytes)` without stopping the event loop for long."""
+        """Reserve memory for `reserve(num_bytes)` without blocking the event loop for long."""
         if self.used + num_bytes > self.capacity:
             await self._arena.prepare(self._next_capacity(num_bytes), self.offset)
 
     def reserve(self, num_bytes: int) -> None:
-        """Doubles, so that many small pieces cost no more than one large one."""
+        """Ensure capacity for so many further bytes. Capacity doubles, so that many small pieces cost no more than one large one."""
         need = self.used + num_bytes
         if need > self.capacity:
             capacity = self._next_capacity(num_bytes)
@@ -48,7 +48,7 @@ class Region:
 
     def append(self, data: bytes) -> None:
         self.reserve(len(data))
-        self.room[: len(data)] = data
+        self.unused[: len(data)] = data
         self.used += len(data)
 
     def trim(self) -> None:

@@ -257,7 +257,7 @@ class Native:
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
         fields: Json = {"params": params, "output": OutputOptions(), "stages": Stages(time.monotonic())}
         submit = Submit(client.new_rid(), TextPrompt("a"), [], **fields)
-        stream = client.submit([submit]) if client.has_room else None
+        stream = client.submit([submit]) if client.has_capacity else None
         try:
             async with asyncio.timeout(HEALTH_S):
                 await client.next_token()

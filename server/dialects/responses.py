@@ -149,8 +149,8 @@ def chat_body(request: ResponsesRequest, scanner: Scanner) -> Json:
     chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
     chat |= request.model_dump(include={"model", "max_tokens", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls"})
     chat["logprobs"] = bool(request.top_logprobs) or LOGPROBS in (request.include or ()) or None
-    turns = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else _messages(request.input, scanner)
-    chat["messages"] = [*([{"role": "system", "content": request.instructions}] if request.instructions else ()), *turns]
+    messages = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else _messages(request.input, scanner)
+    chat["messages"] = [*([{"role": "system", "content": request.instructions}] if request.instructions else ()), *messages]
     if request.tools:
         chat["tools"] = [chat_tool for tool in request.tools for chat_tool in _tools(tool)]
     choice = request.tool_choice
@@ -177,9 +177,9 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
     """Reasoning, the text after it and the calls after that are one message of the assistant."""
     texts, thoughts, calls = list[str](), list[str](), list[Json]()
     for i, item in enumerate([*items, None]):
-        is_said = isinstance(item, MessageItem) and item.role == "assistant"
+        is_assistant = isinstance(item, MessageItem) and item.role == "assistant"
         is_next = isinstance(item, MessageItem | ThoughtItem) and (texts or calls)
-        if (texts or thoughts or calls) and (is_next or not (is_said or isinstance(item, CallItem | ThoughtItem))):
+        if (texts or thoughts or calls) and (is_next or not (is_assistant or isinstance(item, CallItem | ThoughtItem))):
             yield assistant_message(texts, thoughts, calls)
             texts, thoughts, calls = [], [], []
         if isinstance(item, CallItem):
@@ -191,7 +191,7 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
         elif isinstance(item, ResultItem):
             check_urls(item.output, f"input.{i}.output", scanner)
             yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
-        elif is_said:
+        elif is_assistant:
             parts = [item.content] if isinstance(item.content, str) else item.content
             if any(isinstance(part, ImagePart | VideoPart) for part in parts):
                 raise bad_value(f"input.{i}.content", "a message of role 'assistant' has no images")

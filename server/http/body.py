@@ -77,7 +77,7 @@ class Pace:
         self._timeout = timeout
         self._bytes_per_s = max(MIN_BYTES_PER_S, num_promised / (MAX_TIMEOUTS * timeout))
 
-    def patience(self, num_bytes: int, now: float) -> float:
+    def timeout(self, num_bytes: int, now: float) -> float:
         """Seconds from `now` until more than `num_bytes` must be here. Raises TimeoutError if they are late."""
         left = self._started + self._timeout + num_bytes / self._bytes_per_s - now
         if left <= 0:
@@ -136,7 +136,7 @@ def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
 
 async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int, pace: Pace) -> bool:
     """Take the bytes that the server has read. Return whether there are more."""
-    async with asyncio.timeout(pace.patience(region.used, asyncio.get_running_loop().time())):
+    async with asyncio.timeout(pace.timeout(region.used, asyncio.get_running_loop().time())):
         message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
@@ -157,8 +157,8 @@ async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images
     end, loop = region.used + rest, asyncio.get_running_loop()
     with direct.take_over(rest):
         while region.used < end:
-            piece = region.room[: min(DIRECT_PIECE_BYTES, end - region.used)]
-            await direct.fill(piece, lambda filled: pace.patience(region.used + filled, loop.time()))
+            piece = region.unused[: min(DIRECT_PIECE_BYTES, end - region.used)]
+            await direct.fill(piece, lambda filled: pace.timeout(region.used + filled, loop.time()))
             region.used += len(piece)
             scanner.feed(bytes(piece))
             check_text_bytes(scanner.num_text_bytes)

@@ -124,7 +124,7 @@ class Client:
         return len(self._streams)
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Return whether a request may be added to the running and waiting ones."""
         return len(self._streams) < self._max_requests
 
@@ -172,7 +172,7 @@ class Client:
     def check_open(self) -> None:
         """RequestError 503 as `EngineHealth.check`, and while the server has as many requests as it may have."""
         self.health.check()
-        if not self.has_room:
+        if not self.has_capacity:
             raise overloaded("The server's request queue is full.")
 
     def close(self, stream: Stream) -> None:

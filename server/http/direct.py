@@ -1,10 +1,10 @@
-"""Large request bodies go from the socket straight into memory that the application names.
+"""Direct reads of large request bodies: from the socket into memory of the application, without copies.
 
     uvicorn:  socket ─▶ buffer ─▶ bytes ─▶ parser ─▶ bytes ─▶ bytearray ─▶ bytes ─▶ application
     here:     socket ─▶ application
 
-A request whose body has a known length carries a `DirectReader` as an ASGI extension. Once the application has taken the bytes
-that the parser had read, it may read the rest of the body itself; afterwards uvicorn's protocol continues with a new parser.
+A request whose body has a known length has a `DirectReader` as an ASGI extension. When the application has received the bytes
+that the parser has read, it may read the rest of the body itself; then uvicorn's protocol continues with a new parser.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ class DirectProtocol(LimitedProtocol):
 
 
 class DirectReader(asyncio.BufferedProtocol):
-    """The rest of one body. Between `take_over` and the last byte it is the connection's protocol, and reading pauses between two `fill`.
-    If the application stops reading, the rest is discarded, so that the client reads the response."""
+    """Reader of the rest of one body. From `take_over` to the last byte it is the connection's protocol, and reading is paused between two
+    calls of `fill`. If the application stops reading, the rest is discarded, so that the client reads the response."""
 
     def __init__(self, http: DirectProtocol):
         self._owner = weakref.ref(http)  # its scope holds this one
         self._rest = 0  # remaining bytes of the body
-        self._room = memoryview(b"")  # their destination
+        self._buffer = memoryview(b"")  # their destination
         self._waiter: asyncio.Future[None] | None = None  # future of the application, until the buffer is full
         self._is_discarding = False
 
@@ -54,7 +54,7 @@ class DirectReader(asyncio.BufferedProtocol):
 
     @contextlib.contextmanager
     def take_over(self, num_bytes: int) -> Iterator[None]:
-        """Reads the last `num_bytes` of the body by `fill`; only while `is_ready`."""
+        """Let `fill` read the last `num_bytes` of the body within this context. Requires `is_ready`."""
         self._rest = num_bytes
         self._http.flow.pause_reading()
         self._http.transport.set_protocol(self)
@@ -63,22 +63,22 @@ class DirectReader(asyncio.BufferedProtocol):
         finally:
             self._discard_rest()
 
-    async def fill(self, room: memoryview, patience: Callable[[int], float]) -> None:
-        """Reads until `room`, at most the rest, is full. ClientDisconnect; TimeoutError if nothing comes for the seconds that `patience`
-        gives for so many bytes of it, or what that raises."""
+    async def fill(self, buffer: memoryview, timeout: Callable[[int], float]) -> None:
+        """Read until `buffer`, no longer than the rest, is full. Raise ClientDisconnect, or TimeoutError if nothing arrives for
+        `timeout(number of its bytes read)` seconds; also what `timeout` raises."""
         self._raise_if_lost()
-        self._room = room
+        self._buffer = buffer
         self._waiter = asyncio.get_running_loop().create_future()
         self._http.flow.resume_reading()
         while not self._waiter.done():
             before = self._rest
-            await asyncio.wait((self._waiter,), timeout=patience(len(room) - len(self._room)))
+            await asyncio.wait((self._waiter,), timeout=timeout(len(buffer) - len(self._buffer)))
             if not self._waiter.done() and self._rest == before:
                 raise TimeoutError
         self._raise_if_lost()
 
     async def drain(self) -> None:
-        """Waits while much of the answer is unsent."""
+        """Wait while much of the response is unsent."""
         await self._http.flow.drain()
 
     def abort(self) -> None:
@@ -88,24 +88,24 @@ class DirectReader(asyncio.BufferedProtocol):
     # ---- called by the event loop ----------------------------------------------------------------------------------------------------
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._room[: self._rest]
+        return self._buffer[: self._rest]
 
     def buffer_updated(self, nbytes: int) -> None:
         self._rest -= nbytes
         if not self._is_discarding:
-            self._room = self._room[nbytes:]
-            if not self._room:
+            self._buffer = self._buffer[nbytes:]
+            if not self._buffer:
                 self._http.flow.pause_reading()
                 self._wake()
         if not self._rest:
             self._hand_back()
 
     def eof_received(self) -> None:
-        """The body is cut."""
+        """The body is truncated; `connection_lost` follows."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._http.connection_lost(exc)
-        self._room = memoryview(b"")
+        self._buffer = memoryview(b"")
         self._wake()
 
     def pause_writing(self) -> None:
@@ -127,12 +127,12 @@ class DirectReader(asyncio.BufferedProtocol):
     def _discard_rest(self) -> None:
         if self._rest and not self._http.cycle.disconnected:
             self._is_discarding = True
-            self._room = memoryview(bytearray(SCRATCH_BYTES))
+            self._buffer = memoryview(bytearray(SCRATCH_BYTES))
             self._http.flow.resume_reading()
 
     def _hand_back(self) -> None:
         """Keep reading paused until the application requests more or has responded."""
-        self._room = memoryview(b"")
+        self._buffer = memoryview(b"")
         self._http.flow.pause_reading()
         self._http.transport.set_protocol(self._http)
         self._http.end_body()

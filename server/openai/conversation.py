@@ -26,7 +26,7 @@ def read_conversation(
     messages: list[Message], body: Body, salt: str | None, limits: ProcessorKwargs | None, io: MediaIoKwargs | None = None
 ) -> Conversation:
     """Replace every part with a medium by an index into the media; `limits` and `io` are those of the whole request. RequestError 400."""
-    places, media = MediaRefs(body, salt), list[MediaRef | VideoRef]()
+    refs, media = MediaRefs(body, salt), list[MediaRef | VideoRef]()
     limits, video_io = limits or ProcessorKwargs(), (io and io.video) or VideoIo()
 
     def read(part: Any, name: str) -> dict[str, object]:
@@ -34,7 +34,7 @@ def read_conversation(
         if isinstance(part, TextPart | RefusalPart):
             return {"type": "text", "text": part.text}
         is_image = isinstance(part, ImagePart)
-        media.append(part.reference(name, places, limits) if is_image else reference(part, name, places, limits, video_io))
+        media.append(part.reference(name, refs, limits) if is_image else reference(part, name, refs, limits, video_io))
         return {"type": "image" if is_image else "video", "media": len(media) - 1}
 
     shown: list[dict[str, object]] = []
@@ -50,7 +50,7 @@ def read_conversation(
         if message.tool_calls:
             entry["tool_calls"] = [_read_call(call) for call in message.tool_calls]
         shown.append(entry)
-    return Conversation(shown, media, places.used)
+    return Conversation(shown, media, refs.used)
 
 
 def _read_call(call: ToolCall | CustomCall) -> dict[str, object]:

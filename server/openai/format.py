@@ -181,11 +181,11 @@ def _prompt_ids(choice: Choice) -> dict[str, object]:
 
 def _of_prompt(choice: Choice) -> dict[str, object]:
     """Return vLLM's members about the prompt: for each token an object by ids, null for the first."""
-    places = [
+    entries = [
         {str(token.id): {"logprob": token.logprob, "rank": token.rank, "decoded_token": _text(token.text)} for token in place} or None
         for place in choice.prompt_logprobs
     ]
-    return {"prompt_token_ids": choice.prompt_ids or None, "prompt_logprobs": places or None}
+    return {"prompt_token_ids": choice.prompt_ids or None, "prompt_logprobs": entries or None}
 
 
 def _ending(choice: Choice) -> dict[str, object]:

@@ -67,9 +67,9 @@ class ImagePart(PixelLimits, Open):
     detail: Detail | None = None  # form of the Responses API
     uuid: Uuid | None = None
 
-    def reference(self, name: str, places: MediaRefs, limits: PixelLimits) -> MediaRef:
+    def reference(self, name: str, refs: MediaRefs, limits: PixelLimits) -> MediaRef:
         """Return the processor's reference. Limits next to the URL take precedence, then the part's, then `limits`. RequestError 400."""
         check_extra(self, self.image_url, f"{name}.image_url")
         bounds = merged((self.image_url, self, limits), PixelLimits.model_fields.keys())
         cap = LOW_DETAIL_PIXELS if "low" in (self.image_url.detail, self.detail) else None
-        return msgspec.structs.replace(places.of(self.image_url.url, self.uuid, f"{name}.image_url", ".url"), cap=cap, **bounds)
+        return msgspec.structs.replace(refs.of(self.image_url.url, self.uuid, f"{name}.image_url", ".url"), cap=cap, **bounds)

@@ -111,20 +111,20 @@ def _merged(options: Sequence[VideoOptions]) -> dict[str, Any]:
     return merged(options, VideoOptions.model_fields.keys(), RATES)
 
 
-def reference(part: VideoPart | FramesPart, name: str, places: MediaRefs, limits: ProcessorKwargs, io: VideoIo) -> VideoRef:
+def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: ProcessorKwargs, io: VideoIo) -> VideoRef:
     """Return the reference for the processor. Options next to the URL take precedence, then the part's, then `limits`, then `io`."""
     sources: list[VideoOptions] = [part, limits]
     if isinstance(part, FramesPart):
         check_extra(part, part, f"{name}.video")
         if isinstance(part.video, list):
-            frames = [places.of(url, None, f"{name}.video.{i}") for i, url in enumerate(part.video)]
+            frames = [refs.of(url, None, f"{name}.video.{i}") for i, url in enumerate(part.video)]
             return _frames(part, name, sources, io, VideoRef(frames=frames))
-        file = places.of(part.video, part.uuid, f"{name}.video")
+        file = refs.of(part.video, part.uuid, f"{name}.video")
     else:
         sources.insert(0, part.video_url)
         check_extra(part, part.video_url, f"{name}.video_url")
-        file = places.of(part.video_url.url, part.uuid, f"{name}.video_url", ".url")
-    if places.has_type(file, JOINED_TYPE):
+        file = refs.of(part.video_url.url, part.uuid, f"{name}.video_url", ".url")
+    if refs.has_type(file, JOINED_TYPE):
         return _frames(part, name, sources, io, VideoRef(file=file, holds_frames=True, source_fps=JOINED_FPS))
     for field, values in (("frames_indices", part.frames_indices), ("timestamps", part.timestamps)):
         if values is not None:

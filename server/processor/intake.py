@@ -43,10 +43,10 @@ from engine.wire.messages import (
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
 from server.processor.grammar import GrammarLoads, answer_grammar
+from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance
-from server.processor.media.room import Room, wire
 from server.processor.media.video import FrameList, VideoFile
 from server.processor.request import Answer, Medium, Request, release_all
 from server.processor.text.detokenize import TokenTable
@@ -73,7 +73,7 @@ class Intake:
     """Prepares requests."""
 
     requests: dict[int, Request]
-    room: Room
+    allocator: RegionAllocator
     early: EarlyReads
     new_image: Callable[..., Image]
     new_file: Callable[..., VideoFile]
@@ -197,7 +197,7 @@ class Intake:
                 if encoded is None:
                     encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
         except BaseExceptionGroup as failures:
-            if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.room.arena.size:
+            if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.allocator.arena.size:
                 raise ArenaTooSmall from None
             raise failures.exceptions[0] from None
         ids, predicted, echo = encoded
@@ -241,7 +241,7 @@ class Intake:
         )
 
     def _put(self, ids: "array[int]") -> Region:
-        region = self.room.take(4 * len(ids))
+        region = self.allocator.allocate(4 * len(ids))
         region.append(ids.tobytes())
         return region
 
@@ -266,11 +266,11 @@ class Intake:
 
     def _max_tokens(self, request: Request) -> int:
         """Return the limit of tokens. A model may otherwise continue inside a JSON string forever."""
-        submit, room = request.submit, self.max_model_len - request.num_prompt_tokens
+        submit, most = request.submit, self.max_model_len - request.num_prompt_tokens
         limit, grammar = submit.params.max_tokens, submit.grammar
         if limit is None and grammar is not None and grammar.kind in JSON_KINDS and not request.answers[0].text.is_thinking:
             limit = DEFAULT_JSON_TOKENS
-        return room if limit is None else max(1, min(limit, room))
+        return most if limit is None else max(1, min(limit, most))
 
     def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:
         """RequestError 400 for a prompt with images: what is left of one is none."""
@@ -298,7 +298,7 @@ class Intake:
         except CompilerBusy as busy:
             raise overloaded(f"{submit.grammar_field}: {busy}") from None
 
-        region = request.regions["grammar"] = self.room.take(len(data))
+        region = request.regions["grammar"] = self.allocator.allocate(len(data))
         region.append(data)
         await self.loads.load(wire(region))
 
@@ -320,7 +320,7 @@ class Intake:
         request.task = None
         await release_all(strays)
         if not isinstance(prepared, EngineRequest) or request.is_ended or request.submit.is_counted_only:
-            await request.release(self.room)
+            await request.release(self.allocator)
             del self.requests[rid]
         else:
             request.is_in_scheduler = True

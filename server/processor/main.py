@@ -33,11 +33,11 @@ from engine.wire.messages import (
 from server.checkpoint import read_checkpoint
 from server.processor.grammar import GrammarLoads
 from server.processor.intake import Intake
+from server.processor.media.allocator import RegionAllocator
 from server.processor.media.decoders import Decoders
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Inspector
-from server.processor.media.room import Room
 from server.processor.media.sources import Sources
 from server.processor.media.video import FrameList, VideoFile
 from server.processor.media.video_plan import VideoPlanner
@@ -63,10 +63,10 @@ class Processor:
         requests: dict[int, Request] = {}
         gpu_decodes = child.runtime.gpu_decodes_jpegs
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
-        room = Room(self._arena, lambda: self._intake.num_holders > 1)
+        allocator = RegionAllocator(self._arena, lambda: self._intake.num_holders > 1)
         inspector = Inspector(child.config, checkpoint, gpu_decodes)
         planner = VideoPlanner(child.config, checkpoint, inspector)
-        sources = self._sources = Sources(child.config, bodies, room)
+        sources = self._sources = Sources(child.config, bodies, allocator)
         decoders, video_decoders = self._decoders, self._video_decoders = (
             Decoders(child.config, self._arena), VideoDecoders(child.config, self._arena)
         )  # fmt: skip
@@ -75,14 +75,14 @@ class Processor:
         max_model_len = child.runtime.max_model_len  # until the scheduler reports the size of the KV pool
         self._loads = GrammarLoads(Outbox(child.run_dir, "worker-0"))
         self._intake = Intake(
-            requests=requests, room=room, early=early, new_image=new_image,
+            requests=requests, allocator=allocator, early=early, new_image=new_image,
             new_file=functools.partial(VideoFile, sources=sources, planner=planner, decoders=video_decoders),
             new_frames=functools.partial(FrameList, sources=sources, planner=planner, decoders=decoders, new_image=new_image),
             api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint, model_folder=folder,
             loads=self._loads, max_model_len=max_model_len,
         )  # fmt: skip
         self._output = Output(
-            requests=requests, room=room, num_decoded=lambda: decoders.num_decoded + video_decoders.num_decoded,
+            requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded + video_decoders.num_decoded,
             api=api, scheduler=scheduler, tasks=tasks,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from engine.wire.messages import (
 )
 from engine.wire.reports import Numbers
 from server.errors import ABORTED
-from server.processor.media.room import Room
+from server.processor.media.allocator import RegionAllocator
 from server.processor.request import Answer, Request
 
 
@@ -35,7 +35,7 @@ class Output:
     """Removes requests that the scheduler has released."""
 
     requests: dict[int, Request]
-    room: Room
+    allocator: RegionAllocator
     num_decoded: Callable[[], int]  # files of media
     api: Outbox[Events]
     scheduler: Outbox[ToScheduler]
@@ -84,14 +84,14 @@ class Output:
                 event = _finish(request, answer, output, text, ends)
             else:
                 event = _event(request, answer, output, text)
-            events.append(request.tell(event, answer, is_first=answer.num_tokens == 1))
+            events.append(request.with_tokens(event, answer, is_first=answer.num_tokens == 1))
             if is_stopped:
                 return
         if output.error is not None:
             request.is_ended = True
             events.append(Event(output.rid, error=output.error))
         elif final is not None and not output.token_ids:
-            events.append(request.tell(_finish(request, answer, output, "", final), answer, is_first=False))
+            events.append(request.with_tokens(_finish(request, answer, output, "", final), answer, is_first=False))
 
     def _stop_early(self, request: Request, answer: Answer, output: RequestOutput) -> None:
         """The scheduler need not go on, unless it has ended the answer itself."""
@@ -115,7 +115,7 @@ class Output:
             self.api.send(Events(events))
         request.writer = None
 
-    async def _release_behind(self, writer: "asyncio.Task[None]", rid: int) -> None:
+    async def _release_after(self, writer: "asyncio.Task[None]", rid: int) -> None:
         events: list[Event] = []
         await asyncio.wait([writer])
         self._release(rid, events)
@@ -125,14 +125,14 @@ class Output:
         """The engine is done with the request's regions, and may have given it up without a word."""
         request = self.requests[rid]
         if request.writer is not None:
-            self.tasks.create_task(self._release_behind(request.writer, rid))
+            self.tasks.create_task(self._release_after(request.writer, rid))
             return
         if not request.is_ended:
             request.is_ended = True
             events.append(Event(rid, error=ABORTED))
 
         async def drop() -> None:
-            await request.release(self.room)
+            await request.release(self.allocator)
             del self.requests[rid]
 
         self.tasks.create_task(drop())
@@ -156,8 +156,8 @@ class Output:
 def _event(request: Request, answer: Answer, output: RequestOutput, text: str) -> Event:
     if answer.num_tokens == 1:
         return _full_event(request, output, text, answer.text.calls)
-    said = answer.text
-    return Event(output.rid, text, answer.num_tokens, said.is_reasoning, calls=said.calls, index=output.index)
+    content = answer.text
+    return Event(output.rid, text, answer.num_tokens, content.is_reasoning, calls=content.calls, index=output.index)
 
 
 def _full_event(

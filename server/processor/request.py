@@ -14,8 +14,8 @@ from engine.wire.details import TokenDetails
 from engine.wire.messages import EngineRequest, ErrorInfo, Event, Logprob, RequestOutput, Submit
 from engine.wire.reports import PromptLogprobs
 from server.errors import PROMPT, error_of, forget_frames
+from server.processor.media.allocator import RegionAllocator
 from server.processor.media.image import Image
-from server.processor.media.room import Room
 from server.processor.media.video import Video
 from server.processor.text.logprobs import Spelling, id_spelling, named, of_prompt, of_token, ranked
 from server.processor.text.reasoning import OutputText
@@ -32,7 +32,7 @@ async def release_all(media: Iterable[Medium]) -> None:
     await asyncio.gather(*(medium.release() for medium in media))
 
 
-class Told(NamedTuple):
+class PendingToken(NamedTuple):
     """Data of a token whose text is from `begin` to `end`."""
 
     begin: int
@@ -44,7 +44,7 @@ class Told(NamedTuple):
 @dataclass(slots=True)
 class Answer:
     text: OutputText
-    waiting: deque[Told] = field(default_factory=deque)  # tokens with held-back text
+    waiting: deque[PendingToken] = field(default_factory=deque)  # tokens with held-back text
     echo: str = ""  # its beginning
     num_tokens: int = 0
     details: TokenDetails = field(default_factory=TokenDetails)
@@ -66,7 +66,7 @@ class Request:
     num_prompt_tokens: int = 0
     scores: PromptLogprobs | None = None  # log-probabilities of the prompt, for all answers
     backlog: deque[RequestOutput] = field(default_factory=deque)  # outputs that wait for log-probabilities of the prompt
-    writer: asyncio.Task[None] | None = None  # tells them, slice by slice
+    writer: asyncio.Task[None] | None = None  # sends them in slices
 
     def item(self, index: int) -> tuple[Medium, int]:
         """The medium that item `index` of the request is of, and its index there."""
@@ -96,9 +96,9 @@ class Request:
         if output.logprobs or self.submit.output.token_ids:
             token_id = output.token_ids[index]
             logprobs = [of_token(self.spelling, token_id, output.logprobs[index])] if output.logprobs else []
-            answer.waiting.append(Told(begin, answer.text.end, token_id, logprobs))
+            answer.waiting.append(PendingToken(begin, answer.text.end, token_id, logprobs))
 
-    def tell(self, event: Event, answer: Answer, is_first: bool) -> Event:
+    def with_tokens(self, event: Event, answer: Answer, is_first: bool) -> Event:
         """Send the event with the requested token ids and log-probabilities of tokens whose text has been sent."""
         wants_ids, shown = self.submit.output.token_ids, []
         while answer.waiting and answer.text.shows(answer.waiting[0].begin, answer.waiting[0].end):
@@ -135,8 +135,8 @@ class Request:
                 found["logprobs"] = [named(self.spelling, (token_id, value, top[:num_top])) for token_id, value, top in part]
             yield found
 
-    async def release(self, room: Room) -> None:
+    async def release(self, allocator: RegionAllocator) -> None:
         """Gives its memory back, as soon as no thread works for it."""
         await release_all(self.media)
         for region in self.regions.values():
-            room.give_back(region)
+            allocator.free(region)

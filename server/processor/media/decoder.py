@@ -1,4 +1,4 @@
-"""Guest that decodes images: it reads encoded images in the processor's arena and writes their pixels there."""
+"""Guest that decodes images. It reads encoded images in the processor's arena and writes their pixels there."""
 
 import logging
 import warnings
@@ -15,17 +15,17 @@ MEMORY_BYTES = 4 << 30  # memory limit of a guest; more fails the image
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Pixels go to `room`, made as large as `size`, which is turned as the image is unless it `is_upright`; without room, only the header
-    is read."""
+    """Write pixels to `target`, resized to `size`, which is in the image's stored orientation unless `is_upright`. Without `target`, only
+    read the header."""
 
     encoded: tuple[int, int]  # offset, length
-    room: tuple[int, int] | None = None
+    target: tuple[int, int] | None = None
     size: tuple[int, int] = (0, 0)
     is_upright: bool = False
 
 
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
-    """The image's own size: as in the header, with its orientation, or upright if it was decoded. Or an error."""
+    """The image's size: as in the header, with its orientation, or upright if it was decoded; or an error."""
 
     height: int = 0
     width: int = 0
@@ -34,7 +34,7 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True):
 
 
 def prepare(arena_fd: str, arena_size: str) -> Callable[[bytes], bytes]:
-    warnings.simplefilter("ignore")  # faults of an image are its client's business
+    warnings.simplefilter("ignore")  # a defect of an image concerns only its client
     logging.disable()
     arena = ArenaView(int(arena_fd), int(arena_size), writable=True)
     return lambda job: msgspec.msgpack.encode(answer(arena, msgspec.msgpack.decode(job, type=Job)))
@@ -43,8 +43,8 @@ def prepare(arena_fd: str, arena_size: str) -> Callable[[bytes], bytes]:
 def answer(arena: ArenaView, job: Job) -> Decoded:
     data = arena.view(*job.encoded)
     try:
-        if job.room is None:
+        if job.target is None:
             return Decoded(*read_header(data))
-        return Decoded(*decode_rgb(data, arena.view(*job.room), job.size, job.is_upright))
+        return Decoded(*decode_rgb(data, arena.view(*job.target), job.size, job.is_upright))
     except RequestError as error:
         return Decoded(error=error.info)

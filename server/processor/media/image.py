@@ -21,10 +21,10 @@ from engine.wire.messages import ImageSource, ImageSpan, MediaRef
 from engine.wire.messages import Region as WireRegion
 from models.media.geometry import Grid
 from server.errors import PROMPT, RequestError
+from server.processor.media.allocator import wire
 from server.processor.media.decoders import Decoders, Size
 from server.processor.media.early import EarlyReads
 from server.processor.media.inspect import Allowance, Header, Inspector
-from server.processor.media.room import wire
 from server.processor.media.sources import Sources
 from server.processor.text.prompt import Visual
 from server.processor.threads import result_of, run, settled
@@ -51,7 +51,7 @@ class Image:
         self, *, sources: Sources, inspector: Inspector, decoders: Decoders, early: EarlyReads, ref: MediaRef, is_frame: bool = False
     ):
         self._sources, self._inspector, self._decoders, self._early = sources, inspector, decoders, early
-        self._room = sources.room
+        self._allocator = sources.allocator
         self._ref = ref
         self._is_frame = is_frame  # not encoded alone
         self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload)  # minimum arena bytes while it is loaded
@@ -64,7 +64,7 @@ class Image:
     def start(self) -> None:
         """Start to decode the payload, if there is one; errors are raised by `load`."""
         if self._ref.payload is not None and self._task is None:
-            if self._room.arena.has_memory(self.num_bytes):
+            if self._allocator.arena.has_memory(self.num_bytes):
                 with contextlib.suppress(ArenaFull, ArenaTooSmall):
                     self._take_payload(self._ref.payload)  # now: a thread begins while others still have the event loop
             self._task = start_task(self._encode())
@@ -114,7 +114,7 @@ class Image:
             await settled(self._job)
         self._task = self._job = None  # their exceptions name this image
         for region in self._regions:
-            self._room.give_back(region)
+            self._allocator.free(region)
 
     def _hold(self, region: Region) -> Region:
         self._regions.append(region)
@@ -125,7 +125,7 @@ class Image:
         payload = self._ref.payload
         if payload is not None:
             if self._job is None:
-                await self._room.arena.prepare(decoded_bytes(payload))
+                await self._allocator.arena.prepare(decoded_bytes(payload))
             digest, header = await result_of(self._job or self._take_payload(payload))
         else:
             self.encoded = await self._sources.fetch(self._ref, self._hold)
@@ -140,7 +140,7 @@ class Image:
     def _take_payload(self, payload: WireRegion) -> "Future[tuple[bytes, Header | None]]":
         """Decode the base64 of a body into the arena and read the header. ArenaFull or ArenaTooSmall."""
         early = self._early
-        self.encoded = self._hold(self._room.take(decoded_bytes(payload)))
+        self.encoded = self._hold(self._allocator.allocate(decoded_bytes(payload)))
         unpack_bytes = self._sources.unpacking(payload, self.encoded)
 
         def unpack() -> Header | None:
@@ -184,8 +184,8 @@ class Image:
         else:
             self._decoders.check(header)
             self.num_bytes = 3 * math.prod(self._stored)
-            await self._room.arena.prepare(self.num_bytes)
-            size = await self._decode(self._room.take(self.num_bytes))
+            await self._allocator.arena.prepare(self.num_bytes)
+            size = await self._decode(self._allocator.allocate(self.num_bytes))
         self.grid = inspector.grid(geometry, *size)
         self.num_tokens = geometry.num_tokens(self.grid)
 
@@ -195,7 +195,7 @@ class Image:
     async def _make_pixels(self) -> None:
         """file -> rgb"""
         with naming(f"Image {self._index + 1}"):
-            await self._decode(await self._room.take_patiently(3 * math.prod(self._stored)))
+            await self._decode(await self._allocator.allocate_when_free(3 * math.prod(self._stored)))
 
     async def _decode(self, pixels: Region) -> Size:
         self._hold(pixels)
@@ -203,7 +203,7 @@ class Image:
         size = await self._decoders.decode(header, self.encoded, (pixels.offset, pixels.capacity), self._stored)
         pixels.used = 3 * math.prod(self._stored)
         self._regions.remove(self.encoded)
-        self._room.give_back(self.encoded)
+        self._allocator.free(self.encoded)
         self._decoders.num_decoded += 1
         self._decoders.known[self.digest] = header, size
         self.source = ImageSource("rgb", wire(pixels), *self._inspector.size_for_workers(self._geometry, *size))

@@ -10,10 +10,10 @@ from engine.wire.arena import ArenaView
 from engine.wire.messages import MediaRef
 from engine.wire.messages import Region as WireRegion
 from server.errors import RequestError
+from server.processor.media.allocator import RegionAllocator
 from server.processor.media.base64_text import decode_base64, decode_data_url
 from server.processor.media.fetch import Fetcher
 from server.processor.media.named import NamedImages
-from server.processor.media.room import Room
 from server.processor.threads import run
 from server.region import Region
 
@@ -21,10 +21,10 @@ FIRST_DOWNLOAD_BYTES = 1 << 20
 
 
 class Sources:
-    """Bytes are written to regions of `room`, in threads of `pool`. Make it inside a running event loop."""
+    """Bytes are written to regions of `allocator`, in threads of `pool`. Make it inside a running event loop."""
 
-    def __init__(self, config: EngineConfig, bodies: ArenaView, room: Room):
-        self.bodies, self.room = bodies, room
+    def __init__(self, config: EngineConfig, bodies: ArenaView, allocator: RegionAllocator):
+        self.bodies, self.allocator = bodies, allocator
         self.pool = ThreadPoolExecutor(config.media_pool_size, "media")
         self.fetcher = Fetcher(config)
         self._named = NamedImages()
@@ -35,7 +35,7 @@ class Sources:
 
     def unpacking(self, payload: WireRegion, encoded: Region) -> Callable[[], None]:
         """Return a job for any thread that decodes base64 of a body to `encoded`, which has space for it. It raises RequestError 422."""
-        text, target = self.bodies.view(payload.offset, payload.length), np.frombuffer(encoded.room, np.uint8)
+        text, target = self.bodies.view(payload.offset, payload.length), np.frombuffer(encoded.unused, np.uint8)
 
         def unpack() -> None:
             data = decode_base64(text)
@@ -50,7 +50,7 @@ class Sources:
         url = ref.url or ""
         scheme = url.partition(":")[0].lower()
         if scheme in ("http", "https"):
-            encoded = hold(self.room.take(FIRST_DOWNLOAD_BYTES))
+            encoded = hold(self.allocator.allocate(FIRST_DOWNLOAD_BYTES))
             await self.fetcher.download(url, encoded.append, max_bytes)
             return encoded
         if ref.url is None:
@@ -59,8 +59,8 @@ class Sources:
                 raise RequestError(400, "no media with this uuid is cached: send it with its URL", code="unknown_uuid")
         else:
             data = await run(self.pool, lambda: decode_data_url(url) if scheme == "data" else self.fetcher.read_local(url, max_bytes))
-        await self.room.arena.prepare(len(data))
-        encoded = hold(self.room.take(len(data)))
+        await self.allocator.arena.prepare(len(data))
+        encoded = hold(self.allocator.allocate(len(data)))
         encoded.append(data)
         return encoded
 

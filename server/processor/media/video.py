@@ -22,12 +22,12 @@ from engine.wire.messages import ImageSource, ImageSpan, MediaRef, VideoRef
 from engine.wire.messages import Region as WireRegion
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry
 from server.errors import RequestError
+from server.processor.media.allocator import wire
 from server.processor.media.decoders import Decoders, Size
 from server.processor.media.fetch import too_large
 from server.processor.media.image import Image, decoded_bytes, naming, start_task
 from server.processor.media.inspect import Allowance
 from server.processor.media.pixels import pair_hash
-from server.processor.media.room import wire
 from server.processor.media.sources import Sources
 from server.processor.media.video_plan import PAIR, VideoPlan, VideoPlanner
 from server.processor.media.video_pool import VideoDecoders
@@ -48,7 +48,7 @@ class Video(ABC):
     sources: list[ImageSource]
 
     def __init__(self, *, sources: Sources, planner: VideoPlanner, ref: VideoRef):
-        self._sources, self._planner, self._room = sources, planner, sources.room
+        self._sources, self._planner, self._allocator = sources, planner, sources.allocator
         self._ref = ref
         self._video: VideoGeometry
         self._index = 0  # in its request
@@ -98,7 +98,7 @@ class Video(ABC):
             await asyncio.wait(tasks)
         self._tasks = {}  # their exceptions name this video
         for region in self._regions:
-            self._room.give_back(region)
+            self._allocator.free(region)
 
     @abstractmethod
     async def _load(self, allowance: Allowance) -> None:
@@ -156,7 +156,7 @@ class VideoFile(Video):
         times = [index / fps for index in indices]
         self.plan = self._planner.plan(self._video, indices, times, (clip.height, clip.width))
         self.num_bytes = self.plan.pair_bytes * len(self.plan.indices) // PAIR
-        await self._decode(await self._room.take_patiently(self.num_bytes))
+        await self._decode(await self._allocator.allocate_when_free(self.num_bytes))
 
     async def _read(self, file: MediaRef, allowance: Allowance) -> None:
         if file.payload is not None:
@@ -171,12 +171,12 @@ class VideoFile(Video):
         """Decode the base64 of a body into the arena."""
         if decoded_bytes(payload) > self._decoders.max_bytes + 3:
             raise too_large(self._decoders.max_bytes)
-        await self._room.arena.prepare(decoded_bytes(payload))
-        self._encoded = self._hold(self._room.take(decoded_bytes(payload)))
+        await self._allocator.arena.prepare(decoded_bytes(payload))
+        self._encoded = self._hold(self._allocator.allocate(decoded_bytes(payload)))
         await run(self._sources.pool, self._sources.unpacking(payload, self._encoded))
 
     async def _make(self, item: int) -> None:
-        await self._decode(await self._room.take_patiently(self.plan.pair_bytes * len(self.hashes)))
+        await self._decode(await self._allocator.allocate_when_free(self.plan.pair_bytes * len(self.hashes)))
 
     def _task_of(self, item: int) -> int:
         return 0
@@ -189,7 +189,7 @@ class VideoFile(Video):
         pixels.used = pixels.capacity
         self.sources = [self._rgb(pixels, pair) for pair in range(len(self.hashes))]
         self._regions.remove(self._encoded)
-        self._room.give_back(self._encoded)
+        self._allocator.free(self._encoded)
         self._decoders.num_decoded += 1
         self._decoders.known[self._key] = plan, self.hashes
 
@@ -235,7 +235,7 @@ class FrameList(Video):
         new = [pair for pair in range(num_pairs) if known[pair] is None]
         if not new:
             return
-        pixels = self._hold(await self._room.take_patiently(self.plan.pair_bytes * len(new)))
+        pixels = self._hold(await self._allocator.allocate_when_free(self.plan.pair_bytes * len(new)))
         pixels.used = pixels.capacity
         try:
             async with asyncio.TaskGroup() as group:
@@ -289,7 +289,7 @@ class FrameList(Video):
         return self._frame(PAIR * pair).digest, self._frame(PAIR * pair + 1).digest, self.plan.size
 
     async def _make(self, item: int) -> None:
-        pixels = self._hold(await self._room.take_patiently(self.plan.pair_bytes))
+        pixels = self._hold(await self._allocator.allocate_when_free(self.plan.pair_bytes))
         pixels.used = pixels.capacity
         await self._decode(item, self._rgb(pixels, 0))
 
@@ -308,7 +308,7 @@ class FrameList(Video):
                     (height, width), (first_height, first_width) = size, self._frame_size
                     words = f"it has {width}x{height} pixels, the first frame {first_width}x{first_height}"
                     raise RequestError(400, words, code="invalid_video")
-        pixels, parameters = self._room.arena.view(place.offset, place.length), self._planner.pair_parameters
+        pixels, parameters = self._allocator.arena.view(place.offset, place.length), self._planner.pair_parameters
         self.hashes[pair] = await run(self._sources.pool, lambda: pair_hash(parameters, plan.size, pixels))
         self.sources[pair] = source
         self._decoders.known_pairs[self._pair_key(pair)] = self.hashes[pair]

@@ -32,12 +32,12 @@ def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> VideoAnswer:
 
 
 def _read(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> list[bytes]:
-    room = arena.view(*job.room)
+    target = arena.view(*job.target)
     frame_bytes = 3 * job.size[0] * job.size[1]
     hashes = [b""] * (len(job.wanted) // PAIR)
 
     def write(i: int, frames: list[Rgb]) -> None:
-        pair = room[PAIR * i * frame_bytes : PAIR * (i + 1) * frame_bytes]
+        pair = target[PAIR * i * frame_bytes : PAIR * (i + 1) * frame_bytes]
         for half, frame in enumerate(frames):
             pair[half * frame_bytes : (half + 1) * frame_bytes] = frame.reshape(-1).data
         hashes[i] = pair_hash(job.parameters, job.size, pair)

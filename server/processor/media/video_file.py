@@ -27,9 +27,10 @@ from server.processor.media.video_jobs import Clip, VideoLimits, invalid_video
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
 SKIPPING = frozenset({"h264", "hevc"})  # of which a packet is a frame, and frames that no other one needs can be left out
 READ_BYTES = 1 << 17
-AHEAD_PIXELS = 1 << 25  # frames being resized or waiting for it, in addition to the decoder's
+QUEUED_PIXELS = 1 << 25  # frames being resized or waiting for it, in addition to the decoder's
 SEEK_FRAMES = 8  # a seek pays if it saves the decoding of more
-TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, -180: Image.Transpose.ROTATE_180, -90: Image.Transpose.ROTATE_270}
+ROTATE = Image.Transpose
+ROTATIONS = {90: ROTATE.ROTATE_90, 180: ROTATE.ROTATE_180, -180: ROTATE.ROTATE_180, -90: ROTATE.ROTATE_270}
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
 
 Rgb = npt.NDArray[np.uint8]
@@ -86,7 +87,7 @@ def read_pairs(data: memoryview, limits: VideoLimits, wanted: list[int], size: t
         if wanted[-1] >= len(scan.times):
             raise invalid_video("it has changed")
         decoded = _wanted_frames(container, stream, scan, sorted(set(wanted)))
-        most = min(2 * limits.threads, AHEAD_PIXELS // (2 * stream.width * stream.height))
+        most = min(2 * limits.threads, QUEUED_PIXELS // (2 * stream.width * stream.height))
         running: deque[Future[None]] = deque()
         frames: list[VideoFrame] = []
         for i, index in enumerate(wanted):
@@ -268,8 +269,8 @@ def _write_pair(i: int, frames: list[VideoFrame], size: tuple[int, int], write: 
 
 def _upright(frame: VideoFrame, size: tuple[int, int]) -> Rgb:
     image = frame.to_image(threads=1)  # default: one per CPU, whose stacks count as memory
-    if frame.rotation in TURNS:
-        image = image.transpose(TURNS[frame.rotation])
+    if frame.rotation in ROTATIONS:
+        image = image.transpose(ROTATIONS[frame.rotation])
     if (image.height, image.width) != size:
         image = image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
     return np.asarray(image)

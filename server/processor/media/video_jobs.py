@@ -11,8 +11,7 @@ invalid_video = functools.partial(RequestError, 422, code="invalid_video")
 
 
 class VideoLimits(msgspec.Struct, frozen=True, array_like=True):
-    """`frame_pixels` of one frame, `file_frames` in a file; `memory` in bytes and `threads` of one decoder, and as
-    many threads that resize what it decodes."""
+    """Limits: pixels per frame, frames per file, memory of a decoder in bytes, and its threads; as many threads resize its frames."""
 
     frame_pixels: int
     file_frames: int
@@ -21,18 +20,18 @@ class VideoLimits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VideoJob(msgspec.Struct, frozen=True, array_like=True):
-    """Frames `wanted`, ascending and an even number, go to `room` with `size` (height, width); without them, the file is only looked at.
-    `parameters` are part of each pair's hash."""
+    """Write the frames `wanted` (ascending indices, an even number) to `target`, resized to `size` (height, width). If `wanted` is empty,
+    only inspect the file. `parameters` are part of each pair's hash."""
 
     encoded: tuple[int, int]  # offset, length
     wanted: list[int] = []
-    room: tuple[int, int] = (0, 0)
+    target: tuple[int, int] = (0, 0)
     size: tuple[int, int] = (0, 0)
     parameters: bytes = b""
 
 
 class Clip(msgspec.Struct, frozen=True, array_like=True):
-    """Frames in a file, their rate if it tells, and the size of the first one, upright."""
+    """Number of frames in a file, their rate if the file states it, and the size of the first frame, upright."""
 
     num_frames: int
     fps: float | None

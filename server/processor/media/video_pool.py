@@ -41,7 +41,7 @@ class VideoDecoders:
 
     async def read(self, encoded: Region, wanted: list[int], pixels: Region, size: Size, parameters: bytes) -> list[bytes]:
         """Writes these frames to `pixels`; the hashes of their pairs. RequestError as `look`."""
-        place = {"encoded": (encoded.offset, encoded.used), "room": (pixels.offset, pixels.capacity)}
+        place = {"encoded": (encoded.offset, encoded.used), "target": (pixels.offset, pixels.capacity)}
         return (await self._ask(VideoJob(**place, wanted=wanted, size=size, parameters=parameters))).hashes
 
     async def _ask(self, job: VideoJob) -> VideoAnswer:

@@ -149,12 +149,12 @@ class XmlBody:
         before, members, start, rest = self._name, [], 0, len(self._held)
         text = self._held + text
         while (mark := self._until.search(text, start)) is not None:
-            said = "".join((*self._pieces, text[start : mark.start()]))
+            value = "".join((*self._pieces, text[start : mark.start()]))
             self._pieces.clear()
             start = mark.end()
             if self._until is VALUE_END:
-                members.append(self._member(said.removeprefix("\n").removesuffix("\n")))
-            if self._take(mark[0], said.strip()):
+                members.append(self._member(value.removeprefix("\n").removesuffix("\n")))
+            if self._take(mark[0], value.strip()):
                 self._rest.clear()
                 rest = start
         keep = len(text) if self._until is NAME_END else possible_start(text, self._until.pattern)
@@ -169,7 +169,7 @@ class XmlBody:
             return ""
         return "}" if self._num_sent else "{}"
 
-    def _take(self, mark: str, said: str) -> bool:
+    def _take(self, mark: str, value: str) -> bool:
         """Continue after the expected text. Return whether the function's name, or a parameter, is whole."""
         is_whole, seeks = False, FUNCTION if self._name is None else PARAMETER
         if self._until in (FUNCTION, PARAMETER):
@@ -179,9 +179,9 @@ class XmlBody:
         elif mark == "\n":  # no name has a line break
             self._until = seeks
         elif self._name is None:
-            self._name, self._until, is_whole = said, PARAMETER, True
+            self._name, self._until, is_whole = value, PARAMETER, True
         else:
-            self._parameter, self._until = said, VALUE_END
+            self._parameter, self._until = value, VALUE_END
         return is_whole
 
     def _member(self, text: str) -> str:
@@ -213,7 +213,7 @@ class CallSplitter:
         self.is_inside = False  # a call has begun and not ended
         self._raw: list[str] = []  # text of the call so far, in case it is not a call
         self._begin = ""  # start of the call, until its notation is known
-        self._is_behind_call = False  # white space is not shown
+        self._is_after_call = False  # white space is not shown
         self._has_name = False
         self.num_calls = 0
 
@@ -249,17 +249,17 @@ class CallSplitter:
 
     def _read_text(self) -> bool:
         """Parse up to the next call. False: the held text must wait."""
-        held = self._held.lstrip() if self._is_behind_call else self._held
-        self._is_behind_call = self._is_behind_call and not held
-        said, begins, behind = held.partition(OPEN)
-        end = len(said) if begins else possible_start(held, OPEN)
+        held = self._held.lstrip() if self._is_after_call else self._held
+        self._is_after_call = self._is_after_call and not held
+        before, begins, rest = held.partition(OPEN)
+        end = len(before) if begins else possible_start(held, OPEN)
         shown = held[:end].rstrip()
         if shown:
             self._shown += "".join((*self._spaces, shown))
             self._spaces.clear()
         if begins:
             self._spaces.clear()
-            self._held, self._raw, self._begin = behind, [OPEN], ""
+            self._held, self._raw, self._begin = rest, [OPEN], ""
             self.is_inside, self._has_name, self._body = True, False, None
         else:
             self._spaces.append(held[len(shown) : end])
@@ -274,15 +274,15 @@ class CallSplitter:
         self._held = self._held[end:]
         if found < 0:
             return False
-        behind = self._held[len(CLOSE) :]
+        rest = self._held[len(CLOSE) :]
         if isinstance(self._body, JsonBody) and self._body.is_in_string():
-            if len(behind) <= MAX_SPACES and not behind.strip(" "):
+            if len(rest) <= MAX_SPACES and not rest.strip(" "):
                 return False  # strings do not continue after a line break or the end
-            if not behind.lstrip(" ").startswith("\n"):
-                self._held = behind
+            if not rest.lstrip(" ").startswith("\n"):
+                self._held = rest
                 self._feed(CLOSE)
                 return True
-        self._held = behind
+        self._held = rest
         self._raw.append(CLOSE)
         self._end_call()
         return True
@@ -308,6 +308,6 @@ class CallSplitter:
             if rest:
                 self._deltas.append(CallDelta(self.num_calls, rest))
             self.num_calls += 1
-            self._is_behind_call = True
+            self._is_after_call = True
         else:
             self._shown += "".join(self._raw)

@@ -50,7 +50,7 @@ class OutputText:
         self._splitter = None if options.calls == "none" else CallSplitter(schemas or {}, is_single=options.calls == "one")
         self.is_thinking = False  # the next token is part of the thoughts
         self._is_first = True
-        self._is_behind_marker = False  # line breaks are not shown
+        self._is_after_marker = False  # line breaks are not shown
 
     @property
     def begin(self) -> int:
@@ -86,16 +86,16 @@ class OutputText:
         self.is_reasoning = self.is_thinking
         if self.is_thinking and token_id == self._think.end:
             self.is_thinking = False
-            self._is_behind_marker = True
+            self._is_after_marker = True
             text, is_stopped = self._end_part()
             return self._split(text, is_stopped, is_end=self._splitter is not None and not self._splitter.is_inside)
         if is_first and token_id == self._think.start:
-            self.is_thinking = self.is_reasoning = self._is_behind_marker = True
+            self.is_thinking = self.is_reasoning = self._is_after_marker = True
             return "", False
         text = "" if is_hidden else self._detokenizer.push(token_id)
-        if self._is_behind_marker:
+        if self._is_after_marker:
             text = text.lstrip(LINE_BREAKS)
-            self._is_behind_marker = not text
+            self._is_after_marker = not text
         return self._split(*self._stops.push(text))
 
     def flush(self) -> tuple[str, bool]:

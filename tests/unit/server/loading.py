@@ -14,11 +14,11 @@ from engine.wire.arena import Arena, ArenaView, create_memfd
 from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
+from server.processor.media.allocator import RegionAllocator
 from server.processor.media.decoders import Decoders
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance, Inspector
-from server.processor.media.room import Room
 from server.processor.media.sources import Sources
 from server.processor.media.video import FrameList, Video, VideoFile
 from server.processor.media.video_plan import VideoPlanner
@@ -36,12 +36,12 @@ class Loading:
         self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
         self.arena = Arena(self.arena_fd, SIZE)
-        room = Room(self.arena, is_shared=lambda: False)
+        allocator = RegionAllocator(self.arena, is_shared=lambda: False)
         self.announced: list[Prefetch] = []
         worker: Any = SimpleNamespace(send=self.announced.append)
         config = EngineConfig(**settings)
         self.early = EarlyReads(worker, checkpoint.geometry)
-        self.sources, self.inspector = Sources(config, ArenaView(self.bodies_fd, SIZE), room), Inspector(config, checkpoint, True)
+        self.sources, self.inspector = Sources(config, ArenaView(self.bodies_fd, SIZE), allocator), Inspector(config, checkpoint, True)
         self.decoders, self.video_decoders = Decoders(config, self.arena), VideoDecoders(config, self.arena)
         self.new_image = functools.partial(
             Image, sources=self.sources, inspector=self.inspector, decoders=self.decoders, early=self.early

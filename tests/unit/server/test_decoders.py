@@ -23,9 +23,9 @@ from models.vision.preprocess import Preprocessor
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media import decoders
+from server.processor.media.allocator import TIMEOUT_S, RegionAllocator
 from server.processor.media.decoders import Budget
 from server.processor.media.inspect import Allowance, Header
-from server.processor.media.room import TIMEOUT_S, Room
 from server.region import MIN_GROWTH, Region
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.in_process import settle, virtual
@@ -162,60 +162,60 @@ async def test_the_pixels_of_a_request_are_added_up(checkpoint: Checkpoint) -> N
 SIZE = 1 << 16
 
 
-def make(is_shared: Callable[[], bool] = lambda: True) -> Room:
-    return Room(Arena(create_memfd("test", SIZE), SIZE), is_shared)
+def make(is_shared: Callable[[], bool] = lambda: True) -> RegionAllocator:
+    return RegionAllocator(Arena(create_memfd("test", SIZE), SIZE), is_shared)
 
 
 @virtual
 async def test_memory_that_is_given_back_is_taken() -> None:
-    room = make()
-    held = [room.take(SIZE // 2), room.take(SIZE // 2)]
-    waiting = asyncio.create_task(room.take_patiently(SIZE))
+    allocator = make()
+    held = [allocator.allocate(SIZE // 2), allocator.allocate(SIZE // 2)]
+    waiting = asyncio.create_task(allocator.allocate_when_free(SIZE))
     for region in held:
         await settle()
         assert not waiting.done()
-        room.give_back(region)
-    room.give_back(await waiting)
+        allocator.free(region)
+    allocator.free(await waiting)
 
 
 @virtual
 async def test_the_wait_ends() -> None:
-    room, loop = make(), asyncio.get_running_loop()
-    held, started = room.take(SIZE // 2), loop.time()
-    waiting = asyncio.create_task(room.take_patiently(SIZE))
+    allocator, loop = make(), asyncio.get_running_loop()
+    held, started = allocator.allocate(SIZE // 2), loop.time()
+    waiting = asyncio.create_task(allocator.allocate_when_free(SIZE))
     while loop.time() < started + TIMEOUT_S - 0.5:
         assert not waiting.done()
-        room.give_back(room.take(1))
+        allocator.free(allocator.allocate(1))
         await asyncio.sleep(0.4)
     await asyncio.sleep(1)
     assert isinstance(waiting.exception(), ArenaFull)
-    room.give_back(held)
+    allocator.free(held)
 
 
 @virtual
 async def test_a_request_that_is_alone_does_not_wait() -> None:
-    room, loop = make(is_shared=lambda: False), asyncio.get_running_loop()
-    held, started = room.take(SIZE), loop.time()
+    allocator, loop = make(is_shared=lambda: False), asyncio.get_running_loop()
+    held, started = allocator.allocate(SIZE), loop.time()
     with pytest.raises(ArenaFull):
-        await room.take_patiently(SIZE)
+        await allocator.allocate_when_free(SIZE)
     assert loop.time() == started
-    room.give_back(held)
+    allocator.free(held)
 
 
 @virtual
 async def test_a_cancelled_request_takes_nothing() -> None:
-    room = make()
-    held = room.take(SIZE)
-    waiting = asyncio.create_task(room.take_patiently(SIZE))
+    allocator = make()
+    held = allocator.allocate(SIZE)
+    waiting = asyncio.create_task(allocator.allocate_when_free(SIZE))
     await settle()
     waiting.cancel()
     await asyncio.wait([waiting])
-    room.give_back(held)
-    room.give_back(room.take(SIZE))
+    allocator.free(held)
+    allocator.free(allocator.allocate(SIZE))
 
 
 def test_what_fits_is_had_although_twice_as_much_does_not() -> None:
-    """Red if a body is turned away because the room that growing takes ahead does not fit."""
+    """Red if a body is turned away because the allocator that growing takes ahead does not fit."""
     size = 8 * MIN_GROWTH
     arena = Arena(create_memfd("test", size), size)
     region = Region(arena, 2 * MIN_GROWTH)

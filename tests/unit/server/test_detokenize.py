@@ -23,7 +23,7 @@ from server.http.streaming import Choice, ReplyOptions
 from server.openai import tools
 from server.openai.schema import CompletionRequest
 from server.openai.tools import CustomText
-from server.processor.media.room import Room
+from server.processor.media.allocator import RegionAllocator
 from server.processor.output import Output
 from server.processor.request import SLICE, Answer, Request
 from server.processor.text import reasoning
@@ -197,18 +197,18 @@ class Sent:
 
 
 @pytest.fixture
-def room() -> Iterator[Room]:
+def allocator() -> Iterator[RegionAllocator]:
     arena = Arena(create_memfd("test", 1 << 20), 1 << 20)
-    yield Room(arena, lambda: True)
+    yield RegionAllocator(arena, lambda: True)
     assert arena.is_empty()
 
 
-def request(room: Room, tokenizer: Tokenizer, rid: int, num_top: int | None) -> Request:
+def request(allocator: RegionAllocator, tokenizer: Tokenizer, rid: int, num_top: int | None) -> Request:
     params = SamplingParams(logprobs=1, prompt_logprobs=num_top)
     submit = Submit(rid, ChatPrompt(b""), [], params, OutputOptions(echo=True), Stages())
     answer = Answer(OutputText(TokenTable(tokenizer), ThinkTokens(None, None), OutputOptions()))
     made = Request(submit, [], [answer], is_in_scheduler=True, num_prompt_tokens=NUM_PROMPT)
-    region = made.regions["prompt"] = room.take(4 * NUM_PROMPT)
+    region = made.regions["prompt"] = allocator.allocate(4 * NUM_PROMPT)
     region.append(array("i", [70] * NUM_PROMPT).tobytes())
     return made
 
@@ -219,12 +219,12 @@ def drawn(rid: int, reason: Any = "stop") -> RequestOutput:
 
 
 @pytest.mark.parametrize("is_abandoned", [False, True])
-async def test_a_long_prompts_scores_let_others_pass(room: Room, tokenizer: Tokenizer, is_abandoned: bool) -> None:
+async def test_a_long_prompts_scores_let_others_pass(allocator: RegionAllocator, tokenizer: Tokenizer, is_abandoned: bool) -> None:
     """Red if the scores go out at once, after the end, or to a client that left, or if their memory is freed too early."""
-    requests = {1: request(room, tokenizer, 1, 0), 2: request(room, tokenizer, 2, None)}
+    requests = {1: request(allocator, tokenizer, 1, 0), 2: request(allocator, tokenizer, 2, None)}
     sent = Sent()
     async with asyncio.TaskGroup() as tasks:
-        output = Output(requests, room, lambda: 0, cast(Any, sent), cast(Any, Sent()), tasks)
+        output = Output(requests, allocator, lambda: 0, cast(Any, sent), cast(Any, Sent()), tasks)
         output.forward(EngineOutputs([drawn(1, None)], []))
         await asyncio.sleep(0)
         requests[1].is_ended = is_abandoned

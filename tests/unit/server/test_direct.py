@@ -76,13 +76,13 @@ def test_the_pace_of_a_body() -> None:
         pace, seconds = Pace(1000.0, TIMEOUT_S, num_promised), 0.0
         while seconds * bytes_per_s < num_promised:
             try:
-                assert 0 < pace.patience(int(seconds * bytes_per_s), 1000.0 + seconds) <= TIMEOUT_S
+                assert 0 < pace.timeout(int(seconds * bytes_per_s), 1000.0 + seconds) <= TIMEOUT_S
             except TimeoutError:
                 return seconds
             seconds += 0.25
         return float("inf")
 
-    assert Pace(1000.0, TIMEOUT_S, 4 * MIB).patience(3 * MIB, 1000.0) == TIMEOUT_S  # far ahead
+    assert Pace(1000.0, TIMEOUT_S, 4 * MIB).timeout(3 * MIB, 1000.0) == TIMEOUT_S  # far ahead
     assert seconds_until_late(4 * MIB, 0) == seconds_until_late(1000, 0) == TIMEOUT_S
     assert TIMEOUT_S <= seconds_until_late(4 * MIB, 1) <= TIMEOUT_S + 1
     assert seconds_until_late(4 * MIB, MIN_BYTES_PER_S) == float("inf")
