@@ -57,8 +57,8 @@ class Snapshots:
         """Copy the row's current states into these blocks."""
         index = self._index(blocks)
         content = torch.cat([group.kept[:, row].flatten() for group in self._states])
-        room = len(blocks) * sum(pages.shape[1] for pages in self._pages)
-        content = torch.nn.functional.pad(content, (0, room - self._row_bytes)).view(len(blocks), -1)
+        size = len(blocks) * sum(pages.shape[1] for pages in self._pages)
+        content = torch.nn.functional.pad(content, (0, size - self._row_bytes)).view(len(blocks), -1)
         for pages, part in zip(self._pages, content.split([pages.shape[1] for pages in self._pages], dim=1), strict=True):
             pages[index] = part
         self._dirty.update(blocks)

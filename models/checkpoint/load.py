@@ -64,13 +64,13 @@ def present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[Checkpo
     if isinstance(part, CheckpointTensor):
         return (part,)
 
-    def num_found(way: tuple[CheckpointTensor, ...]) -> int:
-        return sum(slot.name in source and tuple(source[slot.name].get_shape()) == slot.shape for slot in way)
+    def num_found(layout: tuple[CheckpointTensor, ...]) -> int:
+        return sum(slot.name in source and tuple(source[slot.name].get_shape()) == slot.shape for slot in layout)
 
-    whole = [way for way in part.ways if num_found(way) == len(way)]
+    whole = [layout for layout in part.layouts if num_found(layout) == len(layout)]
     if len(whole) > 1:
         raise ValueError(f"tensor {whole[0][0].name} can be read in more than one way: the checkpoint has several layouts")
-    return max(part.ways, key=num_found)
+    return max(part.layouts, key=num_found)
 
 
 def init_dummy_weights(model: LanguageModel, seed: int) -> None:

@@ -43,7 +43,7 @@ class CheckpointTensor:
 class OneOf:
     """Alternative layouts of the same parameters, distinguished by names and shapes."""
 
-    ways: tuple[tuple[CheckpointTensor, ...], ...]
+    layouts: tuple[tuple[CheckpointTensor, ...], ...]
 
 
 CheckpointPart = CheckpointTensor | OneOf

@@ -14,7 +14,7 @@ HELLO = "Hello! " + ABOUT
 UNKNOWN = "I am only a small demo. Send me pictures and ask about numbers, words, colours or shapes."
 SEND = "Please send me a picture first."
 
-# What people type, alternatives between bars, and the answer.
+# What people type, layouts between bars, and the answer.
 _PHRASES: tuple[tuple[str, str], ...] = (
     (
         "hello | hi | hey | hello there | hi there | good morning | good evening | good afternoon | hey there | "

@@ -59,8 +59,8 @@ class StackedExperts(nn.Module):
         matrices: Iterator[tuple[Stored, Stored]] = zip(self.gate_up.storage.stored, self.down.storage.stored, strict=True)
         parts = list(matrices)
         stacked = (
-            tuple(slot for part, turned in zip(parts, turns, strict=True) for slot in self._stacked(prefix, *part, turned))
-            for turns in product((False, True), repeat=len(parts))
+            tuple(slot for part, is_transposed in zip(parts, layout, strict=True) for slot in self._stacked(prefix, *part, is_transposed))
+            for layout in product((False, True), repeat=len(parts))
         )
         yield OneOf((*stacked, tuple(slot for part in parts for slot in self._single(single, *part))))
         for part in parts:
@@ -113,11 +113,11 @@ class Router(nn.Module):
         self.weight = setup.parameter(moe.num_experts + ALIGNED * moe.has_shared, hidden_size)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        rows_ED, behind_ED = self.weight.data.split_with_sizes((self._num_experts, len(self.weight) - self._num_experts))
+        rows_ED, shared_ED = self.weight.data.split_with_sizes((self._num_experts, len(self.weight) - self._num_experts))
         yield CheckpointTensor(f"{prefix}.weight", tuple(rows_ED.shape), (ALL,), rows_ED)
-        if len(behind_ED):
+        if len(shared_ED):
             name = prefix.rpartition(".")[0] + ".shared_expert_gate.weight"
-            yield CheckpointTensor(name, (1, behind_ED.shape[1]), (ALL,), behind_ED[:1])
+            yield CheckpointTensor(name, (1, shared_ED.shape[1]), (ALL,), shared_ED[:1])
 
 
 class SparseMoe(nn.Module):

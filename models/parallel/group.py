@@ -11,11 +11,11 @@ import torch.distributed as dist
 class SmallSums(Protocol):
     """All-reduce of few tokens, faster than the group's."""
 
-    def room(self, num_tokens: int, width: int) -> torch.Tensor | None:
+    def buffer(self, num_tokens: int, width: int) -> torch.Tensor | None:
         """Return the (T, D) buffer for this rank's summands, used until the sum is read; None if it is too large."""
 
     def sum_(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """All-reduce the last buffer of `room` in place."""
+        """All-reduce the last result of `buffer` in place."""
 
 
 class Exchange(Protocol):
@@ -71,9 +71,9 @@ class TensorParallel:
 
     def sum_of(self, num_tokens: int, width: int, compute: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
         """Return the sum over the ranks of the result of `compute(out)`, in `out` (T, D) if not None. Valid until the next call."""
-        if self.small_sums is None or (room_TD := self.small_sums.room(num_tokens, width)) is None:
+        if self.small_sums is None or (buffer_TD := self.small_sums.buffer(num_tokens, width)) is None:
             return self.all_reduce_(compute(None))
-        return self.small_sums.sum_(compute(room_TD))
+        return self.small_sums.sum_(compute(buffer_TD))
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """Broadcast from rank 0 in place."""

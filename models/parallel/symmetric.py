@@ -31,7 +31,7 @@ class SymmetricSums:
         symmetric_memory.rendezvous(self._memory, group)
         self._group_name = group.group_name
 
-    def room(self, num_tokens: int, width: int) -> torch.Tensor | None:
+    def buffer(self, num_tokens: int, width: int) -> torch.Tensor | None:
         size = num_tokens * width
         return self._memory[:size].view(num_tokens, width) if size <= len(self._memory) else None
 

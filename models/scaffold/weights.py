@@ -42,7 +42,7 @@ def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
     """Return the tensors that a single rank loads. Experts of Qwen3-VL are stored inputs first, those of Qwen3.5 outputs first."""
     backend = TorchBackend(torch.device("meta"))
     for part in make_model(config, TensorParallel.single(), backend, torch.bfloat16).checkpoint_tensors():
-        for slot in (part,) if isinstance(part, CheckpointTensor) else part.ways[0 if config.text.delta is not None else INPUTS_FIRST]:
+        for slot in (part,) if isinstance(part, CheckpointTensor) else part.layouts[0 if config.text.delta is not None else INPUTS_FIRST]:
             layer = LAYER.match(slot.name)
             is_delta = layer is not None and int(layer[1]) in config.text.delta_layers
             yield replace(slot, name=slot.name.replace(".self_attn.", ".linear_attn.")) if is_delta else slot
@@ -90,11 +90,11 @@ def _quantized(tensors: dict[str, torch.Tensor], names: set[str], format: Format
     """Return the tensors with these names in this format and the others unchanged."""
     stored = {name: tensor for name, tensor in tensors.items() if name not in names}
     for name in names & tensors.keys():
-        turns, tensor = has_input_major and _is_experts(name), tensors[name]
-        rows = (tensor.transpose(1, 2) if turns else tensor).flatten(0, -2)
+        is_transposed, tensor = has_input_major and _is_experts(name), tensors[name]
+        rows = (tensor.transpose(1, 2) if is_transposed else tensor).flatten(0, -2)
         for each in storage_of(format).quantized(rows).stored:
             whole = each.tensor.unflatten(0, (len(tensor), -1)) if _is_experts(name) else each.tensor  # scales have the same layout
-            stored[name + each.suffix.removeprefix(".weight")] = (whole.transpose(1, 2) if turns else whole).contiguous()
+            stored[name + each.suffix.removeprefix(".weight")] = (whole.transpose(1, 2) if is_transposed else whole).contiguous()
     return stored
 
 

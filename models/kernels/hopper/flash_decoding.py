@@ -73,7 +73,7 @@ class Split:
         return items
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
-        of, own, is_beside = self._of, slice(self._num_prefill, None), self._num_prefill > 0
+        of, own, overlaps = self._of, slice(self._num_prefill, None), self._num_prefill > 0
         keys, values = (pool.flatten(0, 1) for pool in of.pools[layer])
         buffers = plan, pages, of.partials_WGHK, of.sums_WGH, of.arrivals_WN
-        of.kernel.run(q_THK[own], keys, values, out_THK[own], *buffers, of.page_size, of.scale, is_beside)
+        of.kernel.run(q_THK[own], keys, values, out_THK[own], *buffers, of.page_size, of.scale, overlaps)

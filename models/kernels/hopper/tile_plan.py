@@ -14,7 +14,7 @@ from models.kernels.paged import Int32s
 Ints = npt.NDArray[np.int64]
 
 ITEM_FIELDS = 12  # three aligned pieces of memory
-MAX_TURNS = 4  # maximum rounds that splitting adds to a block
+MAX_ROUNDS = 4  # maximum rounds that splitting adds to a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def num_blocks_of(items: Int32s) -> int:
 
 def max_items(num_tiles: int, num_heads: int, num_blocks: int) -> int:
     """Return the maximum for `num_tiles` tiles per head on `num_blocks` blocks."""
-    return num_tiles * num_heads + MAX_TURNS * num_blocks
+    return num_tiles * num_heads + MAX_ROUNDS * num_blocks
 
 
 def assign_tiles(count: int, num_blocks: int) -> Ints:
@@ -85,13 +85,13 @@ def cut_round(costs: Ints, num_blocks: int) -> Ints:
     best, shortest = whole, int(costs.max(initial=0)) + TILES_TO_START
     for num_shares in {num_blocks // count * count, num_blocks} if count else ():
         item, first, end, share = _cut(costs, num_shares)
-        turn, part = _places(share), _places(item)
+        round_, part = _ranks(share), _ranks(item)
         time = np.bincount(share, end - first + TILES_TO_START).max() + TILES_TO_MERGE
-        if time >= shortest or turn.max() >= MAX_TURNS:
+        if time >= shortest or round_.max() >= MAX_ROUNDS:
             continue
-        shortest, best = time, np.zeros(((1 + turn.max()) * num_blocks, 6), dtype=np.int64)
+        shortest, best = time, np.zeros(((1 + round_.max()) * num_blocks, 6), dtype=np.int64)
         num_parts = np.bincount(item)[item]
-        best[turn * num_blocks + share] = np.stack([item, first, end, np.arange(len(item)) - part, part, num_parts], axis=1)
+        best[round_ * num_blocks + share] = np.stack([item, first, end, np.arange(len(item)) - part, part, num_parts], axis=1)
     return best
 
 
@@ -106,6 +106,6 @@ def _cut(costs: Ints, num_shares: int) -> tuple[Ints, Ints, Ints, Ints]:
     return item, edges[:-1] - start, edges[1:] - start, share
 
 
-def _places(values: Ints) -> Ints:
+def _ranks(values: Ints) -> Ints:
     """Return the rank of each sorted value among its equals."""
     return np.arange(len(values)) - np.searchsorted(values, values)

@@ -21,8 +21,8 @@ LINKED = ("bin", "include", "nvvm")
 def wheel_home() -> Path | None:
     """The folder that CUDA 13's wheels share, if the compiler is among them."""
     spec = find_spec("nvidia")
-    places = () if spec is None else spec.submodule_search_locations or ()
-    return next((home for place in places if (home := Path(place, "cu13")).joinpath("bin", "nvcc").is_file()), None)
+    paths = () if spec is None else spec.submodule_search_locations or ()
+    return next((home for path in paths if (home := Path(path, "cu13")).joinpath("bin", "nvcc").is_file()), None)
 
 
 def has_compiler() -> bool:

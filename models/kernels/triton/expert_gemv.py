@@ -57,19 +57,19 @@ def _rows_of_choice(
 @triton.jit
 def _down(
     inner: tensor, matrices: tensor, chosen: tensor, weights: tensor, out: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr,
-    ROWS: constexpr, BLOCK: constexpr, AHEAD: constexpr, ADD: constexpr, OVERLAP: constexpr,
+    ROWS: constexpr, BLOCK: constexpr, PREFETCH: constexpr, ADD: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: ROWS of the WIDTH output values of this rank's chosen experts, weighted by the router. Weights of AHEAD choices are
+    """One program: ROWS of the WIDTH output values of this rank's chosen experts, weighted by the router. Weights of PREFETCH choices are
     prefetched, the first before the previous kernel, which writes `inner`, has finished."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     fetched = ()
-    for k in tl.static_range(AHEAD):
+    for k in tl.static_range(PREFETCH):
         fetched += (_rows_of_choice(matrices, chosen, row, column, k, WIDTH, INNER),)  # type: ignore[assignment]
     await_previous_kernel(OVERLAP)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for k in tl.static_range(CHOSEN):
-        if k + AHEAD < CHOSEN:
-            fetched += (_rows_of_choice(matrices, chosen, row, column, k + AHEAD, WIDTH, INNER),)  # type: ignore[assignment]
+        if k + PREFETCH < CHOSEN:
+            fetched += (_rows_of_choice(matrices, chosen, row, column, k + PREFETCH, WIDTH, INNER),)  # type: ignore[assignment]
         is_ours = tl.load(chosen + k) >= 0  # other values there are invalid
         value = floats(inner + k * INNER + column, column < tl.where(is_ours, INNER, 0))
         value *= tl.where(is_ours, tl.load(weights + k).to(tl.float32), 0.0)
@@ -104,5 +104,5 @@ def expert_sum(
     _down[(width // rows,)](
         inner_KI, down.values, chosen_K, weights_K, out_1D,
         CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=triton.next_power_of_2(inner),
-        AHEAD=min(chosen, tiles.down_ahead), ADD=adds, num_warps=tiles.down_warps, **early_launch(out_1D),
+        PREFETCH=min(chosen, tiles.down_prefetch), ADD=adds, num_warps=tiles.down_warps, **early_launch(out_1D),
     )  # fmt: skip

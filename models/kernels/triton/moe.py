@@ -162,14 +162,14 @@ def _launch(x: torch.Tensor, matrices: Matrix, choices: Choices, out: torch.Tens
         zeros = zeros if codes.zeros is None else codes.zeros
     num_tiles, num_slots = rows_out // columns, num_tokens * chosen
     if choices.slots is not None and choices.blocks is not None:
-        grid, places, lists = (len(choices.blocks) * num_tiles, 1), 0, (choices.slots, choices.blocks)
+        grid, slots, lists = (len(choices.blocks) * num_tiles, 1), 0, (choices.slots, choices.blocks)
     else:
-        grid, places = (num_slots, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
+        grid, slots = (num_slots, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
         lists = choices.experts_TK, choices.experts_TK
     _multiply_experts[grid](
         given.inputs, given.input_scales, given.matrices, given.scales, zeros, choices.weights_TK, out, *lists,
         num_slots, num_tokens, given.scale_stride,
-        SLOTS=places, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
+        SLOTS=slots, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
         PER_WORD=per_word, MIDDLE=middle, HAS_ZEROS=codes is not None and codes.zeros is not None,
         CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
         ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(out),

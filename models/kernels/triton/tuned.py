@@ -128,7 +128,7 @@ class ExpertGemvTiles:
     programs: int
     down_rows: int
     down_warps: int
-    down_ahead: int
+    down_prefetch: int
 
 
 EXPERT_GEMV = ExpertGemvTiles(4096, 4, 8, 4, 2, 3)

@@ -36,7 +36,7 @@ class OneRoom:
     def __init__(self, width: int) -> None:
         self._memory = torch.full((40 * width,), torch.nan)
 
-    def room(self, num_tokens: int, width: int) -> torch.Tensor | None:
+    def buffer(self, num_tokens: int, width: int) -> torch.Tensor | None:
         size = num_tokens * width
         return self._memory[:size].view(num_tokens, width) if size <= len(self._memory) else None
 

@@ -215,7 +215,7 @@ async def test_a_cancelled_request_takes_nothing() -> None:
 
 
 def test_what_fits_is_had_although_twice_as_much_does_not() -> None:
-    """Red if a body is turned away because the allocator that growing takes ahead does not fit."""
+    """Red if a body is turned away because the extra capacity for growth does not fit."""
     size = 8 * MIN_GROWTH
     arena = Arena(create_memfd("test", size), size)
     region = Region(arena, 2 * MIN_GROWTH)

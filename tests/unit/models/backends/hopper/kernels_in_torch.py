@@ -10,7 +10,7 @@ from models.kernels.reference.ops import TorchOps
 class SplitKernel:
     """What `flash_decoding.cu` does, unit by unit."""
 
-    def run(self, q, k, v, out, items, pages, partials, sums, arrivals, page_size, scale, is_beside) -> None:  # type: ignore[no-untyped-def]
+    def run(self, q, k, v, out, items, pages, partials, sums, arrivals, page_size, scale, overlaps) -> None:  # type: ignore[no-untyped-def]
         group = q.shape[1] // k.shape[1]
         values, total = torch.zeros(q.shape, dtype=torch.float64), torch.zeros((*q.shape[:2], 1), dtype=torch.float64)
         for first_token, count, offset, start, stop, part, first, parts in items.tolist():
