@@ -203,7 +203,7 @@ ANNEXES = {
     "grammars": (r"grammar", r"grammar", 13),
     "LoRA": (r"lora|adapter", r"lora/|adapters\.py", 29),
     "pooling": (r"pool(ing|ed)|rerank", r"pooling", 6),
-    "prompt log-probabilities": (r"prompt_logprobs", r"sampling/prompt", 15),
+    "prompt log-probabilities": (r"prompt_?logprobs", r"sampling/prompt|/scores", 6),
     "Anthropic's dialect": (r"anthropic", r"anthropic", 1),
     "Responses": (r"/v1/responses|dialects\.responses", r"responses", 0),
     "SGLang's dialect": (r"sglang|dialects\.generate", r"generate|updates", 2),

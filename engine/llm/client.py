@@ -18,6 +18,7 @@ from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
 from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, SamplingParams, words_of
 from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
+from engine.wire.params import UNSTREAMED
 from engine.wire.updates import Drain
 
 RETRY_S = 0.05
@@ -111,7 +112,7 @@ class AsyncLLM:
     async def _outputs(self, ask: Ask, is_streamed: bool = False) -> AsyncGenerator[Any, None]:
         """Yield the finished output or, if `is_streamed`, the output whenever it has grown."""
         body = await asyncio.to_thread(ask.body)
-        body |= STREAM if is_streamed and body.get("prompt_logprobs") is None else {}
+        body |= STREAM if is_streamed and all(body.get(name) is None for name in UNSTREAMED) else {}
         output = ask.output(body.get("n") or 1)
         async with contextlib.aclosing(self._documents(ask.path, msgspec.json.encode(body, enc_hook=_schema_of))) as documents:
             async for document in documents:

@@ -26,13 +26,12 @@ from engine.wire.params import (
     ChatPrompt,
     Logprob,
     OutputOptions,
-    RankedToken,
     SamplingParams,
     TextPrompt,
     TokenLogprobs,
     TokenPrompt,
 )
-from engine.wire.reports import Report
+from engine.wire.reports import Report, ShownReport
 from engine.wire.stats import EngineStats, Stages
 from engine.wire.updates import Job, JobState, Order, Verdict
 from models.kernels.step_sizes import StepSizes
@@ -135,10 +134,9 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     logprobs: list[Logprob] = []  # of this event's tokens
-    numbers: bytes = b""  # float32, instead of text
+    report: ShownReport | None = None  # numbers instead of text, or a part of what precedes the first token
     prompt_ids: list[int] = []  # if asked for with the first token; of a request that was only counted. Images are placeholders
     token_ids: list[int] = []  # of this event, if asked for
-    prompt_logprobs: list[list[RankedToken]] = []  # of the prompt's next tokens: each, and the likely ones in its place
     index: int = 0  # index of the answer
     details: TokenDetails | None = None  # of the whole answer, in its last event
 

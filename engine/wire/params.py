@@ -14,10 +14,11 @@ MAX_ALLOWED_TOKENS = 1024
 
 
 class Limits:
-    """Annotation of a value that clients send. `slot`: where kernels take it from. `json`: its type in requests, if it is another one."""
+    """Annotation of a value that clients send. `slot`: where kernels take it from. `json`: its type in requests, if it is another one.
+    `streams`: whether streamed answers may have it."""
 
-    def __init__(self, slot: str = "", json: Any = None, **bounds: float):
-        self.slot, self.json, self.bounds = slot, json, bounds
+    def __init__(self, slot: str = "", json: Any = None, streams: bool = True, **bounds: float):
+        self.slot, self.json, self.streams, self.bounds = slot, json, streams, bounds
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
         return {**handler(source), **self.bounds}
@@ -78,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: Annotated[int, Limits(ge=0, lt=1 << 31)] = 0
     bad_words: Annotated[tuple[tuple[int, ...], ...], Limits(json=list[NotEmpty], max_length=MAX_BAD_WORDS // 2)] = ()
     allowed_token_ids: Annotated[tuple[int, ...], Limits(json=list[TokenId], min_length=1, max_length=MAX_ALLOWED_TOKENS)] = ()
-    prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS)] | None = None  # in requests -1 stands for the most
+    prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS, streams=False)] | None = None  # in requests -1 stands for the most
     logprobs: int | None = None  # each dialect has its own fields for it, of type `NumLogprobs`
     pooled_ids: tuple[int, ...] | None = None
 
@@ -100,6 +101,7 @@ class Parameter(NamedTuple):
     default: Any
     slot: str
     bounds: dict[str, float]
+    streams: bool
 
 
 def _parameters() -> Iterator[Parameter]:
@@ -108,11 +110,12 @@ def _parameters() -> Iterator[Parameter]:
         hint = hints[field.name]
         limits = next((one for part in (hint, *get_args(hint)) for one in get_args(part)[1:] if isinstance(one, Limits)), Limits())
         json = hint if limits.json is None else Annotated[limits.json, limits]
-        yield Parameter(field.name, json, field.default, limits.slot, limits.bounds)
+        yield Parameter(field.name, json, field.default, limits.slot, limits.bounds, limits.streams)
 
 
 PARAMETERS = {parameter.name: parameter for parameter in _parameters()}
 PENALISING = [name for name, parameter in PARAMETERS.items() if parameter.slot == "penalties"]  # in the order of the kernels
+UNSTREAMED = [name for name, parameter in PARAMETERS.items() if not parameter.streams]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -129,15 +132,6 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: bytes
     logprob: float | None
     top: list[tuple[bytes, float]]
-
-
-class RankedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`rank` counts from 1 and is known of the most likely ones."""
-
-    id: int
-    text: bytes
-    logprob: float
-    rank: int | None
 
 
 class ChatPrompt(msgspec.Struct, tag=True, frozen=True):

@@ -1,9 +1,10 @@
 """Numbers that a request reports besides its tokens. Part of the messages.
 
-A worker reports them by chunk, the scheduler joins the parts of a request, and the first output of an answer has them.
+A worker reports them by chunk, the scheduler joins the parts of a request, and the first output of an answer has them. Clients get what is
+made of them with the events of the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -12,6 +13,10 @@ class Numbers(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Float32 values instead of text."""
 
     values: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.values) // 4
 
     def add_to(self, parts: "list[Report]") -> None:
         parts[:] = [self]
@@ -44,7 +49,27 @@ class PromptLogprobs(msgspec.Struct, tag=True, frozen=True, array_like=True):
             parts.append(self.beginning_at(start))
 
 
+class RankedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`rank` counts from 1 and is known of the most likely ones."""
+
+    id: int
+    text: bytes
+    logprob: float
+    rank: int | None
+
+
+class RankedTokens(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """The prompt's next tokens: each, and the likely ones in its place."""
+
+    places: list[list[RankedToken]]
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+
 Report = PromptLogprobs | Numbers
+ShownReport = RankedTokens | Numbers  # as clients get it
 
 
 def joined(parts: Sequence[Report]) -> Report | None:
@@ -54,3 +79,8 @@ def joined(parts: Sequence[Report]) -> Report | None:
         return parts[0] if parts else None
     arrays = (b"".join(part) for part in zip(*((part.logprobs, part.top_ids, part.top_logprobs) for part in scores), strict=True))
     return PromptLogprobs(scores[0].start, scores[0].num_top, *arrays)
+
+
+def ranked_places(reports: Iterable[ShownReport]) -> list[list[RankedToken]]:
+    """Join the tokens of a prompt."""
+    return [place for report in reports if isinstance(report, RankedTokens) for place in report.places]

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from engine.launch.config import VERSION
 from engine.wire.messages import Abort, ErrorInfo, Event, Events, MediaRef, Submit, TextPrompt, TokenPrompt
-from engine.wire.params import NumLogprobs, OutputOptions, RankedToken, SamplingParams
+from engine.wire.params import NumLogprobs, OutputOptions, SamplingParams
+from engine.wire.reports import RankedToken, ranked_places
 from engine.wire.stats import Stages
 from engine.wire.updates import FIRST_VERSION
 from server.errors import RequestError, error_body
@@ -158,8 +159,8 @@ class GenerateFormat(Format):
         if choice.logprobs:
             found["output_token_logprobs"] = [self._named(entry.logprob, entry.token) for entry in choice.logprobs]
             found["output_top_logprobs"] = [[self._named(value, name) for name, value in entry.top] for entry in choice.logprobs]
-        if choice.prompt_logprobs:
-            pairs = list(zip(choice.prompt_ids, choice.prompt_logprobs, strict=True))[start:]
+        if places := ranked_places(choice.reports):
+            pairs = list(zip(choice.prompt_ids, places, strict=True))[start:]
             found["input_token_logprobs"] = [self._triple(*place[:1]) if place else (None, token_id, None) for token_id, place in pairs]
             likely = [[self._triple(token) for token in place if token.rank is not None] for _, place in pairs]
             found["input_top_logprobs"] = [place or None for place in likely]

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from engine.wire.messages import ChatPrompt, Event, TokenPrompt
 from engine.wire.params import OutputOptions, SamplingParams, TokenId
+from engine.wire.reports import Numbers
 from server.http.body import Body
 from server.http.streaming import encode
 from server.http.validate import OneOf, Strict, bad_value
@@ -105,7 +106,7 @@ class PoolingEndpoint(Endpoint):
         usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(event.num_prompt_tokens for event in events))
         head = {"id": f"pool-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "usage": usage}
         head["model"] = request.model or self.service.model_names[0]
-        return json_response(encode(head | self.show(request, [np.frombuffer(event.numbers, np.float32) for event in events])))
+        return json_response(encode(head | self.show(request, [_numbers(event) for event in events])))
 
 
 class EmbeddingsEndpoint(PoolingEndpoint):
@@ -204,6 +205,10 @@ def judged(request: PoolingRequest, query: str | ItemContent, document: str | It
     """The question that a reranker answers with yes or no."""
     parts = [_text(f"<Instruct>: {request.instruction or RERANK}"), *_parts(query, "<Query>:"), *_parts(document, "\n<Document>:")]
     return [Message(role="system", content=JUDGE), Message(role="user", content=parts)]
+
+
+def _numbers(event: Event) -> Floats:
+    return np.frombuffer(event.report.values if isinstance(event.report, Numbers) else b"", np.float32)
 
 
 def _parts(item: str | ItemContent, opening: str) -> list[Any]:

@@ -224,5 +224,5 @@ class GatheredReply(Answer):
                 found[self._stream.choices[event.rid, event.index]] = event
         self._record.num_prompt = sum(event.num_prompt_tokens for event in found.values())
         ordered = [found[number] for number in range(len(found))]
-        size = sum(len(event.numbers) // 4 + len(event.prompt_ids) + len(event.text) for event in ordered)
+        size = sum((event.report.size if event.report else 0) + len(event.prompt_ids) + len(event.text) for event in ordered)
         return await asyncio.to_thread(self._show, ordered) if size > LARGE_NUMBERS else self._show(ordered)

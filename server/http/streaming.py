@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.wire.details import TokenDetails
-from engine.wire.messages import ErrorInfo, Event, Logprob, RankedToken
+from engine.wire.messages import ErrorInfo, Event, Logprob
+from engine.wire.reports import ShownReport
 from engine.wire.stats import Stages
 
 encode = msgspec.json.Encoder().encode
@@ -98,7 +99,7 @@ class Choice:
     logprobs: list[Logprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
-    prompt_logprobs: list[list[RankedToken]] = field(default_factory=list)
+    reports: list[ShownReport] = field(default_factory=list)
     num_characters: int = 0  # characters of tokens with reported log-probabilities
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -121,12 +122,12 @@ class Choice:
         (self.reasoning if event.is_reasoning else self.content).append(event.text)
         self.logprobs += event.logprobs
         self.token_ids += event.token_ids
-        self.prompt_logprobs += event.prompt_logprobs
+        self.reports += () if event.report is None else (event.report,)
 
     @property
     def num_reported(self) -> int:
-        """Number of tokens with log-probabilities."""
-        return len(self.logprobs) + len(self.prompt_logprobs)
+        """Number of tokens and entries with numbers."""
+        return len(self.logprobs) + sum(report.size for report in self.reports)
 
     def blocks(self) -> Iterator[tuple[str, str, Call | None]]:
         """Yield kind, text and call of each block: `thinking`, `text`, then each `call` with its arguments as text."""

@@ -23,7 +23,7 @@ from engine.launch.config import EngineConfig
 from engine.wire.adapters import AdapterRef
 from engine.wire.arena import Arena
 from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
-from engine.wire.params import PARAMETERS, OutputOptions, SamplingParams
+from engine.wire.params import PARAMETERS, SamplingParams
 from engine.wire.stats import Stages
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
@@ -229,13 +229,7 @@ class GenerationEndpoint(Endpoint):
         """`output` are OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.sampling, body.seed)
-        rules = OutputOptions(
-            stop=request.stop, min_tokens=request.min_tokens or 0, bad_words=request.bad_words or [],
-            include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
-            skip_special_tokens=request.skip_special_tokens is not False, token_ids=bool(request.return_token_ids),
-            prompt_logprobs=request.prompt_logprobs is not None,
-            **{"names": "ids" if request.return_tokens_as_token_ids else "texts", **output},
-        )  # fmt: skip
+        rules = request.output_options(**output)
         submits = submits_of(
             body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,
             priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
@@ -267,7 +261,7 @@ def json_response(document: bytes) -> Response:
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed: int) -> SamplingParams:
     """Return the request's parameters, by default the checkpoint's; `seed` if the request has none."""
     values = {name: getattr(request, name) for name in PARAMETERS if name != "bad_words"}  # they have no ids yet
-    values |= {"max_tokens": request.token_limit, "prompt_logprobs": request.num_prompt_logprobs, "logprobs": request.num_logprobs}
+    values |= request.derived
     given = dataclasses.asdict(defaults) | {"seed": seed} | {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
         if isinstance(value, list | dict):

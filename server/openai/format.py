@@ -9,6 +9,7 @@ from abc import abstractmethod
 from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob
 from server.errors import error_body
 from server.http.streaming import Call, Choice, Format, ReplyOptions, Usage, encode
+from server.openai.scores import scores_json
 from server.openai.tools import CustomText, custom_text
 
 DONE = b"data: [DONE]\n\n"
@@ -180,12 +181,8 @@ def _prompt_ids(choice: Choice) -> dict[str, object]:
 
 
 def _of_prompt(choice: Choice) -> dict[str, object]:
-    """Return vLLM's members about the prompt: for each token an object by ids, null for the first."""
-    entries = [
-        {str(token.id): {"logprob": token.logprob, "rank": token.rank, "decoded_token": _text(token.text)} for token in place} or None
-        for place in choice.prompt_logprobs
-    ]
-    return {"prompt_token_ids": choice.prompt_ids or None, "prompt_logprobs": entries or None}
+    """Return vLLM's members about the prompt."""
+    return {"prompt_token_ids": choice.prompt_ids or None, **scores_json(choice.reports)}
 
 
 def _ending(choice: Choice) -> dict[str, object]:

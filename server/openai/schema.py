@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, NotEmpty, NumLogprobs, TokenCount, TokenId
+from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
 from server.openai.parts import FIRST, Message, TextPart, ToolList
 from server.openai.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
@@ -164,6 +164,21 @@ class GenerationRequest(ListedFields):
         return MAX_TOP_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
 
     @property
+    def derived(self) -> dict[str, Any]:
+        """Sampling parameters that are not the fields of their names."""
+        return {"max_tokens": self.token_limit, "prompt_logprobs": self.num_prompt_logprobs, "logprobs": self.num_logprobs}
+
+    def output_options(self, **others: Any) -> OutputOptions:
+        """Return the options of the output; `others` are those of the endpoint."""
+        return OutputOptions(
+            stop=self.stop, min_tokens=self.min_tokens or 0, bad_words=self.bad_words or [],
+            include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
+            skip_special_tokens=self.skip_special_tokens is not False, token_ids=bool(self.return_token_ids),
+            prompt_logprobs=self.prompt_logprobs is not None,
+            **{"names": "ids" if self.return_tokens_as_token_ids else "texts", **others},
+        )  # fmt: skip
+
+    @property
     def warnings(self) -> list[str]:
         """Requested features that the answer lacks."""
         return []
@@ -186,8 +201,9 @@ class GenerationRequest(ListedFields):
             raise bad_value("min_tokens", "must not exceed the maximum number of tokens")
         if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise bad_value("stream_options", "is for requests with `stream: true` only")
-        if self.prompt_logprobs is not None and self.stream:
-            raise bad_value("prompt_logprobs", "is for requests without `stream: true`")
+        for name in UNSTREAMED if self.stream else ():
+            if getattr(self, name) is not None:
+                raise bad_value(name, "is for requests without `stream: true`")
 
 
 class ChatRequest(GenerationRequest, MediaRequest):

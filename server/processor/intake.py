@@ -52,6 +52,7 @@ from server.processor.request import Answer, Medium, Request, release_all
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
 from server.processor.text.reasoning import OutputText, ThinkTokens
+from server.processor.text.scores import scores_of
 from server.region import Region
 
 LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
@@ -125,7 +126,7 @@ class Intake:
         functions = [tool["function"] for tool in _tools_of(submit)]
         schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         answers = [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
-        request = Request(submit, media, answers)
+        request = Request(submit, media, answers, scores_of(submit, self._tokens))
         self.requests[submit.rid] = request
         request.task = asyncio.create_task(self._prepare(request))
         self.tasks.create_task(self._hand_over(request, request.task, list(early.values())))

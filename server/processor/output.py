@@ -27,7 +27,7 @@ from engine.wire.messages import (
 from engine.wire.reports import Numbers
 from server.errors import ABORTED
 from server.processor.media.allocator import RegionAllocator
-from server.processor.request import Answer, Request
+from server.processor.request import Answer, Preface, Request
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class Output:
         events: list[Event] = []
         for output in message.outputs:
             request = self.requests.get(output.rid)
-            if request is not None and request.submit.params.prompt_logprobs is not None:
+            if request is not None and request.preface is not None:
                 request.backlog.append(output)
-                request.writer = request.writer or self.tasks.create_task(self._write_slowly(request))
+                request.writer = request.writer or self.tasks.create_task(self._write_slowly(request, request.preface))
             elif request is not None:
                 self._append_events(events, request, request.answers[output.index], output)
         for rid in message.released:
@@ -99,14 +99,14 @@ class Output:
         if output.finish_reason is None and output.error is None:
             self.scheduler.send(Abort(output.rid, index=output.index))
 
-    async def _write_slowly(self, request: Request) -> None:
-        """Others' events go out between slices of log-probabilities, which take the time of many tokens."""
+    async def _write_slowly(self, request: Request, preface: Preface) -> None:
+        """Others' events go out between parts of the preface, which take the time of many tokens."""
         while request.backlog:
             output = request.backlog.popleft()
             if output.token_ids and not request.answers[output.index].num_tokens:
                 counts = request.num_prompt_tokens, output.num_cached_tokens
                 event = Event(output.rid, num_prompt_tokens=counts[0], num_cached_tokens=counts[1], index=output.index)
-                for part in request.prompt_logprobs(output):
+                for part in preface.parts(request.prompt_ids, output.report):
                     if not request.is_ended:
                         self.api.send(Events([msgspec.structs.replace(event, **part)]))
                         await asyncio.sleep(0)
@@ -183,7 +183,7 @@ def _full_event(
         calls=calls,
         stop_reason=stop_reason,
         index=output.index,
-        numbers=output.report.values if isinstance(output.report, Numbers) else b"",
+        report=output.report if isinstance(output.report, Numbers) else None,
         details=answer.details,
     )
 

@@ -2,27 +2,23 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from engine.wire.details import TokenDetails
 from engine.wire.messages import EngineRequest, ErrorInfo, Event, Logprob, RequestOutput, Submit
-from engine.wire.reports import PromptLogprobs
+from engine.wire.reports import Report
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.image import Image
 from server.processor.media.video import Video
-from server.processor.text.logprobs import Spelling, id_spelling, named, of_prompt, of_token, ranked
+from server.processor.text.logprobs import Spelling, of_token, spelling_of
 from server.processor.text.reasoning import OutputText
 from server.region import Region
-
-SLICE = 256  # prompt tokens whose log-probabilities are sent at once: 6 ms with 20 alternatives each
-
 
 Medium = Image | Video
 
@@ -30,6 +26,13 @@ Medium = Image | Video
 async def release_all(media: Iterable[Medium]) -> None:
     """Release the memory of all, including those in progress."""
     await asyncio.gather(*(medium.release() for medium in media))
+
+
+class Preface(Protocol):
+    """What the events of an answer have before its first token, in parts, since other requests must not wait for it."""
+
+    def parts(self, prompt_ids: Sequence[int], report: Report | None) -> Iterator[dict[str, Any]]:
+        """Yield members of events for an answer, whose first output has the report."""
 
 
 class PendingToken(NamedTuple):
@@ -58,15 +61,15 @@ class Request:
     submit: Submit
     media: list[Medium]
     answers: list[Answer]
+    preface: Preface | None = None
     task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
     regions: dict[str, Region] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
     counted: list[int] = field(default_factory=list)  # token ids of a request that is not sent on
     is_in_scheduler: bool = False
     is_ended: bool = False  # all its answers have ended or were aborted
     num_prompt_tokens: int = 0
-    scores: PromptLogprobs | None = None  # log-probabilities of the prompt, for all answers
-    backlog: deque[RequestOutput] = field(default_factory=deque)  # outputs that wait for log-probabilities of the prompt
-    writer: asyncio.Task[None] | None = None  # sends them in slices
+    backlog: deque[RequestOutput] = field(default_factory=deque)  # outputs that wait for prefaces
+    writer: asyncio.Task[None] | None = None  # sends them
 
     def item(self, index: int) -> tuple[Medium, int]:
         """The medium that item `index` of the request is of, and its index there."""
@@ -113,27 +116,11 @@ class Request:
 
     @property
     def spelling(self) -> Spelling:
-        texts = self.answers[0].text.table.spelling
-        both: Spelling = lambda token_id: b"%d:%b" % (token_id, texts(token_id))  # noqa: E731
-        return {"texts": texts, "ids": id_spelling, "both": both}[self.submit.output.names]
+        return spelling_of(self.answers[0].text.table, self.submit.output.names)
 
     @property
     def prompt_ids(self) -> list[int]:
         return list(np.frombuffer(self.regions["prompt"].view, np.int32).tolist())
-
-    def prompt_logprobs(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Return slices of them in the form of an event."""
-        if isinstance(output.report, PromptLogprobs):  # those of the first answer are sent before any other token
-            self.scores = output.report
-        entries = of_prompt(self.prompt_ids, self.scores)
-        options, num_top = self.submit.output, self.submit.params.logprobs
-        while part := list(islice(entries, SLICE)):
-            found: dict[str, Any] = {}
-            if options.prompt_logprobs:
-                found["prompt_logprobs"] = [ranked(self.answers[0].text.table.spelling, entry) for entry in part]
-            if options.echo and num_top is not None:
-                found["logprobs"] = [named(self.spelling, (token_id, value, top[:num_top])) for token_id, value, top in part]
-            yield found
 
     async def release(self, allocator: RegionAllocator) -> None:
         """Gives its memory back, as soon as no thread works for it."""

@@ -3,11 +3,12 @@ whole prompt's logits would be gigabytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from engine.wire.messages import Chunk
+from engine.wire.messages import Chunk, SamplingParams
 from engine.wire.reports import PromptLogprobs, Report
 from engine.worker.sampling.samples import Int64s
 from engine.worker.staging import Staging
@@ -15,6 +16,13 @@ from models.kernels.paged import Int32s
 from models.kernels.transfers import to_host
 
 SLICE = 128  # tokens whose logits are held at once: 78 MB of a vocabulary of 150,000
+
+
+class ReportingRow(Protocol):
+    params: SamplingParams
+
+    @property
+    def prompt_ids(self) -> Int32s: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +36,13 @@ class ScoredChunk:
     targets: Int64s  # (N,) ids that follow them
 
     @classmethod
-    def of(cls, index: int, chunk: Chunk, first: int, prompt_ids: Int32s, num_top: int) -> "ScoredChunk | None":
-        """Return the part of a chunk, whose first token is the step's `first`, that predicts tokens of the prompt; None if it is empty."""
-        targets = prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1].astype(np.int64)
+    def of(cls, index: int, chunk: Chunk, first: int, row: ReportingRow) -> "ScoredChunk | None":
+        """Return the part of a chunk, whose first token is the step's `first`, that predicts tokens of the prompt; None if it is empty or
+        nothing asks for it."""
+        num_top = row.params.prompt_logprobs
+        if num_top is None:
+            return None
+        targets = row.prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1].astype(np.int64)
         return cls(index, chunk.start + 1, num_top, first + np.arange(len(targets)), targets) if len(targets) else None
 
 

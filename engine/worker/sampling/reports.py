@@ -2,24 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from engine.wire.messages import Chunk, SamplingParams
+from engine.wire.messages import Chunk
 from engine.wire.reports import Numbers, Report
 from engine.worker.sampling.pooling import PooledRow, pool, reads_logits
-from engine.worker.sampling.prompt import PromptScores, ScoredChunk, Scoring, score_prompts
+from engine.worker.sampling.prompt import PromptScores, ReportingRow, ScoredChunk, Scoring, score_prompts
 from engine.worker.sampling.samples import Int64s
 from engine.worker.staging import Staging
-from models.kernels.paged import Int32s
-
-
-class ReportingRow(Protocol):
-    params: SamplingParams
-
-    @property
-    def prompt_ids(self) -> Int32s: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +42,8 @@ class StepReports:
         first, sample = 0, 0
         for index, chunk in enumerate(chunks):
             row = row_of(chunk.row)
-            if index < num_prefills and row.params.prompt_logprobs is not None:
-                scored.append(ScoredChunk.of(index, chunk, first, row.prompt_ids, row.params.prompt_logprobs))
+            if index < num_prefills:
+                scored.append(ScoredChunk.of(index, chunk, first, row))
             if chunk.sample and row.params.pooled_ids is not None:
                 pooled.append(PooledRow(index, sample, row.params.pooled_ids))
             sample += chunk.num_samples

@@ -25,11 +25,11 @@ from server.openai.schema import CompletionRequest
 from server.openai.tools import CustomText
 from server.processor.media.allocator import RegionAllocator
 from server.processor.output import Output
-from server.processor.request import SLICE, Answer, Request
+from server.processor.request import Answer, Request
 from server.processor.text import reasoning
 from server.processor.text.detokenize import Detokenizer, StopMatcher, TokenTable
-from server.processor.text.logprobs import of_prompt
 from server.processor.text.reasoning import OutputText, ThinkTokens
+from server.processor.text.scores import SLICE, of_prompt, scores_of
 
 
 def pieces_of(table: TokenTable, ids: list[int]) -> list[str]:
@@ -206,8 +206,9 @@ def allocator() -> Iterator[RegionAllocator]:
 def request(allocator: RegionAllocator, tokenizer: Tokenizer, rid: int, num_top: int | None) -> Request:
     params = SamplingParams(logprobs=1, prompt_logprobs=num_top)
     submit = Submit(rid, ChatPrompt(b""), [], params, OutputOptions(echo=True), Stages())
-    answer = Answer(OutputText(TokenTable(tokenizer), ThinkTokens(None, None), OutputOptions()))
-    made = Request(submit, [], [answer], is_in_scheduler=True, num_prompt_tokens=NUM_PROMPT)
+    table = TokenTable(tokenizer)
+    answer = Answer(OutputText(table, ThinkTokens(None, None), OutputOptions()))
+    made = Request(submit, [], [answer], scores_of(submit, table), is_in_scheduler=True, num_prompt_tokens=NUM_PROMPT)
     region = made.regions["prompt"] = allocator.allocate(4 * NUM_PROMPT)
     region.append(array("i", [70] * NUM_PROMPT).tobytes())
     return made

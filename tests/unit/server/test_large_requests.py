@@ -16,6 +16,7 @@ from starlette.responses import Response
 from tokenizers import Tokenizer
 
 from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
+from engine.wire.reports import Numbers
 from server.checkpoint import Checkpoint
 from server.dialects import pooling
 from server.errors import RequestError
@@ -130,10 +131,10 @@ async def thread_of(*events: Event) -> threading.Thread:
 
 async def test_large_answers_leave_the_event_loop() -> None:
     here = threading.current_thread()
-    small = Event(1, "text", 1, finish_reason="stop", numbers=bytes(4 * HIDDEN))
+    small = Event(1, "text", 1, finish_reason="stop", report=Numbers(bytes(4 * HIDDEN)))
     assert await thread_of(small) is here
     for large in (
-        [Event(1, "", 1, finish_reason="stop", numbers=bytes(4 * HIDDEN), index=index) for index in range(5)],
+        [Event(1, "", 1, finish_reason="stop", report=Numbers(bytes(4 * HIDDEN)), index=index) for index in range(5)],
         [Event(1, "", finish_reason="stop", prompt_ids=[1] * (LARGE_NUMBERS + 1))],
         [Event(1, "x" * (LARGE_NUMBERS + 1), finish_reason="stop")],
     ):
