@@ -16,6 +16,7 @@ from engine.launch.config import GIB, MIB, EngineConfig
 from engine.wire.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_HEAD_DRAFTS
 from models.cache.spec import SPARE_ROWS, CacheSpec
 from models.config.formats import Format, entry_of, final_format
+from models.config.schemes import Scheme
 from models.config.types import ModelConfig, TextConfig, VisionConfig
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_SIZES
 from models.kernels.reference.tuned import STEP_SIZES as TORCH_SIZES
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 STEP_SIZES = {"hopper": HOPPER_SIZES, "portable": PORTABLE_SIZES, "torch": TORCH_SIZES}
 VALUE_BYTES = 2  # bfloat16
 GRAPH_BYTES = 4 * MIB  # launches of one captured step
+WORKSPACE_BYTES = 32 * MIB  # of cuBLAS, for a stream
 RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA, kernels, sampler; memory shared by ranks
 TOWER_BYTES = 9 * MIB // 10  # tables and graphs, per value of the tower's width
 LOGITS_BYTES = 24  # per row and vocabulary entry while rows sample by sorting
@@ -119,15 +121,39 @@ def tower_parameters(vision: VisionConfig) -> int:
     return (patch_values(vision) + vision.num_position_embeddings) * width + vision.depth * block + mergers
 
 
-def activation_bytes(model: ModelConfig, config: EngineConfig, sizes: StepSizes) -> int:
-    """Activations of an encode, a step and sampled rows."""
-    text, encode = model.text, 0
-    if (vision := model.vision) is not None:
-        num_patches = config.max_num_encoder_tokens * vision.merge_size**2
-        encode = VALUE_BYTES * num_patches * (patch_values(vision) + 4 * vision.hidden_size + vision.intermediate_size)
-    step = step_bytes(model, config.tp, config.max_num_batched_tokens)
-    hidden = VALUE_BYTES * text.hidden_size * max_hidden(config, sizes) if text.has_head else 0
-    return encode + step + hidden + LOGITS_BYTES * max_samples(config, sizes) * text.vocab_size
+class Activations(NamedTuple):
+    """Peak bytes of an encode, and of a step or its sampling, which run concurrently with it."""
+
+    encode: int
+    step: int
+
+    @classmethod
+    def estimate(cls, model: ModelConfig, config: EngineConfig, sizes: StepSizes) -> "Activations":
+        text, vision = model.text, model.vision
+        encode = 0 if vision is None else encode_bytes(vision, config.max_num_encoder_tokens, model.num_visual_levels) + WORKSPACE_BYTES
+        step = step_bytes(model, config.tp, config.max_num_batched_tokens)
+        step += dequantized_bytes(text, config.tp, decoder_format(config, text))
+        hidden = VALUE_BYTES * text.hidden_size * max_hidden(config, sizes) if text.has_head else 0
+        return cls(encode, WORKSPACE_BYTES + hidden + max(step, LOGITS_BYTES * max_samples(config, sizes) * text.vocab_size))
+
+
+def encode_bytes(vision: VisionConfig, num_tokens: int, num_levels: int) -> int:
+    """Peak bytes of an encode: patches and the bytes that they are made of, position embeddings, the stream and its norm; of a block,
+    keys, values, queries and the attention's result, or the MLP's inner values; the result."""
+    of_patch = patch_values(vision) * 3 // 2 + 3 * vision.hidden_size + 2 * vision.head_dim * 2  # rotary rows in float32, twice
+    of_patch += max(4 * vision.hidden_size, vision.intermediate_size)
+    of_token = of_patch * vision.merge_size**2 + num_levels * vision.out_hidden_size
+    return VALUE_BYTES * num_tokens * of_token
+
+
+def dequantized_bytes(text: TextConfig, tp: int, format: Format) -> int:
+    """Bytes of the largest matrix that a step of many tokens dequantizes: all experts' gates and up projections, or those of an MLP with a
+    scheme of floats, which humming-kernels does not multiply."""
+    if (scheme := Scheme.parse(format)) is None:
+        return 0
+    inner = text.intermediate_size if text.moe is None else text.moe.num_experts * text.moe.intermediate_size
+    is_library = text.moe is None and scheme.element.startswith("int")
+    return 0 if is_library else VALUE_BYTES * 2 * inner * text.hidden_size // tp
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
@@ -140,6 +166,11 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
         delta = text.delta  # inputs before and after the convolution, changes and outputs of chunks of 64
         of_token = max(of_token, (2 * delta.conv_width + delta.num_value_heads * (5 * delta.value_dim + 64)) // tp)
     return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens
+
+
+def state_bytes(config: EngineConfig, spec: CacheSpec) -> int:
+    """Bytes of the states of rows, a scratch row and spare rows."""
+    return (config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(max_drafts(config))
 
 
 def max_drafts(config: EngineConfig) -> int:
@@ -163,8 +194,8 @@ def sizes_for(config: EngineConfig, text: TextConfig, spec: CacheSpec, sizes: St
     return sizes.for_layers(layer_parameters(text) // config.tp, config.max_num_batched_tokens, *kind, spec.paged.bytes_per_token)
 
 
-def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, activations: int) -> int:
-    """Bytes of launches, shared inputs and logits, and the largest activations."""
+def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, step: int) -> int:
+    """Bytes of launches, shared inputs and logits, and the largest activations; `step` is those of `max_num_batched_tokens`."""
     if config.enforce_eager or not sizes.decodes:
         return 0
     chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_samples(config, sizes))
@@ -173,7 +204,8 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
     tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
     logits = 2 * 4 * (max([*chunks, decodes[-1]]) + sizes.large_step) * model.text.vocab_size  # shared, and of the largest
     embeddings = model.num_visual_levels * largest_chunk * model.text.hidden_size * VALUE_BYTES
-    return num_graphs * GRAPH_BYTES + logits + embeddings + activations * tokens // config.max_num_batched_tokens
+    fixed = WORKSPACE_BYTES + dequantized_bytes(model.text, config.tp, decoder_format(config, model.text))
+    return num_graphs * GRAPH_BYTES + logits + embeddings + fixed + max(0, step - fixed) * tokens // config.max_num_batched_tokens
 
 
 def early_image_bytes(model: ModelConfig, config: EngineConfig) -> int:
@@ -223,14 +255,14 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend
     text, vision, tp = model.text, model.vision, config.tp
     spec = text.cache_spec(tp, VALUE_BYTES)
     sizes = sizes_for(config, text, spec, STEP_SIZES[backend])
-    activations = activation_bytes(model, config, sizes)
+    activations = Activations.estimate(model, config, sizes)
     needs = Needs(
         weights=weight_bytes(model, tp, decoder_format(config, text)) + adapter_bytes(model, config),
         runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
-        activations=activations,
-        step_graphs=step_graph_bytes(model, sizes, config, activations),
+        activations=sum(activations),
+        step_graphs=step_graph_bytes(model, sizes, config, activations.step),
         tower=0 if vision is None else TOWER_BYTES * vision.hidden_size + early_image_bytes(model, config),
-        states=(config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(max_drafts(config)),
+        states=state_bytes(config, spec),
     )
     return divide(config, spec, needs, gpu_memory)
 

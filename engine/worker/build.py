@@ -25,6 +25,7 @@ from engine.launch.memory import (
     max_samples,
     plan_memory,
     sizes_for,
+    state_bytes,
     step_graph_bytes,
 )
 from engine.updates.worker import UpdateWorker
@@ -231,10 +232,10 @@ def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | No
     return Needs(
         weights=weights,
         runtime=free - free_bytes(model.device) - weights,
-        activations=activations,
-        step_graphs=0 if captured is None else step_graph_bytes(model.config, captured, config, activations),
+        activations=sum(activations),
+        step_graphs=0 if captured is None else step_graph_bytes(model.config, captured, config, activations.step),
         tower=0 if model.tower is None else model.tower.kept_bytes() + early_image_bytes(model.config, config),
-        states=(config.max_num_seqs + 1) * model.cache_spec.row_bytes(max_drafts(config)),
+        states=state_bytes(config, model.cache_spec),
     )
 
 

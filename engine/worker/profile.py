@@ -1,13 +1,13 @@
 """Memory of a device and of a step, measured; `engine/launch/memory.py` divides it."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from engine.launch.config import EngineConfig
-from engine.launch.memory import max_samples
+from engine.launch.memory import Activations, max_samples
 from engine.wire.messages import SamplingParams
 from engine.worker.sampling.samples import samples_of
 from models.cache.layout import AttentionLayout
@@ -63,39 +63,47 @@ def _encode_a_pair(tower: Tower, num_tokens: int) -> None:
     tower.encode([pair], [geometry.grid(side, side)])
 
 
+def _peak_of(run: Callable[[], None], device: torch.device) -> int:
+    """Return the most bytes allocated during `run` in addition to those before it."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
 @torch.inference_mode()
 def profile_peak(
     model: LanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream
-) -> int:
-    """Return the peak bytes of activations: an encoder budget of images (on `tower_stream`) concurrently with a full batch of tokens whose
-    rows all sample by sorting."""
-    device, model_config = model.device, model.config
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+) -> Activations:
+    """Measure an encoder budget of images (on `tower_stream`), then a full batch of tokens whose rows all sample by sorting. Pools and
+    states of rows are not counted."""
+    device, num_tokens, spec = model.device, config.max_num_batched_tokens, model.cache_spec
     tower_stream.wait_stream(torch.cuda.current_stream(device))  # random weights may still be in transfer
-    if model.tower is not None:
-        with torch.cuda.stream(tower_stream):
-            _encode_a_pair(model.tower, config.max_num_encoder_tokens)
-    encode_bytes = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.reset_peak_memory_stats(device)
-    num_tokens = config.max_num_batched_tokens
-    num_blocks, spec = -(-num_tokens // config.block_size), model.cache_spec
+
+    def encode() -> None:
+        if model.tower is not None:
+            with torch.cuda.stream(tower_stream):
+                _encode_a_pair(model.tower, config.max_num_encoder_tokens)
+
+    encode_bytes, num_blocks = _peak_of(encode, device), -(-num_tokens // config.block_size)
     pools = allocate_pools(spec.paged, num_blocks, config.block_size, model.dtype, device)
-    attention = backend.attention(pools, model_config.text.num_heads // model.tp.size)
     batch = _one_long_row(num_tokens, num_blocks, max_samples(config, backend.step_sizes), spec, device)
-    attention.plan(batch.attention)
-    hidden_SD = model(batch, attention)
-    if model.drafter is not None:  # its pass takes a little more than a layer of the step
-        hidden_TD = torch.empty((num_tokens, model_config.text.hidden_size), dtype=model.dtype, device=device)
-        tokens = HeadTokens(batch.positions_3T, batch.attention.slot_mapping_T)
-        model.drafter.predict(model.embed(batch.input_ids_T), hidden_TD, tokens, attention, batch.logits_indices)
-        del hidden_TD
-    logits_SV = model.logits(hidden_SD)
-    rows_to_sort = [SamplingParams(top_p=0.9)] * len(logits_SV)
-    sampling.sample(logits_SV, samples_of(rows_to_sort, range(len(logits_SV)), 0, device).params)
-    torch.cuda.synchronize(device)
-    pool_bytes = sum(k.nbytes + v.nbytes for k, v in pools)
-    return torch.cuda.max_memory_allocated(device) - before + encode_bytes - pool_bytes
+
+    def step() -> None:
+        attention = backend.attention(pools, model.config.text.num_heads // model.tp.size)
+        attention.plan(batch.attention)
+        hidden_SD = model(batch, attention)
+        if model.drafter is not None:  # its pass takes a little more than a layer of the step
+            hidden_TD = torch.empty((num_tokens, model.config.text.hidden_size), dtype=model.dtype, device=device)
+            tokens = HeadTokens(batch.positions_3T, batch.attention.slot_mapping_T)
+            model.drafter.predict(model.embed(batch.input_ids_T), hidden_TD, tokens, attention, batch.logits_indices)
+            del hidden_TD
+        logits_SV = model.logits(hidden_SD)
+        rows_to_sort = [SamplingParams(top_p=0.9)] * len(logits_SV)
+        sampling.sample(logits_SV, samples_of(rows_to_sort, range(len(logits_SV)), 0, device).params)
+        torch.cuda.synchronize(device)
+
+    return Activations(encode_bytes, _peak_of(step, device))
 
 
 def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:

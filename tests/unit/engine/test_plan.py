@@ -11,11 +11,25 @@ from typing import Literal
 
 import msgspec
 import pytest
+import torch
 
 from engine import serve
 from engine.launch.config import GIB, EngineConfig
-from engine.launch.memory import ENOUGH_TOKENS, LOGITS_BYTES, SMALLEST, STEP_SIZES, Needs, cuts, fit, make_plan, plan_memory, weight_bytes
+from engine.launch.memory import (
+    ENOUGH_TOKENS,
+    LOGITS_BYTES,
+    SMALLEST,
+    STEP_SIZES,
+    Needs,
+    cuts,
+    dequantized_bytes,
+    fit,
+    make_plan,
+    plan_memory,
+    weight_bytes,
+)
 from engine.serve import planned_backend
+from models.cache.states import RowStates
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.kernels.choose import Choice, Gpu
@@ -59,7 +73,7 @@ def test_the_plan_is_what_workers_measured() -> None:
 
 
 def test_the_plan_is_for_the_backend_that_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, drafting = config_of("8B"), EngineConfig(draft="lookup", max_num_seqs=64)
+    model, drafting = config_of("8B"), EngineConfig(draft="lookup", max_num_seqs=64, max_num_batched_tokens=512)  # sampling takes the most
     needs = {backend: make_plan(drafting, model, 80 * GIB, backend).needs for backend in STEP_SIZES}
     of_samples = [needs[name].activations - needs["torch"].activations for name in ("hopper", "portable")]
     assert of_samples == [LOGITS_BYTES * model.text.vocab_size * rows for rows in (160 - 64, 96 - 64)] and needs["torch"].step_graphs == 0
@@ -129,6 +143,20 @@ def test_drafts_of_rows_with_states_are_counted() -> None:
     configs = (msgspec.structs.replace(config, draft=draft) for draft in ("off", "lookup", "mtp"))
     plain, *drafting = (make_plan(each, model, 80 * GIB, "hopper").needs.states for each in configs)
     assert [states - plain for states in drafting] == [67 * 48 * count * 2 * (2 * 10_240 + 2 * 48) for count in (7, 3)]
+    (group,) = model.text.cache_spec(1, 2).states
+    assert plain == RowStates(group, 64, torch.device("meta")).values.nbytes, "a worker allocates something else"
+
+
+def test_dequantized_matrices_are_counted() -> None:
+    """Red if the plan leaves out the experts of a layer as values, or counts those that humming-kernels multiplies as codes."""
+    for size, format, expected in (
+        ("30B-A3B", "int4-g128", 2 * 128 * 2 * 768 * 2048),
+        ("8B", "int4-g128", 0),
+        ("8B", "float4-g16", 2 * 2 * 12_288 * 4096),
+        ("8B", "plain", 0),
+    ):
+        text = config_of(size).text
+        assert [dequantized_bytes(text, tp, format) for tp in (1, 2)] == [expected, expected // 2], (size, format)
 
 
 def test_the_table_needs_no_torch() -> None:
