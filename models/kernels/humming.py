@@ -13,11 +13,12 @@ from models.kernels.stream import Activation, Residual, Rounded, RowClass
 from models.kernels.triton.activations import values_of
 from models.kernels.triton.grouped import TritonGrouped
 from models.kernels.triton.products import TritonProducts
-from models.weights.grouped import Grouped
+from models.weights.grouped import STRIPE, Grouped
 from models.weights.layouts import codes_of, packed_columns, packed_rows
 from models.weights.matrix import Stored
 
-ROWS, COLUMNS = 64, 128  # of which a matrix has multiples
+ROWS, COLUMNS = 64, 128  # multiples of its tiles; the library pads rows
+WHOLE_ROWS = 8  # multiple of rows that it writes
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 2048)  # each with the kernel that the library takes for so many; it has 34 for a shape
 EVERY = 1 << 30
 NUM_CHECKED, MAX_DIFFERENCE = 3, 0.02  # tokens of the comparison with our kernels, and its relative limit
@@ -51,7 +52,8 @@ def _kernels(config: Any, device: torch.device) -> "Future[torch.Tensor]":
 
 @dataclass(frozen=True)
 class HummingMatrix:
-    """A matrix (N, K) as humming's kernels read it: `layer` is its HummingLayer, with `weight`, `weight_scale` and `zero_point`."""
+    """A matrix (N, K) as humming's kernels read it: `layer` is its HummingLayer, with `weight`, `weight_scale` and `zero_point`. Its rows
+    are padded to a multiple of ROWS; products are not."""
 
     scheme: Scheme
     layer: Any
@@ -73,9 +75,13 @@ class HummingMatrix:
 
         scheme, dtype, device = matrix.scheme, torch.bfloat16, matrix.codes.device
         kind = {"dtype": f"uint{scheme.bits}", "group_size": scheme.group, "has_zero_point": matrix.zeros is not None}
-        layer = HummingLayer(shape_n=matrix.shape[0], shape_k=matrix.shape[1], weight_config=kind, torch_dtype=dtype).to(device)
+        rows, columns = matrix.shape
+        layer = HummingLayer(
+            shape_n=rows, shape_k=columns, weight_config=kind, pad_n_to_multiple=ROWS, torch_dtype=dtype
+        ).to(device)  # fmt: skip
+        stripes = (packed_columns(codes_of(stripe, scheme, matrix.layout), scheme.bits) for stripe in matrix.codes.split(STRIPE))
         tensors = {
-            "weight": packed_columns(codes_of(matrix.codes, scheme, matrix.layout), scheme.bits),
+            "weight": torch.cat(list(stripes)),
             "weight_scale": matrix.scales.to(dtype),
         }
         if matrix.zeros is not None:
@@ -107,7 +113,7 @@ class HummingMatrix:
 def takes(matrix: Grouped) -> bool:
     """Whether humming's kernels multiply it."""
     rows, columns = matrix.shape
-    return matrix.scheme.element.startswith("int") and rows % ROWS == 0 and columns % COLUMNS == 0 and matrix.codes.is_cuda
+    return matrix.scheme.element.startswith("int") and rows % WHOLE_ROWS == 0 and columns % COLUMNS == 0 and matrix.codes.is_cuda
 
 
 class HummingMatrices(TritonProducts[HummingMatrix]):

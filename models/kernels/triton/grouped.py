@@ -22,7 +22,7 @@ from models.weights.layouts import WORD, run_of
 VECTOR_WORDS, VECTOR_ROWS, VECTOR_WARPS = 256, 4, 2  # of a program of `_gemv`
 ROWS, WORDS, WARPS, STAGES = 64, 16, 4, 2  # of a program of `_multiply`
 LEAST_TOKENS, MOST_TOKENS = 16, 128  # of its tile
-LEAST_WORDS = 16  # that one product of tensor cores takes
+LEAST_ROWS, LEAST_WORDS = 16, 16  # that one product of tensor cores takes
 SPLITS = 4  # of the inner dimension, for a sum that joins the residual
 MOST_WITH_CODES = 512  # tokens whose experts are multiplied without being dequantized
 DENSE_ROWS, DENSE_WORDS = 8, 64  # of a program of `_dequantize`
@@ -239,12 +239,17 @@ def gemv(
     return out_KN
 
 
+def has_tiles(matrix: Grouped) -> bool:
+    """Return whether `multiply` takes the matrix."""
+    return matrix.shape[0] % LEAST_ROWS == 0 and matrix.codes.shape[1] % LEAST_WORDS == 0
+
+
 def multiply(x_TX: torch.Tensor, matrix: Grouped, out_STN: torch.Tensor) -> None:
     """Parts of x @ matrix.T, whose sum over S it is."""
     num_tokens, num_words = len(x_TX), matrix.codes.shape[1]
     tokens = max(LEAST_TOKENS, min(MOST_TOKENS, triton.next_power_of_2(num_tokens)))
     rows, words = math.gcd(matrix.shape[0], ROWS), math.gcd(num_words // len(out_STN), WORDS)
-    assert rows >= 16 and words >= LEAST_WORDS, f"a tile of {rows} x {words} words is too small for a product"
+    assert rows >= LEAST_ROWS and words >= LEAST_WORDS, f"a tile of {rows} x {words} words is too small for a product"
     _multiply[(matrix.shape[0] // rows, len(out_STN), triton.cdiv(num_tokens, tokens))](
         x_TX, *_tensors(matrix), out_STN, num_tokens, OUT=matrix.shape[0], **_settings(matrix),
         BLOCKS=num_words // words // len(out_STN), ROWS=rows, WORDS=words, TOKENS=tokens, STAGES=STAGES, num_warps=WARPS,
@@ -280,13 +285,13 @@ class GroupedExperts:
 
 
 class TritonGrouped(TritonProducts[Grouped]):
-    """Few tokens: our kernel, which reads the words once. More: values in scratch memory, and cuBLAS."""
+    """Few tokens: our kernel, which reads the words once. More, or a matrix without whole tiles: values in scratch memory, and cuBLAS."""
 
     gemv = staticmethod(gemv)
 
     def product_of_many(self, x_TX: Activation, matrix: Grouped, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
         x_TX = values_of(x_TX)
-        if rows > RowClass.SOME:
+        if rows > RowClass.SOME or not has_tiles(matrix):
             return torch.mm(x_TX, dequantize(matrix, x_TX.dtype).t(), out=out_TN)
         out_TN = x_TX.new_empty((len(x_TX), matrix.shape[0])) if out_TN is None else out_TN
         multiply(x_TX, matrix, out_TN[None])
@@ -294,7 +299,7 @@ class TritonGrouped(TritonProducts[Grouped]):
 
     def add_many_to(self, residual: Residual, x_TX: Activation, matrix: Grouped, rows: RowClass) -> None:
         x_TX = values_of(x_TX)
-        if rows > RowClass.SOME:
+        if rows > RowClass.SOME or not has_tiles(matrix):
             residual.sum_TD.addmm_(x_TX, dequantize(matrix, x_TX.dtype).t())
             return
         splits = math.gcd(SPLITS, matrix.codes.shape[1] // LEAST_WORDS)

@@ -56,10 +56,13 @@ def grouped(format: str, rows: int, columns: int) -> Matrix:
 @interpreted(gate=True)
 def test_low_bit_matrices() -> None:
     torch.manual_seed(0)
-    norm = torch.rand(512) + 0.5
-    cases = ((1, RowClass.SINGLE), (5, RowClass.FEW), (20, RowClass.SOME), (20, RowClass.MANY))
-    for format, (num_tokens, rows) in itertools.product(GROUPED, cases):
-        ours, x, start = grouped(format, 128, 512), torch.randn(num_tokens, 512), torch.randn(num_tokens, 128)
+    classes = ((1, RowClass.SINGLE), (5, RowClass.FEW), (20, RowClass.SOME), (20, RowClass.MANY))
+    cases = [(format, 128, 512, *each) for format, each in itertools.product(GROUPED, classes)]
+    without_tiles = (("int4-g32-zeros", 40, 512), ("int4-g32", 128, 576), ("int8-g0", 24, 128), ("float4-g16", 128, 192))
+    cases += [(*matrix, *each) for matrix, each in itertools.product(without_tiles, classes[:2])]
+    for format, height, width, num_tokens, rows in cases:
+        norm = torch.rand(width) + 0.5
+        ours, x, start = grouped(format, height, width), torch.randn(num_tokens, width), torch.randn(num_tokens, height)
         pairs = []
         for each in (ours, ours.on("torch")):
             added = Residual(start.clone())
@@ -67,7 +70,7 @@ def test_low_bit_matrices() -> None:
             total = added.sum_TD + (0 if added.parts_STD is None else added.parts_STD.sum(0))
             pairs.append((each.product(Residual(x.clone()).normed(norm, 1e-6), rows), each.swiglu(x, rows), total))
         for found, expected in zip(*pairs, strict=True):
-            assert float((found - expected).norm() / expected.norm()) < 1e-4, (format, num_tokens, rows.name)
+            assert float((found - expected).norm() / expected.norm()) < 1e-4, (format, height, width, num_tokens, rows.name)
 
 
 @interpreted(gate=True)
