@@ -4,10 +4,16 @@ A slot whose adapter has running requests is in use; of the others the least rec
 has no slot waits; younger requests pass it, but those of one adapter in use, whose slot it gets, do not start. So that slot becomes free.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.wire.adapters import AdapterRef, LoadAdapter
+from engine.scheduler.request import Request
+from engine.scheduler.slots import NoSlots
+from engine.wire.adapters import AdapterRef, LoadAdapter, number_of
+from engine.wire.messages import EngineRequest, ErrorInfo
+
+UNREADABLE = ErrorInfo(503, "The adapter could not be read: load it again.", "server_error", code="adapter_unreadable")
 
 
 @dataclass(slots=True)
@@ -18,11 +24,11 @@ class Held:
     num_users: int = 0
 
 
-class AdapterDirectory:
+class AdapterDirectory(NoSlots):
     """Adapters in slots, by number. Invariant (`check`): slots are distinct; a user of a slot keeps its adapter there."""
 
-    def __init__(self, num_slots: int = 0):
-        self.failed: set[int] = set()  # adapters that a worker could not read
+    def __init__(self, num_slots: int):
+        self._failed: set[int] = set()  # adapters that a worker could not read
         self._num_slots = num_slots
         self._held: OrderedDict[int, Held] = OrderedDict()  # least recently started first
         self._loads: list[LoadAdapter] = []
@@ -31,8 +37,8 @@ class AdapterDirectory:
     def begin_plan(self) -> None:
         self._promised.clear()
 
-    def may_start(self, adapter: AdapterRef | None) -> bool:
-        """Return whether a request with this adapter has a slot. Ask once per plan and request, in their order."""
+    def may_start(self, wire: EngineRequest) -> bool:
+        adapter = wire.adapter
         if adapter is None:
             return True
         promised = self._promised.values()
@@ -47,8 +53,8 @@ class AdapterDirectory:
             self._promised[adapter.number] = others[0][0]
         return False
 
-    def acquire(self, adapter: AdapterRef | None) -> int:
-        """Return the slot of a request that starts, after `may_start`; -1 without an adapter."""
+    def acquire(self, wire: EngineRequest) -> int:
+        adapter = wire.adapter
         if adapter is None:
             return -1
         held = self._held.get(adapter.number) or self._place(adapter)
@@ -56,23 +62,28 @@ class AdapterDirectory:
         held.num_users += 1
         return held.slot
 
-    def release(self, adapter: AdapterRef | None) -> None:
-        """Release the slot of a request that is preempted or ends."""
-        if adapter is not None:
-            held = self._held[adapter.number]
+    def release(self, wire: EngineRequest) -> None:
+        if wire.adapter is not None:
+            held = self._held[wire.adapter.number]
             assert held.num_users > 0
             held.num_users -= 1
 
-    def take_loads(self) -> list[LoadAdapter]:
-        """Return the orders since the last call, for the next plan."""
+    def of_images(self, request: Request) -> int:
+        adapter = request.wire.adapter
+        return request.slot if adapter is not None and adapter.has_tower else -1
+
+    def take_loads(self) -> Sequence[LoadAdapter]:
         loads, self._loads = self._loads, []
         return loads
 
     def note_failed(self, numbers: set[int]) -> None:
-        self.failed |= numbers
+        self._failed |= numbers
 
-    def check(self, users: dict[int, int]) -> None:
-        """Assert the invariant for these numbers of requests that hold slots, by adapter."""
+    def error_of(self, wire: EngineRequest) -> ErrorInfo | None:
+        return UNREADABLE if number_of(wire.adapter) in self._failed else None
+
+    def check(self, holders: Sequence[Request]) -> None:
+        users = Counter(request.wire.adapter.number for request in holders if request.wire.adapter is not None)
         assert {number: held.num_users for number, held in self._held.items() if held.num_users} == users, "users drifted from requests"
         slots = [held.slot for held in self._held.values()]
         assert len(set(slots)) == len(slots) <= self._num_slots

@@ -200,15 +200,14 @@ class BlockHasher:
 
     A link covers the parent link, the block's token ids and, for each image that begins in the block, its hash and start: equal
     placeholders of different images never alias. The chain begins with the
-    request's namespace: the tenant's salt and the adapter's number.
+    request's namespace.
     """
 
-    def __init__(self, block_size: int, images: Sequence[ImageSpan], namespace: tuple[str, int]):
+    def __init__(self, block_size: int, images: Sequence[ImageSpan], namespace: tuple[str, bytes]):
         self.block_size = block_size
         self._images = images
         self.links: list[bytes] = []
-        salt, adapter = namespace
-        key = b"%d" % adapter if adapter else b""
+        salt, key = namespace
         self._root = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks", key=key).digest()
 
     def chain(self, token_ids: np.ndarray, num_links: int) -> Iterator[bytes]:

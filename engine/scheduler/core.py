@@ -20,7 +20,6 @@ from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State, is_idle
-from engine.wire.adapters import number_of
 from engine.wire.details import TokenDetails
 from engine.wire.messages import (
     DEPTH,
@@ -40,7 +39,6 @@ from engine.wire.stats import EngineStats
 
 QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
-UNREADABLE_ADAPTER = ErrorInfo(503, "The adapter could not be read: load it again.", "server_error", code="adapter_unreadable")
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64
@@ -220,8 +218,8 @@ class SchedulerCore:
 
     def _find_problem(self, wire: EngineRequest, num_prompt: int) -> ErrorInfo | None:
         """Return the reason why a request can never run, if any."""
-        if number_of(wire.adapter) in self.state.adapters.failed:
-            return UNREADABLE_ADAPTER
+        if (error := self.state.slots.error_of(wire)) is not None:
+            return error
         if num_prompt + 1 > self._capacity:
             words = f"The prompt has {num_prompt} tokens; with one token of output {self._capacity} is the most that fits."
             return ErrorInfo(400, words, code="context_length_exceeded")
@@ -281,9 +279,9 @@ class SchedulerCore:
     def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
         self._fail_images({step.made[image_id] for result in results for image_id in result.failed_images}, UNREADABLE)
         self._fail_images({step.made[image_id] for result in results for image_id in result.starved_images}, OUT_OF_MEMORY)
-        if failed := {number for result in results for number in result.failed_adapters}:
-            self.state.adapters.note_failed(failed)
-            self._fail_all(lambda wire: number_of(wire.adapter) in failed, UNREADABLE_ADAPTER)
+        if failed := {number for result in results for number in result.failed_loads}:
+            self.state.slots.note_failed(failed)
+            self._fail_all(self.state.slots.error_of)
         if any(result.out_of_memory for result in results):
             self._give_up(step)
         rank0 = next(result for result in results if result.rank == 0)
@@ -357,11 +355,11 @@ class SchedulerCore:
         """Fail every request that has one of these images."""
         if digests:
             self.state.forget_images(digests)
-            self._fail_all(lambda wire: any(span.hash in digests for span in wire.images), error)
+            self._fail_all(lambda wire: error if any(span.hash in digests for span in wire.images) else None)
 
-    def _fail_all(self, has_failed: Callable[[EngineRequest], bool], error: ErrorInfo) -> None:
+    def _fail_all(self, error_of: Callable[[EngineRequest], ErrorInfo | None]) -> None:
         for request in self._live(None):
-            if has_failed(request.wire):
+            if (error := error_of(request.wire)) is not None:
                 self._fail(request, error)
 
     def _fail(self, request: Request, error: ErrorInfo) -> None:

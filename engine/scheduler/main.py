@@ -103,8 +103,7 @@ class Scheduler:
         blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size, config.snapshot_share)
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready))
         limits = make_limits(config, ready[0])
-        adapters = AdapterDirectory(config.num_adapter_slots)
-        state = State(limits, blocks, images, adapters, free_rows=list(range(config.max_num_seqs)))
+        state = State(limits, blocks, images, AdapterDirectory(config.num_adapter_slots), free_rows=list(range(config.max_num_seqs)))
         drafter = make_drafter(config.draft, limits.verify_rows)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
         return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)

@@ -3,7 +3,7 @@
 One rule covers prefill, chunked prefill and decode: `num_computed` approaches `num_tokens` within the step's token budget, oldest request
 first. If a chunk lacks a KV block or space for an embedding, the youngest running request is preempted.
 
-A request whose adapter has no slot waits; others may pass it, see `AdapterDirectory`.
+A request without the slot that it needs waits; others may pass it, see `NoSlots`.
 
 A shared prefix is computed once: a request waits while an older request computes its prefix. Younger requests may pass it; it keeps its
 place in the order, a row and its blocks. Answers to one request fork: they share the full blocks of the prompt.
@@ -66,7 +66,7 @@ class _StepBuilder:
         self.num_reserved_blocks = 0  # blocks kept for all of them
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
         self.resting = resting(state)
-        state.adapters.begin_plan()
+        state.slots.begin_plan()
         self.num_read = 0  # cached tokens read by requests that start
         num_lacking = 0
         for request in state.running:
@@ -105,7 +105,7 @@ class _StepBuilder:
             admits=self.admits,
             encodes=self.encodes,
             chunks=[chunk for _, chunk in members],
-            loads=self.state.adapters.take_loads(),
+            loads=self.state.slots.take_loads(),
             num_head_drafts=self.state.num_head_drafts,
         )
         self.state.note_plan(step)
@@ -115,7 +115,7 @@ class _StepBuilder:
         """Start waiting requests that precede `before` and return their number. A request that cannot start blocks all later ones."""
         num_running = len(self.state.running)
         while (request := self._next_waiting(before)) is not None:
-            if not self.state.adapters.may_start(request.wire.adapter):
+            if not self.state.slots.may_start(request.wire):
                 self.num_passed += 1
             elif request.awaited or request.awaits_prefix or self._find_leader(request) or self._lacks_pixels(request):
                 self.num_passed, self.num_reserved_rows = self.num_passed + 1, self.num_reserved_rows + 1
@@ -357,8 +357,7 @@ class _StepBuilder:
 
     def _make(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
         self.made[entry.image_id] = span.hash
-        has_tower = request.wire.adapter is not None and request.wire.adapter.has_tower
-        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid, request.slot if has_tower else -1))
+        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid, self.state.slots.of_images(request)))
         self.num_encoder_tokens += _encoder_cost(request, span)
         request.wire.stages.images_encoded += 1
 

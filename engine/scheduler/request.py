@@ -49,7 +49,7 @@ class Request:
     index: int = 0
     status: Status = Status.WAITING
     row: int = -1
-    slot: int = -1  # of its adapter while it has a row
+    slot: int = -1  # while it has a row, if it needs one
     num_computed: int = 0
     num_committed: int = 0  # blocks offered to the block directory
     num_sampled: int = 0  # sampled by plans in flight, without drafts

@@ -8,15 +8,15 @@ While the state is not open, new requests are parked instead of waiting.
 """
 
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory, ImageEntry
 from engine.scheduler.request import Request, Status
+from engine.scheduler.slots import NoSlots
 from engine.wire.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
 from engine.wire.stats import EngineStats
 from engine.wire.updates import FIRST_VERSION
@@ -47,7 +47,7 @@ class State:
     limits: Limits
     blocks: BlockPool
     images: ImageDirectory
-    adapters: AdapterDirectory = field(default_factory=AdapterDirectory)
+    slots: NoSlots = field(default_factory=NoSlots)
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     parked: list[Request] = field(default_factory=list)  # while the state is not open
@@ -74,7 +74,7 @@ class State:
         insort(self.running, request, key=_order)
         self.blocks.acquire(hits)
         request.status, request.row, request.blocks = Status.RUNNING, self.free_rows.pop(), list(hits)
-        request.slot = self.adapters.acquire(request.wire.adapter)
+        request.slot = self.slots.acquire(request.wire)
         request.leader, request.num_shared_blocks = None, 0
         request.branch_point = num_equal * self.blocks.block_size
         request.num_computed, request.num_committed = len(hits) * self.blocks.block_size, len(hits)
@@ -214,7 +214,7 @@ class State:
         for request in self.running:
             assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
             assert len(request.blocks) >= self.blocks.num_needed(request.num_computed)
-        self.adapters.check(Counter(each.wire.adapter.number for each in holders if each.row >= 0 and each.wire.adapter is not None))
+        self.slots.check([request for request in holders if request.row >= 0])
         rows = [request.row for request in holders if request.row >= 0]
         assert sorted([*rows, *self.free_rows]) == list(range(self.limits.max_num_seqs)), "rows leaked"
         pins: dict[bytes, int] = {}
@@ -264,7 +264,7 @@ class State:
         request.blocks = []
         if request.row >= 0:
             self.free_rows.append(request.row)
-            self.adapters.release(request.wire.adapter)
+            self.slots.release(request.wire)
             request.row = request.slot = -1
 
 

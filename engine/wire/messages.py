@@ -14,11 +14,12 @@
 Messages of weight updates are in `engine.wire.updates`. All times are `time.monotonic()` seconds: one clock for all processes of a host.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from engine.wire.adapters import AdapterRef, LoadAdapter, image_key, number_of
+from engine.wire.adapters import AdapterRef, LoadAdapter, image_key
 from engine.wire.details import TokenDetails
 from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.media import MediaRef, Region, VideoRef
@@ -42,6 +43,7 @@ PROCESSOR_ARENA = 1
 MAX_EARLY_TOKENS = 2048  # size limit of an image encoded before a plan requests it: 1080p
 MAX_DRAFTS = 7  # per chunk
 MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
+Load = LoadAdapter  # what a plan has workers load to a slot
 DEPTH = 2  # steps launched by a worker and not answered: one runs, one waits
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -203,9 +205,9 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     adapter: AdapterRef | None = None
 
     @property
-    def namespace(self) -> tuple[str, int]:
+    def namespace(self) -> tuple[str, bytes]:
         """Return what separates cached blocks of this request from those of others: its salt and its adapter's number."""
-        return self.cache_salt, number_of(self.adapter)
+        return self.cache_salt, b"" if self.adapter is None else b"%d" % self.adapter.number
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
@@ -326,7 +328,7 @@ class StepPlan(msgspec.Struct, tag=True, frozen=True):
     encodes: list[Encode]
     chunks: list[Chunk]
     num_head_drafts: int = 0  # drafts by the model's head after each sampled chunk
-    loads: list[LoadAdapter] = []
+    loads: Sequence[Load] = ()
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
@@ -358,7 +360,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_samples: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
     head_drafts: list[list[int]] = []  # head's drafts after each sampled chunk
-    failed_adapters: list[int] = []  # adapters of the plan's orders that this rank could not read
+    failed_loads: list[int] = []  # numbers of the adapters of `StepPlan.loads` that this rank could not read
 
 
 Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads images

@@ -4,12 +4,13 @@ recently loaded are dropped first."""
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
 from engine.wire.adapters import AdapterRef, LoadAdapter
+from engine.worker.slots import FixedWeights
 from models.decoders.contract import LanguageModel
 from models.kernels.backend import Backend
 from models.lora.adapter import read_adapter
@@ -18,19 +19,7 @@ from models.lora.slots import AdapterSlots, Weights, read_weights
 logger = logging.getLogger(__name__)
 
 
-class NoAdapters:
-    """Adapters as a runner and an image cache use them; this class has none."""
-
-    def load(self, orders: Sequence[LoadAdapter]) -> list[int]:
-        """Write adapters to their slots, in stream order. Return the numbers of those that could not be read; their slots hold zeros."""
-        return []
-
-    def tower(self, slot: int) -> AbstractContextManager[None]:
-        """Return the context in which the tower encodes images with the adapter of a slot; -1: none."""
-        return nullcontext()
-
-
-class WorkerAdapters(NoAdapters):
+class WorkerAdapters(FixedWeights):
     """Adapters of a loaded model, of ranks up to `max_rank`. `stream` is the tower's."""
 
     def __init__(

@@ -33,7 +33,7 @@ from engine.wire.arena import ArenaView
 from engine.wire.grammar import LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import MAX_DRAFTS, MAX_HEAD_DRAFTS, PROCESSOR_ARENA, Prefetch, WorkerReady
-from engine.worker.adapters import NoAdapters, WorkerAdapters
+from engine.worker.adapters import WorkerAdapters
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import DraftHead
@@ -44,6 +44,7 @@ from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.sampling.samples import BYTES_PER_SAMPLE
+from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
 from models.cache.states import RowStates, Snapshots
 from models.checkpoint.load import init_dummy_weights, load_weights
@@ -79,7 +80,7 @@ class Loaded:
     sampler: Sampler
     decoder: JpegDecoder
     tower_stream: torch.cuda.Stream | None  # None: a CPU
-    adapters: NoAdapters
+    slots: FixedWeights
 
 
 def build_runner(
@@ -121,7 +122,7 @@ def build_runner(
         agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
         head=make_head(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged, device)) if text.has_head else None,
         handlers={Prefetch: images.prefetch, LoadGrammar: load_grammar, **UpdateWorker(child, rank, model, images.forget_early).handlers},
-        adapters=loaded.adapters,
+        slots=loaded.slots,
     )
     ready = WorkerReady(
         rank=rank,
@@ -154,11 +155,11 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
     return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream, make_adapters(child, model, backend, tower_stream))
 
 
-def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: torch.cuda.Stream | None) -> NoAdapters:
+def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: torch.cuda.Stream | None) -> FixedWeights:
     """Make slots for adapters and read --lora-modules to host memory. ValueError or OSError if one cannot be read."""
     config = child.config
     if not config.num_adapter_slots:
-        return NoAdapters()
+        return FixedWeights()
     num_slots = config.num_adapter_slots
     adapters = WorkerAdapters(model, backend, num_slots, config.max_cpu_loras or num_slots, config.max_lora_rank, stream)
     adapters.keep(adapter.ref for adapter in child.runtime.adapters)
@@ -189,7 +190,7 @@ def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
     model, tp, vision = loaded.model, loaded.tp, loaded.model.config.vision
     costs = None if vision is None or vision.num_heads % tp.size else loaded.backend.split_costs
     reader = ImageReader(arena, loaded.decoder, model.device)
-    return ImageCache(model.tower, reader, tp, loaded.tower_stream, costs, loaded.adapters)
+    return ImageCache(model.tower, reader, tp, loaded.tower_stream, costs, loaded.slots)
 
 
 def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> DraftHead:

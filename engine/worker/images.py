@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.wire.messages import Encode, Prefetch
-from engine.worker.adapters import NoAdapters
 from engine.worker.jpeg import ImageReader
+from engine.worker.slots import FixedWeights
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import Tower
 from models.parallel.group import TensorParallel
@@ -73,7 +73,7 @@ class ImageCache:
     tp: TensorParallel
     stream: torch.cuda.Stream | None = None
     split_costs: SplitCosts | None = None  # None: no image is encoded by all ranks together
-    adapters: NoAdapters = field(default_factory=NoAdapters)
+    slots: FixedWeights = field(default_factory=FixedWeights)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     _last_use: dict[int, torch.cuda.Event] = field(default_factory=dict)
     _early: EarlyImage | None = None
@@ -189,7 +189,7 @@ class ImageCache:
             pixels = self.reader.read([encode.source for encode in group])
             read_ms += 1e3 * (time.monotonic() - started)
             good = [(image, encode.grid) for image, encode in zip(pixels, group, strict=True) if image is not None]
-            with self.adapters.tower(group[0].slot):
+            with self.slots.tower(group[0].slot):
                 embeddings = iter(self._tower.encode([image for image, _ in good], [grid for _, grid in good]))
             for encode, image in zip(group, pixels, strict=True):
                 done[encode.image_id] = self._zeros(self._num_tokens(encode)) if image is None else next(embeddings)
@@ -227,7 +227,7 @@ class ImageCache:
         return Stopwatch(self._tower.device.type == "cuda")
 
     def _groups(self, share: Sequence[Encode]) -> Iterator[list[Encode]]:
-        """Yield the share in order, images before frame pairs, in growing groups of one kind and adapter, so that the device starts
+        """Yield the share in order, images before frame pairs, in growing groups of one kind and slot, so that the device starts
         early."""
         group: list[Encode] = []
         num_tokens, limit = 0, FIRST_GROUP_TOKENS
@@ -263,7 +263,7 @@ class ImageCache:
         self.tensors[encode.image_id] = rows_NLD.transpose(0, 1).contiguous()  # a view would keep all rows alive
 
     def _share_out(self, encodes: Sequence[Encode]) -> Shares:
-        """Divide images over the ranks. Those of a step with adapters of the tower are not encoded together, which has no groups."""
+        """Divide images over the ranks. Those of a step with slots of the tower are not encoded together, which has no groups."""
         costs = None if any(encode.slot >= 0 for encode in encodes) else self.split_costs
         return share_out([math.prod(encode.grid) for encode in encodes], self.tp.size, costs)
 
@@ -283,5 +283,5 @@ class ImageCache:
 
 
 def _kind_of(encode: Encode) -> tuple[int, int]:
-    """Return what images of one call have in common: their frames and the adapter."""
+    """Return what images of one call have in common: their frames and the slot."""
     return encode.source.num_frames, encode.slot

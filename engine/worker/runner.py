@@ -13,7 +13,6 @@ import torch
 from engine.launch.memory import step_bytes
 from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo, StepPlan, StepResult
-from engine.worker.adapters import NoAdapters
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
@@ -23,6 +22,7 @@ from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.reports import NOTHING_READ, Readings
 from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.sampling.samples import HostSamples, Samples
+from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import LanguageModel
@@ -49,7 +49,7 @@ class LaunchedStep:
     out_of_memory: bool = False
     failed_samples: dict[int, ErrorInfo] = field(default_factory=dict)
     samples: HostSamples = NO_SAMPLES
-    failed_adapters: list[int] = field(default_factory=list)
+    failed_loads: list[int] = field(default_factory=list)
 
     def result(self) -> StepResult:
         """Wait for the device and return the result."""
@@ -78,7 +78,7 @@ class LaunchedStep:
             out_of_memory=self.out_of_memory,
             failed_samples=self.failed_samples,
             head_drafts=[] if head_drafts is None or self.rank else head_drafts[[run[-1] for run in kept]].tolist(),
-            failed_adapters=self.failed_adapters,
+            failed_loads=self.failed_loads,
         )
 
 
@@ -98,7 +98,7 @@ class Runner:
     agreement: Agreement | None = None
     head: DraftHead | None = None
     handlers: Mapping[type, Callable[[Any], object]] = field(default_factory=dict)  # of messages other than plans
-    adapters: NoAdapters = field(default_factory=NoAdapters)
+    slots: FixedWeights = field(default_factory=FixedWeights)
 
     def __post_init__(self) -> None:
         self._memory = StepMemory(self.model.device)
@@ -108,15 +108,15 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue a step and return at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks first
         estimate its memory and give it up together before it begins; later, others may wait in a collective."""
-        launched, failed = time.monotonic(), self.adapters.load(plan.loads)
+        launched, failed = time.monotonic(), self.slots.load(plan.loads)
         try:
-            return replace(self._launch(plan, launched), failed_adapters=failed)
+            return replace(self._launch(plan, launched), failed_loads=failed)
         except (torch.OutOfMemoryError, MemoryError):
             if self.tp.size > 1:
                 raise
             if self._on_gpu:
                 torch.cuda.synchronize()  # the step's allocations may still be in use
-        return replace(self._give_up(plan, launched), failed_adapters=failed)
+        return replace(self._give_up(plan, launched), failed_loads=failed)
 
     def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
         self.images.evict(plan.evict)

@@ -17,7 +17,7 @@ IMAGES = [(2, 9, b"a"), (13, 6, b"b")]
 
 
 def links(prompt: list[int] = PROMPT, images: list[tuple[int, int, bytes]] = IMAGES, salt: str = "") -> list[bytes]:
-    hasher = BlockHasher(BLOCK, make_request(0, prompt, images, 1).images, (salt, 0))
+    hasher = BlockHasher(BLOCK, make_request(0, prompt, images, 1).images, (salt, b""))
     hasher.extend(np.asarray(prompt, dtype=np.int32))
     return hasher.links
 
@@ -49,7 +49,7 @@ def test_the_place_of_an_image_in_its_block_is_part_of_the_name() -> None:
 def test_names_do_not_depend_on_how_they_are_made() -> None:
     ids = np.asarray(PROMPT, dtype=np.int32)
     for cut in range(len(PROMPT)):
-        hasher = BlockHasher(BLOCK, make_request(0, PROMPT, IMAGES, 1).images, ("", 0))
+        hasher = BlockHasher(BLOCK, make_request(0, PROMPT, IMAGES, 1).images, ("", b""))
         hasher.extend(ids[:cut])
         assert list(hasher.chain(ids, len(PROMPT) // BLOCK)) == links()
 

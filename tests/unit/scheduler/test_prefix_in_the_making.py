@@ -150,11 +150,11 @@ def test_a_cold_prompt_is_not_hashed_before_its_first_step() -> None:
 def test_adopted_hashes_are_those_that_it_would_make() -> None:
     spans = make_request(0, DOCUMENT, PAGES, 1).images
     ids = np.asarray(DOCUMENT, dtype=np.int32)
-    whole = BlockHasher(BLOCK, spans, ("", 0))
+    whole = BlockHasher(BLOCK, spans, ("", b""))
     whole.extend(ids)
     for num_own in range(12):
         for num_adopted in range(12):
-            leader, follower = BlockHasher(BLOCK, spans, ("", 0)), BlockHasher(BLOCK, spans, ("", 0))
+            leader, follower = BlockHasher(BLOCK, spans, ("", b"")), BlockHasher(BLOCK, spans, ("", b""))
             leader.extend(ids[: num_adopted * BLOCK])
             follower.extend(ids[: num_own * BLOCK])
             follower.adopt(leader, 11)

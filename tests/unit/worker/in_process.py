@@ -32,7 +32,6 @@ from engine.wire.messages import (
     for_adapter,
 )
 from engine.wire.stats import Stages
-from engine.worker.adapters import NoAdapters
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
@@ -40,6 +39,7 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
+from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout
 from models.cache.states import RowStates, Snapshots
@@ -118,7 +118,7 @@ class Engine:
         graphs: bool = False,
         sizes: StepSizes = CPU_STEP_SIZES,
         drafter: Drafter | None = None,
-        adapters: NoAdapters | None = None,
+        slots: FixedWeights | None = None,
         num_slots: int = 0,
         **limits: int | bool,
     ):
@@ -137,8 +137,8 @@ class Engine:
         }
         merged = Limits(**{**defaults, **limits})
         directory = ImageDirectory(image_tokens * per_token)
-        blocks, slots = BlockPool(num_blocks, 16), AdapterDirectory(num_slots)
-        state = State(merged, blocks, directory, slots, free_rows=list(range(merged.max_num_seqs)))
+        blocks, places = BlockPool(num_blocks, 16), AdapterDirectory(num_slots)
+        state = State(merged, blocks, directory, places, free_rows=list(range(merged.max_num_seqs)))
         self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids), drafter=drafter)
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
         tp = TensorParallel.single()
@@ -148,8 +148,8 @@ class Engine:
         hidden_TD = torch.zeros((merged.max_num_batched_tokens + 256, config.text.hidden_size)) if config.text.has_head else None
         kept = states, snapshots, hidden_TD, num_blocks
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, 0, *kept)
-        adapters = adapters or NoAdapters()
-        images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, adapters=adapters)
+        slots = slots or FixedWeights()
+        images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, slots=slots)
         attention = TORCH.attention(pools, config.text.num_heads)
 
         def make_fixed(*_: int) -> PlannedAttention:
@@ -162,7 +162,7 @@ class Engine:
             self.graphs.capture()
         sampler = Sampler(TorchSampling(), num_seqs, max_samples, config, CHECKPOINT, CPU)
         head = DraftHead(model, attention, rows, Staging(1 << 22, CPU)) if config.text.has_head else None
-        staging, more = Staging(1 << 22, CPU), {"head": head, "adapters": adapters}
+        staging, more = Staging(1 << 22, CPU), {"head": head, "slots": slots}
         self._runner = Runner(model, attention, rows, sampler, images, staging, self.graphs, self._arena, tp, **more)
         self.alter: Callable[[PlannedStep, StepResult], StepResult] = lambda step, result: result
         self._config = config

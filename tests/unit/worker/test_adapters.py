@@ -55,7 +55,7 @@ def merged(folder: Path) -> list[Qwen3VL]:
 def adapted(folder: Path, num_slots: int, replayed: bool = False, **limits: int) -> Engine:
     model = load_model(folder / "model")
     found = WorkerAdapters(model, TORCH, num_slots, 2, MAX_RANK, None)
-    return Engine(model, graphs=replayed, sizes=SIZES, adapters=found, num_slots=num_slots, **limits)
+    return Engine(model, graphs=replayed, sizes=SIZES, slots=found, num_slots=num_slots, **limits)
 
 
 def alone(models: list[Qwen3VL], number: int, prompt: int) -> list[int]:

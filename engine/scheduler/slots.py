@@ -1,0 +1,42 @@
+"""Slots on the device that some requests need in addition to a row, blocks and images."""
+
+from collections.abc import Sequence
+
+from engine.scheduler.request import Request
+from engine.wire.messages import EngineRequest, ErrorInfo, Load
+
+
+class NoSlots:
+    """Slots as the core uses them; here no request needs one. An annex that has slots overrides every method."""
+
+    def begin_plan(self) -> None:
+        """Begin a plan, in which `may_start` is asked once per request, in their order."""
+
+    def may_start(self, wire: EngineRequest) -> bool:
+        """Return whether the slot of this request is free."""
+        return True
+
+    def acquire(self, wire: EngineRequest) -> int:
+        """Return the slot of a request that starts, after `may_start`; -1: it needs none."""
+        return -1
+
+    def release(self, wire: EngineRequest) -> None:
+        """Release the slot of a request that is preempted or ends."""
+
+    def of_images(self, request: Request) -> int:
+        """Return the slot with which images of this running request are encoded; -1: none."""
+        return -1
+
+    def take_loads(self) -> Sequence[Load]:
+        """Return the orders since the last call, for the next plan."""
+        return ()
+
+    def note_failed(self, numbers: set[int]) -> None:
+        """Note the numbers of orders that a worker could not execute (`StepResult.failed_loads`)."""
+
+    def error_of(self, wire: EngineRequest) -> ErrorInfo | None:
+        """Return why a request can never run, if so."""
+        return None
+
+    def check(self, holders: Sequence[Request]) -> None:
+        """Assert the invariants for the requests that have rows."""

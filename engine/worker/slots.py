@@ -1,0 +1,18 @@
+"""Slots on the device for weights that some requests use in addition to the model's."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from engine.wire.messages import Load
+
+
+class FixedWeights:
+    """Slots as a runner and an image cache use them; here there are none. An annex that has slots overrides every method."""
+
+    def load(self, orders: Sequence[Load]) -> list[int]:
+        """Execute a plan's orders, in stream order. Return the numbers of those that failed; their slots hold zeros."""
+        return []
+
+    def tower(self, slot: int) -> AbstractContextManager[None]:
+        """Return the context in which the tower encodes images with a slot; -1: none."""
+        return nullcontext()
