@@ -188,7 +188,7 @@ class ChatClient:
             self._uploads.give_back(upload)
         answer.finished = answer.token_times[-1] if answer.token_times else time.perf_counter()
         if not answer.token_times and answer.error is None:
-            answer.error = "no text came"
+            answer.error = "no text was received"
         return answer
 
     @staticmethod

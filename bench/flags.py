@@ -16,7 +16,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "json": {"type": Path, "help": "write all numbers to this file"},
     "flags": {"default": "", "help": "further flags of the engine, as one string"},
     "concurrency": {"type": int, "help": "concurrent clients; default: %(default)s"},
-    "resolution": {"choices": list(RESOLUTIONS), "default": "720p", "help": "of images; default: %(default)s"},
+    "resolution": {"choices": list(RESOLUTIONS), "default": "720p", "help": "resolution of the images; default: %(default)s"},
     "content": {"choices": list(QUALITY), "help": "kind of JPEG (bench/pictures.py); default: %(default)s"},
     "output-tokens": {"type": int, "help": "default: %(default)s"},
 }

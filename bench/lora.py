@@ -73,8 +73,8 @@ def rows_of(found: dict[str, list[float]]) -> list[list[Any]]:
 def main() -> None:
     parser = make_parser("lora", __doc__, "flags", "json")
     parser.add_argument("--model", default="Qwen3-VL-8B", help="value of the engine's --model; default: %(default)s")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters; default: %(default)s")
-    parser.add_argument("--max-rank", type=int, default=64, help="of the slots; default: %(default)s")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters; default: %(default)s")
+    parser.add_argument("--max-rank", type=int, default=64, help="maximum rank of the adapter slots; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-lora-") as folder:

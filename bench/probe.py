@@ -69,7 +69,7 @@ def shown(point: dict[str, Any], clock: str) -> str:
 def main() -> None:
     """Entry point: prints times by part and the largest number of images that was answered per resolution."""
     parser = make_parser("images", __doc__, *SERVER, "content", content="noise")
-    parser.add_argument("--resolutions", default="720p,1080p,2k", help="some of " + ", ".join(RESOLUTIONS))
+    parser.add_argument("--resolutions", default="720p,1080p,2k", help="one or more of " + ", ".join(RESOLUTIONS))
     parser.add_argument("--counts", default="1,2,4,8,16,32,64", help="numbers of images; default: %(default)s")
     parser.add_argument("--clock", choices=CLOCKS, default="before", help="TTFT of the table: before or after serialisation")
     parser.add_argument("--repeats", type=int, default=3, help="fresh requests per point; the median is shown")

@@ -31,7 +31,7 @@ class GuestDied(RuntimeError):
     """A guest, or its child, ended without an answer. `is_late`: the job exceeded its CPU time."""
 
     def __init__(self, code: int | None):
-        super().__init__(f"it ended with {code}")
+        super().__init__(f"the process ended with code {code}")
         self.is_late = code == -signal.SIGPROF
 
 
@@ -82,7 +82,7 @@ class Guest:
             await self.close()
             if isinstance(problem, asyncio.CancelledError):
                 raise
-            raise RuntimeError(f"{self._arguments[0]} does not start") from problem
+            raise RuntimeError(f"{self._arguments[0]} could not be started") from problem
 
     async def close(self) -> None:
         """Kill the process, if there is one."""

@@ -28,7 +28,7 @@ class RequestError(ValueError):
 
 
 invalid_image = functools.partial(RequestError, 422, code="invalid_image")
-no_vision = functools.partial(RequestError, 400, "this model has no vision", code="invalid_value")
+no_vision = functools.partial(RequestError, 400, "this model does not support images", code="invalid_value")
 
 
 def error_type(status: int) -> str:

@@ -136,14 +136,14 @@ def with_ebnf(tag: str) -> str:
 def choice_grammar(choices: list[str]) -> str:
     """Return the grammar of a choice; JSON strings are valid xgrammar EBNF. ValueError if there are no choices."""
     if not choices:
-        raise ValueError("there is nothing to choose from")
+        raise ValueError("the list of choices is empty")
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def follow(grammar: xgrammar.CompiledGrammar) -> None:
     """Raise ValueError if a worker could not follow the grammar fast enough. A slow measurement is repeated: the machine may cause it."""
     if all(slowest_token(grammar) > MAX_TOKEN_S for _ in range(NUM_MEASUREMENTS)):
-        raise ValueError("the grammar takes too long to follow")
+        raise ValueError("the grammar takes too long to evaluate")
 
 
 def slowest_token(grammar: xgrammar.CompiledGrammar) -> float:

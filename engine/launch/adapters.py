@@ -18,7 +18,7 @@ def named_adapters(config: EngineConfig, model: ModelConfig, served: Sequence[st
     found: list[NamedAdapter] = []
     for name, folder in _listed(config.lora_modules or ""):
         if name in served or any(name == other.name for other in found):
-            raise ValueError(f"--lora-modules {name}: the name is taken")
+            raise ValueError(f"--lora-modules {name}: the name is already used")
         found.append(NamedAdapter(name, checked(Path(folder), config, model, f"--lora-modules {name}", len(found) + 1)))
     return tuple(found)
 

@@ -39,11 +39,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         "demo"
     )
     served_model_name: Annotated[
-        str | None, "name that the API shows and accepts, or several with commas or spaces between; default: the model as given"
+        str | None, "model names that the API accepts and reports, separated by commas or spaces; default: the value of --model"
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
     default_chat_template_kwargs: Annotated[
-        str | None, "JSON object with the template's variables for requests without `chat_template_kwargs`, as {\"enable_thinking\": false}"
+        str | None, "JSON object with the template variables for requests without `chat_template_kwargs`, e.g. {\"enable_thinking\": false}"
     ] = None
     load_format: Annotated[Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"] = (
         "auto"
@@ -57,10 +57,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "hopper", "portable", "torch"], "kernels: 'auto' is the fastest set for this machine; 'torch' is the slow reference"
     ] = "auto"
     seed: Annotated[
-        int | None, "seed of the generator that gives requests without a seed theirs, in order of arrival; default: random"
+        int | None, "seed from which requests without a seed get theirs, in order of arrival; default: random"
     ] = None
     generation_config: Annotated[
-        Literal["auto", "vllm"], "sampling parameters that a request omits: from the checkpoint's generation_config.json, or vLLM's"
+        Literal["auto", "vllm"], "defaults of sampling parameters: those of the checkpoint's generation_config.json ('auto'), or vLLM's"
     ] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
     dp: Annotated[int, "engines, each with --tp GPUs and its share of CPUs and memory, on the next ports behind an affinity proxy"] = 1
@@ -89,7 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: Annotated[int, "seconds that running requests get after SIGTERM or Ctrl-C; a second signal stops at once"] = 30
     wedge_timeout: Annotated[int, "seconds without progress after which the engine exits, so that a supervisor restarts it; 0: never"] = 120
 
-    max_model_len: Annotated[int | None, "longest prompt plus output in tokens; default: the model's, cut to what the KV pool holds"] = None
+    max_model_len: Annotated[int | None, "maximum tokens of prompt and output; default: the model's, or what the KV pool holds"] = None
     max_num_seqs: Annotated[int, "maximum number of running requests"] = 128
     max_num_batched_tokens: Annotated[int, "maximum number of tokens per step"] = 8192
     max_num_mixed_tokens: Annotated[
@@ -111,11 +111,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "off"
     enable_lora: Annotated[bool, "serve LoRA adapters; without requests that use one, nothing is slower"] = False
     lora_modules: Annotated[
-        str | None, "adapters as name=folder, as PEFT writes them, several with spaces between; a request names one as its `model`"
+        str | None, "adapters in PEFT's format as name=folder, separated by spaces; a request selects one by its field `model`"
     ] = None
-    max_loras: Annotated[int, "adapters in GPU memory at once; requests for further ones wait"] = 4
-    max_lora_rank: Annotated[int, "largest rank of an adapter"] = 64
-    max_cpu_loras: Annotated[int | None, "adapters kept in host memory; further ones are read again; default: --max-loras"] = None
+    max_loras: Annotated[int, "maximum number of adapters in GPU memory; requests for further ones wait"] = 4
+    max_lora_rank: Annotated[int, "maximum rank of an adapter"] = 64
+    max_cpu_loras: Annotated[int | None, "maximum number of adapters in host memory; others are read again; default: --max-loras"] = None
     allow_lora_updates: Annotated[bool, "enable /v1/load_lora_adapter and /v1/unload_lora_adapter"] = False
     lora_root: Annotated[str | None, "folder below which adapters may be loaded by /v1/load_lora_adapter; default: none"] = None
     prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
@@ -138,13 +138,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     processing_pool_size: Annotated[int, "processes (2 or more) for non-baseline images; threads for baseline JPEGs on CPUs"] = max(
         1, min(16, num_cpus())
     )
-    max_body_bytes: Annotated[int, "largest request body"] = 512 * MIB
-    body_timeout: Annotated[int, "seconds that a request body may pause, and may take in total plus 1 s per 32 KiB"] = 30
+    max_body_bytes: Annotated[int, "maximum size of a request body"] = 512 * MIB
+    body_timeout: Annotated[int, "seconds that a request body may stall; in total it may take this plus 1 s per 32 KiB"] = 30
     max_connections: Annotated[
         int,
         "maximum number of connections; beyond it the longest idle one is closed; if none is idle, only /health is answered",
     ] = 4096
-    header_timeout: Annotated[int, "seconds that the head of a request may take"] = 20
+    header_timeout: Annotated[int, "seconds that the headers of a request may take"] = 20
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
     write_timeout: Annotated[int, "seconds that a client may stop reading its response; fewer if connections run out"] = 30
     max_images_per_request: Annotated[int, "maximum number of images per request"] = 128
@@ -156,13 +156,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar_timeout: Annotated[int, "seconds of CPU time that compiling a grammar or a JSON schema may take"] = 5
     decode_timeout: Annotated[int, "seconds that decoding an image other than a baseline JPEG may take"] = 30
     video_pool_size: Annotated[int, "processes that decode videos, at the lowest priority"] = max(1, min(4, num_cpus() // 4))
-    max_video_bytes: Annotated[int, "largest video file"] = 256 * MIB
+    max_video_bytes: Annotated[int, "maximum size of a video file"] = 256 * MIB
     max_video_frames: Annotated[int, "maximum number of frames sampled from a video"] = 2048
     max_video_file_frames: Annotated[int, "maximum number of frames in a video file"] = 500_000
     max_video_frame_pixels: Annotated[int, "maximum pixels of a video frame before resizing"] = 1 << 26
     max_video_memory: Annotated[int, "memory of each process that decodes videos"] = 2 * GIB
     video_timeout: Annotated[int, "seconds that a video may take to decode"] = 60
-    max_download_bytes: Annotated[int, "largest fetched media item"] = 64 * MIB
+    max_download_bytes: Annotated[int, "maximum size of a fetched media item"] = 64 * MIB
     max_request_downloads: Annotated[int, "media items that one request fetches at once; all requests together fetch 64"] = 8
     download_connect_timeout: Annotated[int, "seconds to resolve a name, to connect, and to wait for the next bytes"] = 5
     download_timeout: Annotated[int, "seconds for one item in total, redirects included"] = 30

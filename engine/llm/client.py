@@ -41,7 +41,7 @@ class AsyncLLM:
         for note in notes:
             warnings.warn(note, stacklevel=3)
         if config.dp != 1 or config.plan:
-            raise ValueError("an LLM is one engine: --dp and --plan are for engine.serve")
+            raise ValueError("LLM does not support --dp and --plan: use engine.serve")
         self._max_requests = min(config.max_queued_requests, 4 * config.max_num_seqs)
         self._server = ServerProcess(msgspec.structs.replace(config, **OURS))
         self._session: aiohttp.ClientSession | None = None
@@ -148,5 +148,5 @@ class AsyncLLM:
 def _schema_of(model: Any) -> Any:
     """Return the schema of a pydantic class in a body. Raises ValueError for other values that JSON does not have."""
     if not hasattr(model, "model_json_schema"):
-        raise ValueError(f"a request cannot hold a {type(model).__name__}")
+        raise ValueError(f"a request cannot contain a {type(model).__name__}")
     return model.model_json_schema()

@@ -72,15 +72,15 @@ class Ask:
         if self.path == CHAT or is_conversation(prompt):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if not is_conversation(messages):
-                raise ValueError(f"a conversation is a text or a list of messages with a role, not {type(prompt).__name__}")
+                raise ValueError(f"a conversation must be a string or a list of messages with a role, not {type(prompt).__name__}")
             return {**fields, "messages": [_message_json(message) for message in messages]}
         if isinstance(prompt, Mapping):
             if set(data := prompt.get("multi_modal_data") or {}) - {"image"}:
-                raise ValueError("multi_modal_data of a prompt has pictures only, as `image`: use `chat` for videos")
+                raise ValueError("multi_modal_data supports only images (key `image`): use `chat` for videos")
             fields["images"] = [media_url(image) for image in _list_of(data.get("image", ()))]
             prompt = prompt["prompt_token_ids"] if prompt.get("prompt") is None else prompt["prompt"]
         if not isinstance(prompt, str | Sequence):
-            raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+            raise ValueError(f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}")
         return {**fields, "input" if is_embedding else "prompt": prompt}
 
 
@@ -129,7 +129,7 @@ def _names_picture(text: str) -> bool:
     if (path.suffix or os.sep in text) and os.path.isfile(path):
         return True
     if text.lower().endswith(PICTURE_SUFFIXES):
-        raise FileNotFoundError(f"there is no picture {text!r}; a text that ends like this is a part {{'type': 'text', 'text': ...}}")
+        raise FileNotFoundError(f"there is no image file {text!r}; to send this text itself, use {{'type': 'text', 'text': ...}}")
     return False
 
 
@@ -143,7 +143,7 @@ def media_url(medium: Any) -> str | None:
     elif isinstance(medium, str | os.PathLike):
         medium = Path(medium).expanduser().read_bytes()
     elif not isinstance(medium, bytes | bytearray):
-        raise ValueError(f"a picture is a PIL image, bytes, a path or a URL, not {type(medium).__name__}")
+        raise ValueError(f"an image must be a PIL image, bytes, a path or a URL, not {type(medium).__name__}")
     return f"data:;base64,{pybase64.b64encode_as_string(medium)}"
 
 

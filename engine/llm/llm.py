@@ -98,5 +98,5 @@ def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> li
     prompts = listed(prompts)
     of_each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     if len(of_each) != len(prompts):
-        raise ValueError(f"there are {len(of_each)} sampling_params for {len(prompts)} prompts")
+        raise ValueError(f"got {len(of_each)} sampling_params for {len(prompts)} prompts")
     return [Ask(path, prompt, one, fields, number) for number, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))]

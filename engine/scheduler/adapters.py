@@ -84,7 +84,7 @@ class AdapterDirectory(NoSlots):
 
     def check(self, holders: Sequence[Request]) -> None:
         users = Counter(request.wire.adapter.number for request in holders if request.wire.adapter is not None)
-        assert {number: held.num_users for number, held in self._held.items() if held.num_users} == users, "users drifted from requests"
+        assert {number: held.num_users for number, held in self._held.items() if held.num_users} == users, "wrong user counts"
         slots = [held.slot for held in self._held.values()]
         assert len(set(slots)) == len(slots) <= self._num_slots
 

@@ -180,7 +180,7 @@ class BlockPool:
         for table in held:
             for block in table:
                 counts[block] += 1
-        assert counts == self._refs, "block counts drifted from the block tables"
+        assert counts == self._refs, "reference counts do not match the block tables"
 
     def _forget(self, block: int) -> None:
         digest = self._hashes[block]

@@ -227,7 +227,7 @@ class SchedulerCore:
         largest = min(limits.max_num_encoder_tokens, self.state.images.budget_bytes // limits.bytes_per_image_token)
         for span in wire.images:
             if span.length > largest:
-                words = f"An image takes {span.length} tokens; the largest that can be encoded takes {largest}."
+                words = f"An image takes {span.length} tokens; the limit is {largest} (--max-num-encoder-tokens)."
                 return ErrorInfo(400, words, code="context_length_exceeded")
         return None
 

@@ -136,7 +136,7 @@ class State:
                 span = request.images[index]
                 if self.images.get(span.hash) is None:
                     entry = self.images.reserve(span.hash, span.length * self.limits.bytes_per_image_token)
-                    assert entry is not None, "space was counted before"
+                    assert entry is not None, "the cache has space: this was checked before"
                     lacking.append((index, entry))
                 else:
                     self.counters.images_hit += 1
@@ -223,7 +223,7 @@ class State:
                 pins[request.images[index].hash] = pins.get(request.images[index].hash, 0) + 1
         for digest, count in pins.items():
             entry = self.images.get(digest)
-            assert entry is None or entry.pins == count, "pins drifted from the requests"
+            assert entry is None or entry.pins == count, "pins do not match the requests"
         assert self.images.num_pinned <= len(pins)
 
     def _queue(self, request: Request) -> None:

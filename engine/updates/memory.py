@@ -31,7 +31,7 @@ def opened_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     order = sorted(uuids, key=lambda uuid: uuids[uuid] != device.index)  # this rank's GPU first
     found = next(((uuid, memory) for uuid in order if isinstance(memory := spec.places.get(uuid), CudaMemory)), None)
     if found is None:
-        raise ValueError(f"tensor {spec.name} is in no memory that rank {device.index or 0} can read: {', '.join(spec.places)[:200]}")
+        raise ValueError(f"tensor {spec.name} has no memory that rank {device.index or 0} can read: {', '.join(spec.places)[:200]}")
     uuid, memory = found
     tensor: torch.Tensor = rebuild_cuda_tensor(
         torch.Tensor,
@@ -62,7 +62,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 def _read_segment(spec: TensorSpec, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
     if not NAME.fullmatch(segment.name):
-        raise ValueError(f"tensor {spec.name}: a segment is the name of a file in {FOLDER}")
+        raise ValueError(f"tensor {spec.name}: a segment must be the name of a file in {FOLDER}")
     size = dtype.itemsize * torch.Size(spec.shape).numel()
     try:
         file = os.open(FOLDER / segment.name, os.O_RDWR | os.O_NOFOLLOW)  # torch takes no read-only buffers

@@ -62,7 +62,7 @@ class UpdateWorker:
                 self._execute()
                 self._synchronize()
             except FAILURES as failure:
-                self._child.failed(f"the weights were written in part, so the engine ends: {explain(failure)}")
+                self._child.failed(f"some weights were already replaced, so the engine exits: {explain(failure)}")
                 os._exit(1)
             self._forget()
             self._scheduler.send(JobState(self._rank, verdict.number))
@@ -101,7 +101,7 @@ class UpdateWorker:
             raise ValueError(f"the folder cannot be read: {reason}") from None
         theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
         if found.architecture != architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
-            raise ValueError("the folder holds another model: its config.json has another architecture, other sizes or another format")
+            raise ValueError("the folder contains a different model: the architecture, sizes or format in its config.json differ")
         return self._writing(self._checked(tensors, is_whole=True), tensors)
 
     def _from_group(self, group: dist.ProcessGroup, specs: tuple[TensorSpec, ...]) -> Callable[[], None]:
@@ -125,11 +125,11 @@ class UpdateWorker:
 
     def _join(self, task: JoinGroup) -> Callable[[], None]:
         if task.group in self._groups:
-            raise ValueError(f"the group {task.group} exists already")
+            raise ValueError(f"group {task.group} already exists")
         try:
             group = groups.join(task.group, task.backend, task.address, task.port, task.first_rank + self._rank, task.size)
         except dist.DistError as problem:
-            raise ValueError(f"the group could not be joined: is its rank 0 there? {str(problem).partition(chr(10))[0]}") from None
+            raise ValueError(f"the group could not be joined: is its rank 0 running? {str(problem).partition(chr(10))[0]}") from None
         self._resources.callback(groups.leave, group)
 
         def keep() -> None:
@@ -164,7 +164,7 @@ class UpdateWorker:
 
     def _group(self, name: str) -> dist.ProcessGroup:
         if name not in self._groups:
-            raise ValueError(f"there is no group {name}: /init_weights_update_group makes it")
+            raise ValueError(f"group {name} does not exist: create it with /init_weights_update_group")
         return self._groups[name]
 
     def _synchronize(self) -> None:

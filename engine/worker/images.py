@@ -138,7 +138,7 @@ class ImageCache:
         except (torch.OutOfMemoryError, MemoryError):
             if self.tp.size == 1:
                 raise
-        logger.error("there is no memory for %d images: their requests fail", len(share))
+        logger.error("out of memory for %d images: their requests fail", len(share))
         if self._tower.device.type == "cuda":
             torch.cuda.synchronize()  # earlier allocations may still be in use
             torch.cuda.empty_cache()
@@ -211,7 +211,7 @@ class ImageCache:
                 pixels = self.reader.read([encode.source for encode in encodes])
                 failed += [encode.image_id for encode, image in zip(encodes, pixels, strict=True) if image is None]
             except (torch.OutOfMemoryError, MemoryError):
-                logger.error("there is no memory to read %d images: their requests fail", len(encodes))
+                logger.error("out of memory while reading %d images: their requests fail", len(encodes))
                 pixels, starved = [None] * len(encodes), (*starved, *(encode.image_id for encode in encodes))
             read_ms = encoded.read_ms + 1e3 * (time.monotonic() - started)
             black = torch.zeros((1, 1, 3), dtype=torch.uint8, device=self._tower.device)

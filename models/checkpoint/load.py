@@ -43,7 +43,7 @@ def opened(folder: Path, architecture: Architecture) -> Iterator[dict[str, Store
 def fill(model: LanguageModel, source: Mapping[str, Stored], progress: Progress) -> None:
     """Load tensors under the model's names, converted to its dtype; errors as in `load_weights`."""
     if OUTPUT_MATRIX not in source and not model.config.tie_word_embeddings:
-        logger.warning("the checkpoint has no %s, as embedding models: logits are computed from the input embeddings", OUTPUT_MATRIX)
+        logger.warning("the checkpoint has no %s (an embedding model?): logits are computed from the input embeddings", OUTPUT_MATRIX)
         model.tie_embeddings()
     slots = [slot for part in model.checkpoint_tensors() for slot in present(part, source)]
     expected = {slot.name: slot.shape for slot in slots}
@@ -105,10 +105,10 @@ def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
         found = [{parent / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()} for index in indexes]
         whole = [each for each in found if all(file.is_file() for file in each)] or found[:1]
         if any(each != whole[0] for each in whole):
-            raise ValueError(f"{parent} holds several weight indexes: {', '.join(index.name for index in indexes)}; keep one")
+            raise ValueError(f"{parent} contains several weight indexes: {', '.join(index.name for index in indexes)}; keep one")
         files.update(whole[0] if whole else folder.glob(pattern))
     if not files:
-        raise ValueError(f"{folder} holds no safetensors weights (dummy weights need no files: --load-format dummy)")
+        raise ValueError(f"{folder} contains no safetensors weights (dummy weights need no files: --load-format dummy)")
     return sorted(files)
 
 

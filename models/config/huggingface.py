@@ -36,7 +36,7 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
     text = _value(config, "text_config") if architecture.has_tower else config
     head = [text.get("mtp_num_hidden_layers", 0), text.get("mtp_use_dedicated_embeddings", 0)]
     if with_head and head != [1, False]:
-        raise ValueError(f"the model has no head of one layer with its embeddings that predicts further tokens: it has {head[0]}")
+        raise ValueError(f"--draft mtp needs a prediction head of one layer that shares the model's embeddings; this model has {head[0]}")
     _reject_unsupported(text, str(config["model_type"]))
     generation = _read_json(folder / "generation_config.json")
     vision = _vision(_value(config, "vision_config")) if architecture.has_tower else None

@@ -72,7 +72,7 @@ def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu])
     """Return the backend for these flags; `auto` is the best one that works. ValueError of one line if none does."""
     if device == "cpu" or (device == "auto" and not gpus):
         if requested not in ("auto", "torch"):
-            raise ValueError(f"--backend {requested} needs a GPU: " + ("--device is cpu" if device == "cpu" else "there is none"))
+            raise ValueError(f"--backend {requested} needs a GPU: " + ("--device is cpu" if device == "cpu" else "none was found"))
         return Choice("torch", "cpu")
     used = gpus[:tp]
     problem = _problem_of_gpus(used, tp)

@@ -46,7 +46,7 @@ class Residual:
 
     def add_(self, parts_STD: torch.Tensor) -> None:
         """residual += the sum over S. A norm must follow before the next call."""
-        assert self.parts_STD is None, "the parts of the product before were not added"
+        assert self.parts_STD is None, "the partial sums of the previous product were not added"
         self.parts_STD = parts_STD
 
     def settle(self) -> torch.Tensor | None:

@@ -54,7 +54,7 @@ class TensorParallel:
     def share(self, total: int, what: str) -> int:
         """Return `total / size`. ValueError that names `what` if it is not divisible."""
         if total % self.size:
-            raise ValueError(f"{what} ({total}) does not divide over {self.size} tensor-parallel ranks")
+            raise ValueError(f"{what} ({total}) is not divisible by {self.size} tensor-parallel ranks")
         return total // self.size
 
     def exchange_for(self, num_bytes: int) -> Exchange | None:

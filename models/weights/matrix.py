@@ -198,7 +198,7 @@ class Matrix:
 
     def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         """residual += x @ matrix.T."""
-        assert residual.parts_STD is None, "the parts of the product before were not added"
+        assert residual.parts_STD is None, "the partial sums of the previous product were not added"
         self.products.add_to(residual, x_TX, self.storage, rows)
 
 

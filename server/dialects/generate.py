@@ -196,7 +196,7 @@ class GenerateEndpoint(GenerationEndpoint):
     def read(self, value: Json, body: Body) -> Job:
         asked = check(GenerateRequest, value)
         if (asked.text is None) == (asked.input_ids is None):
-            raise bad_value("text", "or `input_ids` must be there, and not both")
+            raise bad_value("text", "either `text` or `input_ids` is required, and not both")
         field = "text" if asked.input_ids is None else "input_ids"
         if not asked.value:
             raise bad_value(field, "must not be empty")

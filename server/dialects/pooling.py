@@ -117,7 +117,7 @@ class EmbeddingsEndpoint(PoolingEndpoint):
 
     def prompts(self, request: EmbeddingRequest) -> tuple[str, list[Any]]:
         if ("input" in request.model_fields_set) == (request.messages is not None):
-            raise bad_value("input", "or `messages` must be there, and not both")
+            raise bad_value("input", "either `input` or `messages` is required, and not both")
         checkpoint, inputs = self.service.checkpoint, prompts_of(request.input)
         if (request.dimensions or 0) > checkpoint.hidden_size:
             raise bad_value("dimensions", f"must be at most {checkpoint.hidden_size}")

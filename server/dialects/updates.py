@@ -39,7 +39,7 @@ GROUP = "weight_update_group"
 DRAINS: dict[str | None, Drain] = {
     None: "abort", "abort": "abort", "wait": "wait", "finish": "wait", "keep": "keep", "retract": "keep", "in_place": "keep",
 }  # fmt: skip
-PICKLE = "is not read, because it is pickle: send names, dtypes, shapes and plain handles as docs/guides/weight-updates.md describes"
+PICKLE = "is a pickle, which is not accepted: send names, dtypes, shapes and plain handles as docs/guides/weight-updates.md describes"
 UPDATE_PATHS = "/update_weights_from_"  # SGLang's
 
 

@@ -134,7 +134,7 @@ class Api:
             if message.stats is not None:
                 self._metrics.note_stats(message.stats)
             if message.stats is not None and not (self.client.num_bodies or self.client.num_reading):
-                assert self.arena.is_empty(), "a request body was lost in the arena"
+                assert self.arena.is_empty(), "a request body was never released"
                 self.arena.trim()
 
     async def tell_the_launcher(self) -> None:
@@ -166,7 +166,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     words, path = str(error.detail), request.url.path
     if error.status_code == 404:
         known = next((one for one in (f"/v1{path}", path.removeprefix("/v1")) if one in ENDPOINTS), None)
-        words = f"{path[:100]} is not served here." + (f" Did you mean {known}?" if known else "")
+        words = f"There is no route {path[:100]}." + (f" Did you mean {known}?" if known else "")
     info = ErrorInfo(error.status_code, words, error_type(error.status_code))
     note_error(request.scope, info)
     response = error_response(info, request.scope)

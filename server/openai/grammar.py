@@ -9,7 +9,7 @@ from engine.wire.grammar import Grammar
 from server.http.validate import bad_value
 from server.openai.schema import GRAMMARS, ChatRequest, GenerationRequest, PlainFormat, StructuralTag
 
-CUT_OFF = "the answer was cut off by the limit of tokens before its grammar was complete: raise max_tokens"
+CUT_OFF = "the answer was cut off by the token limit before its grammar was complete: raise max_tokens"
 # Kinds of grammars by members of `structured_outputs`.
 MEMBERS = {
     "json_": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf", "json_object": "json_object",

@@ -15,7 +15,7 @@ CUSTOM_PARAMETERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-CALLS = "calls are of type 'function' or 'custom'"
+CALLS = "calls must be of type 'function' or 'custom'"
 
 
 class CalledFunction(Strict):

@@ -128,7 +128,7 @@ def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: 
         return _frames(part, name, sources, io, VideoRef(file=file, holds_frames=True, source_fps=JOINED_FPS))
     for field, values in (("frames_indices", part.frames_indices), ("timestamps", part.timestamps)):
         if values is not None:
-            raise bad_value(f"{name}.{field}", "is for frames that are sent one by one")
+            raise bad_value(f"{name}.{field}", "is only supported for a list of frames")
     return _sampled(sources, file, io)
 
 
@@ -146,12 +146,12 @@ def _sampled(sources: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoR
 def _frames(part: VideoPart | FramesPart, name: str, sources: list[VideoOptions], io: VideoIo, ref: VideoRef) -> VideoRef:
     """Complete a reference to frames that the client has chosen; `fps` is the rate of their source. RequestError 400."""
     if any(one.do_sample_frames for one in sources) or io.do_sample_frames:
-        raise bad_value(f"{name}.do_sample_frames", "may only be false for frames: all of them are seen")
+        raise bad_value(f"{name}.do_sample_frames", "may only be false for a list of frames, all of which are used")
     if part.frames_indices is not None and part.timestamps is not None:
         raise bad_value(f"{name}.timestamps", "excludes `frames_indices`")
     for field, values in (("timestamps", part.timestamps), ("frames_indices", part.frames_indices)):
         if values is not None and values != sorted(values):
-            raise bad_value(f"{name}.{field}", "must not descend")
+            raise bad_value(f"{name}.{field}", "must be in ascending order")
     options, io_fps = _merged(sources), io.fps if (io.fps or 0) > 0 else None
     return msgspec.structs.replace(
         ref, source_fps=_merged(sources[:-1]).get("fps") or io_fps or ref.source_fps, times=part.timestamps, samples=False,

@@ -117,7 +117,7 @@ class Processor:
         """Assert that the arena is empty at idle."""
         if not self._intake.num_holders:
             self._arena.check()
-            assert self._arena.is_empty(), "a request's region was lost in the arena"
+            assert self._arena.is_empty(), "a region of a request was never released"
             self._arena.trim()
 
 

@@ -37,5 +37,5 @@ def test_llama(tmp_path: Path) -> None:
         for part in (image_part(picture(1, 64, 64)), image_part(picture(2, 64, 64), "JPEG"), video):
             response = engine.chat([part])
             assert response.status_code == 400, response.text
-            assert "this model has no vision" in response.json()["error"]["message"]
+            assert "this model does not support images" in response.json()["error"]["message"]
         assert engine.text(question, max_tokens=16, ignore_eos=True) == expected

@@ -17,6 +17,6 @@ def make_drafter(name: str, verify_rows: int) -> Drafter | None:
     if name == "off":
         return None
     if not verify_rows:
-        logger.warning("--draft %s: this backend cannot verify drafts, so there are none", name)
+        logger.warning("--draft %s has no effect: this backend cannot verify draft tokens", name)
         return None
     return DRAFTERS[name](verify_rows)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # importing it takes seconds
 
 NUM_CACHED = 64
 INDEX_BYTES = 8
-TOO_SLOW = ErrorInfo(400, "The grammar takes too long to follow.", code="invalid_grammar")
+TOO_SLOW = ErrorInfo(400, "The grammar takes too long to evaluate.", code="invalid_grammar")
 SLOW_S = 0.1  # thread time for one token of one row; tens of microseconds are usual
 
 

@@ -26,7 +26,7 @@ class PrefillKernel:
         _, self.page_size, self.kv_heads, head_dim = k_pool.shape
         assert num_heads % self.kv_heads == 0 and num_heads // self.kv_heads in HOPPER_GROUPS and k_pool.dtype == torch.bfloat16
         if self.page_size < MIN_PAGE or self.page_size & (self.page_size - 1):
-            raise ValueError(f"attention wants pages of a power of two, at least {MIN_PAGE} tokens: {self.page_size}")
+            raise ValueError(f"the page size must be a power of two, at least {MIN_PAGE} tokens, got {self.page_size}")
         self.kernel, self.scale = load_kernel("prefill_attention", head_dim), head_dim**-0.5
         self.num_blocks = num_multiprocessors(k_pool.device)
         self.memory = PartMemory.allocate(self.kernel, self.num_blocks, k_pool.device)

@@ -175,7 +175,7 @@ class TritonSampling:
         _mask[grid](logits_SV, index_A, allowed_AW, logits_SV.stride(0), V=self._vocab_size, WORDS=words, TILE=ADJUSTED)
 
     def sample(self, logits_SV: torch.Tensor, params: SampleParams) -> torch.Tensor:
-        assert len(logits_SV) <= len(self._maxima), "more rows than there is scratch memory for"
+        assert len(logits_SV) <= len(self._maxima), "more rows than the scratch memory holds"
         out_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
         self._launch(logits_SV, params.rows, params.largest_top_k, out_S)
         if params.wide is not None:

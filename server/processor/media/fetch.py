@@ -162,7 +162,7 @@ class Fetcher:
         if url.scheme not in ("http", "https") or not host:
             raise not_allowed("its URL is not an http(s) URL with a host")
         if url.user is not None or url.password is not None:
-            raise not_allowed("its URL carries credentials")
+            raise not_allowed("its URL contains credentials")
         if self._domains is not None and host.lower() not in self._domains:
             raise not_allowed("its host is not among the allowed media domains")
         if not self._allow_private:

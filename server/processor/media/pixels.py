@@ -78,7 +78,7 @@ def _open(data: memoryview) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise invalid_image(f"it is none of {', '.join(FORMATS)}") from error
+        raise invalid_image(f"its format is not one of {', '.join(FORMATS)}") from error
     except Exception as error:
         raise invalid_image("its header is malformed") from error
 

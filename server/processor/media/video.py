@@ -306,7 +306,7 @@ class FrameList(Video):
                 size = await self._decoders.decode(frame.header, frame.encoded, (place.offset + i * half, half), plan.size, is_upright=True)
                 if size != self._frame_size:
                     (height, width), (first_height, first_width) = size, self._frame_size
-                    words = f"it has {width}x{height} pixels, the first frame {first_width}x{first_height}"
+                    words = f"it has {width}x{height} pixels, the first frame has {first_width}x{first_height}"
                     raise RequestError(400, words, code="invalid_video")
         pixels, parameters = self._allocator.arena.view(place.offset, place.length), self._planner.pair_parameters
         self.hashes[pair] = await run(self._sources.pool, lambda: pair_hash(parameters, plan.size, pixels))

@@ -28,7 +28,7 @@ def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> VideoAnswer:
     except RequestError as error:
         return VideoAnswer(error=error.info)
     except MemoryError:
-        return VideoAnswer(error=invalid_video(f"its decoding takes more than {limits.memory >> 20} MiB of memory").info)
+        return VideoAnswer(error=invalid_video(f"decoding it needs more than {limits.memory >> 20} MiB (--max-video-memory)").info)
 
 
 def _read(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> list[bytes]:

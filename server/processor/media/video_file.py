@@ -85,7 +85,7 @@ def read_pairs(data: memoryview, limits: VideoLimits, wanted: list[int], size: t
     with _opened(data, limits) as (container, stream), ThreadPoolExecutor(limits.threads) as pool:
         scan = _scan(container, stream, limits)
         if wanted[-1] >= len(scan.times):
-            raise invalid_video("it has changed")
+            raise invalid_video("its content changed while it was read")
         decoded = _wanted_frames(container, stream, scan, sorted(set(wanted)))
         most = min(2 * limits.threads, QUEUED_PIXELS // (2 * stream.width * stream.height))
         running: deque[Future[None]] = deque()
@@ -153,9 +153,9 @@ def _opened(data: memoryview, limits: VideoLimits) -> Iterator[tuple[InputContai
     """Any error of FFmpeg's becomes the client's, in our own words."""
     kind = container_of(bytes(data[:16]))
     if kind is None:
-        raise invalid_video("it is none of MP4, MOV, WebM, MKV, AVI, GIF")
+        raise invalid_video("its format is not one of MP4, MOV, WebM, MKV, AVI, GIF")
     if not is_whole(kind, data):
-        raise invalid_video("it is cut off")
+        raise invalid_video("it is truncated")
     try:
         with av.open(MemoryFile(data), format=kind, buffer_size=READ_BYTES, options={"protocol_whitelist": "none"}) as container:
             yield cast("InputContainer", container), _stream_of(cast("InputContainer", container), limits)
@@ -173,7 +173,7 @@ def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
     context = stream.codec_context
     name = "unknown" if context is None else context.codec.canonical_name
     if name not in CODECS:
-        raise invalid_video(f"its codec {name} is none of {', '.join(sorted(CODECS))}")
+        raise invalid_video(f"its codec {name} is not one of {', '.join(sorted(CODECS))}")
     if context.width * context.height == 0:
         raise invalid_video("its frames have no size or an unsupported one")
     if context.width * context.height > limits.frame_pixels:
@@ -194,7 +194,7 @@ def _scan(container: InputContainer, stream: VideoStream, limits: VideoLimits) -
         if packet.size == 0:
             continue  # the end
         if packet.is_corrupt:
-            raise invalid_video("it is cut off")
+            raise invalid_video("it is truncated")
         time = packet.dts if packet.pts is None else packet.pts
         time = len(times) if time is None else time
         if packet.is_keyframe:

@@ -96,7 +96,7 @@ class ChatTemplate:
         try:
             return self._template.render(variables)
         except FAILURES as error:
-            words = str(error)[:MAX_REASON] if type(error) is TemplateError else "it failed on them"
+            words = str(error)[:MAX_REASON] if type(error) is TemplateError else "it raised an error"
             raise RequestError(400, f"The chat template refuses these messages: {words}", PROMPT) from None
 
     def _protect_message(self, message: dict[str, object], shield: "_Shield") -> dict[str, object]:

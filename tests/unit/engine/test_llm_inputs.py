@@ -35,7 +35,7 @@ def test_paths_and_urls_among_the_parts_are_pictures(tmp_path: Path, monkeypatch
 
 def test_picture_that_does_not_exist_raises() -> None:
     for name in ("missing.jpg", "/no/such/folder/Missing.PNG", "a missing one.webp"):
-        with pytest.raises(FileNotFoundError, match="there is no picture"):
+        with pytest.raises(FileNotFoundError, match="there is no image file"):
             content_of(name, QUESTION)
 
 
@@ -60,7 +60,7 @@ def test_text_is_a_conversation() -> None:
     assert listed(QUESTION) == [QUESTION] and listed([QUESTION, QUESTION]) == [QUESTION, QUESTION]
     assert Ask(CHAT, QUESTION, SamplingParams(), {}).body()["messages"] == [{"role": "user", "content": QUESTION}]
     for wrong in (7, [], [QUESTION], [{"content": QUESTION}], {"role": "user"}):
-        with pytest.raises(ValueError, match="a conversation is a text or a list of messages"):
+        with pytest.raises(ValueError, match="a conversation must be a string or a list of messages"):
             Ask(CHAT, wrong, SamplingParams(), {}).body()
 
 

@@ -105,7 +105,7 @@ def test_modules_of_the_command_line(tiny_folder: Path, tmp_path: Path, config: 
         found = named_adapters(EngineConfig(lora_modules=text), config, ["base"])
         assert [(each.name, each.ref.folder, each.ref.number) for each in found] == [("x", a, 1), ("y", b, 2), ("z", c, 3)]
     for text, words in (
-        ("x", "must be name=folder"), (f"x={a} x={b}", "x: the name is taken"), (f"base={a}", "the name is taken"), ("{", "not JSON"),
+        ("x", "must be name=folder"), (f"x={a} x={b}", "x: the name is already"), (f"base={a}", "already used"), ("{", "not JSON"),
         ('{"path": "x"}', "name and a path"), ("x=/nowhere", "x: there is no adapter_config.json"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):

@@ -207,8 +207,8 @@ def test_what_does_not_divide_is_a_value_error(folder: Path, float8_folder: Path
     text = read_config(folder).text
     assert text.moe is not None
     for tp, is_fp8, message in (
-        (TensorParallel(0, 3, None), False, r"moe_intermediate_size \(256\) does not divide over 3"),
-        (TensorParallel(0, 3, None, whole_experts=True), False, r"num_experts \(8\) does not divide over 3"),
+        (TensorParallel(0, 3, None), False, r"moe_intermediate_size \(256\) is not divisible by 3"),
+        (TensorParallel(0, 3, None, whole_experts=True), False, r"num_experts \(8\) is not divisible by 3"),
         (TensorParallel(0, 4, None), True, "64 x 128"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -121,5 +121,5 @@ def test_hybrid_logits_equal_those_of_one_rank(tmp_path: Path, size: int, is_spa
 
 
 def test_what_does_not_divide_is_a_value_error(tiny: Qwen3VL) -> None:
-    with pytest.raises(ValueError, match=r"vocab_size \(4096\) does not divide over 3"):
+    with pytest.raises(ValueError, match=r"vocab_size \(4096\) is not divisible by 3"):
         Qwen3VL(tiny.config, TensorParallel(0, 3, None), TORCH, torch.float32)

@@ -28,13 +28,13 @@ def with_size(data: bytes, size: int) -> bytes:
 
 
 BAD: dict[str, tuple[Callable[[], bytes], int, str]] = {
-    "no video": (lambda: b"x" * 1000, 422, "it is none of MP4, MOV, WebM, MKV, AVI, GIF"),
-    "a playlist": (lambda: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n" * 9, 422, "it is none of MP4"),
-    "a list of files": (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n" * 9, 422, "it is none of MP4"),
-    "a cut mp4": (lambda: CLIP[:-200], 422, "it is cut off"),
-    "a cut webm": (lambda: WEBM[: len(WEBM) // 2], 422, "it is cut off"),
-    "a cut gif": (lambda: gif(frames_of(4))[:-9], 422, "it is cut off"),
-    "a cut avi": (lambda: of_jpegs(frames_of(4))[:-99], 422, "it is cut off"),
+    "no video": (lambda: b"x" * 1000, 422, "its format is not one of MP4, MOV, WebM, MKV, AVI, GIF"),
+    "a playlist": (lambda: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n" * 9, 422, "its format is not one of MP4"),
+    "a list of files": (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n" * 9, 422, "its format is not one of MP4"),
+    "a cut mp4": (lambda: CLIP[:-200], 422, "it is truncated"),
+    "a cut webm": (lambda: WEBM[: len(WEBM) // 2], 422, "it is truncated"),
+    "a cut gif": (lambda: gif(frames_of(4))[:-9], 422, "it is truncated"),
+    "a cut avi": (lambda: of_jpegs(frames_of(4))[:-99], 422, "it is truncated"),
     "noise in the frames": (lambda: CLIP[:900] + bytes(400) + CLIP[1300:], 422, "it is damaged"),
     "sound alone": (sound, 422, "it has no video stream"),
     "a million frames claimed": (lambda: claiming(CLIP, 10**6), 422, "it has no frames"),
@@ -42,8 +42,8 @@ BAD: dict[str, tuple[Callable[[], bytes], int, str]] = {
     "9000 squared claimed": (lambda: with_size(gif(frames_of(2)), 9000), 400, "9000x9000 pixels, the limit is 4194304"),
     "frames of two sizes": (lambda: of_jpegs(frames_of(3) + frames_of(3, 32, 48)), 422, "change their size, from 96x64 to 48x32"),
     "a gif of 20,000 frames": (lambda: long_gif(20_000), 413, "more than 10000 frames"),
-    "a codec that nobody sends": (lambda: encode(frames_of(3), "matroska", "ffv1"), 422, "its codec ffv1 is none of"),
-    "a codec that nobody knows": (lambda: b"zzzz".join(CLIP.rsplit(b"avc1", 1)), 422, "its codec unknown is none of"),
+    "a codec that nobody sends": (lambda: encode(frames_of(3), "matroska", "ffv1"), 422, "its codec ffv1 is not one of"),
+    "a codec that nobody knows": (lambda: b"zzzz".join(CLIP.rsplit(b"avc1", 1)), 422, "its codec unknown is not one of"),
     "one frame": (lambda: encode(frames_of(1)), 400, "at least 2 frames"),
     "too much for the cache": (lambda: encode(frames_of(2, 1000, 1000)), 400, "tokens, the limit is 400"),
 }
@@ -92,7 +92,7 @@ async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
     assert (error.info.status, "does not support videos" in error.info.message) == (400, True)
     small = Loading(checkpoint, max_video_memory=192 << 20, max_video_frame_pixels=1 << 27)
     error = await refusal(small, long_gif(3, 8000, 8000), samples=False)
-    assert (error.info.status, "more than 192 MiB of memory" in error.info.message) == (422, True), error.info
+    assert (error.info.status, "more than 192 MiB" in error.info.message) == (422, True), error.info
     assert (await small.load_video(base64.b64encode(CLIP))).hashes
     for made in (few, still, small):
         await made.close()

@@ -71,8 +71,8 @@ def test_what_peers_accept(stack: Stack, tokenizer: Tokenizer) -> None:
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"model": "gpt-x"}, 404, "This server has: test-model, other-name"),
     (CHAT, {"messages": user({"type": "image_url", "image_url": {"url": "cat.jpg"}})}, 400, "such as 'data:image/jpeg;base64,/9j/4AAQ...'"),
-    ("/chat/completions", {}, 404, "Did you mean /v1/chat/completions?"), ("/v1/audio/speech", {}, 404, "/v1/audio/speech is not served"),
-    ("/v1/v1/completions", {}, 404, "Did you mean /v1/completions?"), ("/v1/files", {}, 404, "/v1/files is not served here"),
+    ("/chat/completions", {}, 404, "Did you mean /v1/chat/completions?"), ("/v1/audio/speech", {}, 404, "route /v1/audio/speech"),
+    ("/v1/v1/completions", {}, 404, "Did you mean /v1/completions?"), ("/v1/files", {}, 404, "There is no route /v1/files"),
 ]  # fmt: skip
 
 

@@ -148,7 +148,7 @@ async def test_lists_that_are_refused(loading: Loading) -> None:
     mixed = [two[0], frames_of(1, 32, 32)[0]]
     for frames, fields, words in [
         (two[:1], {}, "at least 2 frames"),
-        (mixed, {}, "frame 2: it has 32x32 pixels, the first frame 96x64"),
+        (mixed, {}, "frame 2: it has 32x32 pixels, the first frame has 96x64"),
         (two, {"times": [0.0]}, "2 frames, but 1 timestamps"),
         (two, {"indices": [0, 1, 2]}, "2 frames, but 3 frames_indices"),
         (two, {"min_pixels": 9000, "max_pixels": 8000}, "exceed"),

@@ -104,7 +104,7 @@ def test_a_grammar_that_holds_all_others_up_ends_its_request(
     engine.guess = lambda request: (5, 6)
     monkeypatch.setattr(grammar, "SLOW_S", -1.0)  # any time is too long
     engine.run()
-    assert "too long to follow" in engine.errors[0] and 1 not in engine.errors
+    assert "too long to evaluate" in engine.errors[0] and 1 not in engine.errors
     assert engine.tokens[1] == plain.run()[1]
 
 

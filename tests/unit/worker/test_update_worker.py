@@ -88,15 +88,15 @@ def test_refused_jobs(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
         return FromMemory((TensorSpec(**{"name": name, "dtype": "float32", "shape": (8,), **changes}),))
 
     cases = {
-        "another architecture, other sizes": [FromFolder(str(tmp_path / folder)) for folder in ("narrow", "tied", "float8")],
+        "contains a different model": [FromFolder(str(tmp_path / folder)) for folder in ("narrow", "tied", "float8")],
         "the folder cannot be read": [FromFolder(str(tmp_path / "empty")), FromFolder(str(tmp_path / "none")), FromFolder("\0")],
-        "is in no memory that rank 0 can read: GPU-1": [placed(places={"GPU-1": Segment(file.name)})],
-        "is the name of a file": [placed(places={"cpu": Segment(path)}) for path in ("../etc/passwd", "/etc/passwd", "", "..", "a/b")],
+        "has no memory that rank 0 can read: GPU-1": [placed(places={"GPU-1": Segment(file.name)})],
+        "must be the name of a file": [placed(places={"cpu": Segment(path)}) for path in ("../etc/passwd", "/etc/passwd", "", "..", "a/b")],
         "cannot be opened": [placed(places={"cpu": Segment("there-is-none")})],
         "is not within its segment": [placed(places={"cpu": Segment(file.name, offset)}) for offset in (72, -1, 1 << 40)],
         "dtype float64 is not": [placed(dtype="float64", places={"cpu": Segment(file.name)})],
         "has shape (8,), the model requires (128,)": [placed(places={"cpu": Segment(file.name)})],
-        "there is no group g": [FromGroup("g", (good,)), LeaveGroup("g")],
+        "group g does not exist": [FromGroup("g", (good,)), LeaveGroup("g")],
     }
     before = {path: tensor.clone() for path, tensor in stored_tensors(cast(Any, rank.worker._model)).items()}
     try:
