@@ -2,21 +2,27 @@
 
 import sys
 import threading
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.launch.child import Child
 from engine.launch.config import EngineConfig
+from engine.worker import profile
 from engine.worker.build import compiling, load_model
 from engine.worker.failure import explain
-from engine.worker.profile import StepMemory, idle_bytes_of_graphs
+from engine.worker.profile import StepMemory, idle_bytes_of_graphs, profile_peak
 from engine.worker.staging import Staging, staged_bytes
+from models.cache.states import RowStates
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.kernels.heads import Heads
@@ -179,6 +185,64 @@ def test_what_lies_idle_in_pools_of_graphs_is_nobodys() -> None:
     ]
     assert idle_bytes_of_graphs(segments, 0) == 480 + 40
     assert idle_bytes_of_graphs(segments, 1) == 700
+
+
+class Allocations(TorchDispatchMode):
+    """Count bytes of live tensors as torch's allocator does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for storage in (each.untyped_storage() for each in tree_leaves(made) if isinstance(each, torch.Tensor)):
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        return made
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live -= num_bytes
+
+    def reset(self, device: object) -> None:
+        self.peak = self.live
+
+
+class ManyStates(RowStates):
+    def __init__(self, group: Any, num_rows: int, device: torch.device) -> None:
+        super().__init__(group, num_rows + 400, device)
+
+
+def test_a_profile_counts_no_states_and_no_pools(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if activations include them: the plan of memory has them on its own."""
+    write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=0)
+    monkeypatch.setattr(child, "progress", lambda text: None)
+    child.config, backend = EngineConfig(load_format="dummy"), TorchBackend(CPU)
+    model = load_model(child, read_config(tmp_path), TensorParallel.single(), backend, torch.float32)
+    for name in ("stream", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    found = []
+    for states, block_size in ((RowStates, 16), (ManyStates, 16), (RowStates, 64)):
+        allocations = Allocations()
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _, of=allocations: of.live)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, of=allocations: of.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", allocations.reset)
+        monkeypatch.setattr(profile, "RowStates", states)
+        config = EngineConfig(max_num_batched_tokens=65, max_num_encoder_tokens=16, max_num_seqs=4, block_size=block_size)
+        with allocations:
+            found.append(
+                profile_peak(
+                    model, backend, backend.sampling(4, model.config.text.vocab_size), config, cast(Any, SimpleNamespace(wait_stream=bool))
+                )
+            )
+    assert min(found[0]) > 0
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=0.02)  # lists of pages differ
 
 
 def test_a_cpu_is_not_counted() -> None:
