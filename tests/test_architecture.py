@@ -201,7 +201,7 @@ ANNEXES = {
     "drafting": (r"draft|\bmtp\b", r"scheduler/drafts/|worker/head|sampling/drafts|decoders/drafter|layers/head|wire/details", 28),
     "video": (r"video", r"video", 24),
     "grammars": (r"grammar", r"grammar", 13),
-    "LoRA": (r"lora|adapter", r"lora/|adapters\.py", 22),
+    "LoRA": (r"lora|adapter", r"lora/|adapters\.py", 15),
     "pooling": (r"pool(ing|ed)|rerank", r"pooling", 6),
     "prompt log-probabilities": (r"prompt_?logprobs", r"sampling/prompt|/scores", 6),
     "Anthropic's dialect": (r"anthropic", r"anthropic", 1),

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,13 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
+class Words(NamedTuple):
+    """Annotation of a field of several words, and what joins them; each word has one of `marks`, if there are any."""
+
+    separator: str
+    marks: str = ""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Every field is a flag: `max_model_len` is `--max-model-len`. The text is its help; fields of bytes take K, M and G suffixes."""
 
@@ -39,7 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         "demo"
     )
     served_model_name: Annotated[
-        str | None, "model names that the API accepts and reports, separated by commas or spaces; default: the value of --model"
+        str | None,
+        "model names that the API accepts and reports, separated by commas or spaces; default: the value of --model",
+        Words(","),
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
     default_chat_template_kwargs: Annotated[
@@ -111,7 +120,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "off"
     enable_lora: Annotated[bool, "serve LoRA adapters; without requests that use one, nothing is slower"] = False
     lora_modules: Annotated[
-        str | None, "adapters in PEFT's format as name=folder, separated by spaces; a request selects one by its field `model`"
+        str | None,
+        "adapters in PEFT's format as name=folder, separated by spaces; a request selects one by its field `model`",
+        Words(" ", "=}"),
     ] = None
     max_loras: Annotated[int, "maximum number of adapters in GPU memory; requests for further ones wait"] = 4
     max_lora_rank: Annotated[int, "maximum rank of an adapter"] = 64

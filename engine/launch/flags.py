@@ -17,7 +17,7 @@ import configargparse
 import msgspec
 
 from engine.launch.compat import ADVICE, BY_NAME, FLAGS, SAME_VALUES, settle
-from engine.launch.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problems, read_variables
+from engine.launch.config import GIB, KIB, MIB, VERSION, EngineConfig, Words, find_problems, read_variables
 
 SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
 LENGTHS = {"k": 1000, "m": 1000**2, "K": KIB, "M": MIB}
@@ -37,7 +37,8 @@ COMMON = (  # flags of `--help` without `all`
     "max_num_seqs", "draft", "gpu_memory_utilization", "plan",
 )  # fmt: skip
 HELP_WIDTH = 110
-LISTS = {"served_model_name": ",", "lora_modules": " "}  # fields of several words, and what joins them
+HINTS = get_type_hints(EngineConfig, include_extras=True)
+LISTS: dict[str, Words] = {name: parts[2] for name, hint in HINTS.items() if len(parts := get_args(hint)) > 2}
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
 SUFFIX_METAVARS = {"_bytes": "SIZE", "_memory": "SIZE", "_path": "PATH", "file": "FILE", "_template": "FILE", "_timeout": "SECONDS"}
 
@@ -136,11 +137,11 @@ def add_flags(
 ) -> None:
     """Add flags for these fields of EngineConfig."""
     group: Any = parser
-    hints, defaults = get_type_hints(EngineConfig, include_extras=True), msgspec.structs.asdict(EngineConfig())
+    defaults = msgspec.structs.asdict(EngineConfig())
     for name in names:
         if name in groups:
             group = parser.add_argument_group(groups[name])
-        _add_flag(group, name, hints[name], defaults[name], problems)
+        _add_flag(group, name, HINTS[name], defaults[name], problems)
 
 
 def _add_flags_of_others(parser: Parser) -> None:
@@ -230,9 +231,9 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
         raise BadFlags("; ".join(problems))
     values.pop("config")
     positional = values.pop("positional")
-    for name, separator in LISTS.items():
+    for name, (separator, marks) in LISTS.items():
         given = values[name] or []
-        ends = len(given) > 1 and (name != "lora_modules" or not {"=", "}"} & set(given[-1]))
+        ends = len(given) > 1 and not set(marks) & set(given[-1])
         if ends and positional is None and not _names_model(parser, words, values):
             positional = given.pop()  # `--served-model-name x MODEL`
         values[name] = separator.join(given) or None

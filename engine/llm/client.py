@@ -32,7 +32,7 @@ class AsyncLLM:
     """`async with AsyncLLM(model=..., flags of engine.serve) as llm: async for output in llm.chat(messages)`.
 
     Requests raise ValueError with the message of the API, OSError for a missing file, and ChildDied when the engine has ended. Closing an
-    iterator aborts its request. `fields` are further fields of the API, and `lora`, the name of an adapter.
+    iterator aborts its request. `fields` are those of `Ask`.
     """
 
     def __init__(self, model: str = "demo", **flags: Any):

@@ -48,7 +48,8 @@ class SamplingParams(SimpleNamespace):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt, number `number` of a list: a conversation, a text, or token ids."""
+    """One prompt, number `number` of a list: a conversation, a text, or token ids. `fields` are further fields of the API, and `lora`, the
+    name of an adapter."""
 
     path: str
     prompt: Any

@@ -24,7 +24,7 @@ class LLM:
     object or with the program.
 
     Lists are answered in their order. The first request that fails raises, as in AsyncLLM, and ends the others; with `errors="return"` it
-    is the `error` of its output. `fields` are further fields of the API, and `lora`, the name of an adapter of `lora_modules`.
+    is the `error` of its output. `fields` are those of `Ask`.
     """
 
     def __init__(self, model: str = "demo", **flags: Any):

@@ -204,6 +204,23 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     prediction: Region | None = None  # int32 token ids, of the answers
     adapter: AdapterRef | None = None
 
+    @classmethod
+    def of(
+        cls,
+        submit: Submit,
+        prompt: Region,
+        images: list[ImageSpan],
+        params: SamplingParams,
+        grammar: CompiledGrammar | None,
+        prediction: Region | None,
+    ) -> "EngineRequest":
+        """Return a request with what the processor prepared and what it passes on."""
+        spans = [for_adapter(span, submit.adapter) for span in images]
+        return cls(
+            rid=submit.rid, prompt=prompt, images=spans, params=params, stages=submit.stages, cache_salt=submit.cache_salt, n=submit.n,
+            priority=submit.priority, deadline=submit.deadline, grammar=grammar, prediction=prediction, adapter=submit.adapter,
+        )  # fmt: skip
+
     @property
     def namespace(self) -> tuple[str, bytes]:
         """Return what separates cached blocks of this request from those of others: its salt and its adapter's number."""

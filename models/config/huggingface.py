@@ -1,4 +1,4 @@
-"""Adapter of Hugging Face configurations: reads a checkpoint folder's JSON files in the layouts of transformers 5
+"""Configurations of Hugging Face: reads a checkpoint folder's JSON files in the layouts of transformers 5
 (`rope_parameters`) and of the published checkpoints (`rope_scaling`, `rope_theta`). Imports no torch."""
 
 import json

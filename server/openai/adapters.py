@@ -1,19 +1,21 @@
-"""vLLM's routes that load and unload adapters while the server runs (`--allow-lora-updates`)."""
+"""LoRA adapters as variants of the model, and vLLM's routes that load and unload them while the server runs (`--allow-lora-updates`)."""
 
 import asyncio
 import itertools
 import logging
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
 from engine.launch.adapters import checked
-from engine.wire.adapters import AdapterRef
+from engine.wire.adapters import AdapterRef, NamedAdapter
+from engine.wire.messages import Submit
 from models.config.huggingface import read_config
 from server.errors import RequestError
 from server.http.validate import bad_value
-from server.openai.endpoint import Service
+from server.openai.endpoint import NoVariants, Service
 from server.openai.openapi import DescribedRoute
 
 logger = logging.getLogger(__name__)
@@ -32,11 +34,26 @@ class UnloadRequest(BaseModel):
     lora_name: str = Field(min_length=1)
 
 
+class Adapters(NoVariants):
+    """Adapters by name."""
+
+    def __init__(self, named: Iterable[NamedAdapter]):
+        self.by_name = {each.name: each.ref for each in named}
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.by_name
+
+    def choose(self, name: str, submits: Iterable[Submit]) -> None:
+        for submit in submits:
+            submit.adapter = self.by_name[name]
+
+
 class AdapterRoutes:
     """Requests find the new names at once; requests that run keep the adapter that they began with."""
 
-    def __init__(self, service: Service):
-        self._service, self._numbers = service, itertools.count(FIRST_NUMBER)
+    def __init__(self, service: Service, adapters: Adapters):
+        self._service, self._adapters, self._numbers = service, adapters, itertools.count(FIRST_NUMBER)
 
     def routes(self) -> list[DescribedRoute]:
         kind = {"response_class": PlainTextResponse}
@@ -47,19 +64,19 @@ class AdapterRoutes:
 
     async def load(self, asked: LoadRequest) -> Response:
         """Serve the adapter of a folder below --lora-root under a new name."""
-        service, name = self._service, asked.lora_name
-        is_known = name in service.adapters
-        if name in service.model_names or (is_known and not asked.load_inplace):
+        adapters, name = self._adapters.by_name, asked.lora_name
+        is_known = name in adapters
+        if name in self._service.model_names or (is_known and not asked.load_inplace):
             raise bad_value("lora_name", f"'{name[:100]}' is served already", "invalid_value")
-        if not is_known and len(service.adapters) >= MAX_ADAPTERS:
+        if not is_known and len(adapters) >= MAX_ADAPTERS:
             raise bad_value("lora_name", f"at most {MAX_ADAPTERS} adapters are served: unload one", "invalid_value")
-        service.adapters[name] = await asyncio.to_thread(self._read, asked.lora_path)
-        logger.info("loaded the adapter %s from %s", name, service.adapters[name].folder)
+        adapters[name] = await asyncio.to_thread(self._read, asked.lora_path)
+        logger.info("loaded the adapter %s from %s", name, adapters[name].folder)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, asked: UnloadRequest) -> Response:
         """Serve an adapter no longer."""
-        if self._service.adapters.pop(asked.lora_name, None) is None:
+        if self._adapters.by_name.pop(asked.lora_name, None) is None:
             raise RequestError(404, f"The adapter '{asked.lora_name[:100]}' does not exist.", "lora_name", "model_not_found")
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
@@ -82,5 +99,5 @@ class AdapterRoutes:
             raise RequestError(400, str(problem), "lora_path", "invalid_value") from None
 
 
-def adapter_routes(service: Service) -> list[DescribedRoute]:
-    return AdapterRoutes(service).routes() if service.config.allow_lora_updates else []
+def adapter_routes(service: Service, adapters: Adapters) -> list[DescribedRoute]:
+    return AdapterRoutes(service, adapters).routes() if service.config.allow_lora_updates else []

@@ -11,7 +11,7 @@ import hashlib
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.launch.config import EngineConfig
-from engine.wire.adapters import AdapterRef
 from engine.wire.arena import Arena
 from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
 from engine.wire.params import PARAMETERS, SamplingParams
@@ -48,6 +47,17 @@ MAX_NAMES = 20  # of models in an error
 LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
 
 
+class NoVariants:
+    """Variants of the model that requests name as their `model`; here there are none. An annex that has some overrides everything."""
+
+    @property
+    def names(self) -> Collection[str]:
+        return ()
+
+    def choose(self, name: str, submits: Iterable[Submit]) -> None:
+        """Let requests use one of the variants."""
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     config: EngineConfig
@@ -58,15 +68,20 @@ class Service:
     client: Client
     metrics: Metrics
     seeds: random.Random  # for requests without one
-    adapters: dict[str, AdapterRef] = field(default_factory=dict)  # LoRA adapters by the name that requests have as their `model`
+    variants: NoVariants = field(default_factory=NoVariants)
 
-    def adapter_of(self, model: str | None) -> AdapterRef | None:
-        """Return the adapter that a request's `model` names; None for the model itself. RequestError 404."""
-        if model in (None, "", *self.model_names):
-            return None
-        if model not in self.adapters:
-            raise unknown_model(str(model), [*self.model_names, *self.adapters])
-        return self.adapters[model]
+    @property
+    def names(self) -> list[str]:
+        """Names that requests may have as their `model`."""
+        return [*self.model_names, *self.variants.names]
+
+    def choose(self, model: str | None, submits: Iterable[Submit] = ()) -> None:
+        """Let requests use what their `model` names. RequestError 404."""
+        if not model or model in self.model_names:
+            return
+        if model not in self.variants.names:
+            raise unknown_model(model, self.names)
+        self.variants.choose(model, submits)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,13 +198,13 @@ class Endpoint(ABC):
             undo.callback(body.give_up)
             body.seed = service.seeds.getrandbits(63)  # in the order of arrival: large bodies are read in threads
             job = await self._parse(body)
-            adapter = service.adapter_of(job.request.model)
+            service.choose(job.request.model, job.submits)
             limit = service.config.max_images_per_request
             if job.num_images > limit:
                 raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", job.submits[0].prompt_field)
             self._limit_time(job, body)
             for submit in job.submits:
-                submit.client, submit.adapter = body.client, adapter
+                submit.client = body.client
             if job.used or body.num_announced:
                 for submit in job.submits:  # the last one that has read it lets go of it
                     submit.body = body.region.offset

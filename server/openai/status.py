@@ -24,7 +24,7 @@ class ModelCard(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
-    parent: str | None = None  # of an adapter: the model
+    parent: str | None = None  # of a variant: the model
 
 
 class ModelList(BaseModel):
@@ -63,11 +63,11 @@ class Status:
 
     async def models(self) -> Any:
         """The models that are served."""
-        return {"object": "list", "data": [self._card(name) for name in self._names]}
+        return {"object": "list", "data": [self._card(name) for name in self._service.names]}
 
     async def model(self, name: str) -> Any:
         """One of the served models."""
-        self._service.adapter_of(name)
+        self._service.choose(name)
         return self._card(name)
 
     async def health(self, response: Response) -> Any:
@@ -119,13 +119,9 @@ class Status:
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         return {**settings, "vocab_size": checkpoint.vocab_size, "chat_template": checkpoint.chat_template}
 
-    @property
-    def _names(self) -> list[str]:
-        return [*self._service.model_names, *self._service.adapters]
-
     def _card(self, name: str) -> dict[str, Any]:
         limit = self._service.client.stats.max_model_len or self._service.max_model_len  # 0 before the engine is ready
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "engine", "max_model_len": limit}
-        if name in self._service.adapters:
+        if name in self._service.variants.names:
             return {**card, "root": name, "parent": self._service.model_names[0]}
         return {**card, "root": self._service.config.model}

@@ -38,7 +38,6 @@ from engine.wire.messages import (
     TokenPrompt,
     ToScheduler,
     VideoRef,
-    for_adapter,
 )
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
@@ -226,19 +225,13 @@ class Intake:
         submit.stages.submitted = time.monotonic()
         submit.stages.counts = dict(sum((Counter(medium.counts) for medium in media), Counter[str]()))
         spans = [span for medium, starts in zip(media, prompt.starts, strict=True) for span in medium.spans(starts)]
-        return EngineRequest(
-            rid=submit.rid,
+        return EngineRequest.of(
+            submit,
             prompt=wire(request.regions["prompt"]),
-            images=[for_adapter(span, submit.adapter) for span in spans],
+            images=spans,
             params=msgspec.structs.replace(submit.params, **changes),
-            stages=submit.stages,
-            cache_salt=submit.cache_salt,
-            n=submit.n,
-            priority=submit.priority,
-            deadline=submit.deadline,
             grammar=self._grammar_of(request),
             prediction=wire(request.regions["prediction"]) if predicted else None,
-            adapter=submit.adapter,
         )
 
     def _put(self, ids: "array[int]") -> Region:
