@@ -1,6 +1,7 @@
 """Products of low-bit integers by the library humming-kernels, which compiles kernels for each shape when it first meets it."""
 
 import importlib.util
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,8 @@ from models.kernels.triton.products import TritonProducts
 from models.weights.grouped import STRIPE, Grouped
 from models.weights.layouts import codes_of, packed_columns, packed_rows
 from models.weights.matrix import Stored
+
+logger = logging.getLogger(__name__)
 
 ROWS, COLUMNS = 64, 128  # multiples of its tiles; the library pads rows
 WHOLE_ROWS = 8  # multiple of rows that it writes
@@ -128,16 +131,24 @@ class HummingMatrices(TritonProducts[HummingMatrix]):
 
 
 class HummingProducts(TritonGrouped):
-    """Our kernels multiply experts and matrices of floats, the library the others."""
+    """Our kernels multiply experts and matrices of floats, the library the others, unless it cannot compile the first one's kernels."""
 
     def __init__(self) -> None:
+        self._compiles = True
         self._ours, self._library = TritonGrouped(), HummingMatrices()
         self._expected: dict[Key, tuple[torch.Tensor, torch.Tensor] | None] = {}  # tokens and our product; None: it was the library's
 
     def prepared(self, matrix: Any) -> Any:
-        if not takes(matrix):
+        if not (self._compiles and takes(matrix)):
             return matrix
-        made = HummingMatrix.of(matrix)
+        try:
+            made = HummingMatrix.of(matrix)
+        except (RuntimeError, OSError) as problem:
+            if self._expected or isinstance(problem, torch.OutOfMemoryError):
+                raise
+            self._compiles = False
+            logger.warning("humming-kernels found no CUDA compiler, so low-bit matrices use slower kernels: %s", problem)
+            return matrix
         if made.key not in self._expected:
             x_TX = torch.randn((NUM_CHECKED, matrix.shape[1]), device=matrix.codes.device).to(torch.bfloat16)
             self._expected[made.key] = x_TX, self._ours.product(x_TX, matrix, RowClass.FEW, None)

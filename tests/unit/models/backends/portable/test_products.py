@@ -11,6 +11,7 @@ from models.kernels.ops import Experts
 from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
 from models.kernels.stream import Residual, RowClass
 from models.weights.float8 import GroupScaled
+from models.weights.grouped import Grouped
 from models.weights.matrix import Matrix, Place
 from tests.unit.models.backends.portable.interpreter import interpreted
 
@@ -102,3 +103,20 @@ def test_low_bit_experts_for_few_tokens(format: str) -> None:
     x = torch.randn(5, 128)
     found = sparse_swiglu(x, x @ ours.router_ED.t(), ours, None)
     torch.testing.assert_close(found, torch_sparse_swiglu(x, plain, None), rtol=1e-3, atol=1e-4)
+
+
+@interpreted(gate=True)
+def test_matrices_stay_ours_where_humming_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if an engine without a CUDA compiler does not start although the library is installed, or tries for every matrix."""
+    from models.kernels import humming
+
+    tried, products, matrix = [], humming.HummingProducts(), grouped("int4-g32", 40, 256).storage
+
+    def of(matrix: Grouped) -> None:
+        tried.append(matrix.shape)
+        raise RuntimeError("no suitable CUDA environment")
+
+    monkeypatch.setattr(humming.HummingMatrix, "of", of)
+    monkeypatch.setattr(humming, "takes", lambda matrix: True)
+    assert all(products.prepared(matrix) is matrix for _ in range(2)) and len(tried) == 1
+    assert products.product(torch.randn(1, 256), matrix, RowClass.SINGLE, None).shape == (1, 40)
