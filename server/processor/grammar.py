@@ -17,14 +17,15 @@ from engine.wire.params import OutputOptions
 from server.errors import RequestError
 
 Json = dict[str, Any]
-LARGE_BYTES = 1 << 16  # limit of a compiled grammar: rank 0 reads 20 MB/s
+LARGE_BYTES = 1 << 16  # compiled grammars from this size on are sent in advance: rank 0 reads 20 MB/s
 LOAD_S = 10.0
-XML_MARK = "<function="  # in a template: how the coder models write calls
-MAX_WHITESPACE = 1  # in a row, as models write JSON
+XML_MARK = "<function="  # in a template: the coder models' notation of calls
+MAX_WHITESPACE = 1  # consecutive characters, as models write JSON
 
 
 class GrammarLoads:
-    """Rank 0 reads large grammars, and the first one, before a plan names them. `worker` is its inbox."""
+    """Sends large grammars, and the first one, to rank 0 before a plan names them, so that no step waits for reading. `worker` is its
+    inbox."""
 
     def __init__(self, worker: Outbox[LoadGrammar]):
         self._worker = worker
@@ -32,7 +33,7 @@ class GrammarLoads:
         self._num_sent = 0
 
     async def load(self, region: Region) -> None:
-        """Waits for LOAD_S at most; then the plan's step has to wait."""
+        """Wait until rank 0 has read the grammar, but at most LOAD_S; after that the plan's step waits."""
         if self._num_sent and region.length < LARGE_BYTES:
             return
         self._num_sent += 1

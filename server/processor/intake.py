@@ -54,10 +54,10 @@ from server.processor.text.reasoning import OutputText, ThinkTokens
 from server.processor.text.scores import scores_of
 from server.region import Region
 
-LARGE_MESSAGES_BYTES = 1 << 14  # from here on tokenising leaves the event loop
+LARGE_MESSAGES_BYTES = 1 << 14  # larger prompts are tokenised in a thread
 JSON_KINDS = ("json_object", "json_schema")
 DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
-LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take seconds and a gigabyte or two each
+LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take seconds and up to 2 GB each
 
 
 class Encoded(NamedTuple):
@@ -70,7 +70,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class Intake:
-    """Prepares requests."""
+    """Preparation of requests, from the api's message to the scheduler's."""
 
     requests: dict[int, Request]
     allocator: RegionAllocator
@@ -80,7 +80,7 @@ class Intake:
     new_frames: Callable[..., FrameList]
     api: Outbox[Events]
     scheduler: Outbox[ToScheduler]
-    tasks: asyncio.TaskGroup  # its failure is the process's
+    tasks: asyncio.TaskGroup  # a failure in it ends the process
     config: EngineConfig
     checkpoint: InitVar[Checkpoint]
     model_folder: InitVar[Path]
@@ -97,11 +97,11 @@ class Intake:
 
     @property
     def num_holders(self) -> int:
-        """Requests that hold memory, also those without a Submit."""
+        """Number of requests that hold memory, including announced ones without a Submit."""
         return len(self.requests) + len(self._early)
 
     def start(self) -> None:
-        """Before the first request."""
+        """Start the grammar compiler; call before the first request."""
         self.tasks.create_task(self._grammars.start())
 
     async def close(self) -> None:
@@ -109,7 +109,7 @@ class Intake:
         self._large_prompts.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, message: Payload) -> None:
-        """An image of a body that still arrives. A Submit follows, or an Abort with the body."""
+        """Start an image of a body that is still arriving. A Submit follows, or an Abort with the body."""
         self._note_arrival(message.rid)
         image = self.new_image(ref=MediaRef(message.payload))
         self._early.setdefault(message.rid, {})[message.payload.offset] = image
@@ -131,7 +131,7 @@ class Intake:
         self.tasks.create_task(self._hand_over(request, request.task, list(early.values())))
 
     def abort(self, message: Abort) -> None:
-        """The client left: the request ends without a further event."""
+        """End a request whose client has disconnected, without a further event."""
         request = self.requests.get(message.rid)
         if message.body is not None:
             self._give_up(message.rid, message.body)
@@ -151,7 +151,7 @@ class Intake:
         return self._image(ref, early)
 
     def _image(self, ref: MediaRef, early: dict[int, Image], is_frame: bool = False) -> Image:
-        """A new one, or that which came while the body arrived."""
+        """Return a new image, or the one that was announced while the body arrived."""
         if ref.payload is not None and ref.payload.offset in early:
             return early.pop(ref.payload.offset)
         return self.new_image(ref=ref, is_frame=is_frame)
@@ -169,7 +169,7 @@ class Intake:
         self.tasks.create_task(end())
 
     async def _prepare(self, request: Request) -> EngineRequest | ErrorInfo:
-        """An error is a result: a task keeps the stack of what it raises."""
+        """Prepare a request. Errors are returned, not raised: a task keeps the stack of an exception."""
         deadline = request.submit.deadline
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as scope:
@@ -181,7 +181,7 @@ class Intake:
             return request.error_of(failure)
 
     async def _build(self, request: Request) -> EngineRequest:
-        """Images load in the pools while the prompt is rendered and tokenised."""
+        """Build the scheduler's request. Images load in the pools while the prompt is rendered and tokenised."""
         submit, media = request.submit, request.media
         for medium in media:
             if isinstance(medium, Image):
@@ -253,13 +253,13 @@ class Intake:
         return Encoded(ids, predicted, self._echo(prompt) if submit.output.echo else "")
 
     def _echo(self, prompt: Prompt) -> str:
-        """A completion's prompt as the client would read it."""
+        """Return a completion's prompt as text."""
         if isinstance(prompt, TokenPrompt):
             return self._tokens.text_of(prompt.ids)
         return prompt.text if isinstance(prompt, TextPrompt) else ""
 
     def _max_tokens(self, request: Request) -> int:
-        """Return the limit of tokens. A model may otherwise continue inside a JSON string forever."""
+        """Return the token limit. JSON gets a default limit, since a model may continue inside a string forever."""
         submit, most = request.submit, self.max_model_len - request.num_prompt_tokens
         limit, grammar = submit.params.max_tokens, submit.grammar
         if limit is None and grammar is not None and grammar.kind in JSON_KINDS and not request.answers[0].text.is_thinking:
@@ -267,9 +267,9 @@ class Intake:
         return most if limit is None else max(1, min(limit, most))
 
     def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:
-        """RequestError 400 for a prompt with images: what is left of one is none."""
+        """Apply `truncate_prompt_tokens`. RequestError 400 for a prompt with images: a truncated image is invalid."""
         limit = submit.truncated_to
-        if limit is None or (submit.media and limit < 0):  # a longer one is refused
+        if limit is None or (submit.media and limit < 0):  # a longer prompt is rejected later
             return ids
         if submit.media:
             name = "truncate_prompt_tokens"
@@ -279,7 +279,7 @@ class Intake:
         return ids[:limit] if submit.keeps_beginning else ids[-limit:]
 
     async def _compile(self, request: Request) -> None:
-        """Puts the grammar of the answer, if any, into the arena. RequestError 400 or 503."""
+        """Compile the answer's grammar, if any, and put it into the arena. RequestError 400 or 503."""
         submit = request.submit
         grammar = answer_grammar(submit.grammar, _tools_of(submit), submit.output, self._prompts.template)
         if grammar is None:
@@ -297,7 +297,7 @@ class Intake:
         await self.loads.load(wire(region))
 
     def _grammar_of(self, request: Request) -> CompiledGrammar | None:
-        """Return the grammar, which applies after the thoughts, if any."""
+        """Return the answer's grammar, which applies after the reasoning, if any."""
         region = request.regions.get("grammar")
         if region is None:
             return None
@@ -305,11 +305,11 @@ class Intake:
         return CompiledGrammar(wire(region), after)
 
     async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest | ErrorInfo]", strays: list[Image]) -> None:
-        """Send a prepared request to the scheduler, or release it if it failed or was aborted. Release strays: payloads that look like
-        images but are elsewhere in the body."""
+        """Send a prepared request to the scheduler, or release it if it failed or was aborted. Also release `strays`: payloads elsewhere in
+        the body that look like images."""
         rid, prepared = request.submit.rid, None
         await asyncio.wait([task])
-        with contextlib.suppress(asyncio.CancelledError):  # `abort` did; it is no longer kept
+        with contextlib.suppress(asyncio.CancelledError):  # by `abort`, which has removed the request
             prepared = task.result()
         request.task = None
         await release_all(strays)

@@ -48,7 +48,7 @@ from server.warm import warm_up
 
 
 class Processor:
-    """Made inside the event loop; work that waits runs in `tasks`."""
+    """The processor's parts, created inside the event loop; work that waits runs in `tasks`."""
 
     def __init__(self, child: Child, tasks: asyncio.TaskGroup):
         self._inbox: AsyncInbox[ToProcessor] = AsyncInbox(child.run_dir, "processor", ToProcessor)
@@ -96,7 +96,7 @@ class Processor:
                         self._intake.begin(message)
                     case Submit():
                         self._intake.accept(message)
-                        await asyncio.sleep(0)  # many prompts are prepared in turn with other clients' tokens
+                        await asyncio.sleep(0)  # alternate preparation of many prompts with other clients' tokens
                     case Abort():
                         self._intake.abort(message)
                     case GrammarLoaded():
@@ -122,7 +122,7 @@ class Processor:
 
 
 async def serve(child: Child) -> None:
-    """Runs until SIGTERM or until the launcher is gone; a broken invariant is raised."""
+    """Run until SIGTERM or until the launcher has exited. A violated invariant is raised."""
     loop = asyncio.get_running_loop()
     serving = asyncio.create_task(_serve(child))
     loop.add_signal_handler(signal.SIGTERM, serving.cancel)
@@ -141,7 +141,7 @@ async def _serve(child: Child) -> None:
             processor = Processor(child, tasks)
             child.ready()
             await processor.run()
-    except BaseExceptionGroup as failures:  # the first one is the cause
+    except BaseExceptionGroup as failures:  # the first is the cause
         raise failures.exceptions[0] from None
 
 

@@ -32,14 +32,14 @@ from server.processor.request import Answer, Preface, Request
 
 @dataclass(slots=True)
 class Output:
-    """Removes requests that the scheduler has released."""
+    """Sends events for the scheduler's outputs, and removes requests that the scheduler has released."""
 
     requests: dict[int, Request]
     allocator: RegionAllocator
     num_decoded: Callable[[], int]  # files of media
     api: Outbox[Events]
     scheduler: Outbox[ToScheduler]
-    tasks: asyncio.TaskGroup  # its failure is the process's
+    tasks: asyncio.TaskGroup  # a failure in it ends the process
 
     def forward(self, message: EngineOutputs) -> None:
         events: list[Event] = []
@@ -61,13 +61,13 @@ class Output:
             self.api.send(Events(events, [], stats, message.heartbeat))
 
     def _append_events(self, events: list[Event], request: Request, answer: Answer, output: RequestOutput) -> None:
-        """One event a token; an answer's last one is terminal and carries the last token."""
+        """Append one event per token; an answer's last event is terminal and carries the last token."""
         if request.is_ended or answer.is_ended:
             return
         if request.submit.params.max_tokens == 0:  # only the echo is requested: the sampled token is not shown
             output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason=output.finish_reason and "length")
         final = None if output.error is not None else output.finish_reason
-        hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token ends the text, it is no part of it
+        hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token is not part of the text
         for i, token_id in enumerate(output.token_ids):
             is_last = final is not None and i == len(output.token_ids) - 1
             begin = answer.text.begin
@@ -94,13 +94,13 @@ class Output:
             events.append(request.with_tokens(_finish(request, answer, output, "", final), answer, is_first=False))
 
     def _stop_early(self, request: Request, answer: Answer, output: RequestOutput) -> None:
-        """The scheduler need not go on, unless it has ended the answer itself."""
+        """End an answer at a stop string. The scheduler stops computing it, unless it has already ended it."""
         request.end(answer)
         if output.finish_reason is None and output.error is None:
             self.scheduler.send(Abort(output.rid, index=output.index))
 
     async def _write_slowly(self, request: Request, preface: Preface) -> None:
-        """Others' events go out between parts of the preface, which take the time of many tokens."""
+        """Write the backlog. Other requests' events are sent between parts of a preface, which takes the time of many tokens."""
         while request.backlog:
             output = request.backlog.popleft()
             if output.token_ids and not request.answers[output.index].num_tokens:
@@ -122,7 +122,7 @@ class Output:
         self.api.send(Events(events))
 
     def _release(self, rid: int, events: list[Event]) -> None:
-        """The engine is done with the request's regions, and may have given it up without a word."""
+        """Release a request: the engine no longer uses its regions. If the engine aborted it without an event, send one."""
         request = self.requests[rid]
         if request.writer is not None:
             self.tasks.create_task(self._release_after(request.writer, rid))
@@ -138,7 +138,7 @@ class Output:
         self.tasks.create_task(drop())
 
     def _decode(self, wanted: WantedPixels) -> None:
-        """The scheduler has to encode an image that stayed a file. It needs no answer for a request that has ended."""
+        """Decode an image that stayed a file and that the scheduler has to encode. A request that has ended needs no answer."""
         request = self.requests.get(wanted.rid)
         if request is not None and not request.is_ended:
             self.tasks.create_task(self._answer(wanted, request))
@@ -168,7 +168,7 @@ def _full_event(
     reason: FinishReason | None = None,
     stop_reason: int | str | None = None,
 ) -> Event:
-    """The first or last event of an answer: with counts for its usage."""
+    """Return the first or last event of an answer, which has the counts for the usage."""
     answer = request.answers[output.index]
     echo, answer.echo = answer.echo, ""
     return Event(
@@ -189,7 +189,7 @@ def _full_event(
 
 
 def _finish(request: Request, answer: Answer, output: RequestOutput, text: str, reason: FinishReason) -> Event:
-    """The terminal event: what was held back is shown, unless it completes a stop string."""
+    """Return the terminal event. Held-back text is shown unless it completes a stop string."""
     request.end(answer)
     calls = answer.text.calls
     rest, is_stopped = answer.text.flush()

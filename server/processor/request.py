@@ -24,15 +24,15 @@ Medium = Image | Video
 
 
 async def release_all(media: Iterable[Medium]) -> None:
-    """Release the memory of all, including those in progress."""
+    """Release the memory of all media, including those in progress."""
     await asyncio.gather(*(medium.release() for medium in media))
 
 
 class Preface(Protocol):
-    """What the events of an answer have before its first token, in parts, since other requests must not wait for it."""
+    """Content of an answer's events before its first token. It is sent in parts, so that other requests do not wait."""
 
     def parts(self, prompt_ids: Sequence[int], report: Report | None) -> Iterator[dict[str, Any]]:
-        """Yield members of events for an answer, whose first output has the report."""
+        """Yield members of the events of an answer whose first output has this report."""
 
 
 class PendingToken(NamedTuple):
@@ -48,10 +48,10 @@ class PendingToken(NamedTuple):
 class Answer:
     text: OutputText
     waiting: deque[PendingToken] = field(default_factory=deque)  # tokens with held-back text
-    echo: str = ""  # its beginning
+    echo: str = ""  # the prompt's text, which the answer starts with
     num_tokens: int = 0
     details: TokenDetails = field(default_factory=TokenDetails)
-    is_ended: bool = False  # its last event is out
+    is_ended: bool = False  # the last event has been sent
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Request:
     preface: Preface | None = None
     task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
     regions: dict[str, Region] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
-    counted: list[int] = field(default_factory=list)  # token ids of a request that is not sent on
+    counted: list[int] = field(default_factory=list)  # token ids of a request that is only counted
     is_in_scheduler: bool = False
     is_ended: bool = False  # all its answers have ended or were aborted
     num_prompt_tokens: int = 0
@@ -72,7 +72,7 @@ class Request:
     writer: asyncio.Task[None] | None = None  # sends them
 
     def item(self, index: int) -> tuple[Medium, int]:
-        """The medium that item `index` of the request is of, and its index there."""
+        """Return the medium that contains item `index` of the request, and the item's index in that medium."""
         for medium in self.media:
             num_items = len(medium.visual.lengths)
             if index < num_items:
@@ -91,7 +91,7 @@ class Request:
         return msgspec.structs.replace(error, param=self.submit.prompt_field) if error.param == PROMPT else error
 
     def is_stop_token(self, token_id: int) -> bool:
-        """The client's, or the model's."""
+        """Return whether the token is a stop token of the request or of the model."""
         return token_id in self.submit.params.stop_token_ids or token_id in self.answers[0].text.table.specials
 
     def note(self, answer: Answer, begin: int, output: RequestOutput, index: int) -> None:
@@ -102,7 +102,7 @@ class Request:
             answer.waiting.append(PendingToken(begin, answer.text.end, token_id, logprobs))
 
     def with_tokens(self, event: Event, answer: Answer, is_first: bool) -> Event:
-        """Send the event with the requested token ids and log-probabilities of tokens whose text has been sent."""
+        """Return the event with the requested token ids and log-probabilities of the tokens whose text has been sent."""
         wants_ids, shown = self.submit.output.token_ids, []
         while answer.waiting and answer.text.shows(answer.waiting[0].begin, answer.waiting[0].end):
             shown.append(answer.waiting.popleft())
@@ -123,7 +123,7 @@ class Request:
         return list(np.frombuffer(self.regions["prompt"].view, np.int32).tolist())
 
     async def release(self, allocator: RegionAllocator) -> None:
-        """Gives its memory back, as soon as no thread works for it."""
+        """Free the request's memory as soon as no thread uses it."""
         await release_all(self.media)
         for region in self.regions.values():
             allocator.free(region)

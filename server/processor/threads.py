@@ -1,4 +1,4 @@
-"""Jobs in threads that write to memory released by the caller."""
+"""Jobs in threads that write to memory owned by the caller."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 async def run(pool: ThreadPoolExecutor, job: Callable[[], T]) -> T:
-    """Runs a job. When cancelled, returns only after the job has: its memory may then be given back."""
+    """Run a job in the pool. After cancellation it returns only when the job has ended, so that the job's memory can be freed."""
     return await result_of(pool.submit(job))
 
 
@@ -26,7 +26,7 @@ async def result_of(future: "Future[T]") -> T:
 
 
 async def settled(future: "Future[T]", waiter: "asyncio.Future[T] | None" = None) -> None:
-    """The job has not begun and never will, or it has ended."""
+    """Wait until the job has ended, or has been cancelled before it began."""
     if not future.cancel():
         waiter = waiter or asyncio.wrap_future(future)
         await asyncio.wait([waiter])

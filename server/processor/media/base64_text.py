@@ -1,4 +1,4 @@
-"""Base64 as clients really send it: line breaks, URL-safe alphabet, missing padding, JSON escapes, percent signs."""
+"""Base64 as clients send it: with line breaks, URL-safe alphabet, missing padding, JSON escapes or percent-encoding."""
 
 import re
 from binascii import a2b_qp
@@ -37,7 +37,7 @@ def _decode_unusual(text: bytes) -> bytes:
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
-    """Other threads run in between; no escape is cut."""
+    """Yield pieces that cut no escape sequence; other threads run between them."""
     start = 0
     while start < len(text):
         end = start + PIECE_BYTES
@@ -48,7 +48,8 @@ def _pieces(text: bytes) -> Iterator[bytes]:
 
 
 def _unescape(text: bytes) -> bytes:
-    """ValueError. `json.loads` and `unquote_to_bytes` would take sixty times the memory; in quoted-printable "=" is the percent sign."""
+    """Remove JSON escapes and percent-encoding. ValueError. `json.loads` and `unquote_to_bytes` would need sixty times the memory; in
+    quoted-printable "=" takes the role of the percent sign."""
     if b"\\" in text:
         text = from_json(b'"%b"' % text.translate(SPACES)).encode("ascii")
     if LONE_PERCENT.search(text):
@@ -57,7 +58,7 @@ def _unescape(text: bytes) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Decode a data: URL that the body scanner did not take: percent-encoded or unusually spelt. RequestError 422."""
+    """Decode a data: URL that the body scanner did not recognise: percent-encoded or in an unusual spelling. RequestError 422."""
     header, comma, payload = url.encode("utf-8", "replace").partition(b",")
     if not comma:
         raise invalid_image("its data: URL has no payload")

@@ -1,4 +1,4 @@
-"""Decoders run in guest processes. The memory that an image needs is known from its header, and reserved before it is decoded."""
+"""Image decoders in guest processes. An image's memory is computed from its header and reserved before it is decoded."""
 
 import asyncio
 import contextlib
@@ -16,11 +16,11 @@ from server.processor.media.decoder import MEMORY_BYTES, Decoded, Job
 from server.processor.media.inspect import Header
 from server.region import Region
 
-NUM_REMEMBERED = 4096  # files that were decoded before; a forgotten one is decoded again
+NUM_REMEMBERED = 4096  # decoded files; an evicted one is decoded again
 NUM_REMEMBERED_PAIRS = 1 << 15
-LARGE_PIXELS = 1 << 23  # from here on images share a budget, and leave a process to smaller ones
-BYTES_PER_PIXEL = 8  # the image as it was, and as RGB, each of Pillow's 4 bytes a pixel
-HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times what usual files take
+LARGE_PIXELS = 1 << 23  # larger images share a memory budget and leave one process to smaller ones
+BYTES_PER_PIXEL = 8  # the original and the RGB image, with Pillow's 4 bytes per pixel each
+HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times the values of usual files
 
 KILLED = "the decoder was killed twice, probably because the machine is out of memory"
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Budget:
-    """An amount that is lent in the order of asking."""
+    """An amount that is lent in the order of the requests."""
 
     def __init__(self, total: int):
         self.total = total
@@ -39,7 +39,7 @@ class Budget:
 
     @contextlib.asynccontextmanager
     async def lend(self, amount: int) -> AsyncIterator[None]:
-        """Lend bytes, at most `total` at once."""
+        """Lend this amount, limited to `total`, within the context."""
         async with self._turn:
             while self._left < amount:
                 self._came_back.clear()
@@ -57,7 +57,7 @@ def pool_of(size: int, arena: Arena, module: str, *arguments: str, memory: int) 
 
 
 class Decoders:
-    """Decoders of images. Make it inside a running event loop."""
+    """Pool of image decoders. Create it inside a running event loop."""
 
     def __init__(self, config: EngineConfig, arena: Arena):
         self.num_decoded = 0
@@ -72,7 +72,7 @@ class Decoders:
         await self._pool.close()
 
     def check(self, header: Header) -> None:
-        """RequestError 413 for an image that could never be decoded."""
+        """RequestError 413 for an image that exceeds the memory budget on its own."""
         if header.num_pixels > LARGE_PIXELS and BYTES_PER_PIXEL * header.num_pixels > self.budget.total:
             raise RequestError(413, "decoding it needs more memory than --max-decode-bytes allows", code="image_too_large")
 
@@ -82,7 +82,7 @@ class Decoders:
         return Header(False, found.height, found.width, found.orientation)
 
     async def decode(self, header: Header, encoded: Region, place: tuple[int, int], size: Size, is_upright: bool = False) -> Size:
-        """RGB at `place` (offset, length), as `decode_rgb` makes it."""
+        """Write RGB to `place` (offset, length), see `decode_rgb`. Return the image's size. RequestError 413 or 422."""
         cpu_seconds = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S
         job = Job((encoded.offset, encoded.used), place, size, is_upright)
         if header.num_pixels <= LARGE_PIXELS:
@@ -99,7 +99,7 @@ class Decoders:
 
 
 async def answer_of(work: Awaitable[bytes], kind: type[T], timeout: float, invalid: Callable[[str], RequestError], crashed: str) -> T:
-    """Return the answer of a guest, which has a field `error`. RequestError for that, for a timeout and for a guest that died."""
+    """Return a guest's answer, a struct with a field `error`. RequestError for that error, a timeout, or a guest that died."""
     try:
         answer: Any = msgspec.msgpack.decode(await work, type=kind)
     except TimeoutError:

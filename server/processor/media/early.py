@@ -1,7 +1,6 @@
-"""A hint: rank 0 of an idle engine encodes the first new JPEG of a request while it is hashed and its prompt is built.
+"""Hint to rank 0: while the engine is idle, encode the first new JPEG of a request while it is hashed and its prompt is built.
 
-No decision depends on it: a worker that has not encoded it when the plan names it, or to another size, does that then.
-"""
+The hint affects no decision: a worker that has not encoded the image when a plan names it, or to another size, does so then."""
 
 import contextlib
 import threading
@@ -13,13 +12,14 @@ from engine.wire.ipc import Outbox
 from engine.wire.messages import MAX_EARLY_TOKENS, ImageSource, Prefetch
 from models.media.geometry import VisionGeometry
 
-NUM_REMEMBERED = 4096  # images that were seen, and as a rule encoded
+NUM_REMEMBERED = 4096  # images seen before, which are usually encoded
 MAX_PIXELS, MAX_BYTES = 1 << 24, 1 << 25  # held by a worker in addition to its planned memory
-TAIL_BYTES = 64  # with its length they identify an image well enough for a hint
+TAIL_BYTES = 64  # with the length they identify an image well enough for a hint
 
 
 class EarlyReads:
-    """`worker` is rank 0's inbox, None if no GPU decodes. A request's own limits on size come later: `geometry` is that of the last one."""
+    """Announces images to `worker`, rank 0's inbox (None if no GPU decodes). As a request's own size limits arrive later, `geometry` is
+    that of the last request."""
 
     def __init__(self, worker: Outbox[Prefetch] | None, geometry: VisionGeometry):
         self.geometry = geometry
@@ -28,7 +28,7 @@ class EarlyReads:
         self._is_armed = False
         self._seen: LRUCache[tuple[int, bytes], None] = LRUCache(NUM_REMEMBERED)
         self._num_sent = 0
-        self._lock = threading.Lock()  # also of the socket, which one thread at a time may use
+        self._lock = threading.Lock()  # also protects the socket
 
     def arm(self, is_idle: bool) -> None:
         with self._lock:
@@ -36,7 +36,7 @@ class EarlyReads:
 
     def announce(self, data: memoryview, source: ImageSource) -> int:
         """Return the ticket under which rank 0 encodes this baseline JPEG now, or 0. May be called from any thread."""
-        with self._lock, contextlib.suppress(ValueError):  # a shape that will be refused
+        with self._lock, contextlib.suppress(ValueError):  # a shape that will be rejected
             key = len(data), bytes(data[-TAIL_BYTES:])
             is_new = key not in self._seen
             self._seen[key] = None

@@ -1,7 +1,7 @@
-"""Media from outside the request: http(s) and file URLs, by a server that must not be a proxy.
+"""Download of media by http(s) and file URLs, with protection against server-side request forgery.
 
-A URL is parsed once, for check and connection; so is a host resolved, and its address checked. Redirects are checked like the first URL.
-"""
+A URL is parsed once, both for the check and for the connection; its host is resolved once and the address checked. Redirects are checked
+like the first URL."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from engine.launch.config import EngineConfig
 from engine.wire.arena import ArenaTooSmall
 from server.errors import RequestError
 
-GRACE_S = 5.0  # before a download's pace counts
+GRACE_S = 5.0  # before the minimum speed applies
 MAX_REDIRECTS = 3
 MAX_CONCURRENT = 64
 MAX_URL_CHARACTERS = 8192
@@ -44,11 +44,11 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Outside(OSError):
-    """The path leads out of the folder."""
+    """The path leads outside the folder."""
 
 
 class ForbiddenAddress(OSError):
-    """A host that has no globally routable address."""
+    """The host has no globally routable address."""
 
 
 def is_public(address: Address) -> bool:
@@ -76,8 +76,8 @@ def parse_url(text: str) -> URL:
 
 
 class Resolver(AbstractResolver):
-    """Public addresses only, unless private ones are allowed: what was checked is what is connected to. In a pool of its own: the event
-    loop's is small, and slow names would hold up all others."""
+    """Resolver that returns only public addresses, unless private ones are allowed; connections use exactly the checked addresses. It has
+    its own thread pool: in the event loop's small pool, slow names would delay all other work."""
 
     def __init__(self, timeout: float, allow_private: bool = False) -> None:
         self._timeout = timeout
@@ -103,7 +103,7 @@ class Resolver(AbstractResolver):
 
 
 class Fetcher:
-    """Downloads into a sink. Make it inside a running event loop; close it there."""
+    """Downloads media. Create and close it inside a running event loop."""
 
     def __init__(self, config: EngineConfig):
         self._max_bytes = config.max_download_bytes
@@ -128,7 +128,8 @@ class Fetcher:
         await self._session.close()
 
     async def download(self, url: str, write: Write, max_bytes: int | None = None) -> None:
-        """Fetches an http(s) URL piece by piece. RequestError 400 (not allowed), 413 (too large), 422; or what `write` raises."""
+        """Download an http(s) URL and pass its pieces to `write`. RequestError 400 (not allowed), 413 (too large) or 422; also raises what
+        `write` raises."""
         try:
             async with asyncio.timeout(self._timeout):
                 await self._follow(url, write, max_bytes or self._max_bytes)
@@ -183,7 +184,7 @@ class Fetcher:
             write(piece)
 
     def read_local(self, url: str, max_bytes: int | None = None) -> bytes:
-        """The content of a file URL below the allowed folder; runs in a pool thread. RequestError 400, 413 or 422."""
+        """Return the content of a file URL below the allowed folder. Runs in a pool thread. RequestError 400, 413 or 422."""
         if not self._folders:
             raise not_allowed("file URLs are not allowed on this server")
         try:
@@ -224,8 +225,8 @@ def _read_regular(descriptor: int, max_bytes: int) -> bytes:
 
 
 def open_within(folder: Path, path: Path) -> int:
-    """Return a descriptor of a file whose real path is below `folder`, itself a real path, without links created since the check.
-    Outside, or another OSError."""
+    """Return a descriptor of a file whose real path is below `folder`, itself a real path; links created since the check are not followed.
+    Raise Outside or another OSError."""
     real = path.resolve()
     if not real.is_relative_to(folder):
         raise Outside
@@ -242,7 +243,7 @@ def open_within(folder: Path, path: Path) -> int:
 
 
 def _check_literal(host: str) -> None:
-    """Check a host that is an address and so never reaches the resolver. Unusual spellings of IPv4 are rejected."""
+    """Check a host that is a literal address, which the resolver never sees. Unusual spellings of IPv4 are rejected."""
     if ":" in host or host.replace(".", "").isdigit():
         with contextlib.suppress(ValueError):
             if is_public(ipaddress.ip_address(host.split("%")[0])):

@@ -30,11 +30,11 @@ from server.processor.text.prompt import Visual
 from server.processor.threads import result_of, run, settled
 from server.region import Region
 
-AT_ONCE_BYTES = 1 << 20  # of base64 that the event loop itself takes up when a device waits for it: in a third of a millisecond
+AT_ONCE_BYTES = 1 << 20  # of base64 that the event loop decodes itself (in 0.3 ms) while the device is idle
 
 
 class Image:
-    """One image of one request. Whatever happens, `release` must be awaited once."""
+    """One image of one request. `release` must be awaited exactly once, also after errors."""
 
     # After `load`:
     hash: bytes  # hash of its encoded bytes and every processing parameter
@@ -56,9 +56,9 @@ class Image:
         self._is_frame = is_frame  # not encoded alone
         self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload)  # minimum arena bytes while it is loaded
         self._index = 0  # in its request
-        self._ticket = 0  # under which rank 0 reads it already
+        self._ticket = 0  # ticket of an early read by rank 0
         self._regions: list[Region] = []  # regions to release
-        self._job: Future[tuple[bytes, Header | None]] | None = None  # that takes the payload
+        self._job: Future[tuple[bytes, Header | None]] | None = None  # decodes the payload
         self._task: asyncio.Task[None] | None = None  # prepares in advance, or decodes pixels
 
     def start(self) -> None:
@@ -66,7 +66,7 @@ class Image:
         if self._ref.payload is not None and self._task is None:
             if self._allocator.arena.has_memory(self.num_bytes):
                 with contextlib.suppress(ArenaFull, ArenaTooSmall):
-                    self._take_payload(self._ref.payload)  # now: a thread begins while others still have the event loop
+                    self._take_payload(self._ref.payload)  # at once: a thread starts while the event loop is busy
             self._task = start_task(self._encode())
 
     async def load(self, index: int, ref: MediaRef, allowance: Allowance) -> None:
@@ -78,7 +78,7 @@ class Image:
             await self._settle()
 
     async def encode(self, ref: MediaRef, allowance: Allowance) -> None:
-        """Run the first part of `load`, for an image or a frame that is checked otherwise."""
+        """Run the first part of `load`, for an image or a frame that is checked elsewhere."""
         self._ref = ref
         if self._task is not None:
             with contextlib.suppress(ArenaFull):  # there may be space by now
@@ -110,7 +110,7 @@ class Image:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
-        if self._job is not None:  # its task may have ended before it began
+        if self._job is not None:  # the task may have been cancelled before it started
             await settled(self._job)
         self._task = self._job = None  # their exceptions name this image
         for region in self._regions:
@@ -150,13 +150,13 @@ class Image:
         is_urgent, early.is_urgent = early.is_urgent and payload.length <= AT_ONCE_BYTES, False
         begun = []
         if is_urgent:  # here in the event loop, since a change of threads takes longer
-            with contextlib.suppress(RequestError):  # the job meets it again
+            with contextlib.suppress(RequestError):  # the job raises it again
                 begun.append(unpack())
         self._job = self._sources.pool.submit(lambda: self._identify(begun[0] if begun else unpack()))
         return self._job
 
     def _look(self) -> Header | None:
-        """Return the header of a plain JPEG, and announce it to rank 0."""
+        """Return the header of a baseline JPEG, and announce it to rank 0."""
         data = self.encoded.view
         header = self._inspector.plain_header(data)
         if header is not None and not self._is_frame:
@@ -171,7 +171,7 @@ class Image:
         """encoded -> jpeg, file or rgb"""
         header, inspector = self.header, self._inspector
         geometry = self._geometry = inspector.geometry_of(self._ref)
-        self._stored = inspector.size_for_workers(geometry, header.height, header.width)  # checks its grid before anything is decoded
+        self._stored = inspector.size_for_workers(geometry, header.height, header.width)  # also checks the grid, before decoding
         self._early.geometry = geometry
         self.hash = inspector.identity(self.digest, geometry)
         known = self._decoders.known.get(self.digest)
@@ -222,7 +222,7 @@ def naming(medium: str, codes: Mapping[str, str] = MappingProxyType({})) -> Iter
 
 
 def decoded_bytes(payload: WireRegion) -> int:
-    """Return the most bytes that the payload decodes to."""
+    """Return the maximum number of bytes that the payload decodes to."""
     return 3 * (payload.length // 4 + 1)
 
 

@@ -1,4 +1,4 @@
-"""Size, limits and identity of an image, from its encoded bytes. Nothing here takes long, whatever the bytes are."""
+"""Size, limits and identity of an image, from its encoded bytes. The cost of every function is bounded, whatever the bytes are."""
 
 import asyncio
 import dataclasses
@@ -15,15 +15,15 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError, invalid_image, no_vision
 from server.processor.media.pixels import read_orientation
 
-PROCESSING_VERSION = 1  # part of every image's identity: raise it when the same bytes lead to other pixels
-MAX_JPEG_PIXELS = 1 << 25  # that a GPU decodes within a step, with 3 bytes of its memory each; larger ones are decoded here
-MAX_JPEG_PIXELS_HOST = 1 << 18  # that a worker without such a GPU decodes in a few milliseconds
-SMALL_PIXELS = 1 << 18  # up to here an image is handed on as it is
+PROCESSING_VERSION = 1  # part of every image's identity: increment it when the same bytes give different pixels
+MAX_JPEG_PIXELS = 1 << 25  # maximum for a GPU, which takes 3 bytes per pixel; larger images are decoded by the processor
+MAX_JPEG_PIXELS_HOST = 1 << 18  # maximum for a worker without a GPU decoder: a few milliseconds
+SMALL_PIXELS = 1 << 18  # up to this size an image is not resized by the processor
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Sizes of a plain JPEG are after `orientation` (EXIF), those of other files before."""
+    """Header of an image. The size of a baseline JPEG is after `orientation` (EXIF), that of other files before."""
 
     stays_encoded: bool
     height: int
@@ -42,14 +42,14 @@ class Header:
 
 
 class Allowance:
-    """Limits of all images of one request together."""
+    """Remaining limits of all images of one request together."""
 
     def __init__(self, max_pixels: int, max_downloads: int):
         self._max_pixels = self._left = max_pixels
-        self.downloads = asyncio.Semaphore(max_downloads)  # concurrent fetches; other requests fetch, too
+        self.downloads = asyncio.Semaphore(max_downloads)  # limit of this request's concurrent fetches
 
     def take(self, header: Header) -> None:
-        """RequestError 413."""
+        """Deduct an image's pixels. RequestError 413 if the limit is exceeded."""
         self._left -= header.num_pixels
         if self._left < 0:
             words = f"the images of this request have more than {self._max_pixels} pixels"
@@ -57,7 +57,7 @@ class Allowance:
 
 
 class Inspector:
-    """Immutable."""
+    """Immutable checks and geometry of images."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, gpu_decodes: bool):
         self._max_jpeg_pixels = MAX_JPEG_PIXELS if gpu_decodes else MAX_JPEG_PIXELS_HOST
@@ -73,7 +73,8 @@ class Inspector:
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
 
     def plain_header(self, data: memoryview) -> Header | None:
-        """Return the header of a JPEG that stays encoded, None for other files. RequestError 400 or 422, with words after "Image n: "."""
+        """Return the header of a JPEG that stays encoded, None for other files. RequestError 400 or 422 with a text that follows "Image n:
+        "."""
         if not self._has_vision:  # before it is announced to the worker
             raise no_vision()
         if not is_jpeg(data):
@@ -106,7 +107,8 @@ class Inspector:
         return dataclasses.replace(self.geometry, min_pixels=least, max_pixels=most)
 
     def grid(self, geometry: VisionGeometry, height: int, width: int) -> Grid:
-        """RequestError 400 for a shape that the model cannot see, or too many tokens, as for the transpose."""
+        """Return the patch grid. RequestError 400 for a shape that the model does not support, or for too many tokens; the transposed shape
+        gives the same result."""
         try:
             grid = geometry.grid(height, width)
         except ValueError as error:
@@ -117,20 +119,21 @@ class Inspector:
         return grid
 
     def size_for_workers(self, geometry: VisionGeometry, height: int, width: int) -> tuple[int, int]:
-        """(height, width) of an image that is decoded here: its own, or if that is much larger, that to which workers would resize it."""
+        """Return the (height, width) to which the processor decodes an image: its own, or, if that is much larger, the size to which
+        workers would resize it."""
         _, rows, columns = self.grid(geometry, height, width)
         target = rows * geometry.patch_size, columns * geometry.patch_size
         return target if height * width > max(SMALL_PIXELS, 2 * target[0] * target[1]) else (height, width)
 
     def identity(self, digest: bytes, geometry: VisionGeometry) -> bytes:
-        """The digest itself under the server's own limits."""
+        """Return the identity of an image: the digest itself under the server's own limits."""
         if geometry == self.geometry:
             return digest
         limits = geometry.min_pixels.to_bytes(8, "little") + geometry.max_pixels.to_bytes(8, "little")
         return hashlib.sha256(digest + limits).digest()
 
     def identify(self, data: memoryview, stays_encoded: bool) -> bytes:
-        """sha256 over length-framed fields, so that no two different inputs can read the same."""
+        """Return the sha256 of length-framed fields, so that different inputs cannot have the same encoding."""
         digest = hashlib.sha256()
         for field in (b"jpeg" if stays_encoded else b"rgb", self._parameters):
             digest.update(len(field).to_bytes(8, "little") + field)

@@ -1,4 +1,4 @@
-"""Images that clients send by name."""
+"""Images that clients refer to by name."""
 
 import contextlib
 
@@ -11,8 +11,7 @@ NUM_BOUND = 1 << 16  # names of known content, also after its bytes were evicted
 
 
 class NamedImages:
-    """Encoded bytes by name, within MAX_BYTES, least recently used out first. A name stays with the content that it came with first. Used
-    by the event loop alone."""
+    """LRU cache of encoded bytes by name, up to MAX_BYTES. A name stays bound to its first content. Used only in the event loop."""
 
     def __init__(self) -> None:
         self._images: LRUCache[bytes, bytes] = LRUCache(MAX_BYTES, len)
@@ -22,7 +21,7 @@ class NamedImages:
         return self._images.get(name)
 
     def bind(self, name: bytes, digest: bytes) -> bool:
-        """Whether the name's bytes are to be `put`. RequestError if it is that of other content."""
+        """Bind the name to this content. Return whether to `put` its bytes. RequestError if the name is bound to other content."""
         known = self._digests.get(name)
         if known not in (None, digest):
             raise RequestError(400, "this uuid is already that of other content: send it under another uuid", code="uuid_mismatch")

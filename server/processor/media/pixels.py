@@ -1,4 +1,5 @@
-"""Pillow reads headers and decodes images other than plain JPEGs. Errors of its codecs become RequestErrors with our own messages."""
+"""Reading of headers, and decoding of images other than baseline JPEGs, by Pillow. Errors of its codecs become RequestErrors with our own
+texts."""
 
 import hashlib
 import io
@@ -33,19 +34,19 @@ def read_header(data: memoryview) -> tuple[int, int, int]:
     with _open(data) as image:
         if isinstance(image, TiffImageFile) and _tile_pixels(image) > max(MAX_TILE_PIXELS, image.height * image.width):
             raise invalid_image("its tiles are much larger than the image")
-        is_turned = isinstance(image, TiffImageFile)  # by Pillow
+        is_turned = isinstance(image, TiffImageFile)  # Pillow has rotated it
         return image.height, image.width, 1 if is_turned else _orientation(image)
 
 
 def read_orientation(data: memoryview) -> int:
-    """1-8, from EXIF or XMP; damaged metadata count as 1."""
+    """Return the orientation (1-8) from EXIF or XMP; damaged metadata count as 1."""
     with _open(data) as image:
         return _orientation(image)
 
 
 def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int], is_upright: bool = False) -> tuple[int, int]:
-    """Writes the first frame, upright, RGB and resized to `size` (height, width; turned as the image is, unless it `is_upright`) to
-    `target`. Returns its own size, upright. RequestError 422."""
+    """Write the first frame to `target`: upright, RGB, resized to `size` (height, width; in the stored orientation unless `is_upright`).
+    Return the image's own size, upright. RequestError 422."""
     with _open(data) as image:
         stored, kind = (image.height, image.width), image.format
         try:
@@ -66,7 +67,7 @@ def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int], is_u
 
 
 def pair_hash(parameters: bytes, size: tuple[int, int], pixels: memoryview) -> bytes:
-    """sha256 of two frames of this size (height, width) and how they are processed, over length-framed fields."""
+    """Return the sha256 of two frames of this size (height, width) and of their processing parameters, over length-framed fields."""
     digest = hashlib.sha256()
     for field in (b"pair", parameters, b"%dx%d" % size, pixels):
         digest.update(len(field).to_bytes(8, "little"))
@@ -92,7 +93,7 @@ def _tile_pixels(image: TiffImageFile) -> int:
 
 def _orientation(image: Image.Image) -> int:
     try:
-        value = Image.Image.getexif(image).get(ORIENTATION_TAG, 1)  # PngImageFile's would decode the pixels
+        value = Image.Image.getexif(image).get(ORIENTATION_TAG, 1)  # PngImageFile.getexif would decode the pixels
     except DAMAGED_METADATA:
         return 1
     return value if value in TRANSPOSITIONS else 1

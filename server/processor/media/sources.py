@@ -21,7 +21,7 @@ FIRST_DOWNLOAD_BYTES = 1 << 20
 
 
 class Sources:
-    """Bytes are written to regions of `allocator`, in threads of `pool`. Make it inside a running event loop."""
+    """Writes encoded bytes to regions of `allocator`, in threads of `pool`. Create it inside a running event loop."""
 
     def __init__(self, config: EngineConfig, bodies: ArenaView, allocator: RegionAllocator):
         self.bodies, self.allocator = bodies, allocator
@@ -34,7 +34,8 @@ class Sources:
         await self.fetcher.close()
 
     def unpacking(self, payload: WireRegion, encoded: Region) -> Callable[[], None]:
-        """Return a job for any thread that decodes base64 of a body to `encoded`, which has space for it. It raises RequestError 422."""
+        """Return a job for any thread that decodes base64 of a body to `encoded`, which has the capacity for it. The job raises
+        RequestError 422."""
         text, target = self.bodies.view(payload.offset, payload.length), np.frombuffer(encoded.unused, np.uint8)
 
         def unpack() -> None:
@@ -45,8 +46,8 @@ class Sources:
         return unpack
 
     async def fetch(self, ref: MediaRef, hold: Callable[[Region], Region], max_bytes: int | None = None) -> Region:
-        """Return the bytes of a URL, or those that were sent under a name; `hold` owns the region before it is filled. RequestError,
-        ArenaFull or ArenaTooSmall."""
+        """Return the bytes of a URL, or those that were sent under a name earlier. `hold` takes ownership of the region before it is
+        filled. RequestError, ArenaFull or ArenaTooSmall."""
         url = ref.url or ""
         scheme = url.partition(":")[0].lower()
         if scheme in ("http", "https"):
@@ -65,6 +66,6 @@ class Sources:
         return encoded
 
     async def keep(self, name: bytes | None, digest: bytes, encoded: Region) -> None:
-        """Remember the bytes under the name, if the client gave one. RequestError 400 if it is that of other content."""
+        """Remember the bytes under the name, if the client gave one. RequestError 400 if the name is bound to other content."""
         if name is not None and self._named.bind(name, digest):
             self._named.put(name, await run(self.pool, lambda: bytes(encoded.view)))

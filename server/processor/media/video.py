@@ -37,13 +37,13 @@ from server.region import Region
 
 CODES = {"invalid_image": "invalid_video", "image_too_large": "video_too_large"}
 COMMA = ord(",")
-PIECE_BYTES = 1 << 20  # that a thread searches without the interpreter lock
+PIECE_BYTES = 1 << 20  # bytes that a thread searches without the interpreter lock
 
 
 class Video(ABC):
-    """One video of one request. Whatever happens, `release` must be awaited once."""
+    """One video of one request. `release` must be awaited exactly once, also after errors."""
 
-    plan: VideoPlan  # these three after `load`
+    plan: VideoPlan  # set, like the next two, by `load`
     hashes: list[bytes]
     sources: list[ImageSource]
 
@@ -53,7 +53,7 @@ class Video(ABC):
         self._video: VideoGeometry
         self._index = 0  # in its request
         self._regions: list[Region] = []  # regions to release
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # that make pixels
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # decode pixels
         self.num_bytes = 0  # minimum arena bytes while it is loaded
 
     async def load(self, index: int, allowance: Allowance) -> None:
@@ -110,7 +110,7 @@ class Video(ABC):
 
     @abstractmethod
     def _task_of(self, item: int) -> int:
-        """Return a number that is equal for items that are decoded together."""
+        """Return a key that is equal for items that are decoded together."""
 
     def _file(self, encoded: Region) -> ImageSource:
         return ImageSource("file", wire(encoded), *self.plan.size, num_frames=PAIR)
@@ -195,7 +195,7 @@ class VideoFile(Video):
 
 
 class FrameList(Video):
-    """A list of frames sent as images, all of which the model gets."""
+    """A list of frames sent as images; the model gets all of them."""
 
     def __init__(self, *, decoders: Decoders, new_image: Callable[..., Image], frames: list[Image], **shared: Any):
         super().__init__(**shared)
@@ -227,7 +227,7 @@ class FrameList(Video):
         await self._load_pairs()
 
     async def _load_pairs(self) -> None:
-        """Decode the pairs that are not known; known pairs stay files."""
+        """Decode the unknown pairs; known pairs stay files."""
         num_pairs = len(self.plan.indices) // PAIR
         known = [self._decoders.known_pairs.get(self._pair_key(pair)) for pair in range(num_pairs)]
         self.hashes = [digest or b"" for digest in known]

@@ -14,7 +14,7 @@ from server.processor.media.video_plan import PAIR
 
 
 def prepare(arena_fd: str, arena_size: str, limits: str) -> Callable[[bytes], bytes]:
-    """`limits` are the JSON of VideoLimits."""
+    """Return the guest's function from a VideoJob to a VideoAnswer, both encoded. `limits`: JSON of VideoLimits."""
     logging.disable()
     arena = ArenaView(int(arena_fd), int(arena_size), writable=True)
     read = msgspec.json.decode(limits, type=VideoLimits)

@@ -1,8 +1,7 @@
-"""PyAV reads video files from memory: what is in one, and the wanted frames as RGB. Runs in processes that may be ended at any time.
+"""Inspection of video files in memory and decoding of the wanted frames to RGB, by PyAV. Runs in processes that may be killed at any time.
 
-Frames are counted as the reference's decoder counts them: packets that are presented, in the order of their times; the rate is their number
-over the time from the first one's beginning to the last one's end.
-"""
+Frames are counted as by the reference's decoder: packets that are presented, in the order of their times. The rate is their number divided
+by the time from the start of the first frame to the end of the last one."""
 
 import contextlib
 from bisect import bisect_right
@@ -25,10 +24,10 @@ from server.errors import RequestError
 from server.processor.media.video_jobs import Clip, VideoLimits, invalid_video
 
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
-SKIPPING = frozenset({"h264", "hevc"})  # of which a packet is a frame, and frames that no other one needs can be left out
+SKIPPING = frozenset({"h264", "hevc"})  # codecs with one frame per packet, whose non-reference frames can be skipped
 READ_BYTES = 1 << 17
-QUEUED_PIXELS = 1 << 25  # frames being resized or waiting for it, in addition to the decoder's
-SEEK_FRAMES = 8  # a seek pays if it saves the decoding of more
+QUEUED_PIXELS = 1 << 25  # limit of frames that wait for resizing or are being resized
+SEEK_FRAMES = 8  # a seek is worth it if it skips more frames
 ROTATE = Image.Transpose
 ROTATIONS = {90: ROTATE.ROTATE_90, 180: ROTATE.ROTATE_180, -180: ROTATE.ROTATE_180, -90: ROTATE.ROTATE_270}
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
@@ -39,7 +38,8 @@ WritePair = Callable[[int, list[Rgb]], None]
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Times of all frames in units of the stream, ascending; of those that decoding may begin with: time and where to seek for it."""
+    """Times of all frames in units of the stream, ascending; and for each frame where decoding can start, its time and the seek
+    position."""
 
     times: list[int]
     key_times: list[int]
@@ -69,7 +69,7 @@ class MemoryFile:
 
 
 def look(data: memoryview, limits: VideoLimits) -> Clip:
-    """Decodes one frame. RequestError 400, 413 or 422, in words that follow "Video n: "."""
+    """Inspect a file; decode one frame. RequestError 400, 413 or 422 with a text that follows "Video n: "."""
     with _opened(data, limits) as (container, stream):
         scan = _scan(container, stream, limits)
         first = next(_decoded_from(container, stream, scan.seek_times[0]), None)
@@ -80,8 +80,9 @@ def look(data: memoryview, limits: VideoLimits) -> Clip:
 
 
 def read_pairs(data: memoryview, limits: VideoLimits, wanted: list[int], size: tuple[int, int], write: WritePair) -> None:
-    """Calls `write` with i and frames `wanted[2 * i]` and the next, upright and resized to `size` (height, width), for each i; `wanted`
-    ascends, and has an even number. Several threads do so in any order, while further frames are decoded. Errors as `look`."""
+    """For each i, call `write` with i and the frames `wanted[2 * i]` and `wanted[2 * i + 1]`, upright and resized to `size` (height,
+    width). `wanted` is ascending and has an even length. Several threads call `write` in any order while further frames are decoded. Errors
+    as in `look`."""
     with _opened(data, limits) as (container, stream), ThreadPoolExecutor(limits.threads) as pool:
         scan = _scan(container, stream, limits)
         if wanted[-1] >= len(scan.times):
@@ -102,7 +103,8 @@ def read_pairs(data: memoryview, limits: VideoLimits, wanted: list[int], size: t
 
 
 def container_of(head: bytes) -> str | None:
-    """FFmpeg's name for the format of a file that begins so: no other one is tried, for some open other files."""
+    """Return FFmpeg's name of the format of a file with this beginning, None if it is not supported. FFmpeg must not probe: some formats
+    open other files."""
     if head[4:8] in MP4_BOXES:
         return "mov"
     if head[:4] == b"\x1a\x45\xdf\xa3":
@@ -130,27 +132,27 @@ def is_whole(kind: str, data: memoryview) -> bool:
     while position + 16 <= size:
         length = int.from_bytes(data[position : position + 4], "big")
         length = int.from_bytes(data[position + 8 : position + 16], "big") if length == 1 else length
-        if length == 0 or not bytes(data[position + 4 : position + 8]).isalnum():  # the last box, or what is none
+        if length == 0 or not bytes(data[position + 4 : position + 8]).isalnum():  # the last box, or no box
             return True
         position += max(8, length)
     return position <= size
 
 
 def _vint(data: memoryview, start: int) -> tuple[int, int]:
-    """A size as Matroska writes it, and where it ends."""
+    """Return a Matroska size field's value and its end."""
     width = 9 - data[start].bit_length() if len(data) > start and data[start] else 1
     value = int.from_bytes(data[start : start + width], "big") & _unknown(width)
     return value, start + width
 
 
 def _unknown(width: int) -> int:
-    """Return the size field of `width` bytes that means unknown, as streamed files have it."""
+    """Return the value of a size field of `width` bytes that means "unknown", as in streamed files."""
     return int((1 << 7 * width) - 1)
 
 
 @contextlib.contextmanager
 def _opened(data: memoryview, limits: VideoLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Any error of FFmpeg's becomes the client's, in our own words."""
+    """Open the file. Every error of FFmpeg becomes a RequestError with our own text."""
     kind = container_of(bytes(data[:16]))
     if kind is None:
         raise invalid_video("its format is not one of MP4, MOV, WebM, MKV, AVI, GIF")
@@ -186,7 +188,7 @@ def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
 
 
 def _scan(container: InputContainer, stream: VideoStream, limits: VideoLimits) -> Scan:
-    """Reads all packets and decodes none."""
+    """Read all packets without decoding."""
     times: list[int] = []
     keys: list[tuple[int, int]] = []
     end = 0
@@ -214,9 +216,9 @@ def _scan(container: InputContainer, stream: VideoStream, limits: VideoLimits) -
 
 
 def _wanted_frames(container: InputContainer, stream: VideoStream, scan: Scan, wanted: list[int]) -> Iterator[VideoFrame]:
-    """Frames by index, ascending: of each, the last one that begins no later than it should."""
+    """Yield the frames with these ascending indices. For each index it is the last frame that begins no later than the scan's time."""
     times = {scan.times[index] for index in wanted}
-    position = -1  # index of the frame before
+    position = -1  # index of the previous frame
     frames: Iterator[VideoFrame] = iter(())
     shown: VideoFrame | None = None
     upcoming: VideoFrame | None = None

@@ -19,7 +19,7 @@ PAIR = 2  # frames of an item
 
 @dataclass(frozen=True, slots=True)
 class VideoPlan:
-    """Frames that are seen, an even number, made as large as `size`; grid and tokens of a pair, and the time of each."""
+    """Selected frames (an even number), their size, the grid and the number of tokens per pair, and the time of each pair."""
 
     indices: list[int]
     size: tuple[int, int]

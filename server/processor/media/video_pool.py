@@ -17,7 +17,7 @@ NUM_REMEMBERED = 512  # decoded files
 
 
 class VideoDecoders:
-    """Decoders of video files. Make it inside a running event loop."""
+    """Decoders of video files. Create it inside a running event loop."""
 
     def __init__(self, config: EngineConfig, arena: Arena):
         self.num_decoded = 0
@@ -34,13 +34,13 @@ class VideoDecoders:
         await self._pool.close()
 
     async def look(self, encoded: Region) -> Clip:
-        """RequestError 400, 413 or 422."""
+        """Inspect a file. RequestError 400, 413 or 422."""
         clip = (await self._ask(VideoJob((encoded.offset, encoded.used)))).clip
         assert clip is not None
         return clip
 
     async def read(self, encoded: Region, wanted: list[int], pixels: Region, size: Size, parameters: bytes) -> list[bytes]:
-        """Writes these frames to `pixels`; the hashes of their pairs. RequestError as `look`."""
+        """Write these frames to `pixels` and return the hashes of their pairs. RequestError as in `look`."""
         place = {"encoded": (encoded.offset, encoded.used), "target": (pixels.offset, pixels.capacity)}
         return (await self._ask(VideoJob(**place, wanted=wanted, size=size, parameters=parameters))).hashes
 

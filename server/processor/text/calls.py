@@ -33,24 +33,24 @@ Schemas = Mapping[str, Mapping[str, Any]]  # by function: types of its parameter
 
 
 class JsonBody:
-    """`{"name": ..., "arguments": {...}}` with arguments passed on unchanged."""
+    """Parser of `{"name": ..., "arguments": {...}}`; arguments are passed on unchanged."""
 
     def __init__(self) -> None:
-        self._top: list[str] = []  # pieces of the object, without the objects and arrays in it
-        self._end = ""  # the last WINDOW characters of that, in which white space is one space
+        self._top: list[str] = []  # pieces of the object without nested objects and arrays
+        self._end = ""  # the last WINDOW characters of `_top`, with white space collapsed
         self._literal: list[str] | None = None  # pieces of the name's string, once it has begun
         self._name: str | None = None
-        self._arguments: list[str] | None = None  # read and not passed on; None: they have not begun
+        self._arguments: list[str] | None = None  # pieces not yet returned; None: the arguments have not begun
         self._is_argument = False  # within the arguments
         self._depth = 0
         self._in_string = False
         self._is_broken = False  # a raw line break in a string is invalid JSON: the end of strings is unknown
         self._is_whole = False
         self._is_name_read = False
-        self._held = ""  # a backslash, before what it escapes
+        self._held = ""  # a backslash whose escaped character has not arrived
 
     def push(self, text: str) -> tuple[str | None, str]:
-        """The function's name, when it becomes known, and the next piece of its arguments' JSON; empty until the name is known."""
+        """Return the function's name when it becomes known, and the next piece of its arguments' JSON, which is empty until then."""
         before, text, start, end = self._name, self._held + text, 0, 0
         for mark in ESCAPE_OR_MARK.finditer(text):
             end = mark.end()
@@ -72,7 +72,7 @@ class JsonBody:
         return self._name if before is None else None, piece
 
     def is_in_string(self) -> bool:
-        """Whether a marker here would be part of a string."""
+        """Return whether a marker at this position would be part of a string."""
         return self._in_string and self._depth > 0 and not self._is_broken
 
     def _quote(self, char: str) -> None:
@@ -102,7 +102,7 @@ class JsonBody:
             self._end = WHITE_SPACE.sub(" ", self._end + text)[-WINDOW:]
 
     def _read_name(self, text: str) -> None:
-        """Find the first string that is the value of a member `name`. Escapes are whole in `text`."""
+        """Find the first string that is the value of a member `name`. `text` does not cut an escape sequence."""
         if self._literal is None:
             text = self._end + text
             begin = NAME_BEGIN.search(text)
@@ -131,21 +131,21 @@ def _json_of(value: object) -> str:
 
 
 class XmlBody:
-    """`<function=name><parameter=x>value</parameter></function>`: a value is JSON if its schema does not say that it is a string."""
+    """Parser of `<function=name><parameter=x>value</parameter></function>`. A value is JSON unless its schema has the type string."""
 
     def __init__(self, schemas: Schemas):
         self._schemas = schemas
         self._name: str | None = None
         self._parameter = ""  # parameter being read
         self._until = FUNCTION  # expected marker
-        self._pieces: list[str] = []  # text before it
-        self._held = ""  # may begin it
+        self._pieces: list[str] = []  # text before the marker
+        self._held = ""  # may be the beginning of the marker
         self._rest: list[str] = []  # pieces of what follows the function's name, or the last parameter
         self._num_sent = 0
 
     def push(self, text: str) -> tuple[str | None, str]:
-        """The function's name, when it becomes known, and more of its arguments' JSON. Each character is searched a constant number of
-        times."""
+        """Return the function's name when it becomes known, and more of its arguments' JSON. Each character is searched a constant number
+        of times."""
         before, members, start, rest = self._name, [], 0, len(self._held)
         text = self._held + text
         while (mark := self._until.search(text, start)) is not None:
@@ -164,19 +164,19 @@ class XmlBody:
         return self._name if before is None else None, "".join(members)
 
     def close(self, is_cut: bool) -> str:
-        """The rest of the JSON at the end. `is_cut`: the text ends where a stop string was."""
+        """Return the rest of the JSON at the end. `is_cut`: a stop string ended the text."""
         if self._name is None or (is_cut and not "".join(self._rest).lstrip().startswith(XML_END)):
             return ""
         return "}" if self._num_sent else "{}"
 
     def _take(self, mark: str, value: str) -> bool:
-        """Continue after the expected text. Return whether the function's name, or a parameter, is whole."""
+        """Continue after the expected marker with the text before it. Return whether the function's name or a parameter is complete."""
         is_whole, seeks = False, FUNCTION if self._name is None else PARAMETER
         if self._until in (FUNCTION, PARAMETER):
             self._until = NAME_END
         elif self._until is VALUE_END:
             self._until, is_whole = PARAMETER, True
-        elif mark == "\n":  # no name has a line break
+        elif mark == "\n":  # a name cannot contain a line break
             self._until = seeks
         elif self._name is None:
             self._name, self._until, is_whole = value, PARAMETER, True
@@ -194,31 +194,31 @@ class XmlBody:
         if not (isinstance(schema, dict) and schema.get("type") == "string"):
             try:
                 return _json_of(json.loads(text))
-            except (ValueError, RecursionError):  # no JSON, or too deep
+            except (ValueError, RecursionError):  # invalid JSON, or nested too deeply
                 pass
         return json.dumps(text, ensure_ascii=False)
 
 
 class CallSplitter:
-    """Splitter of one answer's text. `is_single` ends it after the first call."""
+    """Splits the text of one answer into shown text and calls. `is_single`: end the answer after the first call."""
 
     def __init__(self, schemas: Schemas, is_single: bool):
         self._schemas = schemas
         self._is_single = is_single
-        self._held = ""  # may begin a marker
-        self._spaces: list[str] = []  # white space before that, which is not shown before a call
-        self._shown = ""  # decided, and not returned
-        self._deltas: list[CallDelta] = []  # the same
+        self._held = ""  # may be the beginning of a marker
+        self._spaces: list[str] = []  # white space before `_held`, which is not shown before a call
+        self._shown = ""  # text to return
+        self._deltas: list[CallDelta] = []  # deltas to return
         self._body: JsonBody | XmlBody | None = None
         self.is_inside = False  # a call has begun and not ended
-        self._raw: list[str] = []  # text of the call so far, in case it is not a call
+        self._raw: list[str] = []  # text of the call so far, to be shown if it turns out not to be a call
         self._begin = ""  # start of the call, until its notation is known
-        self._is_after_call = False  # white space is not shown
+        self._is_after_call = False  # then white space is not shown
         self._has_name = False
         self.num_calls = 0
 
     def push(self, text: str) -> tuple[str, list[CallDelta], bool]:
-        """Text to show, pieces of calls, and whether the answer ends here."""
+        """Return the text to show, deltas of calls, and whether the answer ends here."""
         self._held += text
         goes_on, is_done = True, False
         while self._held and goes_on and not is_done:
@@ -229,7 +229,7 @@ class CallSplitter:
         return *self._take(), is_done
 
     def flush(self, is_cut: bool = False) -> tuple[str, list[CallDelta]]:
-        """Return the rest at the end of the text or at a stop string."""
+        """Return the rest at the end of the text or at a stop string (`is_cut`)."""
         held, self._held = self._held, ""
         if not self.is_inside:
             self._shown += "".join((*self._spaces, held))
@@ -248,7 +248,7 @@ class CallSplitter:
         return taken
 
     def _read_text(self) -> bool:
-        """Parse up to the next call. False: the held text must wait."""
+        """Parse up to the next call. Return False if more text is needed."""
         held = self._held.lstrip() if self._is_after_call else self._held
         self._is_after_call = self._is_after_call and not held
         before, begins, rest = held.partition(OPEN)
@@ -267,7 +267,7 @@ class CallSplitter:
         return bool(begins)
 
     def _read_call(self) -> bool:
-        """Parse up to its end or apparent end. False: the held text must wait."""
+        """Parse up to the call's end or apparent end. Return False if more text is needed."""
         found = self._held.find(CLOSE)
         end = found if found >= 0 else possible_start(self._held, CLOSE)
         self._feed(self._held[:end])
@@ -301,7 +301,7 @@ class CallSplitter:
             self._deltas.append(CallDelta(self.num_calls, arguments, name))
 
     def _end_call(self, is_cut: bool = False) -> None:
-        """End a call; without a name it is text."""
+        """End a call. Without a name it is shown as text."""
         rest = self._body.close(is_cut) if isinstance(self._body, XmlBody) else ""
         self.is_inside = False
         if self._has_name:

@@ -1,7 +1,6 @@
-"""Token ids to text, one at a time: whole UTF-8 characters, special tokens skipped, stop strings cut out.
+"""Conversion of token ids to text, one by one: whole UTF-8 characters, without special tokens, cut at stop strings.
 
-The cost per token does not depend on what came before.
-"""
+The cost per token does not depend on the number of previous tokens."""
 
 import codecs
 import functools
@@ -22,7 +21,7 @@ def byte_alphabet() -> dict[int, int]:
 
 
 class TokenTable:
-    """The bytes of every token, and its text if it is whole UTF-8, else None; special tokens are empty."""
+    """Bytes of every token, and its text if it is whole UTF-8, else None. Special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer):
         if not isinstance(tokenizer.decoder, decoders.ByteLevel):
@@ -41,12 +40,12 @@ class TokenTable:
         self.texts = [_decode_whole(data) for data in self.bytes]
 
     def spelling(self, token_id: int) -> bytes:
-        """The bytes also of special tokens; empty for an id without a token."""
+        """Return the token's bytes, also for special tokens; empty for an id without a token."""
         special = self.specials.get(token_id)
         return special.encode() if special is not None else self.bytes[token_id] if token_id < len(self.bytes) else b""
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens included. Other threads run in between."""
+        """Return the text of these ids, including special tokens. Other threads run in between."""
         decoder = _new_utf8_decoder("replace")
         pieces = [decoder.decode(b"".join(map(self.spelling, ids[i : i + NUM_AT_ONCE]))) for i in range(0, len(ids), NUM_AT_ONCE)]
         return "".join((*pieces, decoder.decode(b"", final=True)))
@@ -60,16 +59,16 @@ def _decode_whole(data: bytes) -> str | None:
 
 
 class Detokenizer:
-    """One stream. The pieces of `push` and `flush`, joined, are what the tokenizer decodes all ids to."""
+    """Incremental detokenizer of one stream: the joined results of `push` and `flush` equal the tokenizer's decoding of all ids."""
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool = True):
         self._table = table
         self._specials = {} if skip_special_tokens else table.specials
         self._decoder = _new_utf8_decoder("replace")
-        self.is_between = True  # no unfinished character
+        self.is_between = True  # the text does not end inside a character
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty if its bytes end inside a character."""
+        """Return the text that this token completes; empty if its bytes end inside a character."""
         table = self._table
         if token_id >= len(table.texts):
             return ""
@@ -86,11 +85,11 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds stop strings in pieces of text. Holds back only what may begin one."""
+    """Finds stop strings in pieces of text. Only text that may begin a stop string is held back."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
         self.found: str | None = None
-        self.is_armed = True  # else text passes unseen
+        self.is_armed = True  # otherwise text is not searched
         self.num_read = 0  # characters, of which so many were shown:
         self.num_shown = 0
         self._stops = [(stop, _borders(stop)) for stop in stops]
@@ -99,7 +98,8 @@ class StopMatcher:
         self._matched = [0] * len(stops)  # characters of each stop string at the end of the text
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Return the text to show and whether a stop string was found: it (unless included) and later text are not shown."""
+        """Return the text to show and whether a stop string was found. The stop string, unless it is included, and later text are not
+        shown."""
         self.num_read += len(piece)
         if not (self._stops and self.is_armed):
             self.num_shown = self.num_read
@@ -125,8 +125,8 @@ class StopMatcher:
         return held
 
     def _find(self, index: int, text: str) -> int:
-        """Where the first stop string `index` ends in the text, of which what is held was searched before; 0 if it has none. By Knuth,
-        Morris and Pratt: each character is compared twice at most, on average."""
+        """Return the end of stop string `index` in the text, or 0 if it is not found. Held text was searched before. Algorithm of Knuth,
+        Morris and Pratt: at most two comparisons per character on average."""
         (stop, borders), matched, start = self._stops[index], self._matched[index], len(self._held)
         if not matched:
             start = text.find(stop[0], start)

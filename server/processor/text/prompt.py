@@ -20,13 +20,13 @@ from server.processor.text.template import ChatTemplate, Rendered, Setting
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 MAX_TOKENS = 1 << 20  # limit of a prompt that is only counted
-USUAL_CHARACTERS = 6  # a token; texts have fewer
+USUAL_CHARACTERS = 6  # per token; usual texts have fewer
 PIECE_CHARACTERS = 1 << 14
 MARGIN = 0.1
 
 
 def too_long(limit: int, num_tokens: str) -> RequestError:
-    maximum = f"This model's maximum context length is {limit} tokens, answer included."  # in words that client libraries look for
+    maximum = f"This model's maximum context length is {limit} tokens, answer included."  # client libraries match this text
     words = f"{maximum} However, your prompt is too long: it has {num_tokens} tokens. Please reduce its length."
     return RequestError(400, words, PROMPT, "context_length_exceeded")
 
@@ -41,7 +41,7 @@ class Visual:
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """Token ids: of an image's, a video's (None: the model takes none), and of what stands around a frame pair's."""
+    """Placeholder token ids of an image and of a video (None: not supported by the model), and the ids around a frame pair."""
 
     image: int
     video: int | None
@@ -59,10 +59,10 @@ class Placeholders:
 
 
 class ExpandedPrompt:
-    """int32 ids in which the one placeholder of each medium became all of its items'. Those of item k of medium i begin at `starts[i][k]`.
+    """int32 ids in which the placeholder of each medium is replaced by those of all its items. Item k of medium i begins at `starts[i][k]`.
 
-    A frame pair stands between two ends behind its time, which `write` makes ids of: within the ends that the template itself has written,
-    as in transformers 5.10 and later."""
+    Each frame pair is preceded by its time, converted to ids by `write`, and enclosed in start and end tokens, inside those that the
+    template has written, as in transformers 5.10 and later."""
 
     def __init__(self, ids: Sequence[int], placeholders: Placeholders, visuals: Sequence[Visual], write: Callable[[str], list[int]]):
         self.ids = array("i")
@@ -86,7 +86,7 @@ class ExpandedPrompt:
 
 
 class PromptBuilder:
-    """The checkpoint's tokenizer and chat template. Stateless between calls; may be used from several threads."""
+    """The checkpoint's tokenizer and chat template. Immutable; may be used from several threads."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.tokenizer = Tokenizer.from_file(str(checkpoint.tokenizer_file))
@@ -106,7 +106,7 @@ class PromptBuilder:
         return self._template.source
 
     def size(self, prompt: Prompt) -> int:
-        """Bytes of JSON or text, or token ids: `encode` takes time in proportion."""
+        """Return the bytes of JSON or text, or the number of token ids; the time of `encode` is proportional to it."""
         if isinstance(prompt, ChatPrompt):
             return len(prompt.messages) + len(prompt.tools or b"")
         return len(prompt.text) if isinstance(prompt, TextPrompt) else len(prompt.ids)
@@ -141,7 +141,7 @@ class PromptBuilder:
         return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
 
     def _shortened(self, ids: list[int]) -> list[int]:
-        """Collapse placeholders that a client repeated for each of an image's tokens: images are never adjacent."""
+        """Replace a run of placeholders, one for each of an image's tokens, by a single one: images are never adjacent."""
         pairs = zip(ids, [None, *ids], strict=False)
         return [token_id for token_id, before in pairs if not (token_id == before == self._placeholders.image)]
 
@@ -164,7 +164,7 @@ class PromptBuilder:
         return msgspec.structs.replace(prompt, messages=msgspec.json.encode(messages))
 
     def predicted(self, text: str, limit: int) -> list[int]:
-        """Return the ids of the expected answer, at most `limit`. Spellings of special tokens are text."""
+        """Return at most `limit` ids of the expected answer. Spellings of special tokens are treated as text."""
         encoding = self._literal.encode_batch_fast([text[: limit * USUAL_CHARACTERS]], add_special_tokens=False)[0]
         return list(encoding.ids[:limit])
 
@@ -181,7 +181,8 @@ class PromptBuilder:
         return tuple(found)
 
     def _check_size(self, text: str, limit: int) -> None:
-        """RequestError 400 as soon as pieces of an unusually long text have too many tokens; cuts between them may make some more."""
+        """Raise RequestError 400 as soon as the first pieces of an unusually long text have too many tokens. Cutting into pieces may add a
+        few tokens."""
         if len(text) <= limit * USUAL_CHARACTERS:
             return
         num_tokens = 0

@@ -24,7 +24,7 @@ MAX_SPACES = 256  # tokens of white space after a prompt's `<think>`
 
 @dataclass(frozen=True, slots=True)
 class ThinkTokens:
-    """The ids of `<think>` and `</think>`. None, which is no token's id, if the tokenizer lacks either."""
+    """Ids of `<think>` and `</think>`. Both are None if the tokenizer lacks either."""
 
     start: int | None
     end: int | None
@@ -36,11 +36,11 @@ class ThinkTokens:
 
 
 class OutputText:
-    """The text of one answer. Stop strings are found in both parts, but never across their boundary."""
+    """Text of one answer. Stop strings are found in reasoning and content, but never across their boundary."""
 
     def __init__(self, table: TokenTable, think: ThinkTokens, options: OutputOptions, schemas: Schemas | None = None):
-        self.is_reasoning = False  # the last token was part of the thoughts, or one of their markers
-        self.calls: list[CallDelta] = []  # pieces of tool calls that the last token, or the end, brought
+        self.is_reasoning = False  # the last token was part of the reasoning, or one of its markers
+        self.calls: list[CallDelta] = []  # deltas of tool calls from the last token or the end
         self.table = table
         self._think = think
         self._detokenizer = Detokenizer(table, options.skip_special_tokens)
@@ -48,9 +48,9 @@ class OutputText:
         self._has_stops = bool(options.stop)
         self._num_unstoppable = options.min_tokens  # tokens
         self._splitter = None if options.calls == "none" else CallSplitter(schemas or {}, is_single=options.calls == "one")
-        self.is_thinking = False  # the next token is part of the thoughts
+        self.is_thinking = False  # the next token is part of the reasoning
         self._is_first = True
-        self._is_after_marker = False  # line breaks are not shown
+        self._is_after_marker = False  # then line breaks are not shown
 
     @property
     def begin(self) -> int:
@@ -63,7 +63,7 @@ class OutputText:
         return self._stops.num_read + (self._has_stops and not self._detokenizer.is_between)
 
     def shows(self, begin: int, end: int) -> bool:
-        """Whether a token of this text is shown, at least in part. False: a stop string has cut it, or may."""
+        """Return whether a token with this text range is shown, at least in part. False if a stop string has cut it or may cut it."""
         return self._stops.num_shown > begin or self._stops.num_shown >= end
 
     @property
@@ -71,15 +71,15 @@ class OutputText:
         return self._stops.found
 
     def read_prompt(self, ids: Sequence[int]) -> None:
-        """The output begins with thoughts if only white space follows the prompt's last `<think>`: the end of a message follows what a
-        client typed."""
+        """Set whether the output begins with reasoning: only white space follows the prompt's last `<think>`. In a user's message, tokens
+        that end the message follow it."""
         texts = self.table.texts  # number of the tokenizer's ids; the model may have more
         tail = reversed(ids[-MAX_SPACES:])
         last = next((token_id for token_id in tail if not (token_id < len(texts) and (texts[token_id] or "").isspace())), -1)
         self.is_thinking = last == self._think.start
 
     def push(self, token_id: int, is_hidden: bool = False) -> tuple[str, bool]:
-        """The text to show, and whether the answer ends: a stop string was found, or the only call. A hidden token has no text."""
+        """Return the text to show and whether the answer ends, by a stop string or after the only call. A hidden token has no text."""
         is_first, self._is_first = self._is_first, False
         self._stops.is_armed = self._num_unstoppable <= 0
         self._num_unstoppable -= 1
@@ -107,7 +107,7 @@ class OutputText:
         return (text, True) if is_stopped else (text + self._stops.flush(), False)
 
     def _split(self, text: str, is_stopped: bool, is_end: bool = False) -> tuple[str, bool]:
-        """Takes calls out. Only a call may go on from the thoughts into the answer."""
+        """Extract calls. Only a call may continue from the reasoning into the content."""
         splitter = self._splitter
         if splitter is None:
             return text, is_stopped

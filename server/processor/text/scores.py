@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, which an answer's events have before its first token."""
+"""Log-probabilities of a prompt's tokens, sent before the first token of an answer."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,7 +11,7 @@ from engine.wire.reports import PromptLogprobs, RankedToken, RankedTokens, Repor
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.logprobs import Entry, Spelling, named, spelling_of
 
-SLICE = 256  # tokens that are sent at once: 6 ms with 20 alternatives each
+SLICE = 256  # tokens per event: 6 ms with 20 alternatives each
 
 
 class PromptScores:
@@ -42,7 +42,7 @@ def scores_of(submit: Submit, table: TokenTable) -> PromptScores | None:
 
 
 def ranked(spelling: Spelling, entry: Entry) -> list[RankedToken]:
-    """The token first; empty for the first one of a prompt."""
+    """Return the token itself and its alternatives; empty for the first token of a prompt."""
     token_id, value, top = entry
     if value is None:
         return []
@@ -52,7 +52,7 @@ def ranked(spelling: Spelling, entry: Entry) -> list[RankedToken]:
 
 
 def of_prompt(ids: Sequence[int], found: PromptLogprobs | None) -> Iterator[Entry]:
-    """`found` is None for a prompt of one token."""
+    """Yield an entry per token. `found` is None for a prompt of one token."""
     yield ids[0], None, []
     if found is None:
         return

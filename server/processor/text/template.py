@@ -1,8 +1,8 @@
-"""Messages to text by a chat template: the checkpoint's, or that of `--chat-template`.
+"""Rendering of messages by a chat template: the checkpoint's, or that of `--chat-template`.
 
-What a user typed never becomes a control token or an image slot. Before the template runs, a marker with a private nonce replaces each
-special token in a text (or the beginning of one at its end). Then all special tokens of the rendered text are the template's own.
-"""
+Text of a user never becomes a control token or an image placeholder: before the template runs, each special token in a text (and the
+beginning of one at its end) is replaced by a marker with a private nonce. So all special tokens of the rendered text come from the
+template."""
 
 import json
 import re
@@ -31,34 +31,33 @@ FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Data of a checkpoint that its template needs. `variables` are special tokens and defaults by the names that
-    templates have for them."""
+    """Data of a checkpoint that its template needs. `variables`: special tokens and defaults, by the template's names for them."""
 
     special_tokens: list[str]
     variables: dict[str, Any]
-    joins_parts: bool = False  # texts of a message become one, in lines: a text model's template knows no parts
+    joins_parts: bool = False  # join the texts of a message with line breaks: templates of text models do not accept parts
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Any special token, the longest one first."""
+        """Return a pattern of all special tokens, the longest first."""
         return re.compile("|".join(re.escape(token) for token in sorted(self.special_tokens, key=len, reverse=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Rendered text with markers in place of `originals`, if any."""
+    """Rendered text with markers in place of `originals`."""
 
     text: str
     originals: dict[str, str]
 
     def reveal(self, piece: str) -> str:
-        """Return a piece of the original text. Unknown markers, which only a template can write, are text."""
+        """Return a piece of the original text. Unknown markers, which only the template can have written, are text."""
         nonce = next(iter(self.originals))[:NONCE_CHARACTERS]
         return re.sub(f"{nonce}[0-9]+x", lambda match: self.originals.get(match[0], match[0]), piece)
 
 
 class ChatTemplate:
-    """A compiled template. Stateless between calls; may be used from several threads. Raises ValueError if it cannot be compiled."""
+    """Compiled template. Immutable; may be used from several threads. Raises ValueError if it cannot be compiled."""
 
     def __init__(self, source: str, setting: Setting):
         self.source = source
@@ -114,7 +113,7 @@ class ChatTemplate:
         return {name: content if name == "content" else self._protect(value, shield) for name, value in message.items()}
 
     def _protect(self, value: object, shield: "_Shield") -> object:
-        """Every text in a JSON value, names of members included."""
+        """Protect every text in a JSON value, including names of members."""
         if isinstance(value, str):
             return self._protect_text(value, shield)
         if isinstance(value, list):
@@ -124,7 +123,7 @@ class ChatTemplate:
         return value
 
     def _protect_text(self, text: str, shield: "_Shield") -> str:
-        """Markers for special tokens, and for an end that what follows might complete to one."""
+        """Insert markers for special tokens, and for an end that the following text might complete to one."""
         text = self._special.sub(lambda match: shield.hide(match[0]), text)
         for length in range(min(len(text), self._longest_beginning), 0, -1):
             if text[-length:] in self._beginnings:
@@ -133,12 +132,12 @@ class ChatTemplate:
 
 
 class _Shield:
-    """Texts of one request, replaced by markers that clients cannot guess."""
+    """Texts of one request, replaced by markers that clients cannot predict."""
 
     def __init__(self) -> None:
         self.originals: dict[str, str] = {}  # by marker
         self._nonce = f"x{secrets.token_hex(NONCE_CHARACTERS // 2 - 1)}x"
-        self.end = f"{self._nonce}end"  # text of a message to continue
+        self.end = f"{self._nonce}end"  # marks the end of a message to continue
 
     def hide(self, text: str) -> str:
         marker = f"{self._nonce}{len(self.originals)}x"
