@@ -43,7 +43,7 @@ from server.openai.openapi import DescribedRoute
 from server.openai.status import Status
 from server.warm import warm_up
 
-# Registration of the dialects: routes, and bodies of errors that differ from OpenAI's, by the beginning of the path.
+# Registration of the dialects: routes, and error bodies that differ from OpenAI's, by path prefix.
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
 ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body, updates.UPDATE_PATHS: updates.refusal_body}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
@@ -99,7 +99,7 @@ class Api:
 
         def description() -> Response:
             """This description."""
-            with is_making:  # built at its first request: 0.3 s, in a thread
+            with is_making:  # built at the first request: 0.3 s, in a thread
                 if not made:
                     made.append(msgspec.json.encode(app.openapi()))
             return Response(made[0], media_type="application/json")
@@ -115,7 +115,7 @@ class Api:
             guarded = ApiKeyGuard(guarded, keys)
         if config.allowed_hosts:
             guarded = HostGuard(guarded, config.allowed_hosts)
-        if config.allowed_origins:  # a preflight carries no key
+        if config.allowed_origins:  # outside the key check: a preflight request has no key
             origins = [origin.strip() for origin in config.allowed_origins.split(",")]
             guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
         if config.otlp_traces_endpoint:
@@ -125,7 +125,7 @@ class Api:
         return RequestLog(ErrorDialects(guarded, ERROR_BODIES), is_silent=not config.access_log)
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
-        """Hands the processor's events out; the first heartbeat makes us ready. At idle the arena must be empty."""
+        """Pass the processor's events to the clients. The first heartbeat marks the server as ready. At idle the arena must be empty."""
         while True:
             message = await inbox.recv()
             was_started = self.client.health.started
@@ -152,11 +152,11 @@ class Api:
         return error_response(info, request.scope)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
-        """No process reads this."""
+        """Return a response that no client reads."""
         return error_response(ErrorInfo(400, "The request body ended early."), request.scope)
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
-        """Starlette raises the error again afterwards, and uvicorn logs it."""
+        """Return HTTP 500. Starlette then raises the error again, and uvicorn logs it."""
         info = ErrorInfo(500, "The server failed to handle this request.", error_type(500))
         self._metrics.note_refusal(info)
         return error_response(info, request.scope)
@@ -181,10 +181,10 @@ def viewer() -> Response:
 
 
 async def serve(child: Child) -> None:
-    """Serve until a signal, the launcher's death or a broken invariant; then every waiting client gets an error."""
+    """Serve until a signal, the launcher's exit or a violated invariant; then every waiting client gets an error."""
     inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
     listener = socket.socket(fileno=child.runtime.listener_fd)
-    listener.listen(BACKLOG)  # now: a client may connect as soon as the address is printed
+    listener.listen(BACKLOG)  # at once: clients may connect when the address is printed
     api = Api(child)
     warm_up(api.arena)
     server = make_server(api.build(), ConnectionLimiter(child.config), child.config, GRACE_S)
@@ -204,7 +204,7 @@ async def serve(child: Child) -> None:
         loop.call_soon_threadsafe(stop)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
-    draining: list[asyncio.Task[None]] = []  # the loop itself keeps no task alive
+    draining: list[asyncio.Task[None]] = []  # the event loop keeps only weak references to tasks
     loop.add_signal_handler(signal.SIGUSR1, lambda: draining.append(asyncio.create_task(drain())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stop_from_thread, grace=GRACE_S + 5)

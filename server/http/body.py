@@ -24,9 +24,9 @@ from server.region import Region
 
 FIRST_CAPACITY = 1 << 16  # reserved for a body without a Content-Length
 MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout
-MAX_TIMEOUTS = 10  # times --body-timeout that a body may take
-MIN_DIRECT_BYTES = 1 << 17  # what is left of a smaller body comes with one or two reads anyway
-DIRECT_PIECE_BYTES = 1 << 19  # still in the cache when it is scanned
+MAX_TIMEOUTS = 10  # multiple of --body-timeout that a body may take in total
+MIN_DIRECT_BYTES = 1 << 17  # a smaller rest arrives in one or two reads anyway
+DIRECT_PIECE_BYTES = 1 << 19  # small enough to be in the CPU cache when it is scanned
 SMALL_BYTES = 1 << 20  # bodies up to this size may use the reserve
 RESERVED_PART = 1 / 8  # of the arena
 MAX_SPARE_REFERENCES = 1024  # so that requests with slightly too many images get the right error
@@ -34,18 +34,19 @@ MAX_TEXT_BYTES = 8 << 20  # limit of JSON without media: several times the large
 
 
 class Body:
-    """A body that arrives: as it was sent in `region`, the small JSON in `scanner`. The owner hands the region on or gives the body up."""
+    """A body being received: the bytes in `region`, the JSON without payloads in `scanner`. The owner passes the region on or calls
+    `give_up`."""
 
     def __init__(self, region: Region, scanner: Scanner, client: Client, started: float):
         self.region = region
         self.scanner = scanner
         self.started = started  # when the first byte was requested
-        self.received = 0.0  # last byte here
+        self.received = 0.0  # when the last byte arrived
         self.new_rid = client.new_rid
         self.rid = client.new_rid()
-        self.credentials = b""  # of the sender
-        self.client = b""  # tells that one apart from others
-        self.seed = 0  # of its requests, if they have none
+        self.credentials = b""  # the client's Authorization header or key
+        self.client = b""  # identifies the client
+        self.seed = 0  # for its requests without a seed
         self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
         self._client = client
 
@@ -62,7 +63,7 @@ class Body:
         self.num_announced += len(complete)
 
     def give_up(self) -> None:
-        """The body is refused or was cut."""
+        """Release the region of a rejected or truncated body."""
         if self.num_announced:
             self._client.abandon(self.rid, self.region.offset)
         else:
@@ -70,7 +71,7 @@ class Body:
 
 
 class Pace:
-    """Time limits of a client: `timeout` seconds per pause, and in total `timeout` plus the time of its bytes at the minimum rate."""
+    """Time limits of a body: `timeout` seconds per pause, and in total `timeout` plus the time of its bytes at the minimum rate."""
 
     def __init__(self, started: float, timeout: float, num_promised: int):
         self._started = started
@@ -78,7 +79,7 @@ class Pace:
         self._bytes_per_s = max(MIN_BYTES_PER_S, num_promised / (MAX_TIMEOUTS * timeout))
 
     def timeout(self, num_bytes: int, now: float) -> float:
-        """Seconds from `now` until more than `num_bytes` must be here. Raises TimeoutError if they are late."""
+        """Return the seconds from `now` until more than `num_bytes` must have arrived. Raise TimeoutError if they are late."""
         left = self._started + self._timeout + num_bytes / self._bytes_per_s - now
         if left <= 0:
             raise TimeoutError
@@ -93,7 +94,8 @@ async def read_body(
     config: EngineConfig,
     client: Client,
 ) -> Body:
-    """RequestError 413 (never fits), 503 (does not fit now), 408 (too slow); ClientDisconnect if it is cut."""
+    """Read a body. RequestError 413 (exceeds the arena's limit), 503 (does not fit at present) or 408 (too slow); ClientDisconnect if it is
+    truncated."""
     if length is not None and length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     started = time.monotonic()
@@ -126,7 +128,8 @@ async def read_body(
 
 
 def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
-    """Leave the reserve to small bodies. `num_new` bytes of the capacity are not allocated yet. ArenaTooSmall, ArenaFull."""
+    """Raise ArenaTooSmall or ArenaFull if a body would use the reserve for small bodies. `num_new` bytes of its capacity are not allocated
+    yet."""
     reserve = int(RESERVED_PART * arena.size)
     if capacity > arena.size - reserve:
         raise ArenaTooSmall(f"{capacity} bytes exceed the limit of one body")
@@ -135,7 +138,7 @@ def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
 
 
 async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int, pace: Pace) -> bool:
-    """Take the bytes that the server has read. Return whether there are more."""
+    """Append the bytes that uvicorn has read. Return whether there are more."""
     async with asyncio.timeout(pace.timeout(region.used, asyncio.get_running_loop().time())):
         message = await receive()
     if message["type"] == "http.disconnect":
@@ -166,7 +169,7 @@ async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images
 
 
 def check_text_bytes(num_bytes: int) -> None:
-    """RequestError 413 if this much JSON without media is too much."""
+    """Raise RequestError 413 if the JSON without media exceeds MAX_TEXT_BYTES."""
     if num_bytes > MAX_TEXT_BYTES:
         raise RequestError(413, f"The request holds more than {MAX_TEXT_BYTES >> 20} MiB besides its images.")
 

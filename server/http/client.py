@@ -24,20 +24,20 @@ MAX_UNREAD_EVENTS = 1 << 18  # a few hundred bytes each
 
 
 class Stream:
-    """The events of one client's choices, in order; the last one of a choice is terminal. A choice is (rid, index) in the engine's terms, a
-    number in the client's."""
+    """Events of one client's choices, in order; the last event of a choice is terminal. The engine identifies a choice by (rid, index), the
+    client by a number."""
 
     def __init__(self, answers: list[tuple[int, int]], name: str | None = None):
-        self.name = name  # by the client
+        self.name = name  # given by the client
         self.choices = {answer: number for number, answer in enumerate(answers)}
         self.open = set(answers)  # without a terminal event yet
         self._events: list[Event] = []
-        self.num_unread = 0  # events that wait for `next`; one with log-probabilities counts for as many as it has
+        self.num_unread = 0  # events that wait for `next`; each log-probability counts as one
         self._waiter: asyncio.Future[None] | None = None
         self._disconnected = False
 
     async def next(self) -> list[Event]:
-        """Every event since the last call, at least one. ClientDisconnect."""
+        """Return all events since the last call, at least one. ClientDisconnect."""
         if not self._events and not self._disconnected:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -48,7 +48,7 @@ class Stream:
         return events
 
     def push(self, event: Event) -> None:
-        if event.error is not None:  # ends every answer to the request
+        if event.error is not None:  # it ends all answers to the request
             ended = {answer for answer in self.open if answer[0] == event.rid}
         else:
             ended = self.open & {(event.rid, event.index)}
@@ -72,10 +72,10 @@ class Stream:
 
 
 class EngineHealth:
-    """State of the engine as its heartbeats show it."""
+    """State of the engine according to its heartbeats."""
 
     def __init__(self) -> None:
-        self.heartbeat = 0.0  # time of the last one
+        self.heartbeat = 0.0  # time of the last heartbeat
         self.refusal: ErrorInfo | None = None  # error of new requests while the server stops
 
     @property
@@ -91,7 +91,7 @@ class EngineHealth:
         return self.refusal is None and time.monotonic() - self.heartbeat < HEARTBEAT_STALE_S
 
     def check(self) -> None:
-        """RequestError 503 while the server starts, stops or makes no progress."""
+        """Raise RequestError 503 while the server starts, stops or makes no progress."""
         if not self.started:
             raise overloaded("The engine is still starting.", retry_after=5)
         if self.refusal is not None:
@@ -101,23 +101,23 @@ class EngineHealth:
 
 
 class Client:
-    """Requests on their way through the engine. A stream of `submit` is given back to `close`. A body named in a Submit, or in `abandon`,
-    belongs to the processor until `released_bodies` names it."""
+    """Requests in the engine. A stream of `submit` must be passed to `close`. A body named in a Submit or in `abandon` belongs to the
+    processor until `released_bodies` names it."""
 
     def __init__(self, outbox: Outbox[ToProcessor], arena: Arena, max_requests: int):
         self._max_requests = max_requests
         self.stats = EngineStats()
-        self.num_bodies = 0  # handed to the processor, once a request
-        self._num_readers: dict[int, int] = {}  # of these bodies, by their offset
-        self.num_reading = 0  # before the processor has them
+        self.num_bodies = 0  # bodies that the processor owns, counted per request
+        self._num_readers: dict[int, int] = {}  # requests that read a body, by its offset
+        self.num_reading = 0  # bodies that the api is reading
         self._outbox, self._arena = outbox, arena
         self._rids = itertools.count(1)
-        self._streams: dict[int, Stream] = {}  # with unfinished answers
-        self.replies: set[Stream] = set()  # bodies being written
+        self._streams: dict[int, Stream] = {}  # streams with unfinished answers
+        self.replies: set[Stream] = set()  # streams whose responses are being written
         self.health = EngineHealth()
         self.weight_version: str | None = None  # None: weights do not change, and answers name no version
-        self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # when answers ended of late
-        self._token = asyncio.Event()  # set with the next token
+        self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # times at which the last answers ended
+        self._token = asyncio.Event()  # set by the next token
 
     @property
     def num_streams(self) -> int:
@@ -132,7 +132,7 @@ class Client:
         return next(self._rids)
 
     def announce(self, rid: int, payload: Region) -> None:
-        """Announce an image of a future request. Afterwards, `submit` or `abandon` must hand over the body."""
+        """Announce an image of a future request. The body must then be passed on by `submit` or `abandon`."""
         self._outbox.send(Payload(rid, payload))
 
     def abandon(self, rid: int, body: int) -> None:
@@ -150,7 +150,7 @@ class Client:
             self.num_reading -= 1
 
     def submit(self, messages: list[Submit], name: str | None = None) -> Stream:
-        """Sends one client's requests. RequestError as `check_open`; a body is then still the caller's."""
+        """Send one client's requests. RequestError as in `check_open`; the caller then still owns the body."""
         self.check_open()
         stream = Stream([(message.rid, index) for message in messages for index in range(message.n)], name)
         self.replies.add(stream)
@@ -170,7 +170,7 @@ class Client:
         self._outbox.send(message)
 
     def check_open(self) -> None:
-        """RequestError 503 as `EngineHealth.check`, and while the server has as many requests as it may have."""
+        """Raise RequestError 503 as in `EngineHealth.check`, or if the request limit is reached."""
         self.health.check()
         if not self.has_capacity:
             raise overloaded("The server's request queue is full.")
@@ -193,7 +193,7 @@ class Client:
             if stream is not None:
                 stream.push(event if event.error is None else msgspec.structs.replace(event, error=self.advise(event.error)))
                 if not stream.open:
-                    self._free(stream)  # whether its client reads or not
+                    self._free(stream)  # even if the client does not read
         for offset in message.released_bodies:
             self.num_bodies -= 1
             num_readers = self._num_readers.pop(offset, 1) - 1
@@ -208,12 +208,12 @@ class Client:
         self.health.heartbeat = max(self.health.heartbeat, message.heartbeat)
 
     def _free(self, stream: Stream) -> None:
-        """The place of a request."""
+        """Free the stream's place in the request limit."""
         for rid in {rid for rid, _ in stream.choices}:
             self._streams.pop(rid, None)
 
     def _drop_unread(self) -> None:
-        """Beyond MAX_UNREAD_EVENTS in total, end the answers that have most of them."""
+        """While more than MAX_UNREAD_EVENTS are unread in total, end the answers with the most unread events."""
         excess = sum(stream.num_unread for stream in self.replies) - MAX_UNREAD_EVENTS
         for stream in sorted(self.replies, key=lambda stream: -stream.num_unread) if excess > 0 else ():
             if excess > 0:

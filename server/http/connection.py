@@ -1,4 +1,4 @@
-"""Limits of a listener: size and time of heads, number of connections, idle time, and time for which a client reads nothing.
+"""Limits of a listener: size and time of heads (request line and headers), number of connections, idle time, and stalled reading.
 
     idle ──first byte──▶ head ──all of it──▶ parser ──▶ application ──▶ answer ──all written──▶ idle
      └─ --idle-timeout    └─ --header-timeout, MAX_HEAD_BYTES             └─ --write-timeout
@@ -25,11 +25,11 @@ from server.http.chunked import BadChunk, ChunkedDecoder, LineTooLong
 from server.http.guards import error_response, is_open
 
 MAX_HEAD_BYTES = 1 << 16
-MAX_UNSENT_BYTES = 1 << 16  # beyond it an application waits; with TLS the default is eight times as much
+MAX_UNSENT_BYTES = 1 << 16  # with more, the application waits; asyncio's default with TLS is eight times as much
 NUM_RESERVED = 64  # connections beyond the limit, for /health only
-NUM_OTHER_FILES = 256  # of the api
-MIN_WAIT_S = 1.0  # before a waiting connection is closed for a new one: its request may have arrived and not been read yet
-LINGER_S = 1.0  # a refused client may still be sending, and must be able to read the error
+NUM_OTHER_FILES = 256  # file descriptors of the api other than connections
+MIN_WAIT_S = 1.0  # before a connection may be closed for a new one: its request may have arrived unread
+LINGER_S = 1.0  # a rejected client may still be sending, and must be able to read the error
 END_OF_HEAD = re.compile(rb"\n\r?\n")
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 BEGINNINGS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n")
@@ -38,15 +38,15 @@ FULL = overloaded("The server's connection limit is reached.", retry_after=5).in
 
 
 class ConnectionLimiter:
-    """Number of connections of a listener. Beyond the limit, a new connection closes the one that has waited longest for its client, either
-    to send a request or to read an answer."""
+    """Limit of a listener's connections. Beyond it, a new connection closes the one that has waited longest for its client to send a
+    request or to read an answer."""
 
     def __init__(self, config: EngineConfig, num_other_files: int = NUM_OTHER_FILES, files_per_client: int = 1):
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         possible = (num_files - num_other_files - NUM_RESERVED) // files_per_client
         self.max_connections = max(1, min(config.max_connections, possible))
         self.header_timeout, self.write_timeout = config.header_timeout, config.write_timeout
-        self.waiting: OrderedDict[LimitedProtocol, float] = OrderedDict()  # since when
+        self.waiting: OrderedDict[LimitedProtocol, float] = OrderedDict()  # by start of the wait
         self._open: set[LimitedProtocol] = set()
 
     def admit(self, connection: "LimitedProtocol") -> int:
@@ -72,16 +72,16 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, limiter: ConnectionLimiter, **of_uvicorn: Any):
         super().__init__(**of_uvicorn)
         self._limiter = limiter
-        self._is_reserve = False  # beyond the limit
+        self._is_reserve = False  # it is beyond the limit and may only request /health
         self._is_refused = False  # further bytes are discarded
-        self._is_between = True  # the next byte belongs to a head
+        self._is_between = True  # between requests: the next byte belongs to a head
         self._head = bytearray()
         self._held = bytearray()  # bytes after a request that is being answered
         self._body_left = 0  # bytes of the body that have not arrived, if it has a Content-Length
         self._chunked: ChunkedDecoder | None = None  # decoder of the current body, if chunked
         self._timer: asyncio.TimerHandle | None = None  # timer of the head, or of the close after a rejection
-        self._stall: asyncio.TimerHandle | None = None  # runs while the client does not read
-        self._num_unsent = 0  # when it was started
+        self._stall: asyncio.TimerHandle | None = None  # timer while the client does not read
+        self._num_unsent = 0  # unsent bytes when that timer was started
 
     # ---- called by the event loop ----------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """The client is gone; the event loop closes the connection."""
+        """Return None: the client has disconnected, and the event loop closes the connection."""
         self._start_stall()
 
     def data_received(self, data: bytes) -> None:
@@ -159,12 +159,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_between = True
         super().on_message_complete()
         self.cycle.more_body = False
-        if self.cycle.response_complete:  # before all of the body was here
+        if self.cycle.response_complete:  # before the whole body has arrived
             self._stop_timer()
             self._wait_for_client()
 
     def end_body(self) -> None:
-        """The body did not pass through the parser: a new parser reads the next request."""
+        """Create a new parser for the next request: this body has bypassed the parser."""
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
         self.on_message_complete()
@@ -194,13 +194,13 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _take_head(self, data: bytes) -> bytes:
-        """Return the bytes after the head once it is complete. Hide an offer to upgrade, as Java's client makes: the parser would drop the
-        body."""
+        """Return the bytes after the head once it is complete. Hide an offer to upgrade, as sent by Java's client: the parser would drop
+        the body."""
         if not self._head:
             self._unset_keepalive_if_required()
             self._start_timer()
         known = len(self._head)
-        self._head += data[: MAX_HEAD_BYTES + 1]  # a large body follows
+        self._head += data[: MAX_HEAD_BYTES + 1]  # not a large body after it
         end = END_OF_HEAD.search(self._head, max(0, known - 2))
         size = end.end() if end else len(self._head)
         if size > MAX_HEAD_BYTES:
@@ -214,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return rest
 
     def _take_body(self, data: bytes) -> bytes:
-        """Pass the body's part of `data` on. Return the rest."""
+        """Pass the body's part of `data` to the parser. Return the rest."""
         if self._chunked is None:
             size = min(self._body_left, len(data))
             self._body_left -= size
@@ -273,14 +273,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Send an error, unless an answer has begun, and read no more."""
+        """Send an error, unless a response has begun, and stop reading."""
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
         self._head.clear()
         self._stop_timer()
         self._unset_keepalive_if_required()
-        if self._is_answering:  # it was its body that was malformed
+        if self._is_answering:  # the malformed body belongs to this request
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if not self._is_answering or not self.cycle.response_started:
@@ -302,13 +302,13 @@ async def show_health_only(app: ASGIApp, scope: Scope, receive: Receive, send: S
 
 
 async def send_whole(cycle: RequestResponseCycle, app: ASGI3Application, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer HTTP/1.0, which has no chunks: the end of the connection ends a stream. uvicorn would send chunks."""
+    """Answer HTTP/1.0, which has no chunked encoding: a stream ends with the connection. uvicorn would send chunks."""
 
     async def send_plain(message: Message) -> None:
         if message["type"] == "http.response.start" and not any(name.lower() == b"content-length" for name, _ in message["headers"]):
             cycle.chunked_encoding = False
         elif message["type"] == "http.response.body" and cycle.chunked_encoding is False and not cycle.expected_content_length:
-            cycle.expected_content_length = len(message.get("body", b""))  # a stream: all that is available
+            cycle.expected_content_length = len(message.get("body", b""))  # for a stream: the bytes available now
         await send(message)
 
     await app(scope, receive, send_plain)  # type: ignore[arg-type]

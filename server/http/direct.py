@@ -34,7 +34,7 @@ class DirectReader(asyncio.BufferedProtocol):
     calls of `fill`. If the application stops reading, the rest is discarded, so that the client reads the response."""
 
     def __init__(self, http: DirectProtocol):
-        self._owner = weakref.ref(http)  # its scope holds this one
+        self._owner = weakref.ref(http)  # weak, as its scope refers to this reader
         self._rest = 0  # remaining bytes of the body
         self._buffer = memoryview(b"")  # their destination
         self._waiter: asyncio.Future[None] | None = None  # future of the application, until the buffer is full

@@ -18,7 +18,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
 
 
 class ErrorDialects:
-    """Errors of paths that begin with a key of `bodies` are written by its value."""
+    """Middleware that selects the error format: errors of paths with a prefix in `bodies` are formatted by its value."""
 
     def __init__(self, app: ASGIApp, bodies: Mapping[str, Callable[[ErrorInfo], bytes]]):
         self._app, self._bodies = app, bodies
@@ -31,12 +31,12 @@ class ErrorDialects:
 
 
 def is_open(scope: Scope) -> bool:
-    """Return whether this path, as it will be routed, needs no key."""
+    """Return whether this path, as the router will see it, needs no key."""
     return get_route_path(scope) in OPEN_PATHS
 
 
 def address_of(scope: Scope) -> str:
-    """The client's; "" if unknown."""
+    """Return the client's address, "" if unknown."""
     return str((scope.get("client") or ("",))[0])
 
 
@@ -45,21 +45,21 @@ def credentials_of(scope: Scope) -> bytes:
 
 
 def error_response(info: ErrorInfo, scope: Scope) -> Response:
-    """An error before the headers are out, in the dialect of the path."""
+    """Return an error before the headers are sent, in the dialect of the path."""
     headers = {} if info.retry_after is None else {"Retry-After": str(info.retry_after)}
     return Response(scope.get(ERROR_BODY, error_body)(info), info.status, headers, "application/json")
 
 
 def is_authorised(scope: Scope, keys: list[bytes]) -> bool:
-    headers = dict(reversed(scope["headers"]))  # the first of several counts
+    headers = dict(reversed(scope["headers"]))  # the first of equal headers counts
     bearer = headers.get(b"authorization", b"")
     words = bearer[:7].lower() + bearer[7:], headers.get(b"x-api-key", b"")
     pairs = zip(words, (b"bearer ", b""), strict=True)
-    return any([hmac.compare_digest(word, start + key) for word, start in pairs for key in keys])  # all are compared
+    return any([hmac.compare_digest(word, start + key) for word, start in pairs for key in keys])  # compare all keys, in constant time
 
 
 class ApiKeyGuard:
-    """Everything but OPEN_PATHS needs `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of several keys."""
+    """Requires `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of the keys, for all paths except OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, api_keys: list[str]):
         self._app = app
@@ -76,7 +76,7 @@ class ApiKeyGuard:
 
 
 class HostGuard:
-    """Accept requests with one of these Host names only, against DNS rebinding."""
+    """Accepts only requests with one of these Host names, as protection against DNS rebinding."""
 
     def __init__(self, app: ASGIApp, hosts: str):
         self._app = app
@@ -95,8 +95,8 @@ class HostGuard:
 
 
 class JsonGuard:
-    """A body is JSON and says so, uncompressed: what a web page may send without asking first never gets in. A request without a body needs
-    no type, unless a page sends it."""
+    """Requires a body to be uncompressed and declared as JSON: a web page cannot send this without a CORS preflight. A request without a
+    body needs no Content-Type unless a web page sends it."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -1,4 +1,4 @@
-"""Makes every HTTP server: the api's, that of metrics and the proxy's, with the same protocol and limits."""
+"""Creation of all HTTP servers: the api's, the metrics server and the proxy's, with the same protocol and limits."""
 
 import contextlib
 import functools
@@ -27,13 +27,14 @@ class Server(uvicorn.Server):
         yield
 
     async def listen(self, listener: socket.socket) -> None:
-        """Serves until `should_exit`."""
+        """Serve until `should_exit`."""
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # inherited by its connections
         await self.serve(sockets=[listener])
 
 
 def make_server(app: ASGIApp, limiter: ConnectionLimiter, config: EngineConfig, grace: int, is_proxy: bool = False) -> Server:
-    """One listener's. Running requests have `grace` seconds at the end. A proxy adds nothing to answers, and believes no header."""
+    """Return a listener's server. Running requests have `grace` seconds at shutdown. A proxy adds no headers to responses and trusts none
+    of the request's."""
     http: Any = functools.partial(DirectProtocol, limiter)
     logging.getLogger("uvicorn.error").addFilter(Sparing())  # malformed requests
     return Server(uvicorn.Config(

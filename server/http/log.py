@@ -1,4 +1,4 @@
-"""A request's id, and the one line that the log has of it."""
+"""Request ids, and the access log with one line per request."""
 
 import logging
 import re
@@ -44,11 +44,12 @@ def note_error(scope: Scope, info: ErrorInfo) -> None:
 
 
 class Sparing(logging.Filter):
-    """Filter that passes one of equal messages per SPARING_S, since clients can cause any number; the next one reports the count."""
+    """Filter that passes one of equal messages per SPARING_S, since clients can cause any number of them; the next one reports how many
+    were hidden."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[str, tuple[float, int]] = {}  # when the last one was shown, and how many came since
+        self._seen: dict[str, tuple[float, int]] = {}  # time of the last shown message, and number of hidden ones since
 
     def filter(self, record: logging.LogRecord) -> bool:
         shown, num_hidden = self._seen.get(record.msg, (-SPARING_S, 0))
@@ -62,7 +63,7 @@ class Sparing(logging.Filter):
 
 
 class RequestLog:
-    """Gives every request an id, the client's own if it has one, returns it in a header, and writes the line unless `is_silent`."""
+    """Assigns an id to every request (the client's own if it has one), returns it in a header, and logs the line unless `is_silent`."""
 
     def __init__(self, app: ASGIApp, is_silent: bool):
         self._app = app

@@ -1,7 +1,6 @@
-"""Prometheus metrics: the scheduler's gauges and totals, and the latencies that clients see.
+"""Prometheus metrics: the scheduler's gauges and totals, and the latencies that clients observe.
 
-Metrics that vLLM has use vLLM's names (`vllm:`); only other metrics have names of their own (`engine_`).
-"""
+Metrics that vLLM has use vLLM's names (`vllm:`); all others begin with `engine_`."""
 
 from collections.abc import Iterator
 
@@ -36,11 +35,11 @@ HISTOGRAMS = {  # buckets, and texts by name
         "iteration_tokens_total": "tokens per batch, averaged between two heartbeats",
     },
 }
-ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # reasons for which vLLM has another word
+ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # finish reasons with another name in vLLM
 
 
 class StatsCollector(Collector):
-    """The latest EngineStats."""
+    """Collector of the latest EngineStats."""
 
     def __init__(self, client: Client, model_name: str, block_size: int):
         self._client, self._block_size, self._model_name = client, block_size, model_name
@@ -102,7 +101,7 @@ class Metrics:
         self._responses.labels(self._name, str(status)).inc()
 
     def note_refusal(self, info: ErrorInfo) -> None:
-        """Count a refused request, also as a response."""
+        """Count a rejected request."""
         self.note_response(info.status)
         self._refusals.labels(self._name, info.code or str(info.status)).inc()
 
@@ -136,7 +135,7 @@ class Metrics:
                 self._stage.labels(self._name, name).observe(value)
 
     def note_tokens(self, num_tokens: int, seconds: float) -> None:
-        """Observe `num_tokens` that came together, `seconds` after the previous ones."""
+        """Observe `num_tokens` that arrived together, `seconds` after the previous ones."""
         for _ in range(num_tokens):
             self._observe(inter_token_latency_seconds=seconds / num_tokens)
 

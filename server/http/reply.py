@@ -1,4 +1,4 @@
-"""The answer to one accepted request: waits for its events and writes SSE or JSON. A client that leaves ends the engine's work.
+"""Response to one accepted request: waits for its events and writes SSE or JSON. If the client disconnects, the request is aborted.
 
 first event ──▶ error: JSON with its status
            └──▶ headers ──▶ one chunk a token, all that have gathered in one write ──▶ finish, usage, [DONE]
@@ -26,14 +26,14 @@ from server.http.metrics import Metrics
 from server.http.streaming import Choice, Format, ReplyOptions, Usage, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-LARGE_LOGPROBS = 1024  # from here on a document is made in a thread
-LARGE_NUMBERS = 1 << 14  # the same for numbers, and characters of a text
+LARGE_LOGPROBS = 1024  # documents with more are serialised in a thread
+LARGE_NUMBERS = 1 << 14  # the same limit for numbers, and for characters of a text
 WRITE_S = 5
 CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
 
 
 class Answer(ABC):
-    """An ASGI response. Gives its stream back however it ends. A client that has not received it WRITE_S after `deadline` is cut off."""
+    """ASGI response. Its stream is always closed. A client that has not read the response WRITE_S after `deadline` is disconnected."""
 
     def __init__(self, *, stream: Stream, client: Client, metrics: Metrics, num_images: int, deadline: float | None):
         self._stream = stream
@@ -42,11 +42,11 @@ class Answer(ABC):
         self._record = Record("")
         self._num_images = num_images
         self._deadline = None if deadline is None else deadline + WRITE_S
-        self._has_status = False  # a stream's headers are out
+        self._has_status = False  # a stream's headers have been sent
 
     @abstractmethod
     async def respond(self, send: Send) -> Response | ErrorInfo | None:
-        """Waits for the events. Returns what is to be sent, or None when a stream has been written. ClientDisconnect."""
+        """Wait for the events. Return the response to send, or None if a stream has been written. ClientDisconnect."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -58,7 +58,7 @@ class Answer(ABC):
                     await reader.drain()
         except (ClientDisconnect, TimeoutError):
             if (reader := direct_reader(scope)) is not None:
-                reader.abort()  # it may still be there and read too slowly
+                reader.abort()  # the client may still be connected and read too slowly
             if not self._has_status:
                 self._metrics.note_response(CLIENT_CLOSED_REQUEST)
         finally:
@@ -94,7 +94,7 @@ class Reply(Answer):
         self._options, self._format = options, format
         self._choices = {answer: Choice(number) for answer, number in self._stream.choices.items()}
         self._stages = Stages(received=options.received)
-        self._reason = "disconnect"  # unless all choices end
+        self._reason = "disconnect"  # replaced when all choices have ended
         self._has_first_token = False
 
     async def respond(self, send: Send) -> Response | ErrorInfo | None:
@@ -172,7 +172,7 @@ class Reply(Answer):
         return Response(body, media_type="application/json")
 
     def _total(self) -> Usage:
-        """A prompt counts once, however many answers it gets."""
+        """Return the total usage. A prompt counts once for all of its answers."""
         total = Usage()
         for (_, index), choice in self._choices.items():
             total.add(choice.usage, with_prompt=index == 0)
@@ -195,8 +195,8 @@ class Reply(Answer):
                 choice.last_time = now
 
     def _extra(self) -> dict[str, object]:
-        """Fields of the document, or of the last event of a stream: warnings about the end, the version of weights that change, and timings
-        if the client wants them."""
+        """Return further fields of the document or of a stream's last event: warnings, the weight version if weights change, and timings if
+        requested."""
         is_cut = self._options.cut_warning and any(choice.finish_reason == "length" for choice in self._choices.values())
         extra: dict[str, object] = {"warnings": [*self._options.warnings, self._options.cut_warning]} if is_cut else {}
         if (version := self._client.weight_version) is not None:
@@ -209,7 +209,7 @@ class Reply(Answer):
 
 
 class GatheredReply(Answer):
-    """Response of `show` from the single event of every choice, in order. An error is returned immediately."""
+    """Response made by `show` from the single events of all choices, in order. An error is returned immediately."""
 
     def __init__(self, *, show: Callable[[list[Event]], Response], **exchange: Any):
         super().__init__(**exchange)

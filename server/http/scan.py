@@ -12,8 +12,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 OPENING = b'"data'
-MAX_OPENING_BYTES = 272  # longer media types with their parameters do not exist
-MIN_BARE = 200  # a shorter payload stays in the JSON
+MAX_OPENING_BYTES = 272  # maximum length of a media type with parameters
+MIN_BARE = 200  # characters; a shorter payload stays in the JSON
 STRING_REST = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # ends at the closing quote, or at a last backslash
 HEADER = re.compile(rb'"data:((?:[^"\\,]|\\/)*);base64,')
 BARE = re.compile(rb'"data"[ \t\r\n]{0,16}:[ \t\r\n]{0,16}(?="[A-Za-z0-9+/_\\-]{%d})' % MIN_BARE)  # up to the quote of the value
@@ -22,20 +22,20 @@ UNDECIDED = re.compile(rb'"data(?::[^",]*|"[ \t\r\n]{0,16}(?::[ \t\r\n]{0,16}(?:
 
 @dataclass(slots=True)
 class Reference:
-    """One payload: base64 text as it stood in the JSON string, escapes included, at `offset` of the body."""
+    """One payload: base64 text as in the JSON string, including escapes, at `offset` of the body."""
 
     mime: str
     offset: int
     length: int
-    opening: bytes  # what stood before the payload, from the quote on
-    piece: int  # its place in the scanner's output
+    opening: bytes  # the string before the payload, including the quote
+    piece: int  # its index in the scanner's output
 
 
 class Scanner:
-    """Incremental: `feed` every chunk, then `json`. Linear in the bytes fed, however they are split. The caller keeps the body.
+    """Incremental scanner: `feed` every chunk, then call `json`. The time is linear in the bytes fed, however they are split. The caller
+    keeps the body.
 
-    Invariant: `_in_string` and `_escaped` describe the position after the last byte handled; `_held` follows it, undecided.
-    """
+    Invariant: `_in_string` and `_escaped` describe the position after the last processed byte; `_held` follows it, not yet processed."""
 
     def __init__(self, nonce: str, max_references: int):
         self.references: list[Reference] = []
@@ -67,7 +67,7 @@ class Scanner:
         return int(text[len(self.prefix) :]) if text.startswith(self.prefix) else None
 
     def json(self, body: memoryview, keep: Container[int] | None = None) -> bytes:
-        """The JSON with references; those not in `keep` (None: all) are the original strings again."""
+        """Return the JSON with references; those not in `keep` (None: all are kept) are replaced by the original strings."""
         pieces = [*self._pieces, self._held]
         if keep is not None:
             for index, reference in enumerate(self.references):
@@ -77,7 +77,7 @@ class Scanner:
         return b"".join(pieces)
 
     def _scan_text(self, data: bytes, start: int) -> int:
-        """Up to the first payload or the end. Returns where to go on."""
+        """Scan up to the first payload or the end. Return where to continue."""
         synced = search = start
         while len(self.references) < self._max_references and (found := data.find(OPENING, search)) >= 0:
             self._advance(data[synced:found])
@@ -106,7 +106,7 @@ class Scanner:
         self.num_text_bytes += len(piece)
 
     def _open(self, data: bytes, start: int, quote: int, payload: int, mime: str) -> int:
-        """A payload begins in the string that `quote` opens. Returns where."""
+        """Begin a payload in the string that `quote` opens. Return where it begins."""
         self._emit(data[start:quote])
         offset = self._num_fed - len(data) + payload
         self.references.append(Reference(mime, offset, 0, data[quote:payload], len(self._pieces)))
@@ -115,7 +115,7 @@ class Scanner:
         return payload
 
     def _skip_payload(self, data: bytes, start: int) -> int:
-        """Up to the closing quote, which is text again, or the end. Returns where to go on."""
+        """Skip up to the closing quote, which is text again, or to the end. Return where to continue."""
         end = self._find_closing_quote(data, start)
         self.references[-1].length += (len(data) if end is None else end) - start
         if end is None:
@@ -136,7 +136,7 @@ class Scanner:
         return end if data[end : end + 1] == b'"' else None
 
     def _advance(self, data: bytes) -> None:
-        """Moves the string state over text: a quote toggles it unless a backslash escapes it."""
+        """Update the string state over text: a quote toggles it unless it is escaped by a backslash."""
         if self._escaped and data:
             data = data[1:]
             self._escaped = False
@@ -149,7 +149,7 @@ class Scanner:
 
 
 def _is_undecided(data: bytes, found: int) -> bool:
-    """Return whether more bytes may turn the string at `found`, or the value after it, into a payload."""
+    """Return whether further bytes may make the string at `found`, or the value after it, a payload."""
     opening = data[found : found + MAX_OPENING_BYTES]
     return len(opening) < MAX_OPENING_BYTES and UNDECIDED.fullmatch(opening) is not None
 

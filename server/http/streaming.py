@@ -30,7 +30,7 @@ class Usage(msgspec.Struct):
     details: TokenDetails = msgspec.field(default_factory=TokenDetails)
 
     def note(self, event: Event) -> None:
-        if event.num_prompt_tokens:  # with the first and the last event
+        if event.num_prompt_tokens:  # set in the first and the last event
             self.num_prompt, self.num_cached = event.num_prompt_tokens, event.num_cached_tokens
         self.num_generated = event.num_tokens or self.num_generated
         if event.is_reasoning:
@@ -46,7 +46,7 @@ class Usage(msgspec.Struct):
 
 
 def stage_times(stages: Stages, started: float) -> dict[str, float]:
-    """Seconds of each stage, from the first byte of the body to the first text at the socket. They add up."""
+    """Return the seconds of each stage, from the first byte of the body to the first text at the socket. They add up to the total."""
     times = {"receive": stages.received - started}
     previous = stages.received
     boundaries = msgspec.structs.asdict(stages)
@@ -58,15 +58,15 @@ def stage_times(stages: Stages, started: float) -> dict[str, float]:
 
 
 def timings_json(stages: Stages, started: float) -> dict[str, float]:
-    """`timings` of a response: milliseconds of each stage, device milliseconds of the overlapped work, images that were in no cache, and
-    counts of its media."""
+    """Return `timings` of a response: milliseconds of each stage, device milliseconds of the overlapped work, images that were in no cache,
+    and counts of media."""
     timings = {f"{name}_ms": round(1000 * seconds, 3) for name, seconds in stage_times(stages, started).items()}
     device = {"device_decode_ms": stages.decode_ms, "device_encode_ms": stages.encode_ms, "device_forward_ms": stages.forward_ms}
     return timings | {name: round(value, 3) for name, value in device.items()} | {"images_encoded": stages.images_encoded} | stages.counts
 
 
 class Call:
-    """A tool call, with the id that the client answers to."""
+    """A tool call, with the id by which the client returns its result."""
 
     def __init__(self, name: str):
         self.id = f"call_{secrets.token_hex(12)}"
@@ -79,7 +79,7 @@ class Call:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a client can read its arguments."""
+        """Return whether its arguments are valid JSON."""
         try:
             msgspec.json.decode(self.arguments)
         except (ValueError, RecursionError):
@@ -103,10 +103,10 @@ class Choice:
     num_characters: int = 0  # characters of tokens with reported log-probabilities
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    last_time: float = 0.0  # when its last tokens came
+    last_time: float = 0.0  # when its last tokens arrived
 
     def note(self, event: Event) -> None:
-        """Record an event except its text and log-probabilities, which a stream does not need."""
+        """Record an event, except its text and log-probabilities, which a stream does not need."""
         self.usage.note(event)
         self.prompt_ids = event.prompt_ids or self.prompt_ids
         for delta in event.calls:
@@ -153,8 +153,8 @@ class ReplyOptions:
     n: int = 1
     max_tokens: int | None = None
     warnings: list[str] = field(default_factory=list)  # unsupported parts of the request
-    custom_tools: frozenset[str] = frozenset()  # which take one text
-    cut_warning: str = ""  # added if the limit of tokens ends the answer
+    custom_tools: frozenset[str] = frozenset()  # tools that take one text
+    cut_warning: str = ""  # added if the token limit ends the answer
     drops_empty: bool = False  # no chunk for a token with held-back text, such as the first thirty of a tool call
 
 
@@ -166,15 +166,15 @@ class Format(ABC):
 
     @abstractmethod
     def first_chunk(self, choice: Choice) -> bytes:
-        """Before the first token."""
+        """Return the chunk before the first token."""
 
     @abstractmethod
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
-        """One token's text; it may be empty while the text waits for the rest of a character or of a stop string."""
+        """Return a chunk with one token's text, which is empty while the text may be part of a character or of a stop string."""
 
     @abstractmethod
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
-        """Why a choice ended."""
+        """Return the chunk with the reason why a choice ended."""
 
     @abstractmethod
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
@@ -182,32 +182,32 @@ class Format(ABC):
 
     @abstractmethod
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
-        """The body of a response that is not streamed."""
+        """Return the body of a response that is not streamed."""
 
     @abstractmethod
     def error_chunk(self, info: ErrorInfo) -> bytes:
-        """An error after the headers are out; the stream ends after it."""
+        """Return an error that occurs after the headers have been sent; it ends the stream."""
 
 
 class BlockFormat(Format):
-    """Format of one choice in blocks of the kinds of `Choice.blocks`, one open at a time."""
+    """Format of one choice as a sequence of blocks, of the kinds of `Choice.blocks`."""
 
     _open = ""  # kind of the block that deltas go to
 
     @abstractmethod
     def begin(self, kind: str, call: Call | None) -> bytes:
-        """Ends the open block and begins another one."""
+        """End the open block and begin another one."""
 
     @abstractmethod
     def delta(self, piece: str, event: Event) -> bytes:
-        """More of the open block, a piece of this event."""
+        """Return a piece of the open block from this event."""
 
     def kind_of(self, call: Call) -> str:
         """Return the kind of a call's block."""
         return "call"
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
-        """Text that is held back is no event."""
+        """Return the events for a token; none while its text is held back."""
         chunks = []
         if event.text:
             kind = "thinking" if event.is_reasoning else "text"
@@ -229,5 +229,5 @@ class BlockFormat(Format):
 
 
 def named_event(name: str, /, **fields: object) -> bytes:
-    """An SSE message with the line of its type."""
+    """Return an SSE message with an `event:` line."""
     return b"event: " + name.encode() + b"\ndata: " + encode({"type": name, **fields}) + b"\n\n"

@@ -1,4 +1,4 @@
-"""A span for every request, by OpenTelemetry's middleware, sent by OTLP over HTTP. The libraries are the extra `tracing`."""
+"""OpenTelemetry tracing: one span per request, sent by OTLP over HTTP. Needs the extra `tracing`."""
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
@@ -11,7 +11,7 @@ from engine.launch.config import VERSION
 
 
 def traced(app: ASGIApp, endpoint: str) -> ASGIApp:
-    """Return the traced application, without spans for single messages, which are tokens."""
+    """Return the traced application, without spans for single ASGI messages, which are tokens."""
     resource = Resource.create({"service.name": "mini-vlm-engine", "service.version": VERSION})
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))

@@ -10,11 +10,11 @@ from engine.wire.updates import FIRST_VERSION, UPDATES_INBOX, Order, OrderDone
 from server.errors import RequestError
 from server.http.client import Client
 
-POLL_S = 1.0  # until it is noticed that the server stops
+POLL_S = 1.0  # interval of checks whether the server stops
 
 
 class Orders:
-    """Orders to the scheduler. Its answers come to an inbox of their own."""
+    """Orders to the scheduler, which answers to a separate inbox."""
 
     def __init__(self, child: Child, client: Client):
         self._run_dir, self._client, self.num_ranks = child.run_dir, client, child.config.tp
@@ -30,7 +30,7 @@ class Orders:
         return self._client.weight_version or FIRST_VERSION
 
     async def give(self, order: Callable[[int], Order]) -> OrderDone:
-        """Wait until the order has been executed. RequestError 400 with the reason if it was refused, 503 if the server stops."""
+        """Wait until the order has been executed. RequestError 400 with the reason if it was rejected, 503 if the server stops."""
         self._client.health.check()
         self._reader = self._reader or asyncio.create_task(self._read())
         number = next(self._numbers)

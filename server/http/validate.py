@@ -1,4 +1,4 @@
-"""JSON bodies to checked requests. Every mistake becomes HTTP 400 in our own words, with the name of the field."""
+"""Validation of JSON bodies. Every error is HTTP 400 with our own text and the name of the field."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from server.errors import RequestError
 
 INVALID, TYPE, UNSUPPORTED = "invalid_value", "invalid_type", "unsupported_parameter"
 LEAVE_OUT = "is not supported by this server; leave it out"
-# pydantic's kind of error: our words, with pydantic's context in braces, and OpenAI's code.
+# pydantic's error type: our text, with pydantic's context in braces, and OpenAI's code.
 WORDS = {
     "missing": ("is missing", "missing_required_parameter"),
     "extra_forbidden": (LEAVE_OUT, UNSUPPORTED), "none_required": (LEAVE_OUT, UNSUPPORTED),
@@ -28,7 +28,7 @@ WORDS = {
     "string_unicode": ("must be valid Unicode", INVALID), "value_error": ("{error}", INVALID),
 }  # fmt: skip
 ONE_OF = "one_of"
-MAX_VALUES = 200_000  # 10,000 messages of several parts, or a thousand large tools
+MAX_VALUES = 200_000  # enough for 10,000 messages of several parts, or a thousand large tools
 INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 BLOCK = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){1,4096}|.+', re.DOTALL)  # at most 4,096 strings: other threads run in between
@@ -37,13 +37,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def _without_defaults(schema: dict[str, Any]) -> None:
-    """Generators of clients take a field with a default for a required one."""
+    """Remove the defaults: client generators treat a field with a default as required."""
     for field in schema.get("properties", {}).values():
         field.pop("default", None)
 
 
 class Strict(BaseModel):
-    """Base of requests. Values are not converted (`"5"` and `true` are no numbers); unknown fields are ignored."""
+    """Base of requests. Values are not converted (`"5"` and `true` are not numbers); unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_without_defaults)
 
@@ -56,7 +56,7 @@ class Open(Strict):
 
 @dataclass(frozen=True)
 class Worded:
-    """Annotation of a type: these words replace every error of its values."""
+    """Annotation of a type: this text replaces every error of its values."""
 
     words: str
 
@@ -67,7 +67,7 @@ class Worded:
 @dataclass(frozen=True)
 class OneOf:
     """Annotation of a union: a value's JSON type, and the `type` of an object, select the member that validates it. A value without a
-    member is refused in these words, followed by its `type`; without words, it is validated as a string."""
+    member is rejected with this text, followed by its `type`; without a text, it is validated as a string."""
 
     words: str = ""
 
@@ -75,7 +75,7 @@ class OneOf:
         members = {kind: handler.generate_schema(member) for member in get_args(source) for kind in _kinds(member)}
 
         def choose(value: object) -> str | None:
-            value = vars(value) if isinstance(value, BaseModel) else value  # a model while it is serialized
+            value = vars(value) if isinstance(value, BaseModel) else value  # serialisation passes models
             kinds = ["<null>" if value is None else "<text>"]
             if isinstance(value, dict):
                 kinds = [f"<type {value.get('type')}>", "<object>"]
@@ -104,10 +104,10 @@ def _bare(member: Any) -> Any:
 
 
 def read_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body. RequestError 400, or 413 as `check_number_of_values`."""
+    """Return the JSON object of a body. RequestError 400, or 413 as in `check_number_of_values`."""
     check_number_of_values(data)
     try:
-        value = from_json(data, cache_strings="keys")  # the default caches values, too
+        value = from_json(data, cache_strings="keys")  # the default also caches values
     except ValueError as error:
         words = "nested too deeply" if str(error).startswith("recursion limit") else "not valid JSON"
         raise RequestError(400, f"The request body is {words}.") from None
@@ -117,7 +117,7 @@ def read_object(data: bytes) -> dict[str, Any]:
 
 
 def check_number_of_values(data: bytes) -> None:
-    """RequestError 413 for more lists, objects and members than any request has: parsing them would block the event loop. Brackets in
+    """Raise RequestError 413 for more than MAX_VALUES lists, objects and members, whose parsing would block the event loop. Brackets in
     strings do not count."""
     num_values = 0
     for block in BLOCK.finditer(data) if _num_values(data) > MAX_VALUES else ():
@@ -139,7 +139,7 @@ def check(model: type[Model], value: dict[str, Any]) -> Model:
 
 
 def bad_value(name: str, words: str, code: str = INVALID) -> RequestError:
-    """An error that no schema can express; `messages.0.role` becomes `messages[0].role`, as OpenAI writes it."""
+    """Return an error that a schema cannot express; `messages.0.role` becomes `messages[0].role`, as in OpenAI's API."""
     name = INDEX.sub(r"[\1]", name)
     return RequestError(400, f"{name}: {words}", name, code)
 
@@ -152,7 +152,7 @@ def _bad_value(details: ErrorDetails) -> RequestError:
         words = f"{words}, not '{value['type'][:64]}'"
     if code in ("below_min_value", "above_max_value"):
         code = f"{'integer' if isinstance(value, int) else 'decimal'}_{code}"
-    # Steps in angle brackets select a member of a union; they are not fields.
+    # Entries in angle brackets select a member of a union; they are not fields.
     steps = [f"[{step}]" if isinstance(step, int) else f".{step[:64]}" for step in details["loc"] if not str(step).startswith("<")]
     name = "".join(steps).removeprefix(".") or "body"
     return RequestError(400, f"{name}: {words}", name, code)

@@ -21,7 +21,7 @@ from server.openai.openapi import DescribedRoute
 logger = logging.getLogger(__name__)
 
 MAX_ADAPTERS = 1024
-FIRST_NUMBER = 1 << 20  # larger than those of --lora-modules
+FIRST_NUMBER = 1 << 20  # larger than the numbers of --lora-modules
 
 
 class LoadRequest(BaseModel):
@@ -50,7 +50,7 @@ class Adapters(NoVariants):
 
 
 class AdapterRoutes:
-    """Requests find the new names at once; requests that run keep the adapter that they began with."""
+    """Routes of adapters. New requests can use a loaded name at once; running requests keep their adapter."""
 
     def __init__(self, service: Service, adapters: Adapters):
         self._service, self._adapters, self._numbers = service, adapters, itertools.count(FIRST_NUMBER)
@@ -87,7 +87,7 @@ class AdapterRoutes:
         root = Path(config.lora_root).resolve()
         try:
             found = (root / path).resolve()
-        except (OSError, ValueError):  # a loop of links, a zero byte
+        except (OSError, ValueError):  # such as a loop of links or a zero byte
             found = Path("/")
         if not found.is_relative_to(root) or found == root:
             raise bad_value("lora_path", "must be a folder below --lora-root", "invalid_value")

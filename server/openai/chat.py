@@ -77,7 +77,7 @@ class ChatEndpoint(GenerationEndpoint):
 class Translated(Endpoint):
     """Endpoint of a dialect that converts requests to chat completions."""
 
-    dropped: Collection[str] = ()  # fields for what a vendor does around its models
+    dropped: Collection[str] = ()  # fields of a vendor's own services
 
     @abstractmethod
     def translate(self, request: Any, scanner: Scanner) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class DetokenizeEndpoint(Endpoint):
 
 
 def _vary_seeds(job: Generation) -> None:
-    """Give equal prompts different answers, unless the request has a seed."""
+    """Give equal prompts different seeds, unless the request has a seed."""
     for i, submit in enumerate(job.submits if job.request.seed is None else ()):
         submit.params = msgspec.structs.replace(submit.params, seed=(submit.params.seed + i) % (1 << 63))
 
@@ -212,7 +212,7 @@ def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> Chat
 
 
 def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a turn of the assistant in a history."""
+    """Return a message of the assistant for a history."""
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 
@@ -222,14 +222,14 @@ def conversation_of(request: MediaRequest, messages: list[Message], body: Body) 
 
 
 def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Gathering:
-    """Return a job that ends in the processor, which counts tokens; `field` holds the prompts. RequestError 400."""
-    read_grammar(request)  # to report what is wrong with it
+    """Return a job that only counts tokens and ends in the processor; `field` contains the prompts. RequestError 400."""
+    read_grammar(request)  # to report its errors
     submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
     return Gathering(request=request, submits=submits, show=show)
 
 
 def counted_chat(request: ChatRequest, body: Body, show: Show) -> Gathering:
-    """Return such a job for messages and their images."""
+    """Return a job that counts the tokens of messages with their images."""
     conversation = conversation_of(request, request.messages, body)
     job = counted(request, body, [chat_prompt(request, conversation.messages)], "messages", show)
     job.submits[0].media, job.used = conversation.media, conversation.used_references

@@ -1,4 +1,4 @@
-"""Messages of a request in the processor's terms, and the media that they name."""
+"""Conversion of a request's messages for the processor, with the media that they name."""
 
 import json
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from server.openai.video import MediaIoKwargs, ProcessorKwargs, VideoIo, referen
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages for the chat template, and the media in the order in which it shows them."""
+    """Messages for the chat template, and their media in order of appearance."""
 
     messages: list[dict[str, object]]
     media: list[MediaRef | VideoRef]
-    used_references: set[int]  # prefix of the scanner's references
+    used_references: set[int]  # indices of the scanner's references
 
 
 def read_conversation(
@@ -54,7 +54,7 @@ def read_conversation(
 
 
 def _read_call(call: ToolCall | CustomCall) -> dict[str, object]:
-    """Return a call for the template: its arguments as an object, or as text if they are no JSON."""
+    """Return a call for the template: its arguments as an object, or as text if they are not valid JSON."""
     if isinstance(call, CustomCall):
         return {"type": "function", "function": {"name": call.custom.name, "arguments": {"input": call.custom.input}}}
     arguments = call.function.arguments

@@ -1,4 +1,4 @@
-"""Base of endpoints with a body, which is read, checked, submitted and answered.
+"""Base of endpoints with a body: it is read, validated, submitted and answered.
 
 body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──▶ processor
                                         events ──▶ Reply ──▶ client
@@ -43,19 +43,19 @@ Checked = TypeVar("Checked", bound=AnyRequest)
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 MAX_WARNINGS = 20  # limit of warnings on unknown fields
-MAX_NAMES = 20  # of models in an error
-LARGE_JSON_BYTES = 1 << 16  # from here on parsing leaves the event loop
+MAX_NAMES = 20  # limit of model names in an error
+LARGE_JSON_BYTES = 1 << 16  # larger bodies are parsed in a thread
 
 
 class NoVariants:
-    """Variants of the model that requests name as their `model`; here there are none. An annex that has some overrides everything."""
+    """Variants of the model that requests may select by their `model`; here there are none. An annex with variants overrides all members."""
 
     @property
     def names(self) -> Collection[str]:
         return ()
 
     def choose(self, name: str, submits: Iterable[Submit]) -> None:
-        """Let requests use one of the variants."""
+        """Make these requests use the variant `name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class Service:
     config: EngineConfig
     checkpoint: Checkpoint
     model_names: tuple[str, ...]  # answers contain the first one
-    max_model_len: int  # as configured; the engine reports what fits
+    max_model_len: int  # as configured; the engine reports the actual limit
     arena: Arena
     client: Client
     metrics: Metrics
-    seeds: random.Random  # for requests without one
+    seeds: random.Random  # for requests without a seed
     variants: NoVariants = field(default_factory=NoVariants)
 
     @property
@@ -76,7 +76,7 @@ class Service:
         return [*self.model_names, *self.variants.names]
 
     def choose(self, model: str | None, submits: Iterable[Submit] = ()) -> None:
-        """Let requests use what their `model` names. RequestError 404."""
+        """Make these requests use what their `model` names: the model or a variant. RequestError 404."""
         if not model or model in self.model_names:
             return
         if model not in self.variants.names:
@@ -86,7 +86,7 @@ class Service:
 
 @dataclass(slots=True, kw_only=True)
 class Job(ABC):
-    """A checked request: one Submit per prompt. `used` are the scanner's references in it."""
+    """A validated request: one Submit per prompt. `used`: indices of its references in the scanner."""
 
     request: AnyRequest
     submits: list[Submit]
@@ -98,17 +98,17 @@ class Job(ABC):
 
     @abstractmethod
     def reply(self, stream: Stream, service: Service) -> ASGIApp:
-        """Return the answer. It gives the stream back however it ends."""
+        """Return the response, which always closes the stream."""
 
     def _exchange(self, stream: Stream, service: Service) -> dict[str, Any]:
-        """Arguments of every `Answer`."""
+        """Return the common arguments of all `Answer` classes."""
         counted = {"num_images": self.num_images, "deadline": self.submits[0].deadline}
         return {"stream": stream, "client": service.client, "metrics": service.metrics, **counted}
 
 
 @dataclass(slots=True, kw_only=True)
 class Generation(Job):
-    """Job with generated text as its answer."""
+    """Job whose answer is generated text."""
 
     request: GenerationRequest
     options: ReplyOptions
@@ -120,7 +120,7 @@ class Generation(Job):
 
 @dataclass(slots=True, kw_only=True)
 class Gathering(Job):
-    """Job with one document as its answer, made by `show` from one event per choice, in order."""
+    """Job whose answer is one document, made by `show` from one event per choice, in order."""
 
     show: Callable[[list[Event]], Response]
 
@@ -129,13 +129,13 @@ class Gathering(Job):
 
 
 class Endpoint(ABC):
-    """An ASGI application. The headers of an answer wait for the first event, so that a late reject is still a clean status. The docstrings
-    of endpoints and these types are what `/openapi.json` says of them."""
+    """ASGI application of a route. Headers are sent with the first event, so that a late rejection still has an HTTP status.
+    `/openapi.json` shows the docstrings of endpoints, and these types."""
 
-    takes: Any  # a body
-    gives: Any  # a document
-    streams: Any = None  # the data of an event, if answers may be streamed
-    last_data = ""  # the last event contains it instead
+    takes: Any  # type of the body
+    gives: Any  # type of the document
+    streams: Any = None  # type of an event's data, if answers can be streamed
+    last_data = ""  # data of the last event
 
     def __init__(self, service: Service):
         self.service = service
@@ -143,7 +143,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def read(self, value: dict[str, Any], body: Body) -> Job:
-        """Return the job of a body's JSON; called in any thread. RequestError."""
+        """Return the job of a body's JSON; may be called in any thread. RequestError."""
 
     def route(self, path: str) -> BodyRoute:
         return BodyRoute(path, self)
@@ -163,7 +163,7 @@ class Endpoint(ABC):
         return [f"The field '{name[:100]}' is unknown to this server, which ignored it." for name in names[:MAX_WARNINGS]]
 
     def note_dropped(self, names: Iterable[str]) -> list[str]:
-        """Return warnings for fields that only a vendor's own service supports."""
+        """Return warnings about fields that only a vendor's own service supports."""
         for name in names:
             self._unknown.once(f"dropping the vendor-specific field '{name}' of requests")
         return [f"The vendor-specific field '{name}' was dropped." for name in names]
@@ -172,7 +172,7 @@ class Endpoint(ABC):
         self.service.client.check_open()
         try:
             reply = await self._accept(Request(scope, receive))
-        except asyncio.CancelledError:  # the server stops before the rest of this body arrived
+        except asyncio.CancelledError:  # the server stops before the whole body has arrived
             self.service.client.check_open()
             raise
         await reply(scope, receive, send)
@@ -192,7 +192,7 @@ class Endpoint(ABC):
             return job.reply(stream, service)
 
     async def submit(self, body: Body) -> tuple[Stream, Job]:
-        """Parse the body and hand it to the processor. RequestError, after which the body is released."""
+        """Parse the body and pass it to the processor. After a RequestError the body has been released."""
         service = self.service
         with contextlib.ExitStack() as undo:
             undo.callback(body.give_up)
@@ -206,21 +206,21 @@ class Endpoint(ABC):
             for submit in job.submits:
                 submit.client = body.client
             if job.used or body.num_announced:
-                for submit in job.submits:  # the last one that has read it lets go of it
+                for submit in job.submits:  # the body is released by the last one
                     submit.body = body.region.offset
             stream = service.client.submit(job.submits, job.request.rid)
             if job.submits[0].body is not None:
-                undo.pop_all()  # from now on it is the processor that releases the body
+                undo.pop_all()  # from now on the processor releases the body
         return stream, job
 
     def _limit_time(self, job: Job, body: Body) -> None:
-        """Set the deadlines, counted from the last byte of the body."""
+        """Set the deadlines, relative to the arrival of the body's last byte."""
         limits = [limit for limit in (job.request.timeout, self.service.config.request_timeout) if limit is not None]
         for submit in job.submits if limits else ():
             submit.deadline = body.received + min(limits)
 
     async def _parse(self, body: Body) -> Job:
-        """Read the job; references outside URL fields are replaced by their text first."""
+        """Return the job. References outside URL fields are first replaced by their text."""
         scanner = body.scanner
         job = await self._read(scanner.json(body.payloads), body)
         if len(job.used) < len(scanner.references):
@@ -241,7 +241,7 @@ class GenerationEndpoint(Endpoint):
     format: type[Format]
 
     def job_of(self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, **output: Any) -> Generation:
-        """`output` are OutputOptions. RequestError 400."""
+        """Return the job of these prompts; `output`: OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.sampling, body.seed)
         rules = request.output_options(**output)
@@ -274,8 +274,8 @@ def json_response(document: bytes) -> Response:
 
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed: int) -> SamplingParams:
-    """Return the request's parameters, by default the checkpoint's; `seed` if the request has none."""
-    values = {name: getattr(request, name) for name in PARAMETERS if name != "bad_words"}  # they have no ids yet
+    """Return the request's parameters, with the checkpoint's defaults; `seed` is used if the request has none."""
+    values = {name: getattr(request, name) for name in PARAMETERS if name != "bad_words"}  # converted to ids by the processor
     values |= request.derived
     given = dataclasses.asdict(defaults) | {"seed": seed} | {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():

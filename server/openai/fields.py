@@ -22,7 +22,7 @@ def limits_of(*rows: tuple[tuple[object, ...], str]) -> Limits:
     return {name: allowed for allowed, names in rows for name in names.split()}
 
 
-# Values that mean "off", or the server's own behaviour. Clients flatten fields of other objects into the body, so they are listed, too.
+# Values that mean "off", or the server's own behaviour. Clients also flatten fields of other objects into the body.
 LIMITED = limits_of(
     ((), "audio chat_template custom_logit_processor guided_whitespace_pattern input_ids logprob_token_ids lora_path max_dynamic_patch"),
     ((), "max_pixels max_tokens_per_doc min_dynamic_patch min_pixels moderation ngram_corpus_id prompt_embeds repetition_detection suffix"),
@@ -40,7 +40,7 @@ LIMITED = limits_of(
     (("float32",), "embed_dtype"),
     (("native", "little"), "endianness"),
 )
-# Fields of chat completions for which translated dialects have other names, or no place in their answers.
+# Fields of chat completions that translated dialects name differently or cannot answer.
 LIMITED_IN_DIALECTS = limits_of(
     ((), "max_completion_tokens prompt_logprobs response_format"),
     ((False,), "logprobs return_token_ids return_tokens_as_token_ids"),
@@ -78,19 +78,19 @@ def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> N
 
 
 def rest_of(fields: dict[str, Any] | None, limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
-    """Return the fields that are not of the request's own dialect. RequestError 400 as `check_limited`."""
+    """Return the fields that are not part of the request's own dialect. RequestError 400 as in `check_limited`."""
     check_limited(fields or {}, limits)
     return {name: value for name, value in (fields or {}).items() if name not in limits and name not in harmless}
 
 
 class UnknownFields:
-    """Log of unknown fields: each once, and at most MAX_LOGGED_FIELDS, as clients choose the names."""
+    """Log of unknown fields: each is logged once, and at most MAX_LOGGED_FIELDS, since clients choose the names."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
     def check(self, extra: dict[str, Any]) -> list[str]:
-        """Return the names of unknown fields. RequestError 400 as `check_limited`."""
+        """Return the names of unknown fields. RequestError 400 as in `check_limited`."""
         check_limited(extra, LIMITED)
         names = [name for name in extra if name not in LIMITED and name not in HARMLESS]
         for name in names:
@@ -98,7 +98,7 @@ class UnknownFields:
         return names
 
     def once(self, words: str) -> None:
-        """Log a line once, within the same limit."""
+        """Log a line once, within MAX_LOGGED_FIELDS."""
         if words not in self._seen and len(self._seen) < MAX_LOGGED_FIELDS:
             self._seen.add(words)
             logger.info("%s", words)

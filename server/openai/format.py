@@ -1,7 +1,6 @@
-"""The bytes of an answer of chat or text completions: chunks of a stream without `event:` lines, or one JSON document.
+"""Serialisation of chat and text completions: chunks of a stream without `event:` lines, or one JSON document.
 
-The hot path is `token_chunk`.
-"""
+`token_chunk` is the hot path."""
 
 import secrets
 from abc import abstractmethod
@@ -109,7 +108,7 @@ class ChatFormat(OpenAIFormat):
         return _of_prompt(choice)
 
     def document_choice(self, choice: Choice) -> dict[str, object]:
-        """The content is null if there is only reasoning, or only calls."""
+        """Return the choice; its content is null if there is only reasoning or only calls."""
         content = "".join(choice.content)
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None, **NO_REASONING}
         if choice.usage.num_reasoning:
@@ -202,7 +201,7 @@ def _token_list(entries: list[Logprob]) -> dict[str, object]:
 
 
 def logprobs_json(entries: list[Logprob]) -> list[dict[str, object]]:
-    """Return tokens with their log-probabilities, as chat completions and responses have them."""
+    """Return tokens with their log-probabilities in the form of chat completions and responses."""
     tops = ([_token_json(token, value) for token, value in entry.top] for entry in entries)
     return [{**_token_json(entry.token, entry.logprob), "top_logprobs": top} for entry, top in zip(entries, tops, strict=True)]
 

@@ -15,11 +15,11 @@ MEMBERS = {
     "json_": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf", "json_object": "json_object",
     "structural_tag": "structural_tag",
 }  # fmt: skip
-ALREADY = ("disable_any_whitespace", "disable_fallback")  # their behaviour is the default, or never applies
+ALREADY = ("disable_any_whitespace", "disable_fallback")  # accepted: the default here, or not applicable
 
 
 def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
-    """Return the grammar and the field that holds it. RequestError 400 for several, or for one that cannot be read."""
+    """Return the grammar and the field that contains it. RequestError 400 for several grammars or an invalid one."""
     values = {name: getattr(request, name) for name in GRAMMARS}
     grammars = {name: _grammar_of(GRAMMARS[name][0], value, name) for name, value in values.items() if value is not None}
     if request.structured_outputs is not None:
@@ -30,7 +30,7 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
             grammars["structured_outputs"] = _grammar_of(MEMBERS[name], value, f"structured_outputs.{name.strip('_')}")
     if (grammar := _of_response_format(request)) is not None:
         grammars["response_format"] = grammar
-    if len(set(grammars.values())) > 1:  # guidance sends the same in two fields
+    if len(set(grammars.values())) > 1:  # the guidance library sends the same grammar in two fields
         raise bad_value(list(grammars)[1], f"excludes {next(iter(grammars))}: an answer can follow one of them only")
     return next(((grammar, name) for name, grammar in grammars.items()), (None, ""))
 

@@ -18,7 +18,7 @@ Uuid = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class PixelLimits(Strict):
-    """Limits on the area after resizing, the sum over all frames; None is the checkpoint's limit."""
+    """Limits on the area after resizing, for a video the sum over all frames. None: the checkpoint's limit."""
 
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
@@ -50,8 +50,8 @@ NO_URL: Any = Field(default=None, validate_default=True)
 
 
 def merged(options: Sequence[PixelLimits], fields: Collection[str], alternatives: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the options merged in these fields; the first option that sets a field takes precedence. Of the `alternatives`
-    one option's count."""
+    """Return the options merged in these fields; the first option that sets a field takes precedence. Of `alternatives`, only those of one
+    option apply."""
     result: dict[str, Any] = {}
     for one in reversed(options):
         given = {name: value for name, value in one if name in fields and value is not None}

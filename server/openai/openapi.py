@@ -29,7 +29,7 @@ class ErrorAnswer(BaseModel):
 
 
 class DescribedRoute(APIRoute):
-    """Route with described errors and keys."""
+    """Route whose errors and API keys are described."""
 
     def __init__(self, path: str, endpoint: Any, method: str, gives: Any = None, **others: Any):
         responses = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}, **others.pop("responses", {})}
@@ -40,7 +40,7 @@ class DescribedRoute(APIRoute):
             path, endpoint, response_model=gives, methods=[method], operation_id=f"{method.lower()}_{name}", dependencies=keys,
             summary=summary, responses=responses, openapi_extra={"security": [{}]} if keys else None, **others,
         )  # fmt: skip
-        self._allowed = {method, "HEAD"} if method == "GET" else {method}  # the document would name every HEAD, too
+        self._allowed = {method, "HEAD"} if method == "GET" else {method}  # the document would also list every HEAD
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return super().matches({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope)

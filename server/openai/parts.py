@@ -11,7 +11,7 @@ from server.openai.video import FramesPart, VideoPart
 
 MAX_TOOLS = 1024
 
-# Lists that a client may fill with very many bad values fail at the first one.
+# Validation of long lists stops at the first error.
 FIRST = Field(fail_fast=True)
 ToolList = Field(max_length=MAX_TOOLS, fail_fast=True)
 
@@ -45,7 +45,7 @@ Parts = Annotated[list[Part], FIRST]
 
 
 class Message(Strict):
-    role: Annotated[str, Field(min_length=1, max_length=64)]  # the template decides which it knows
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # the template decides which roles it supports
     content: Annotated[Parts | str | None, OneOf("must be a string or a list of parts")] = None
     reasoning: str | None = None
     reasoning_content: str | None = None

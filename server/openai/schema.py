@@ -15,12 +15,12 @@ from server.openai.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedC
 from server.openai.video import MediaIoKwargs, ProcessorKwargs
 
 MAX_MESSAGES = 10_000
-MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # beginnings of one are looked for at every token
-MAX_VARIABLES = 64  # of a chat template
+MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # every token is compared with all of them
+MAX_VARIABLES = 64  # in chat_template_kwargs
 MAX_TIMEOUT_S = 86_400
 MAX_PROMPTS, MAX_ANSWERS = 128, 16
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
-# Efforts of all dialects, and whether the model thinks: templates have a switch, not levels.
+# Reasoning efforts of all dialects, and whether thinking is on: templates have a switch, not levels.
 EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
 
 MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -49,7 +49,7 @@ class NamedSchema(Strict):
 
 
 class SchemaFormat(Strict):
-    """Format with a schema in `json_schema` or next to it."""
+    """Format with a schema in `json_schema` or as its sibling."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema | None = None
@@ -61,7 +61,7 @@ class StructuralTag(Open):
 
 
 class StructuredOutputs(Open):
-    """vLLM's object, of which one member is set."""
+    """vLLM's object, of which exactly one member is set."""
 
     json_: JsonObject | None = Field(alias="json", default=None)
     regex: Pattern | None = None
@@ -101,15 +101,15 @@ class AnyRequest(Open):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave space for the answer
     truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
-    rid: str | None = None  # the client's name of the request
+    rid: str | None = None  # request id given by the client
 
     @property
     def remarks(self) -> list[str]:
-        """Lines for the log, each written once."""
+        """Return lines for the log; each is logged once."""
         return []
 
     def check_together(self, vocab_size: int) -> None:
-        """Check fields against each other and the vocabulary. RequestError 400."""
+        """Check fields against each other and against the vocabulary. RequestError 400."""
         if self.truncate_prompt_tokens == 0:
             raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
@@ -155,7 +155,7 @@ class GenerationRequest(ListedFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likely tokens reported for each token; None: no log-probabilities at all."""
+        """Number of most likely tokens to report per token; None: no log-probabilities."""
         return None
 
     @property
@@ -165,11 +165,11 @@ class GenerationRequest(ListedFields):
 
     @property
     def derived(self) -> dict[str, Any]:
-        """Sampling parameters that are not the fields of their names."""
+        """Return the sampling parameters that are derived from fields with other names."""
         return {"max_tokens": self.token_limit, "prompt_logprobs": self.num_prompt_logprobs, "logprobs": self.num_logprobs}
 
     def output_options(self, **others: Any) -> OutputOptions:
-        """Return the options of the output; `others` are those of the endpoint."""
+        """Return the options of the output; `others` are set by the endpoint."""
         return OutputOptions(
             stop=self.stop, min_tokens=self.min_tokens or 0, bad_words=self.bad_words or [],
             include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
@@ -180,7 +180,7 @@ class GenerationRequest(ListedFields):
 
     @property
     def warnings(self) -> list[str]:
-        """Requested features that the answer lacks."""
+        """Return warnings about requested features that the answer lacks."""
         return []
 
     @property
@@ -215,11 +215,11 @@ class ChatRequest(GenerationRequest, MediaRequest):
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | NamedCustom | None, Worded(CHOICES)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
-    enable_thinking: bool | None = None  # belongs into chat_template_kwargs, where many clients do not put it
+    enable_thinking: bool | None = None  # clients send it here, too, instead of in chat_template_kwargs
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
-    verbosity: Verbosity | None = None  # nothing that a template could show
+    verbosity: Verbosity | None = None  # accepted without effect: templates have no variable for it
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
@@ -233,14 +233,15 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Variables of the template. `chat_template_kwargs` take precedence over `enable_thinking`, and that over the effort."""
+        """Return the template's variables. `chat_template_kwargs` take precedence over `enable_thinking`, which takes precedence over the
+        effort."""
         by_effort = None if self.reasoning_effort is None else EFFORTS[self.reasoning_effort]
         thinks = by_effort if self.enable_thinking is None else self.enable_thinking
         return ({} if thinks is None else {"enable_thinking": thinks}) | (self.chat_template_kwargs or {})
 
     @functools.cached_property
     def functions(self) -> list[Tool]:
-        """The tools as functions, without those that a vendor runs."""
+        """Return the tools as functions, without those that a vendor runs."""
         tools = [tool.as_function() if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]
         return [tool for tool in tools if not isinstance(tool, HostedTool)]
 
@@ -266,13 +267,13 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def called(self) -> str | None:
-        """Name of the function that must be called, if any."""
+        """Return the name of the function that must be called, if any."""
         choice = self.tool_choice
         return choice.function.name if isinstance(choice, NamedTool) else choice.custom.name if isinstance(choice, NamedCustom) else None
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the model gets the tools, and calls are parsed."""
+        """Return whether the model gets the tools and calls are parsed."""
         return bool(self.functions) and self.tool_choice != "none"
 
     def check_together(self, vocab_size: int) -> None:
@@ -316,7 +317,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         str | Ids | Annotated[list[Annotated[str | Ids, OneOf()]], Field(min_length=1, fail_fast=True)], OneOf(), Worded(PROMPTS)
     ]
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: nothing but the prompt's echo and log-probabilities
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: only the prompt's echo and log-probabilities
     echo: bool | None = None
     images: list[str] | None = None  # URLs for the placeholders of one prompt
     logprobs: NumLogprobs | None = None
@@ -336,7 +337,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[Any]:
-        """One entry per prompt: a text, or token ids."""
+        """Return one entry per prompt: a text or token ids."""
         return prompts_of(self.prompt)
 
     def check_together(self, vocab_size: int) -> None:

@@ -24,7 +24,7 @@ class ModelCard(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
-    parent: str | None = None  # of a variant: the model
+    parent: str | None = None  # for a variant: the base model
 
 
 class ModelList(BaseModel):

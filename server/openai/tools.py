@@ -1,4 +1,4 @@
-"""Tools and calls of chat completions: a function; a custom tool, which takes one text; what a vendor runs, which is dropped."""
+"""Tools and calls of chat completions: functions, custom tools, which take one text, and tools run by a vendor, which are dropped."""
 
 import json
 import re
@@ -97,7 +97,7 @@ class CustomText:
     """Parser of a custom tool's text from streamed arguments."""
 
     def __init__(self) -> None:
-        self._held = ""  # not decided: before the text, or a part of an escape
+        self._held = ""  # undecided: before the text, or part of an escape sequence
         self._has_begun = False
 
     def push(self, piece: str) -> str:
@@ -109,7 +109,7 @@ class CustomText:
         end = INPUT.match(text).end() if self._has_begun else 0  # type: ignore[union-attr]  # there is always a match
         self._held = text[end : end + MAX_HELD]
         shown = str(json.loads(f'"{text[:end]}"', strict=False))
-        return shown.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
+        return shown.encode("utf-8", "replace").decode()  # an unpaired surrogate cannot be sent
 
 
 def custom_text(arguments: str) -> str:
@@ -118,7 +118,7 @@ def custom_text(arguments: str) -> str:
 
 
 class HostedTool(Open):
-    """A tool that a vendor runs for its own models, which this server drops."""
+    """A tool that a vendor runs for its own models; this server drops it."""
 
     type: Annotated[str, Field(json_schema_extra={"not": {"enum": ["function", "custom", "namespace"]}})]
 

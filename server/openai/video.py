@@ -11,7 +11,7 @@ from server.http.validate import OneOf, Open, Strict, bad_value
 from server.openai.media import NO_URL, PixelLimits, PixelSizes, Uuid, merged, url_object
 from server.openai.media_refs import MediaRefs, check_extra
 
-JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's: images with commas between, and their rate if no other is given
+JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's format: images separated by commas, and their default rate
 MAX_FRAMES = 4096  # limit per video
 
 Rate = Annotated[float, Field(gt=0, le=1000)]
@@ -82,8 +82,8 @@ class VideoUrl(VideoOptions, Open):
 
 
 class FrameOptions(VideoOptions, Open):
-    """Options of frames that are sent one by one: `fps` is the rate of their source, `frames_indices` are their numbers in it;
-    `timestamps`, in seconds, replace both."""
+    """Options of a list of frames: `fps` is the rate of their source, `frames_indices` are their numbers in it; `timestamps`, in seconds,
+    replace both."""
 
     frames_indices: FrameNumbers | None = None
     timestamps: FrameTimes | None = None
@@ -104,7 +104,7 @@ class FramesPart(FrameOptions):
     video: Annotated[Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)] | str, OneOf()]
 
 
-RATES = frozenset({"fps", "num_frames"})  # only one of them counts
+RATES = frozenset({"fps", "num_frames"})  # mutually exclusive
 
 
 def _merged(options: Sequence[VideoOptions]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _sampled(sources: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoR
 
 
 def _frames(part: VideoPart | FramesPart, name: str, sources: list[VideoOptions], io: VideoIo, ref: VideoRef) -> VideoRef:
-    """Complete a reference to frames that the client has chosen; `fps` is the rate of their source. RequestError 400."""
+    """Complete a reference to a list of frames; `fps` is the rate of their source. RequestError 400."""
     if any(one.do_sample_frames for one in sources) or io.do_sample_frames:
         raise bad_value(f"{name}.do_sample_frames", "may only be false for a list of frames, all of which are used")
     if part.frames_indices is not None and part.timestamps is not None:

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 class Page:
     def __init__(self) -> None:
         html = re.sub(r"\{([\w./]+)\}", lambda name: _text(name[1]), _text("page.html"))
-        # Nothing but the page's own script and style may run; nothing is loaded from, or sent to, anywhere else.
+        # Only the page's own script and style may run; nothing is loaded from or sent to other origins.
         policy = (
             f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
             "img-src data: blob:; media-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

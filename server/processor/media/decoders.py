@@ -82,7 +82,7 @@ class Decoders:
         return Header(False, found.height, found.width, found.orientation)
 
     async def decode(self, header: Header, encoded: Region, place: tuple[int, int], size: Size, is_upright: bool = False) -> Size:
-        """Write RGB to `place` (offset, length), see `decode_rgb`. Return the image's size. RequestError 413 or 422."""
+        """Write RGB to `place` (offset, length), see `decode_rgb`. Return the image's size. RequestError as in `answer_of`."""
         cpu_seconds = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S
         job = Job((encoded.offset, encoded.used), place, size, is_upright)
         if header.num_pixels <= LARGE_PIXELS:
