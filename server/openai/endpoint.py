@@ -48,7 +48,7 @@ LARGE_JSON_BYTES = 1 << 16  # larger bodies are parsed in a thread
 
 
 class NoVariants:
-    """Variants of the model that requests may select by their `model`; here there are none. An annex with variants overrides all members."""
+    """Variants of the model that requests may select by their `model`; here there are none. An annex overrides all members."""
 
     @property
     def names(self) -> Collection[str]:

@@ -18,7 +18,7 @@ Uuid = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class PixelLimits(Strict):
-    """Limits on the area after resizing, for a video the sum over all frames. None: the checkpoint's limit."""
+    """Limits on the area after resizing, in total over all frames. None: the checkpoint's limit."""
 
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
