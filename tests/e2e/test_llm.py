@@ -214,7 +214,7 @@ def test_a_bad_flag_or_model_is_an_error_and_leaves_nothing() -> None:
         LLM(max_num_seq=4)
     with pytest.raises(ValueError, match="neither a folder"):
         LLM(model="no-such-model", **FLAGS)
-    with pytest.warns(UserWarning, match="never run"), pytest.raises(ValueError, match="one engine"):
+    with pytest.warns(UserWarning, match="never run"), pytest.raises(ValueError, match="does not support --dp"):
         LLM(trust_remote_code=True, dp=2)
     await_end([pid for pid in children() if pid not in others])
 
