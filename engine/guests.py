@@ -1,8 +1,7 @@
-"""Guest processes, which may be killed at any time; each decodes media or compiles rules of answers.
+"""Guest processes: child processes that decode media or compile output constraints, and may be killed at any time.
 
-The module's `prepare(*arguments)` returns the function that answers. Pipes carry frames of a header and bytes; the number is the limit of
-a job's CPU time in milliseconds, or the exit code of a child without an answer. A guest's first frame says that it is ready.
-"""
+The module's `prepare(*arguments)` returns the function that answers jobs. Pipes carry frames of a header and data; the header's number is a
+job's CPU time limit in milliseconds, or the exit code of a child without an answer. A guest's first frame reports that it is ready."""
 
 import asyncio
 import contextlib
@@ -21,8 +20,8 @@ from typing import BinaryIO
 from engine.launch.child import die_with_parent, settle_heap
 from engine.launch.config import child_environment, python_command
 
-HEADER = struct.Struct("<Ii")  # bytes that follow, number
-NICENESS = 19  # streams go first
+HEADER = struct.Struct("<Ii")  # length of the data, number
+NICENESS = 19  # the engine's own processes have priority
 MAX_CLIENTS = 1024
 START_S, END_S = 120.0, 5.0
 
@@ -36,18 +35,19 @@ class GuestDied(RuntimeError):
 
 
 class GuestKilled(GuestDied):
-    """Killed from outside, often for lack of memory: no verdict on the job."""
+    """A guest was killed from outside, often for lack of memory. This says nothing about the job."""
 
 
 class Guest:
-    """A process, started by its first job and again after its end."""
+    """A guest process, started by its first job and again after it has ended."""
 
     def __init__(self, arguments: tuple[str, ...], fds: tuple[int, ...]):
         self._arguments, self._fds = arguments, fds
         self.process: Process | None = None
 
     async def ask(self, job: bytes, timeout: float, cpu_seconds: float) -> bytes:
-        """Raises GuestDied, TimeoutError (the process is then gone), or RuntimeError if it does not start."""
+        """Return the answer to a job. Raises GuestDied, TimeoutError (the process is then killed), or RuntimeError if the process does not
+        start."""
         if self.process is not None and self.process.returncode is not None:
             await self.close()
         process = self.process or await self.start()
@@ -58,7 +58,7 @@ class Guest:
                 await process.stdin.drain()
                 answer, code = await _receive(process)
         except (asyncio.IncompleteReadError, ConnectionError) as problem:
-            with contextlib.suppress(TimeoutError):  # else its exit code is lost
+            with contextlib.suppress(TimeoutError):  # wait for the exit code
                 await asyncio.wait_for(process.wait(), END_S)
             await self.close()
             raise death(process.returncode) from problem
@@ -88,14 +88,15 @@ class Guest:
         """Kill the process, if there is one."""
         process, self.process = self.process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already
+            with contextlib.suppress(ProcessLookupError):  # already ended
                 process.kill()
             await process.wait()
 
 
 class GuestPool:
-    """Guests for many clients. The client that has used least time since the queue was empty is next, with its smallest job. Large jobs
-    leave one guest to the others. A guest has `memory` bytes; if it `forks`, a child answers each job and may end alone."""
+    """Fair pool of guests for many clients. Next is the client that has used the least time since the queue was last empty, with its
+    smallest job. Large jobs leave one guest to the others. A guest may use `memory` bytes; if it `forks`, a child process answers each
+    job."""
 
     def __init__(self, size: int, module: str, *arguments: str, memory: int, forks: bool = False, fds: tuple[int, ...] = ()):
         self.guests = [Guest((module, str(memory), str(int(forks)), *arguments), fds) for _ in range(size)]
@@ -112,8 +113,8 @@ class GuestPool:
     async def ask(
         self, job: bytes, timeout: float, cpu_seconds: float = 0.0, client: bytes = b"", size: int = 0, is_large: bool = False
     ) -> bytes:
-        """Errors as `Guest.ask`; a job whose guest was killed is repeated once. A cancelled call returns only after its job has ended,
-        which may write to an arena until then."""
+        """Return the answer to a job. Errors as in `Guest.ask`; a job whose guest was killed is repeated once. A cancelled call returns
+        only after its job has ended, since the job may write to an arena."""
         came = asyncio.get_running_loop().create_future()
         self._waiting.append((client, size, is_large, came))
         self._assign()
@@ -130,12 +131,12 @@ class GuestPool:
                 try:
                     return await guest.ask(job, timeout, cpu_seconds)
                 except GuestKilled:
-                    if guest not in self.guests:  # by `close`
+                    if guest not in self.guests:  # removed by `close`
                         raise
                 return await guest.ask(job, timeout, cpu_seconds)
             finally:
                 self._used[client] += int(1e3 * (time.monotonic() - started))
-                if len(self._used) > MAX_CLIENTS:  # forget those that used least
+                if len(self._used) > MAX_CLIENTS:  # drop the clients that have used the least
                     self._used = Counter(dict(self._used.most_common(MAX_CLIENTS // 2)))
                 self._release(guest, is_large)
 
@@ -176,7 +177,7 @@ async def _receive(process: Process) -> tuple[bytes, int]:
 
 
 def serve(answer: Callable[[bytes], bytes], forks: bool, source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer until `source` ends. If the guest forks, no thread may run when a job begins."""
+    """Answer jobs until the end of `source`. If the guest forks, no thread may run when a job begins."""
 
     def send(data: bytes, code: int = 0) -> None:
         sink.write(HEADER.pack(len(data), code) + data)
@@ -190,13 +191,13 @@ def serve(answer: Callable[[bytes], bytes], forks: bool, source: BinaryIO, sink:
         job = source.read(length)
         if forks and (child := os.fork()):
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code == -signal.SIGKILL:  # perhaps within its answer
+            if code == -signal.SIGKILL:  # possibly while it wrote its answer
                 os.kill(os.getpid(), signal.SIGKILL)
             if code:
                 send(b"", code)
             continue
         die_with_parent(signal.SIGKILL)
-        if forks and os.getppid() != guest:  # it has died before that
+        if forks and os.getppid() != guest:  # the guest has already died
             os._exit(1)
         signal.setitimer(signal.ITIMER_PROF, milliseconds / 1e3)  # its signal ends the process
         data = answer(job)

@@ -1,4 +1,4 @@
-"""Which JPEGs a GPU decoder handles like Pillow does, told from the header alone.
+"""Selection of the JPEGs that a GPU decoder decodes like Pillow, from the header alone.
 
     SOI  segments (marker, length, payload) ...  SOF0 ...  SOS  entropy-coded data ...  EOI
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 SOF0, DHT, SOI, SOS, DQT, DRI, APP0, APP1, APP14, APP15, COM = 0xC0, 0xC4, 0xD8, 0xDA, 0xDB, 0xDD, 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
 END_OF_IMAGE = b"\xff\xd9"
-MAX_SCANS = 128  # encoders write ten or so; each costs a pass over all pixels
-MAX_SEGMENTS = 4096  # a colour profile may take 255
+MAX_SCANS = 128  # encoders write about ten; each costs a pass over all pixels
+MAX_SEGMENTS = 4096  # a colour profile may have 255
 FILL_BYTES = re.compile(rb"\xff*")
-MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # not a stuffed zero, not a restart
+MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # neither a stuffed zero nor a restart marker
 SAMPLINGS = frozenset({0x11, 0x21, 0x22})  # of the luminance: 4:4:4, 4:2:2, 4:2:0
 RGB_COMPONENTS = (ord("R"), ord("G"), ord("B"))
 YCC_TRANSFORM = 1
@@ -22,21 +22,21 @@ YCC_TRANSFORM = 1
 
 @dataclass(frozen=True, slots=True)
 class PlainJpeg:
-    """An 8-bit baseline JPEG of common sampling with one scan and an end. Sizes are as stored, before rotation."""
+    """An 8-bit baseline JPEG with common sampling, one scan and an end marker. Sizes are as stored, before rotation."""
 
     height: int
     width: int
-    has_metadata: bool  # EXIF or XMP, which may rotate it
+    has_metadata: bool  # EXIF or XMP, which may contain an orientation
 
 
 @dataclass(slots=True)
 class _Header:
-    """So far. `frame` is the payload of SOF0."""
+    """Header as parsed so far. `frame`: payload of SOF0."""
 
     frame: bytes = b""
     quantization: set[int] = field(default_factory=set)
     huffman: set[int] = field(default_factory=set)  # class << 4 | index
-    transform: int | None = None  # of Adobe's APP14
+    transform: int | None = None  # from Adobe's APP14 segment
     has_metadata: bool = False
 
 
@@ -45,7 +45,7 @@ def is_jpeg(data: memoryview) -> bool:
 
 
 def has_end(data: memoryview) -> bool:
-    """Whether an EOI marker follows the start of the scan; metadata after it are tolerated."""
+    """Return whether an EOI marker follows the start of the scan; metadata after it are tolerated."""
     if bytes(data[-2:]) == END_OF_IMAGE:
         return True
     position = 2
@@ -57,7 +57,7 @@ def has_end(data: memoryview) -> bool:
 
 
 def has_too_many_scans(data: memoryview) -> bool:
-    """Whether a decoder would read more than MAX_SCANS scans, or MAX_SEGMENTS segments, before the image's end."""
+    """Return whether a decoder would read more than MAX_SCANS scans, or MAX_SEGMENTS segments, before the image's end."""
     position, num_scans = 2, 0
     for _ in range(MAX_SEGMENTS):
         found = MARKER.search(data, position)
@@ -72,7 +72,7 @@ def has_too_many_scans(data: memoryview) -> bool:
 
 
 def parse_plain_jpeg(data: memoryview) -> PlainJpeg | None:
-    """None if Pillow has to look at it."""
+    """Parse a JPEG; return None if Pillow has to decode it."""
     if bytes(data[-2:]) != END_OF_IMAGE:
         return None
     header = _Header()
@@ -85,7 +85,7 @@ def parse_plain_jpeg(data: memoryview) -> PlainJpeg | None:
 
 
 def _segments(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(marker, payload) up to SOS, MAX_SEGMENTS, or a broken structure."""
+    """Yield (marker, payload) up to SOS, MAX_SEGMENTS, or an invalid structure."""
     position, num_left = 2, MAX_SEGMENTS
     while num_left and position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
@@ -103,7 +103,7 @@ def _segments(data: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def _note(header: _Header, marker: int, payload: bytes) -> bool:
-    """Takes a segment in; False if the file is not plain."""
+    """Record a segment. Return False if the file is not plain."""
     if marker == SOF0:
         is_first = not header.frame
         header.frame = payload
@@ -115,7 +115,7 @@ def _note(header: _Header, marker: int, payload: bytes) -> bool:
     if marker == APP14 and payload.startswith(b"Adobe") and len(payload) >= 12:
         header.transform = payload[11]
     header.has_metadata |= marker == APP1
-    return marker in (DRI, COM) or APP0 <= marker <= APP15  # not: other kinds of frame, DNL, arithmetic coding
+    return marker in (DRI, COM) or APP0 <= marker <= APP15  # excludes other frame types, DNL and arithmetic coding
 
 
 def _note_quantization(header: _Header, payload: bytes) -> bool:
@@ -150,7 +150,7 @@ def _describe(header: _Header, scan: bytes) -> PlainJpeg | None:
 
 
 def _has_common_components(header: _Header) -> bool:
-    """One grey component, or YCbCr with the usual sampling."""
+    """Return whether there is one grey component, or YCbCr with a usual sampling."""
     frame = header.frame
     components = [tuple(frame[i : i + 3]) for i in range(6, len(frame), 3)]
     if any(table not in header.quantization for _, _, table in components):
@@ -166,7 +166,7 @@ def _has_common_components(header: _Header) -> bool:
 
 
 def _has_whole_scan(header: _Header, scan: bytes) -> bool:
-    """The first scan holds all components, sequentially, with tables that were defined."""
+    """Return whether the first scan has all components, sequentially, with tables that are defined."""
     num_components = header.frame[5]
     if len(scan) != 4 + 2 * num_components or scan[0] != num_components or scan[-3:] != b"\x00\x3f\x00":
         return False

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from cachetools import LRUCache
 
 MAX_KEYS = 1 << 18
-MIN_BOUND = 4  # requests that any replica takes, however few there are
-BOUND = 1.25  # times the mean
+MIN_BOUND = 4  # requests that a replica always accepts
+BOUND = 1.25  # maximum load as a multiple of the mean
 
 
 @dataclass(slots=True, eq=False)
 class Backend:
-    """A replica. `num_in_flight` counts from the choice to the end of the answer."""
+    """A replica. `num_in_flight`: requests from the choice to the end of the answer."""
 
     url: str
     healthy: bool = False
@@ -22,8 +22,8 @@ class Backend:
 
 
 class Balancer:
-    """A key stays with the replica that had it last, until that leaves, or is full with `bound` times the mean of requests, or MAX_KEYS
-    others were seen since. Then, as without a key, it goes where least runs."""
+    """Assigns keys to replicas. A key stays with its last replica until that leaves, has `bound` times the mean number of requests, or
+    MAX_KEYS other keys were seen since. Otherwise, and without a key, the replica with the fewest requests is chosen."""
 
     def __init__(self, urls: Sequence[str], bound: float = BOUND):
         self.backends = [Backend(url) for url in urls]
@@ -31,7 +31,7 @@ class Balancer:
         self._homes: LRUCache[bytes, Backend] = LRUCache(MAX_KEYS)
 
     def take(self, key: bytes) -> Backend | None:
-        """A place on a replica, to be given back with `release`. None: no replica is healthy. b"" is no key."""
+        """Return a replica with one more request, to be passed to `release`; None if no replica is healthy. b"" is no key."""
         healthy = [one for one in self.backends if one.healthy]
         if not healthy:
             return None

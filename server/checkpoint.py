@@ -17,15 +17,15 @@ class Checkpoint:
     geometry: VisionGeometry
     video: VideoGeometry
     sampling: SamplingDefaults
-    image_token_id: int  # -1: the model has no vision
+    image_token_id: int  # -1: the model does not support images
     video_token_id: int | None  # None: the model does not support videos
     vision_token_ids: tuple[int, int]  # before and after a frame pair
     vocab_size: int
     hidden_size: int
     num_values_per_image_token: int  # main embedding and DeepStack levels
     chat_template: str
-    special_tokens: dict[str, str]  # by the templates' names: `eos_token`
-    template_kwargs: dict[str, Any]  # variables of the template, unless requests give them
+    special_tokens: dict[str, str]  # by the templates' names, such as `eos_token`
+    template_kwargs: dict[str, Any]  # defaults of the template's variables
 
     @property
     def tokenizer_file(self) -> Path:
@@ -36,8 +36,8 @@ PLAIN_SAMPLING = SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0)
 
 
 def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bool = False, template_kwargs: str = "{}") -> Checkpoint:
-    """The chat template may be in another file; `template_kwargs` is JSON; `is_plain` is for sampling as if there were no
-    generation_config.json. ValueError or OSError names what is missing or wrong."""
+    """Read a model folder. `template_file`: file with another chat template; `template_kwargs`: JSON; `is_plain`: ignore
+    generation_config.json. ValueError or OSError that names the missing or invalid file or field."""
     model = read_config(folder)
     return Checkpoint(
         folder=folder,
@@ -57,7 +57,7 @@ def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bo
 
 
 def _chat_template(folder: Path) -> str:
-    """In the order in which transformers looks."""
+    """Return the chat template, searched in the same order as in transformers."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

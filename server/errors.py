@@ -1,4 +1,4 @@
-"""Errors that a client sees: one exception that carries an OpenAI error object."""
+"""Errors for clients: one exception that carries an OpenAI error object."""
 
 import functools
 import logging
@@ -10,7 +10,7 @@ from engine.wire.messages import ErrorInfo
 
 logger = logging.getLogger(__name__)
 
-PROMPT = "messages"  # the `param` of what is wrong with a prompt, before `Request.error_of` puts the field of its dialect there
+PROMPT = "messages"  # `param` of errors of a prompt, until `Request.error_of` replaces it by the dialect's field
 
 
 class RequestError(ValueError):
@@ -32,7 +32,7 @@ no_vision = functools.partial(RequestError, 400, "this model does not support im
 
 
 def error_type(status: int) -> str:
-    """OpenAI's `type` of an error with this HTTP status."""
+    """Return OpenAI's `type` of an error with this HTTP status."""
     return {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
@@ -40,7 +40,7 @@ ABORTED = ErrorInfo(503, "The engine aborted this request.", error_type(503), co
 
 
 def overloaded(message: str, retry_after: int = 1) -> RequestError:
-    """503 with `Retry-After`: the same request may succeed later."""
+    """Return HTTP 503 with `Retry-After`: the same request may succeed later."""
     return RequestError(503, message, code="overloaded", retry_after=retry_after)
 
 
@@ -57,8 +57,8 @@ def error_of(failure: BaseException) -> ErrorInfo:
 
 
 def forget_frames(failure: BaseException) -> None:
-    """Takes the stack from an error that was answered, and from its causes: its frames hold the tasks that hold it, and megabytes of a
-    refused request would wait for the garbage collector."""
+    """Remove the stack from an error that has been reported, and from its causes. Its frames refer to tasks that refer to it, so megabytes
+    of a rejected request would wait for the garbage collector."""
     failures: list[BaseException | None] = [failure]
     while failures:
         error = failures.pop()

@@ -36,7 +36,7 @@ class Region:
             capacity = self._next_capacity(num_bytes)
             try:
                 self.offset = self._arena.grow(self.offset, self.used, capacity)
-            except ArenaFull:  # a nearly full arena may still hold what is really needed
+            except ArenaFull:  # a nearly full arena may still have the bytes that are really needed
                 capacity = need
                 self.offset = self._arena.grow(self.offset, self.used, capacity)
             self.capacity = capacity

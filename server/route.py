@@ -1,4 +1,5 @@
-"""A proxy that sends requests of one conversation, or of one first image, to the replica that has them cached, as bytes arrive."""
+"""Proxy that forwards requests of one conversation, or with the same first image, to the replica that has them cached, while the bytes
+arrive."""
 
 import argparse
 import asyncio
@@ -33,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 SESSION_HEADER = b"x-session-id"
 IMAGE = re.compile(rb'"data:[^",]{0,256};base64,([^"]{8192}|[^"]*")')
-IMAGE_BYTES = 270 + 8192  # the longest match
-SCANNED_BYTES = 256 << 10  # searched for the first image
-HELD_BYTES = 64 << 20  # for all bodies until their keys are known
+IMAGE_BYTES = 270 + 8192  # maximum length of a match
+SCANNED_BYTES = 256 << 10  # bytes that are searched for the first image
+HELD_BYTES = 64 << 20  # limit for all bodies until their keys are known
 KEY_SECONDS = 10
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
@@ -43,7 +44,7 @@ CONNECT_SECONDS = 1
 IDLE_SECONDS = 3  # less than a replica's --idle-timeout
 DRAIN_SECONDS = 30
 NUM_OTHER_FILES = 64
-FILES_PER_CLIENT = 2  # its connection, and one to a replica
+FILES_PER_CLIENT = 2  # file descriptors: its connection, and one to a replica
 HOP_BY_HOP = set(b"connection expect keep-alive proxy-authorization proxy-connection te trailer transfer-encoding upgrade".split())
 DIED = RequestError(502, "The replica that had this request is gone.", code="replica_gone").info
 NONE_LEFT = overloaded("No replica can be reached right now.").info
@@ -52,22 +53,22 @@ FLAGS = ("host", "port", "max_connections", "api_key_file", "ssl_certfile", "ssl
 
 
 class Budget:
-    """Bytes that all bodies may hold together."""
+    """Limit of the bytes that all bodies hold together."""
 
     def __init__(self, num_free: int):
         self.num_free = num_free
 
 
 class Body:
-    """A request's body. `held` was read and not passed on."""
+    """A request's body. `held`: bytes that were read and not yet forwarded."""
 
     def __init__(self, receive: Receive, budget: Budget):
-        self.held, self.num_counted = bytearray(), 0  # bytes that the budget lacks
+        self.held, self.num_counted = bytearray(), 0  # `num_counted`: bytes taken from the budget
         self._budget = budget
         self._receive, self._is_whole = receive, asyncio.Event()
 
     async def read(self) -> bytes:
-        """The next bytes, b"" at the end. Never returns if the client is gone: `when_gone` acts."""
+        """Return the next bytes, b"" at the end. If the client has disconnected, it never returns, and `when_gone` takes effect."""
         while not self._is_whole.is_set():
             message = await self._receive()
             if not message.get("more_body"):
@@ -98,7 +99,8 @@ class Body:
         act()
 
     async def find_image(self) -> bytes:
-        """Return the beginning of the first image, however a body is split; `held` was read for it. b"" if it is late or memory is full."""
+        """Return the beginning of the first image, however the body is split; `held` has been read for it. b"" if there is none in
+        SCANNED_BYTES or the budget is used up."""
         searched = 0
         with move_on_after(KEY_SECONDS):
             while len(self.held) < SCANNED_BYTES and (chunk := await self.read()):
@@ -120,7 +122,7 @@ def passed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
 
 
 def forwarded(scope: Scope, has_body: bool) -> CIMultiDict[str]:
-    """Return headers for a replica, which trusts this proxy, with the client's address last."""
+    """Return the headers for a replica, which trusts this proxy, with the client's address last."""
     headers = CIMultiDict((name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in passed(scope["headers"]))
     headers["X-Forwarded-For"] = ", ".join([*headers.getall("X-Forwarded-For", ()), address_of(scope)])
     headers.setdefault("X-Forwarded-Proto", scope["scheme"])
@@ -130,7 +132,7 @@ def forwarded(scope: Scope, has_body: bool) -> CIMultiDict[str]:
 
 
 class Proxy:
-    """An ASGI application."""
+    """ASGI application of the proxy."""
 
     def __init__(self, urls: Sequence[str], bound: float = BOUND, api_keys: Sequence[str] = ()):
         self.balancer = Balancer(urls, bound=bound)
@@ -140,7 +142,7 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Context that starts when every replica's health has been requested."""
+        """Context that starts when the health of every replica has been requested."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS), auto_decompress=False,
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS), cookie_jar=aiohttp.DummyCookieJar(),
@@ -184,7 +186,7 @@ class Proxy:
             logger.warning("%s is %s", backend.url, "healthy" if backend.healthy else "not healthy: it gets no requests")
 
     async def _handle(self, scope: Scope, body: Body, send: Send) -> None:
-        """Forward a request. A body without an API key is not read: a replica rejects the head."""
+        """Forward a request. A body without an API key is not read: a replica rejects its head."""
         received, error = dict(scope["headers"]), NONE_LEFT
         has_body = not received.keys().isdisjoint((b"content-length", b"transfer-encoding"))
         has_body &= not self._api_keys or is_authorised(scope, self._api_keys)
@@ -199,7 +201,7 @@ class Proxy:
                 async with self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False) as upstream:
                     await _answer(scope, upstream, send)
                 return
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as problem:  # nothing was sent
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as problem:  # nothing has been sent
                 if _is_full(problem):
                     error = FULL
                     break
@@ -216,7 +218,7 @@ class Proxy:
 async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) -> None:
     await send({"type": "http.response.start", "status": upstream.status, "headers": passed(upstream.raw_headers)})
     try:
-        async for chunk, _ in upstream.content.iter_chunks():  # in the replica's pieces
+        async for chunk, _ in upstream.content.iter_chunks():  # the chunks of the replica
             if chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
     except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
@@ -224,7 +226,7 @@ async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) ->
         if upstream.content_type == "text/event-stream":
             await send({"type": "http.response.body", "body": b"data: " + error_body(DIED) + b"\n\n", "more_body": True})
         elif (reader := direct_reader(scope)) is not None:
-            reader.abort()  # an end would look like the whole answer
+            reader.abort()  # a regular end would make the answer look complete
             return
     await send({"type": "http.response.body"})
 

@@ -1,7 +1,6 @@
-"""Maps the arenas' resident pages in the background at start.
+"""Mapping of the arenas' resident pages in the background at startup.
 
-The memory is reserved, but the first touch of a page still costs 1-9 us: 30 ms and more for the first request of 30 MB.
-"""
+The memory is reserved, but the first access to a page takes 1 to 9 us: 30 ms or more for the first request of 30 MB."""
 
 import mmap
 import threading
@@ -9,12 +8,12 @@ import time
 
 from engine.wire.arena import RESIDENT_BYTES, ArenaView
 
-STEP_BYTES = 1 << 18  # touched without a pause: well below a millisecond
+STEP_BYTES = 1 << 18  # bytes touched without a pause: well below a millisecond
 PAUSE_S = 0.001
 
 
 def warm_up(*arenas: ArenaView) -> None:
-    """Touch every resident page, lowest addresses first. It only reads, so it may run at any time."""
+    """Touch every resident page, lowest addresses first. Only reads, so it may run at any time."""
     threading.Thread(target=_touch, args=(arenas,), name="warm-up", daemon=True).start()
 
 

@@ -10,8 +10,8 @@ from cachetools import LRUCache
 from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.wire.grammar import Grammar
 
-QUICK_S = 1.0  # CPU time of a small grammar before it counts as a large one
-WALL_S = 70.0  # limit of a compilation: only a busy machine takes so long for its CPU time
+QUICK_S = 1.0  # CPU time after which a small grammar is treated as a large one
+WALL_S = 70.0  # wall-clock limit of a compilation, reached only on a busy machine
 NUM_GUESTS = 2  # one of them never compiles large grammars
 MEMORY_BYTES = 4 << 30  # limit per guest; exceeding it fails the compilation
 SMALL_CHARACTERS = 1 << 12
@@ -20,11 +20,11 @@ ENTRY_BYTES = 1 << 12  # in addition to its data
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """A grammar as xgrammar serialises it, or the reason why there is none."""
+    """A grammar as serialised by xgrammar, or the reason why it cannot be compiled."""
 
     data: bytes = b""
     error: str | None = None
-    num_bytes: int = 0  # in a cache, with the text
+    num_bytes: int = 0  # size in the cache, including the grammar's text
 
 
 class GrammarError(ValueError):
@@ -36,7 +36,8 @@ class CompilerBusy(RuntimeError):
 
 
 class GrammarCompiler:
-    """Caches results, also refusals, but nothing that depends on the machine's load. `seconds` limits the CPU time of a grammar."""
+    """Compiles grammars and caches results and rejections, but nothing that depends on the machine's load. `seconds`: CPU time limit per
+    grammar."""
 
     def __init__(self, model_folder: Path, seconds: float):
         self.pool = GuestPool(NUM_GUESTS, "engine.grammar.compile", str(model_folder), memory=MEMORY_BYTES, forks=True)
@@ -46,7 +47,7 @@ class GrammarCompiler:
 
     async def start(self) -> None:
         """Start a guest, which takes seconds, before the first grammar."""
-        with contextlib.suppress(RuntimeError):  # the pool is closed meanwhile, or the first grammar reports the error to its client
+        with contextlib.suppress(RuntimeError):  # the pool has been closed, or the first grammar reports the error
             await self.compile(Grammar("regex", "a"))
 
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
@@ -56,7 +57,7 @@ class GrammarCompiler:
                 task = self._tasks[grammar] = asyncio.create_task(self._compile(grammar, client))
                 task.add_done_callback(lambda done: self._end(grammar, done))
             try:
-                compiled = await asyncio.shield(self._tasks[grammar])  # the result is cached, also if this client leaves
+                compiled = await asyncio.shield(self._tasks[grammar])  # the result is cached even if this client disconnects
             except (TimeoutError, GuestKilled):
                 raise CompilerBusy("the compilation of the grammar was interrupted because the server is busy") from None
         if compiled.error is not None:

@@ -18,13 +18,13 @@ from engine.wire.grammar import Grammar
 
 NUM_THREADS = 4
 PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
-MAX_REASON = 200  # characters: some repeat the grammar
+MAX_REASON = 200  # characters of an error, which may contain the grammar
 BOUNDED = re.compile(r"(characters\w* ::= \(\()" + re.escape(r"[^\"\\\r\n]"))
 PLAIN = r"[^\0-\x1f\"\\\r\n]"
 MAX_DIGITS, MAX_EXPONENT_DIGITS = 20, 3
 DIGIT_RULE = re.compile(r"^(\w+) ::= \(\(\[0-9\]\)\)$", re.MULTILINE)
 DIGITS_RULE = re.compile(r"^(\w+) ::= \(\(\[0-9\] \1\) \| \(\[0-9\]\)\)$", re.MULTILINE)  # in times of day
-UNBOUNDED = re.compile(  # a repetition without end, outside of literals and classes of characters
+UNBOUNDED = re.compile(  # an unbounded repetition outside of literals and character classes
     r'"(?:[^"\\]|\\.)*"|(?P<before>\[1-9\] |\[eE\] \w+ )?(?P<rule>\w+|\[0-9\])(?:\*|\{(?P<least>\d+), -1\})|\[(?:[^\]\\]|\\.)*\]'
 )
 EBNF_RULE = re.compile(r"^\s*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
@@ -34,12 +34,12 @@ LARK_SCHEMA = re.compile(r"%json\s*(?=\{)")
 ATTRIBUTE = re.compile(r"(\w+)(?:\s*=\s*(?:\"(?:[^\"\\]|\\.)*\"|[^,]*))?\s*(?:,|$)")
 LLGUIDANCE = re.compile(r"^\s*%llguidance\s*\{[^\n]*\}\s*$", re.MULTILINE)
 NUM_FOLLOWED = 64
-MAX_TOKEN_S = 0.05  # CPU time of one token; usual ones take a hundredth
+MAX_TOKEN_S = 0.05  # CPU time per token; usual grammars take a hundredth of it
 NUM_MEASUREMENTS = 3
 
 
 def prepare(model_folder: str) -> Callable[[bytes], bytes]:
-    """No threads run after this: the guest forks."""
+    """Return the guest's function. It leaves no running thread, since the guest forks."""
     compiler = xgrammar.GrammarCompiler(read_vocabulary(Path(model_folder)), max_threads=NUM_THREADS, cache_enabled=False)
     return lambda job: msgspec.msgpack.encode(compiled(compiler, msgspec.msgpack.decode(job, type=Grammar)))
 
@@ -69,8 +69,8 @@ def compile_schema(compiler: xgrammar.GrammarCompiler, schema: object) -> xgramm
 
 
 def bounded(grammar: xgrammar.Grammar) -> str:
-    """EBNF of a schema's grammar, corrected: numbers have at most MAX_DIGITS digits before and after the point, which a model could repeat
-    for ever, and strings of bounded length have no control characters, which JSON forbids."""
+    """Return the EBNF of a schema's grammar with two corrections: numbers have at most MAX_DIGITS digits before and after the point, since
+    a model could repeat digits forever, and strings of bounded length have no control characters, which JSON forbids."""
     text = BOUNDED.sub(lambda match: match[1] + PLAIN, str(grammar))
     text = DIGITS_RULE.sub(rf"\1 ::= [0-9]{{1, {MAX_DIGITS}}}", text)
     digits = {"[0-9]", *DIGIT_RULE.findall(text)}
@@ -106,7 +106,7 @@ def ebnf_of(grammar: str) -> str:
 
 
 def lark_schema(schema: dict[str, object]) -> xgrammar.Grammar:
-    """Return the grammar of a schema, with the white space that guidance asks for, else with none."""
+    """Return the grammar of a schema with the separators that its `x-guidance` member asks for, by default without white space."""
     spaces = schema.pop("x-guidance", {})
     check(schema)
     options = spaces if isinstance(spaces, dict) else {}
@@ -141,7 +141,8 @@ def choice_grammar(choices: list[str]) -> str:
 
 
 def follow(grammar: xgrammar.CompiledGrammar) -> None:
-    """Raise ValueError if a worker could not follow the grammar fast enough. A slow measurement is repeated: the machine may cause it."""
+    """Raise ValueError if a worker cannot evaluate the grammar fast enough. A slow measurement is repeated, as the machine's load may be
+    the cause."""
     if all(slowest_token(grammar) > MAX_TOKEN_S for _ in range(NUM_MEASUREMENTS)):
         raise ValueError("the grammar takes too long to evaluate")
 

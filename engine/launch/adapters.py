@@ -1,4 +1,4 @@
-"""Adapters of `--lora-modules`: read and checked before anything starts."""
+"""Adapters of `--lora-modules`, read and checked before any process starts."""
 
 import json
 import re

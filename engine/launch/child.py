@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 M_MMAP_THRESHOLD = -3
-SWITCH_INTERVAL_S = 0.0005  # a process's main thread gets the interpreter back from other threads sooner than by default
+SWITCH_INTERVAL_S = 0.0005  # the main thread gets the interpreter lock back sooner than by default
 COMPILING = "compiling-"
 FAILED = ".failed"
-DUMP_SIGNAL = signal.SIGUSR2  # a child writes the stacks of its threads to stderr, also if its interpreter is stuck
+DUMP_SIGNAL = signal.SIGUSR2  # a child writes the stacks of its threads to stderr, even if its interpreter hangs
 
 
 class Runtime(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Runtime(msgspec.Struct, frozen=True):
     lifeline_fd: int
     listener_fd: int  # the api's socket: bound, not listening
     model_folder: str
-    model_names: tuple[str, ...]  # the first one is in answers
+    model_names: tuple[str, ...]  # answers contain the first one
     max_model_len: int
     metrics_fd: int | None = None  # like the listener
     gpu_decodes_jpegs: bool = False
@@ -92,7 +92,7 @@ class Child:
         runtime = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Runtime)
         setup_logging(role, runtime.config.log_level)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel sends it with SIGCONT if the launcher dies while a process is stopped
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent with SIGCONT by the kernel if the launcher dies while a process is stopped
         die_with_parent(signal.SIGTERM)
         raise_file_limit()
         faulthandler.register(DUMP_SIGNAL, all_threads=True)
@@ -123,7 +123,7 @@ class Child:
         self._status.send(Status(self.role, "ready", text))
 
     def failed(self, text: str) -> None:
-        """Log why this process ends, and write it to a file for the launcher. Unlike a message, a file needs no time to be sent."""
+        """Log why this process ends and write it to a file for the launcher: unlike a message, a file is complete at once."""
         logger.error("%s", text)
         with contextlib.suppress(OSError):  # the disk is full: the log has the reason
             Path(self.run_dir, self.role + FAILED).write_text(text)
@@ -140,7 +140,7 @@ class Child:
             os.read(self.runtime.lifeline_fd, 1)
             os.killpg(0, signal.SIGCONT)
             shutil.rmtree(self.run_dir, ignore_errors=True)
-            timer = threading.Timer(grace, os._exit, (1,))  # whatever `stop` does
+            timer = threading.Timer(grace, os._exit, (1,))  # even if `stop` hangs
             timer.daemon = True
             timer.start()
             with contextlib.suppress(RuntimeError):  # its event loop has ended already
@@ -153,17 +153,17 @@ def settle_heap() -> None:
     """Freeze existing objects, so that the garbage collector skips them: a full collection takes 30 to 120 ms."""
     gc.collect()
     gc.freeze()
-    gc.collect()  # of nothing: what the last one found decides how often the next ones come
+    gc.collect()  # finds nothing; its result makes later full collections rarer
 
 
 def map_large_blocks() -> None:
-    """From now on malloc maps blocks of 256 KiB or more and returns them when they are freed; by default its threshold rises, and the heap
-    grows with holes. For a process with few large blocks: each costs page faults."""
+    """Make malloc map blocks of 256 KiB or more, and so return them when they are freed; by default its threshold grows and the heap
+    becomes fragmented. For processes with few large blocks, as each costs page faults."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
 
 
 def die_with_parent(sig: signal.Signals) -> None:
-    """Has the kernel send `sig` when the parent dies."""
+    """Make the kernel send `sig` to this process when the parent dies."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig))
 
 
@@ -174,5 +174,5 @@ def raise_file_limit() -> None:
 
 
 def setup_logging(role: str, level: str) -> None:
-    """On stderr."""
+    """Log to stderr."""
     logging.basicConfig(level=level.upper(), format=f"%(asctime)s {role:<10} %(levelname)-7s %(message)s", datefmt="%H:%M:%S", force=True)

@@ -1,4 +1,4 @@
-"""Flags of vLLM and SGLang and what they are here: one table. `engine/launch/flags.py` accepts them; docs/generate.py shows them."""
+"""Table of the flags of vLLM and SGLang and their equivalents here. `engine/launch/flags.py` accepts them; docs/generate.py lists them."""
 
 import json
 import re
@@ -125,7 +125,7 @@ class Flag(NamedTuple):
 
     @property
     def field(self) -> str:
-        """Our field of which this is another name; empty if it is none."""
+        """The field of ours of which this is an alias; empty if there is none."""
         return self.rule[1:] if self.rule[0] == "=" else ""
 
 
@@ -138,8 +138,8 @@ def _flag(line: str) -> Flag:
 
 FLAGS = tuple(map(_flag, TABLE.strip().splitlines()))
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names if not flag.field}
-SAME_VALUES = {("dtype", "float"): "float32", ("load_format", "safetensors"): "auto", ("draft", "suffix"): "lookup"}  # of our fields
-ADVICE = {  # for values that our fields do not have
+SAME_VALUES = {("dtype", "float"): "float32", ("load_format", "safetensors"): "auto", ("draft", "suffix"): "lookup"}  # aliases of values
+ADVICE = {  # for values that our fields do not accept
     "dtype": "float16 overflows in these models: use bfloat16, or float32 on CPUs",
     "quantization": "use fp8, or a checkpoint in float8",
     "draft": "lookup is for answers that repeat their prompt or prediction, mtp for models with such a head",
@@ -147,7 +147,7 @@ ADVICE = {  # for values that our fields do not have
 
 
 def settle(values: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Take what is no field of ours out of a parser's values. Return lines about what has no effect, and about what is wrong."""
+    """Remove the values of foreign flags from a parser's result. Return lines about flags without effect, and about errors."""
     notes, problems = [], []
     for name, flag in BY_NAME.items():
         for given in values.pop(name) or ():
@@ -164,7 +164,7 @@ def settle(values: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def read(name: str, text: str) -> dict[str, Any]:
-    """Our fields that the value of a flag sets. Raises ValueError."""
+    """Return our fields and their values for the value of a foreign flag. Raises ValueError."""
     if name in ("--ep-size", "--expert-parallel-size"):
         return {"ep": int(text) > 1}
     if name.startswith("--speculative-algo"):
@@ -200,7 +200,7 @@ def _draft_of(method: str) -> str:
 
 
 def _numbers(**values: Any) -> dict[str, int]:
-    """Those that are given; -1 is our default."""
+    """Return the values that are given; -1 means our default."""
     if bad := [value for value in values.values() if value is not None and type(value) is not int]:
         raise ValueError(f"{bad[0]} is not a whole number")
     return {name: value for name, value in values.items() if value not in (None, -1)}

@@ -12,35 +12,36 @@ VERSION = "0.3.0.dev0"  # the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
 UNIX_HOST = "unix:"  # internal: listen on a Unix socket in the run directory
-MAY_BE_ZERO = frozenset(  # any other number is at least 1
+MAY_BE_ZERO = frozenset(  # all other numbers must be at least 1
     {"port", "metrics_port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request"}
 )
 
 FILES = ("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
 
 CHILD_DEFAULTS = {
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # no holes between image sizes
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # no fragmentation by image sizes
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # unused
-    "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers take the cores of other processes
-    "PYNVIMGCODEC_VERBOSITY": "0",  # its errors about nvJPEG2000 and nvTIFF at start are irrelevant; a failed decode is reported by itself
+    "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers would take cores from other processes
+    "PYNVIMGCODEC_VERBOSITY": "0",  # hides irrelevant errors about nvJPEG2000 and nvTIFF; failed decodes are reported
 }
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 def num_cpus() -> int:
-    """CPUs that this process may run on."""
+    """Number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class Words(NamedTuple):
-    """Annotation of a field of several words, and what joins them; each word has one of `marks`, if there are any."""
+    """Annotation of a field with several words: how they are joined, and the `marks` of which each word has one, if any."""
 
     separator: str
     marks: str = ""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Every field is a flag: `max_model_len` is `--max-model-len`. The text is its help; fields of bytes take K, M and G suffixes."""
+    """Settings of the engine. Every field is a flag: `max_model_len` is `--max-model-len`. The annotation is its help text; fields of bytes
+    accept the suffixes K, M and G."""
 
     model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = (
         "demo"
@@ -200,24 +201,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Command line of a child process that runs a module of this project, whatever files are in the working directory. Its environment is
-    `child_environment` or `share_environment`."""
+    """Return the command line of a child process that runs a module of this project, regardless of files in the working directory. Its
+    environment must be `child_environment` or `share_environment`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def child_environment(defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of a child process: ours, with CHILD_DEFAULTS and `defaults` for variables it lacks, and the path to this project."""
+    """Return the environment of a child process: ours, with CHILD_DEFAULTS and `defaults` for variables it lacks, and the path to this
+    project."""
     return {**CHILD_DEFAULTS, **(defaults or {}), **os.environ, **_search_path()}
 
 
 def _search_path() -> dict[str, str]:
-    """PYTHONPATH with the folder of these packages first. Empty entries, which mean the working directory, are left out."""
+    """Return PYTHONPATH with the folder of these packages first. Empty entries, which mean the working directory, are removed."""
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([PACKAGE_ROOT, *given]))}
 
 
 def settings_fd(config: EngineConfig) -> int:
-    """A memfd for `--config /proc/self/fd/N`, so that keys are in no file and in no list of processes. Defaults are left out."""
+    """Return a memfd for `--config /proc/self/fd/N`, so that keys appear in no file and in no process list. Defaults are omitted."""
     defaults = msgspec.structs.asdict(EngineConfig())
     changed = {name.replace("_", "-"): value for name, value in msgspec.structs.asdict(config).items() if value != defaults[name]}
     fd = os.memfd_create("settings.yaml", 0)
@@ -226,7 +228,7 @@ def settings_fd(config: EngineConfig) -> int:
 
 
 def read_variables() -> set[str]:
-    """Names of those in the environment that begin as our flags' do."""
+    """Return the names of environment variables with the prefix of our flags."""
     return {name for name in os.environ if name.startswith("ENGINE_")}
 
 
@@ -251,16 +253,16 @@ def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
 
 RAY_DEFAULTS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # bodies and streams go through HAProxy, not through Python
-    # A conversation stays on its replica, which takes at most 1.25 times the mean. Serve writes this text after `balance `.
+    # A conversation stays on its replica, up to 1.25 times the mean load. Serve inserts this text after `balance `.
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)\n    hash-type consistent\n    hash-balance-factor 125",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # for balancers that notice later than HAProxy that a replica stops
-    "RAY_AUTH_MODE": "token",  # of the user's ~/.ray/auth_token
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # for balancers that are slower than HAProxy to notice a stopping replica
+    "RAY_AUTH_MODE": "token",  # from the user's ~/.ray/auth_token
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
 def set_ray_defaults() -> None:
-    """Before Ray is imported."""
+    """Set environment variables for Ray; call this before Ray is imported."""
     os.environ.update({**RAY_DEFAULTS, **os.environ})
 
 
@@ -272,10 +274,10 @@ def is_json_object(text: str) -> bool:
 
 
 def find_problems(config: EngineConfig) -> Iterator[str]:
-    """Reasons why this cannot work."""
+    """Yield the errors of a configuration."""
     for name, value in msgspec.structs.asdict(config).items():
         flag, least = "--" + name.replace("_", "-"), 0 if name in MAY_BE_ZERO else 1
-        if type(value) is int and value < least:  # not: booleans
+        if type(value) is int and value < least:  # excludes booleans
             yield f"{flag} must be at least {least}"
         if name in ("port", "metrics_port") and (value or 0) > MAX_PORT:
             yield f"{flag} must be at most {MAX_PORT}"

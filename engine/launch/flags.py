@@ -1,4 +1,4 @@
-"""The command line of `python -m engine.serve`: flags from `EngineConfig`, its defaults from a YAML file and from the environment.
+"""Command line of `python -m engine.serve`: flags from `EngineConfig`, with defaults from a YAML file and from the environment.
 
 --port 80   beats   ENGINE_PORT=80   beats   port: 80 in --config   beats   the default
 """
@@ -23,7 +23,7 @@ SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
 LENGTHS = {"k": 1000, "m": 1000**2, "K": KIB, "M": MIB}
 NEGATIONS = ("--no-", "--disable-", "--without-")
 
-# The groups of --help by their first fields, in the order of the fields.
+# Groups of --help: first field of each group, in the order of the fields.
 GROUPS = {
     "model": "model",
     "host": "server",
@@ -44,7 +44,7 @@ SUFFIX_METAVARS = {"_bytes": "SIZE", "_memory": "SIZE", "_path": "PATH", "file":
 
 
 class BadFlags(ValueError):
-    """In one line."""
+    """Error in the flags, as one line."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -62,7 +62,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class HelpAction(argparse.Action):
-    """`--help` shows the most common flags, `--help all` every one."""
+    """`--help` shows the most common flags, `--help all` all flags."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None) -> NoReturn:
         if values == "all":
@@ -78,7 +78,7 @@ class HelpAction(argparse.Action):
 
 
 class Parser(configargparse.ArgumentParser):
-    """A mistake is a BadFlags, not a page of usage. `problems`: bad values so far."""
+    """Parser that raises BadFlags for an error instead of printing its usage. `problems`: invalid values so far."""
 
     problems: list[str]
 
@@ -92,7 +92,7 @@ class Parser(configargparse.ArgumentParser):
 
 
 def shown_default(value: object, metavar: str) -> str:
-    """A default as a person would write it: 536870912 -> '512M', True -> 'on'."""
+    """Format a default for the help: 536870912 -> '512M', True -> 'on'."""
     if isinstance(value, bool):
         return "on" if value else "off"
     suffix = next((suffix for suffix, size in reversed(SUFFIXES.items()) if metavar == "SIZE" and int(str(value)) % size == 0), "")
@@ -145,7 +145,8 @@ def add_flags(
 
 
 def _add_flags_of_others(parser: Parser) -> None:
-    """Add those that are no names of our fields, none of which is in --help. `settle` takes their values, all lists, out again."""
+    """Add the flags of other servers that are not names of our fields; --help omits them. `settle` removes their values, all lists, from
+    the result."""
     for flag in FLAGS:
         for name in flag.names:
             if flag.field and flag.values != ("",):

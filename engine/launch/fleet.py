@@ -31,18 +31,18 @@ from models.kernels.choose import Gpu
 logger = logging.getLogger(__name__)
 
 READY = re.compile(r"ready after .* serves (.+)")
-OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "dp")  # not the engines'
+OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "dp")  # fields for the proxy instead of the engines
 OF_BOTH = ("max_connections", "header_timeout", "idle_timeout", "write_timeout", "ssl_certfile", "ssl_keyfile")
 MIN_PAUSE_S, MAX_PAUSE_S = 1, 60  # before an engine is restarted; doubled if it had not become ready
-KILL_GRACE_S = 20  # after --shutdown-timeout; an engine gives its processes 10
+KILL_GRACE_S = 20  # after --shutdown-timeout; an engine waits 10 s for its processes
 POLL_S = 0.05
 CPUS = Path("/sys/devices/system/cpu")
-GONE_S = 5  # for the last log lines of a dead engine
-MAX_LINE = 1 << 20  # of a log
+GONE_S = 5  # wait for the last log lines of a dead engine
+MAX_LINE = 1 << 20  # characters of a log line
 
 
 class Ended(Exception):
-    """`code` is the launcher's exit code."""
+    """Ends the fleet; `code` is the launcher's exit code."""
 
     def __init__(self, code: int, reason: str = ""):
         super().__init__(reason)
@@ -53,24 +53,24 @@ class Ended(Exception):
 class Member:
     index: int
     url: str
-    config_fd: int  # a memfd, so that keys are not in a file
+    config_fd: int  # a memfd, so that no file contains keys
     cpus: frozenset[int]
     environment: dict[str, str]
 
 
 class Fleet:
-    """`config` has each engine's share of the memory, `listener` is the proxy's bound socket."""
+    """Several engines and their proxy. `config`: with each engine's share of the memory; `listener`: the proxy's bound socket."""
 
     def __init__(self, config: EngineConfig, listener: socket.socket):
         self._config, self._listener = config, listener
         self._started = time.monotonic()
         self._engines: set[asyncio.subprocess.Process] = set()
         self._ready: dict[int, str] = {}  # engines that serve -> the name of their model
-        self._all_ready = asyncio.Event()  # once
+        self._all_ready = asyncio.Event()  # every engine has been ready once
         self._stop = asyncio.Event()
 
     async def serve(self, gpus: Sequence[Gpu]) -> int:
-        """The exit code. Raises ValueError or OSError."""
+        """Run until the end and return the exit code. Raises ValueError or OSError."""
         config = self._config
         if gpus and len(gpus) < (needed := config.dp * config.tp):
             raise ValueError(f"--dp {config.dp} with --tp {config.tp} needs {needed} GPUs; this machine has {len(gpus)}")
@@ -89,10 +89,10 @@ class Fleet:
         return end.code
 
     def _interrupt(self) -> None:
-        """The second time ends the engines' wait for running requests."""
+        """Stop; the second call ends the engines' wait for running requests."""
         if self._stop.is_set():
             for process in self._engines:
-                with contextlib.suppress(ProcessLookupError):  # it has ended, and its output has not
+                with contextlib.suppress(ProcessLookupError):  # it has ended, but its output is still open
                     process.send_signal(signal.SIGTERM)
         self._stop.set()
 
@@ -102,7 +102,7 @@ class Fleet:
         raise Ended(0)
 
     async def _keep(self, member: Member) -> None:
-        """Runs one engine, again and again."""
+        """Run one engine, and restart it after each end."""
         pause = MIN_PAUSE_S
         while True:
             async with self._engine(member) as (process, output):
@@ -115,12 +115,13 @@ class Fleet:
                 pause = MIN_PAUSE_S if was_ready else min(2 * pause, MAX_PAUSE_S)
                 text = "engine %d %s: %d of %d are still serving; restarting it in %d s"
                 logger.error(text, member.index, how_it_ended(code), len(self._ready), self._config.dp, pause)
-                await output  # its other processes end: their GPU and port are free then
+                await output  # wait for its other processes, which hold the GPU and the port
             await asyncio.sleep(pause)
 
     @contextlib.asynccontextmanager
     async def _engine(self, member: Member) -> AsyncIterator[tuple[asyncio.subprocess.Process, "asyncio.Task[None]"]]:
-        """A started engine, and its output, which ends with its last process. Leaving stops it."""
+        """Context with a started engine and the task that copies its output, which ends with the engine's last process. On exit the engine
+        is stopped."""
         command = tethered.command(member.cpus, "engine.serve", "--config", f"/proc/self/fd/{member.config_fd}")
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -149,14 +150,14 @@ class Fleet:
                     self._all_ready.set()
 
     async def _route(self, members: Sequence[Member]) -> None:
-        """Runs the proxy as soon as every engine serves; it is the last to end."""
+        """Run the proxy, starting when every engine is ready; it is the last process to end."""
         await self._all_ready.wait()
         config, fd = self._config, self._listener.fileno()
         cpus, urls = frozenset(os.sched_getaffinity(0)), (member.url for member in members)
         command = tethered.command(cpus, "server.route", "--fd", str(fd), "--backends", *urls)
         for name, value in msgspec.structs.asdict(config).items():
             command += ["--" + name.replace("_", "-"), str(value)] if name in OF_BOTH and value else []
-        keys = os.memfd_create("keys", 0)  # in no file, and in no list of processes
+        keys = os.memfd_create("keys", 0)  # keeps the keys out of files and process lists
         if api_keys := read_api_keys(config):
             os.write(keys, "\n".join(api_keys).encode())
             command += ["--api-key-file", f"/proc/self/fd/{keys}"]
@@ -164,7 +165,7 @@ class Fleet:
             *command, stdout=asyncio.subprocess.PIPE, env=child_environment(), pass_fds=(fd, keys), process_group=0
         )
         os.close(keys)
-        self._listener.close()  # when the proxy has ended, no process listens
+        self._listener.close()  # so that the port closes with the proxy
         assert process.stdout is not None
         try:
             async for line in process.stdout:
@@ -181,8 +182,8 @@ class Fleet:
 
 
 def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
-    """Return an equal share for each engine. Ports follow the proxy's `port`, or are any with --port 0. Defaults are not passed on: each
-    engine counts its own CPUs."""
+    """Return the engines, each with an equal share. Their ports follow the proxy's `port`; with --port 0 they are arbitrary. Defaults are
+    not passed on, since each engine counts its own CPUs."""
     ports = range(port + 1, port + 1 + config.dp) if config.port else _free_ports(config.dp)
     defaults = EngineConfig()
     own = msgspec.structs.replace(config, **{name: getattr(defaults, name) for name in OF_THE_PROXY})
@@ -197,7 +198,7 @@ def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
 
 
 def _neighbouring_cpus() -> list[int]:
-    """CPUs that we may use, by socket and core."""
+    """Return the usable CPUs, sorted by socket and core."""
 
     def place(cpu: int) -> tuple[int, int, int]:
         topology = CPUS / f"cpu{cpu}" / "topology"
@@ -216,11 +217,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 async def _copy(log: asyncio.StreamReader, prefix: str) -> None:
-    """Lines of an engine's log, each with its number."""
+    """Copy an engine's log lines with its number as prefix."""
     while True:
         try:
             line = await log.readline()
-        except ValueError:  # longer than MAX_LINE: left out, since a full pipe would stop the engine
+        except ValueError:  # longer than MAX_LINE: skipped, since a full pipe would block the engine
             continue
         if not line:
             return

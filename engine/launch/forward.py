@@ -1,4 +1,4 @@
-"""Forwards requests of an ASGI server to a server on a Unix socket."""
+"""Forwarding of requests of an ASGI server to a server on a Unix socket."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ class Forwarder:
         self._path, self._clients = path, UnixClients()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A client that leaves aborts its request."""
+        """Forward a request. It is aborted if the client disconnects."""
         is_read = asyncio.Event()
         relay, watch = asyncio.create_task(self._relay(scope, receive, send, is_read)), asyncio.create_task(_left(receive, is_read))
         try:
@@ -69,7 +69,7 @@ async def _body(receive: Receive, is_read: asyncio.Event) -> AsyncIterator[bytes
 
 
 async def _left(receive: Receive, is_read: asyncio.Event) -> None:
-    """Returns when the client disconnected."""
+    """Return when the client has disconnected."""
     await is_read.wait()
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 STEP_SIZES = {"hopper": HOPPER_SIZES, "portable": PORTABLE_SIZES, "torch": TORCH_SIZES}
 VALUE_BYTES = 2  # bfloat16
 GRAPH_BYTES = 4 * MIB  # launches of one captured step
-WORKSPACE_BYTES = 32 * MIB  # of cuBLAS, for a stream
+WORKSPACE_BYTES = 32 * MIB  # cuBLAS's, per stream
 RUNTIME_BYTES, RANKS_BYTES = 7 * GIB // 10, 8 * GIB // 10  # CUDA, kernels, sampler; memory shared by ranks
 TOWER_BYTES = 9 * MIB // 10  # tables and graphs, per value of the tower's width
 LOGITS_BYTES = 24  # per row and vocabulary entry while rows sample by sorting
@@ -49,7 +49,7 @@ class Needs(NamedTuple):
     runtime: int = 0
     activations: int = 0
     step_graphs: int = 0
-    tower: int = 0  # tables, graphs, and an image that no plan has named yet
+    tower: int = 0  # tables, graphs, and one image that was encoded early
     states: int = 0  # of rows
 
 
@@ -174,12 +174,12 @@ def state_bytes(config: EngineConfig, spec: CacheSpec) -> int:
 
 
 def max_drafts(config: EngineConfig) -> int:
-    """Most drafts per row and step."""
+    """Maximum number of draft tokens per row and step."""
     return {"off": 0, "mtp": MAX_HEAD_DRAFTS}.get(config.draft, MAX_DRAFTS)
 
 
 def max_samples(config: EngineConfig, sizes: StepSizes) -> int:
-    """Most samples per step: one per row, or several with drafts."""
+    """Maximum number of samples per step: one per row, or several with draft tokens."""
     return config.max_num_seqs if config.draft == "off" else max(config.max_num_seqs, sizes.verify_rows)
 
 

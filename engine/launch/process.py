@@ -10,22 +10,22 @@ from engine.launch import tethered
 from engine.launch.config import UNIX_HOST, EngineConfig, settings_fd, share_environment
 from engine.launch.supervise import ChildDied, how_it_ended
 
-KILL_S = 20  # its own processes have 10
+KILL_S = 20  # the server waits 10 s for its own processes
 
 
 class ServerProcess:
-    """`python -m engine.serve`. It ends with `stop`, or with the thread that started it."""
+    """`python -m engine.serve` as a child process. It ends by `stop`, or when the thread that started it ends."""
 
     def __init__(self, config: EngineConfig):
         self._config = msgspec.structs.replace(config, host=UNIX_HOST, ssl_certfile=None, ssl_keyfile=None, metrics_port=None)
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
-        self.path = ""  # of the socket
-        self.death: str | None = None  # why it serves no more
+        self.path = ""  # path of the socket
+        self.death: str | None = None  # reason why it has ended
 
     async def start(self) -> None:
-        """Returns when the server is ready. Raises ValueError or ChildDied with the reason that the server reports, and leaves nothing."""
+        """Return when the server is ready. Raises ValueError or ChildDied with the reason that the server reports, and cleans up."""
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.stop)
             fd = settings_fd(self._config)
@@ -52,7 +52,7 @@ class ServerProcess:
         await asyncio.shield(self._stopping)
 
     async def lost(self, problem: Exception, patience: float = 30.0) -> Exception:
-        """The reason for a broken connection: ChildDied if the server ends within `patience` seconds, else `problem`."""
+        """Return the reason for a broken connection: ChildDied if the server ends within `patience` seconds, else `problem`."""
         if self._ended is not None:
             await asyncio.wait([self._ended], timeout=patience)
         return problem if self.death is None else ChildDied(self.death)

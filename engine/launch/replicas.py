@@ -34,7 +34,7 @@ from ray import serve  # noqa: E402
 logger = logging.getLogger(__name__)
 
 APP = "mini-vlm"
-HEALTH_CHECK_S = 1  # three that fail in a row have a replica replaced
+HEALTH_CHECK_S = 1  # interval; a replica is replaced after three consecutive failures
 BUSY_SHARE = 0.75  # share of --max-num-seqs: autoscaling target of a replica
 
 
@@ -44,23 +44,23 @@ class Replica:
     """One engine. The actor is its parent; it sees the GPUs that Ray gave it."""
 
     async def __init__(self, config: EngineConfig, num_neighbours: int):  # type: ignore[misc] # Serve awaits it
-        """Returns when the engine is ready. Raises ValueError or ChildDied."""
+        """Return when the engine is ready. Raises ValueError or ChildDied."""
         setup_logging("replica", config.log_level)
         raise_file_limit()
         self._server = ServerProcess(size_arenas(config, memory_limit() // num_neighbours))
         await self._server.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Serve's name for it."""
+        """Return the ASGI application; the name is defined by Ray Serve."""
         return Starlette(routes=[Mount("/", Forwarder(self._server.path))])
 
     async def check_health(self) -> None:
-        """Serve's name for it. If it raises, Serve starts another replica."""
+        """Raise if the replica must be replaced; the name is defined by Ray Serve."""
         if self._server.death is not None:
             raise RuntimeError(self._server.death)
 
     async def __del__(self) -> None:
-        """Serve calls it when the running requests have ended."""
+        """End the engine. Ray Serve calls this when the running requests have ended."""
         await self._server.stop()
 
 
@@ -90,7 +90,7 @@ def build(args: dict[str, str]) -> serve.Application:
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConfig]:
-    """Our own flags, and the engines' configuration."""
+    """Return this command's own flags and the engines' configuration."""
     parser = argparse.ArgumentParser("engine.launch.replicas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, required=True, help="engines")
     parser.add_argument("--max-replicas", type=int, help="maximum number of engines when those are busy; default: no more")
@@ -106,7 +106,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConf
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Run the deployment and return the exit code."""
     own, config = parse(argv)
     setup_logging("launcher", config.log_level)
     stop = threading.Event()

@@ -54,7 +54,7 @@ class Supervisor:
         inherited = (*runtime.arena_fds, self.lifeline_fd, *fds)
         home = cuda_home() if runtime.backend == "hopper" else None
         environment = child_environment({} if home is None else {"CUDA_HOME": str(home)})
-        group = next((child.pid for child in self._children.values()), 0)  # one of all children
+        group = next((child.pid for child in self._children.values()), 0)  # one process group for all children
         self._children[role] = subprocess.Popen(command, pass_fds=inherited, env=environment, process_group=group)
 
     def wait_ready(self, roles: set[str]) -> dict[str, str]:
@@ -82,7 +82,7 @@ class Supervisor:
             logger.error("%s, process %d, is in state %s", role, child.pid, _state_of(child.pid))
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(DUMP_SIGNAL)
-            time.sleep(DUMP_S)  # one after the other
+            time.sleep(DUMP_S)  # so that the stacks are not interleaved
 
     def drain(self, timeout: float) -> None:
         """Make the api refuse new requests and end after the running ones; wait until any child ends."""

@@ -1,7 +1,6 @@
-"""Runs a module that ends with its parent, on CPUs of its own: `engine.launch.tethered PARENT_PID CPU,CPU,... MODULE ARGUMENT...`.
+"""Start a module that ends with its parent, on its own CPUs: `engine.launch.tethered PARENT_PID CPU,CPU,... MODULE ARGUMENT...`.
 
-Not by a `preexec_fn`, which may wait for ever for a lock that another thread of the parent holds.
-"""
+A `preexec_fn` could not do this: it may wait forever for a lock that another thread of the parent holds."""
 
 import os
 import runpy
@@ -19,7 +18,7 @@ def command(cpus: frozenset[int], module: str, *arguments: str) -> list[str]:
 def main() -> None:
     parent, cpus, module = sys.argv[1:4]
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != int(parent):  # it had ended before
+    if os.getppid() != int(parent):  # the parent has already ended
         sys.exit(1)
     os.sched_setaffinity(0, map(int, cpus.split(",")))
     sys.argv[1:4] = []

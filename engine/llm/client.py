@@ -1,4 +1,4 @@
-"""`AsyncLLM`: requests to a server of its own.
+"""`AsyncLLM`: requests to a server that it starts.
 
 Ask ──▶ JSON ──▶ HTTP on a Unix socket ──▶ engine.serve, a child process ─ ─ ▶ a document, or parts of a stream ──▶ RequestOutput
 """
@@ -24,7 +24,7 @@ from engine.wire.updates import Drain
 RETRY_S = 0.05
 OURS = {"api_key": None, "api_key_file": None, "allowed_hosts": None, "root_path": "", "shutdown_timeout": 0}
 STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-READ_BUFFER = 1 << 26  # half of the longest document
+READ_BUFFER = 1 << 26  # half of the maximum document size
 JSON = {"content-type": "application/json"}
 
 
@@ -62,7 +62,7 @@ class AsyncLLM:
         return self._outputs(Ask(CHAT, messages, sampling_params, fields), is_streamed=True)
 
     def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a text or token ids, as `chat`."""
+        """Continue a text or token ids; see `chat`."""
         return self._outputs(Ask(COMPLETIONS, prompt, sampling_params, fields), is_streamed=True)
 
     async def embed(self, prompt: Any, **fields: Any) -> EmbeddingRequestOutput:
@@ -129,7 +129,7 @@ class AsyncLLM:
             while True:
                 error = None
                 async with self._session.post(path, data=body, headers=JSON) as response:
-                    async for line in response.content:  # one, or those of the events of a stream
+                    async for line in response.content:  # a single line, or the events of a stream
                         if (text := line.removeprefix(b"data: ")).startswith(b"{"):
                             document = msgspec.json.decode(text)
                             if error := document.get("error"):
@@ -146,7 +146,7 @@ class AsyncLLM:
 
 
 def _schema_of(model: Any) -> Any:
-    """Return the schema of a pydantic class in a body. Raises ValueError for other values that JSON does not have."""
+    """Return the JSON schema of a pydantic class in a body. Raises ValueError for other values that are not JSON."""
     if not hasattr(model, "model_json_schema"):
         raise ValueError(f"a request cannot contain a {type(model).__name__}")
     return model.model_json_schema()

@@ -17,20 +17,20 @@ from engine.wire.params import PARAMETERS
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")
-PICTURE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # that PNG has
+PICTURE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that PNG supports
 URL_SCHEMES = ("data:", "http://", "https://", "file://")
 FIELDS = (  # of SamplingParams
     *("n", "stop", "include_stop_str_in_output", "skip_special_tokens", "logprobs", "truncate_prompt_tokens", "priority"),
     *("structured_outputs", "extra", *PARAMETERS),
 )
 
-StructuredOutputsParams = dict[str, Any]  # of one member; `json` may be a pydantic class
+StructuredOutputsParams = dict[str, Any]  # with one member; `json` may be a pydantic class
 
 
 class SamplingParams(SimpleNamespace):
-    """Sampling parameters by vLLM's names (docs/fields.md); those left out are None and follow the checkpoint's recommendation, as over
-    HTTP. Without `max_tokens` a chat extends to the end of the context, and a text completion has 16 tokens. `extra` holds further fields
-    of the API."""
+    """Sampling parameters by vLLM's names (docs/fields.md). Omitted ones are None and follow the checkpoint's recommendation, as over HTTP.
+    Without `max_tokens`, a chat answer is limited by the context only, and a text completion has 16 tokens. `extra`: further fields of the
+    API."""
 
     def __init__(self, **fields: Any):
         if unknown := sorted(fields.keys() - FIELDS):

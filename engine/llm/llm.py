@@ -58,7 +58,7 @@ class LLM:
         return self._all(_asks(EMBEDDINGS, prompts, None, fields), use_tqdm, errors)
 
     def as_completed(self, messages: Any, sampling_params: Params = None, **fields: Any) -> Results:
-        """As `chat`, but yields the number of a conversation and its output, or its `error`, as soon as it is finished."""
+        """Like `chat`, but yield the number of a conversation and its output, or its `error`, as soon as it is finished."""
         return self._results(_asks(CHAT, messages, sampling_params, fields))
 
     def pause(self, mode: Drain = "abort") -> None:

@@ -1,4 +1,4 @@
-"""`POST /v1/messages`, Anthropic's dialect: a request is translated into one of chat completions, whose other fields it may have too."""
+"""`POST /v1/messages`, Anthropic's dialect: a request is translated to a chat completion, whose other fields are accepted, too."""
 
 import secrets
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 LIMITED = LIMITED_IN_DIALECTS | limits_of(
     ((), "container enable_thinking output_format parallel_tool_calls stop stream_options top_logprobs"),
 )
-DROPPED = ("context_management", "mcp_servers")  # what a vendor does around its models
+DROPPED = ("context_management", "mcp_servers")  # fields of the vendor's own services
 HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
 
 
@@ -69,7 +69,7 @@ ResultBlock = Annotated[TextBlock | MediaBlock, OneOf("blocks of a result are of
 
 
 class ToolResultBlock(Strict):
-    """`is_error` has no effect: the content says it."""
+    """Result of a tool. `is_error` has no effect: the model sees the content."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -93,7 +93,7 @@ class Turn(Strict):
 
 
 class ClientTool(Strict):
-    """Tools that Anthropic runs are of other types, and dropped."""
+    """A tool that the client runs. Tools that Anthropic runs have other types and are dropped."""
 
     type: Literal["custom", None] = None
     name: Name
@@ -157,7 +157,7 @@ class MessageEvent(BaseModel):
 
 
 def chat_body(request: CountRequest, scanner: Scanner) -> dict[str, Any]:
-    """As chat completions have it. RequestError 400."""
+    """Return the JSON of a chat completion. RequestError 400."""
     chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
     chat |= request.model_dump(include={"model", "max_tokens", "temperature", "top_p", "top_k", "stop", "stream"})
     chat["messages"] = list(_messages(request, scanner))
@@ -230,7 +230,7 @@ class MessageFormat(BlockFormat):
     def __init__(self, options: ReplyOptions):
         self._head = {"id": f"msg_{secrets.token_hex(16)}", "type": "message", "role": "assistant", "model": options.model}
         self._warnings = {"warnings": options.warnings} if options.warnings else {}
-        self._index = -1  # of the last block
+        self._index = -1  # index of the last block
 
     def first_chunk(self, choice: Choice) -> bytes:
         ending = {"stop_reason": None, "stop_sequence": None, "usage": usage_json(choice.usage)}
@@ -282,7 +282,7 @@ def _block(kind: str, text: str, call: Call | None) -> dict[str, Any]:
     if call is None:
         return {"type": kind, kind: text, **({"signature": ""} if kind == "thinking" else {})}
     try:
-        arguments = from_json(text, allow_partial=True, cache_strings="keys")  # what can be parsed of cut ones, as the SDK does
+        arguments = from_json(text, allow_partial=True, cache_strings="keys")  # truncated ones as far as possible, like the SDK
     except ValueError:
         arguments = None
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments if isinstance(arguments, dict) else {}}

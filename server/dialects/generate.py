@@ -1,4 +1,4 @@
-"""SGLang's own dialect: `POST /generate` is translated into a text completion, with images where its prompt has their placeholders."""
+"""SGLang's own dialect: `POST /generate` is translated to a text completion, with images in place of the prompt's placeholders."""
 
 import asyncio
 import functools
@@ -30,9 +30,9 @@ from server.openai.schema import CompletionRequest, Ids, prompts_of
 
 Json = dict[str, Any]
 Triple = tuple[float | None, int, str | None]
-BARE = re.compile(r"[A-Za-z0-9+/_-]{64,}={0,2}")  # base64 without its `data:`
+BARE = re.compile(r"[A-Za-z0-9+/_-]{64,}={0,2}")  # base64 without a `data:` prefix
 HEALTH_S = 20.0
-GROWTH_PARTS = 256  # a long answer has an event when it has grown by one of so many parts
+GROWTH_PARTS = 256  # a long answer has an event each time it has grown by 1/256
 LIMITED = limits_of(
     ((), "audio_data video_data input_embeds prompt_logprobs echo"),
     ((False,), "return_token_ids return_tokens_as_token_ids logprobs"),
@@ -77,7 +77,7 @@ class GenerateRequest(Open):
         return prompts_of(self.value)
 
     def images(self, num_prompts: int) -> list[list[str]]:
-        """Of each prompt. RequestError 400."""
+        """Return the images of each prompt. RequestError 400."""
         given: Any = [self.image_data] if isinstance(self.image_data, str) else self.image_data or []
         if num_prompts == 1 and all(isinstance(image, str) for image in given):
             given = [given]
@@ -98,7 +98,7 @@ class Generated(BaseModel):
 
 
 class GenerateFormat(Format):
-    """An event holds the whole answer so far."""
+    """Format in which every event contains the whole answer so far."""
 
     def __init__(self, options: ReplyOptions, asked: GenerateRequest, request: CompletionRequest, version: str = FIRST_VERSION):
         self._id = request.rid or secrets.token_hex(16)
@@ -110,7 +110,7 @@ class GenerateFormat(Format):
         return b""
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
-        """An event per token would take quadratic time."""
+        """Return an event if the answer has grown enough: one per token would take quadratic time."""
         choice.note_text(event)
         num_tokens = choice.usage.num_generated
         if event.finish_reason is not None or num_tokens - self._num_sent[choice.index] < num_tokens // GROWTH_PARTS:
@@ -153,7 +153,8 @@ class GenerateFormat(Format):
         return {"text": "".join(choice.content), "output_ids": choice.token_ids, "meta_info": meta}
 
     def _logprobs(self, choice: Choice) -> Json:
-        """Triples of value, id, and text or null: of the tokens of prompt and answer, and of the likely ones in their places."""
+        """Return triples of value, id, and text or null: for the tokens of prompt and answer, and for the most likely tokens at their
+        positions."""
         start, has_top = self._asked.logprob_start_len or 0, bool(self._asked.top_logprobs_num)
         found: Json = {}
         if choice.logprobs:
@@ -175,7 +176,7 @@ class GenerateFormat(Format):
 
 
 def completion_body(asked: GenerateRequest) -> Json:
-    """As text completions have it. RequestError 400."""
+    """Return the JSON of a text completion. RequestError 400."""
     sampling = asked.sampling_params or Sampling()
     num_top = (asked.top_logprobs_num or 0) if asked.return_logprob else None
     start = -1 if asked.logprob_start_len is None else asked.logprob_start_len

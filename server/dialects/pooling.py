@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, `/rerank`, `/score` and their kin, with the conversations of Qwen3-VL-Embedding and Qwen3-VL-Reranker."""
+"""`POST /v1/embeddings`, `/rerank`, `/score` and related routes, with the conversations of Qwen3-VL-Embedding and Qwen3-VL-Reranker."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ JUDGE = (
     'Note that the answer can only be "yes" or "no".'
 )
 LABELS = ["yes", "no"]
-MAX_INPUTS = 1000  # as many as LangChain sends at once
+MAX_INPUTS = 1000  # LangChain's batch size
 InputList = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Json = dict[str, Any]
@@ -73,14 +73,14 @@ class ScoreRequest(PoolingRequest):
 
 
 class PoolingEndpoint(Endpoint):
-    """An endpoint whose answers are made of numbers: logits of `words`, or hidden states."""
+    """An endpoint whose answers are numbers: logits of `words`, or hidden states."""
 
     gives = Json
     words = LABELS
 
     @abstractmethod
     def prompts(self, request: Any) -> tuple[str, list[Any]]:
-        """Return a field, and its prompts: messages, or token ids. RequestError 400."""
+        """Return a field and its prompts: messages, or token ids. RequestError 400."""
 
     @abstractmethod
     def show(self, request: Any, values: list[Floats]) -> Json: ...
@@ -129,7 +129,7 @@ class EmbeddingsEndpoint(PoolingEndpoint):
         return "input", texts
 
     def show(self, request: EmbeddingRequest, values: list[Floats]) -> Json:
-        """Each vector is written alone, so that other threads run in between."""
+        """Serialise each vector separately, so that other threads run in between."""
         return {"data": [msgspec.Raw(encode(self._entry(request, i, hidden))) for i, hidden in enumerate(values)]}
 
     def _entry(self, request: EmbeddingRequest, index: int, hidden: Floats) -> Json:
@@ -202,7 +202,7 @@ def probability_of_yes(logits: Floats) -> float:
 
 
 def judged(request: PoolingRequest, query: str | ItemContent, document: str | ItemContent) -> list[Message]:
-    """The question that a reranker answers with yes or no."""
+    """Return the question that a reranker answers with yes or no."""
     parts = [_text(f"<Instruct>: {request.instruction or RERANK}"), *_parts(query, "<Query>:"), *_parts(document, "\n<Document>:")]
     return [Message(role="system", content=JUDGE), Message(role="user", content=parts)]
 
@@ -221,6 +221,6 @@ def _text(text: str) -> Any:
 
 
 def _system(request: PoolingRequest) -> Message:
-    """An instruction ends with a punctuation mark."""
+    """Return the system message with the instruction, which gets a final punctuation mark."""
     text = (request.instruction or "").strip() or EMBED
     return Message(role="system", content=text if unicodedata.category(text[-1]).startswith("P") else f"{text}.")

@@ -1,7 +1,6 @@
-"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated into a chat completion, whose other fields it may have too.
+"""`POST /v1/responses`, OpenAI's newer dialect: a request is translated to a chat completion, whose other fields are accepted, too.
 
-Answers are not stored, so a request brings the whole conversation. A stream is numbered events.
-"""
+Answers are not stored, so a request contains the whole conversation. A stream consists of numbered events."""
 
 import functools
 import secrets
@@ -33,9 +32,9 @@ LIMITED = LIMITED_IN_DIALECTS | limits_of(
     ((True,), "add_generation_prompt"),
     (("disabled",), "truncation"),
 )
-DROPPED = ("context_management",)  # what a vendor does around its models
+DROPPED = ("context_management",)  # fields of the vendor's own services
 HARMLESS = ("access_programs", "max_tool_calls", "store", "stream_options")
-REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # by answers
+REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
 LOGPROBS = "message.output_text.logprobs"
 CHOICES = "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}"
 PARTS = "parts are of type 'input_text', 'input_image', 'input_video' or 'output_text'"
@@ -51,7 +50,7 @@ class MessageItem(Strict):
 
 
 class CallItem(Strict):
-    """`arguments` are a function's, `input` is a custom tool's."""
+    """A call. `arguments` belong to a function, `input` to a custom tool."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: str
@@ -68,7 +67,7 @@ class ResultItem(Strict):
 
 
 class ThoughtItem(Strict):
-    """Encrypted content is ignored."""
+    """Reasoning of an earlier answer. Encrypted content is ignored."""
 
     type: Literal["reasoning"]
     content: Annotated[list[TextPart], FIRST] | None = None
@@ -79,14 +78,14 @@ Item = Annotated[MessageItem | CallItem | ResultItem | ThoughtItem, OneOf(ITEMS)
 
 
 class FlatTool(FunctionDefinition):
-    """Tools that OpenAI runs are of other types, and dropped."""
+    """A tool that the client runs. Tools that OpenAI runs have other types and are dropped."""
 
     type: Literal["function", "custom"]
     format: Json | None = None
 
 
 class Namespace(Strict):
-    """Functions of an MCP server that the client runs."""
+    """Functions of an MCP server that the client connects to."""
 
     type: Literal["namespace"]
     name: Name
@@ -103,7 +102,7 @@ class TextOptions(Strict):
 
 class Reasoning(Strict):
     effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None  # there are none
+    summary: Literal["auto", "concise", "detailed"] | None = None  # accepted; no summaries are made
 
 
 class ResponsesRequest(Open):
@@ -122,7 +121,7 @@ class ResponsesRequest(Open):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None  # LOGPROBS; what else may be included does not exist here
+    include: list[str] | None = None  # only LOGPROBS has an effect
     metadata: Json | None = None
 
 
@@ -140,12 +139,12 @@ class ResponseEvent(BaseModel):
 
 
 def joined(namespace: str | None, name: str) -> str:
-    """Return the name that the model sees."""
+    """Return the function's name as the model sees it."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def chat_body(request: ResponsesRequest, scanner: Scanner) -> Json:
-    """As chat completions have it. RequestError 400."""
+    """Return the JSON of a chat completion. RequestError 400."""
     chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
     chat |= request.model_dump(include={"model", "max_tokens", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls"})
     chat["logprobs"] = bool(request.top_logprobs) or LOGPROBS in (request.include or ()) or None
@@ -174,7 +173,7 @@ def _tools(tool: Any, namespace: str | None = None) -> Iterator[Any]:
 
 
 def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
-    """Reasoning, the text after it and the calls after that are one message of the assistant."""
+    """Yield messages. Reasoning, the text after it and the calls after that form one message of the assistant."""
     texts, thoughts, calls = list[str](), list[str](), list[Json]()
     for i, item in enumerate([*items, None]):
         is_assistant = isinstance(item, MessageItem) and item.role == "assistant"
@@ -202,7 +201,7 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
 
 
 class Kind(NamedTuple):
-    """Prefix of ids, name of deltas, first members, and the member that has the text if it is not `content`."""
+    """Kind of an item: prefix of its ids, name of its deltas, its first members, and the member with its text if that is not `content`."""
 
     prefix: str
     delta: str
@@ -219,7 +218,7 @@ KINDS = {
 
 
 class ResponseFormat(BlockFormat):
-    """`repeated` is what the answer repeats of its request."""
+    """Format of responses. `repeated`: members that the answer repeats from its request."""
 
     def __init__(self, options: ReplyOptions, repeated: Json):
         self._head = {
@@ -233,9 +232,9 @@ class ResponseFormat(BlockFormat):
         self._names = {joined(*pair): {"namespace": pair[0], "name": pair[1]} for pair in names}
         self._text = CustomText()
         self._num_events = 0
-        self._items: list[Json] = []  # begun; the last one may be open
-        self._pieces: list[str] = []  # of the open item
-        self._logprobs: list[Json] = []  # of the open item
+        self._items: list[Json] = []  # started items; the last one may be open
+        self._pieces: list[str] = []  # text of the open item
+        self._logprobs: list[Json] = []  # log-probabilities of the open item
 
     def first_chunk(self, choice: Choice) -> bytes:
         response = self._head | {"status": "in_progress", "output": []}
@@ -282,7 +281,7 @@ class ResponseFormat(BlockFormat):
         return error + self._event("failed", response=self._head | failure)
 
     def _finish(self, choice: Choice, usage: Usage, timings: Json) -> tuple[bytes, Json]:
-        """Return the last item's events and the complete response. A call that a stop string cut is incomplete in a complete response."""
+        """Return the last item's events and the completed response. A call that was cut by a stop string is an incomplete item of it."""
         is_cut = choice.finish_reason in ("length", "abort")
         is_half = is_cut or (self._open in ("call", "custom") and not choice.calls[-1].is_whole)
         events = self._stop_item("incomplete" if is_half else "completed")
@@ -314,7 +313,7 @@ class ResponseFormat(BlockFormat):
         return {"type": KINDS[kind].delta, "text": text, **({"annotations": [], "logprobs": self._logprobs} if kind == "text" else {})}
 
     def _event(self, name: str, kind: str = "", logprobs: list[Json] | None = None, /, **fields: object) -> bytes:
-        """An event, of the last item if it has a kind."""
+        """Return an event; with `kind` it belongs to the last item."""
         self._num_events += 1
         place: Json = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1} if kind else {}
         place |= {"content_index": 0} if kind in ("thinking", "text") else {}

@@ -1,4 +1,4 @@
-"""Weight updates, by the routes of vLLM and of SGLang: pause, replace weights, resume. Served with `--enable-weight-updates` only.
+"""Weight updates by the routes of vLLM and of SGLang: pause, replace weights, resume. Served only with `--enable-weight-updates`.
 
 body ──▶ request type ──▶ order ──▶ scheduler ──▶ OrderDone ──▶ the document of the route's server
 """
@@ -34,7 +34,7 @@ from server.http.validate import Strict, bad_value, check, read_object
 from server.openai.openapi import BodyRoute, DescribedRoute
 
 Json = dict[str, Any]
-MAX_BYTES = 64 << 20  # of a body: tens of thousands of tensors
+MAX_BYTES = 64 << 20  # limit of a body, enough for tens of thousands of tensors
 GROUP = "weight_update_group"
 DRAINS: dict[str | None, Drain] = {
     None: "abort", "abort": "abort", "wait": "wait", "finish": "wait", "keep": "keep", "retract": "keep", "in_place": "keep",
@@ -44,13 +44,13 @@ UPDATE_PATHS = "/update_weights_from_"  # SGLang's
 
 
 class Changed(BaseModel):
-    """What vLLM's routes answer."""
+    """Answer of vLLM's routes."""
 
     message: str
 
 
 class Succeeded(BaseModel):
-    """What SGLang's routes answer."""
+    """Answer of SGLang's routes."""
 
     success: bool
     message: str
@@ -61,11 +61,11 @@ class State(BaseModel):
 
 
 class Nothing(Strict):
-    """A body without fields that matter here."""
+    """A body whose fields are all ignored."""
 
 
 class WeightRoute:
-    """An ASGI application that gives one order."""
+    """ASGI application that gives one order."""
 
     takes: ClassVar[type[Strict]] = Nothing
     gives: ClassVar[type[BaseModel]] = Succeeded
@@ -355,5 +355,5 @@ def weight_routes(child: Child, client: Client) -> list[DescribedRoute]:
 
 
 def refusal_body(info: ErrorInfo) -> bytes:
-    """An error as SGLang's clients read it, and as all others do."""
+    """Return an error in SGLang's form, which also has the members of OpenAI's."""
     return msgspec.json.encode({"success": False, "message": info.message, **msgspec.json.decode(error_body(info))})

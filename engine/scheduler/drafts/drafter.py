@@ -14,10 +14,10 @@ from engine.scheduler.state import State
 from engine.wire.messages import MAX_DRAFTS
 
 LEAST_PROBABILITY = 0.2  # that a draft and all before it are accepted
-LEAST_GAIN = 0.4  # tokens that a row's drafts must gain to outweigh the wait of host and device for each other
-LEAST_GAIN_ALTERNATING = 1.1  # in a step with rows planned ahead: the row skips every other step
+LEAST_GAIN = 0.4  # expected tokens that outweigh the cost of waiting for the previous result
+LEAST_GAIN_ALTERNATING = 1.1  # the same if other rows are planned ahead: the row then skips every other step
 DECAY = 0.9  # weight of old hits and misses per new one
-MAX_PAUSE = 64  # tokens
+MAX_PAUSE = 64  # maximum length in tokens of a pause after failed drafts
 
 Proposal = list[tuple[int, float]]  # tokens, each with its conditional probability
 
