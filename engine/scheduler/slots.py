@@ -7,10 +7,10 @@ from engine.wire.messages import EngineRequest, ErrorInfo, Load
 
 
 class NoSlots:
-    """Slots as the core uses them; here no request needs one. An annex that has slots overrides every method."""
+    """Slots as used by the core; here no request needs one. An annex with slots overrides every method."""
 
     def begin_plan(self) -> None:
-        """Begin a plan, in which `may_start` is asked once per request, in their order."""
+        """Begin a plan, during which `may_start` is called once per request, in order."""
 
     def may_start(self, wire: EngineRequest) -> bool:
         """Return whether the slot of this request is free."""
@@ -24,7 +24,7 @@ class NoSlots:
         """Release the slot of a request that is preempted or ends."""
 
     def of_images(self, request: Request) -> int:
-        """Return the slot with which images of this running request are encoded; -1: none."""
+        """Return the slot with which this running request's images are encoded; -1: none."""
         return -1
 
     def take_loads(self) -> Sequence[Load]:
@@ -35,7 +35,7 @@ class NoSlots:
         """Note the numbers of orders that a worker could not execute (`StepResult.failed_loads`)."""
 
     def error_of(self, wire: EngineRequest) -> ErrorInfo | None:
-        """Return why a request can never run, if so."""
+        """Return the reason why a request can never run, if there is one."""
         return None
 
     def check(self, holders: Sequence[Request]) -> None:

@@ -23,7 +23,7 @@ MIXED = (
 
 
 class UpdateControl:
-    """Orders of the api, one job at a time. `send` reaches every worker, `answer` the api."""
+    """Executes orders of the api, one job at a time. `send` reaches every worker, `answer` the api."""
 
     def __init__(self, core: SchedulerCore, num_ranks: int, send: Callable[[bytes], None], answer: Callable[[OrderDone], None]):
         self._core, self._num_ranks, self._send, self._answer = core, num_ranks, send, answer
@@ -76,7 +76,7 @@ class UpdateControl:
         self._done(number)
 
     def _note(self, job: Job, problems: list[str]) -> None:
-        """All ranks have answered."""
+        """Process the answers of all ranks."""
         if not self._is_executing:
             self._is_executing = not problems
             self._states = []
@@ -96,7 +96,7 @@ class UpdateControl:
         self._done(job.number, problems[0] if problems else None)
 
     def _note_mixture(self, job: Job, is_refused: bool) -> None:
-        """Several updates of some tensors between pause and resume belong together."""
+        """Track whether weights are a mixture: several updates of some tensors between pause and resume belong together."""
         if isinstance(job.task, FromFolder) and not is_refused:
             self._num_partial, self._is_mixed = 0, False
         elif isinstance(job.task, FromMemory | FromGroup) and self._is_paused:
@@ -104,7 +104,7 @@ class UpdateControl:
             self._is_mixed = is_refused and self._num_partial > 0
 
     def _close(self, drain: Drain) -> None:
-        """Start no new requests. Present ones finish ("wait"), end now ("abort") or are set aside to be computed again ("keep")."""
+        """Start no new requests. Running requests finish ("wait"), end now ("abort"), or are set aside to be computed again ("keep")."""
         state = self._core.state
         state.is_open = False
         if drain == "abort":

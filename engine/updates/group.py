@@ -1,5 +1,5 @@
-"""A process group of a trainer, rank 0, and the workers of engines. It is made as SGLang's `init_custom_process_group` does, so that the
-trainers that know SGLang join the same group."""
+"""A process group of a trainer (rank 0) and the workers of engines. It is created like SGLang's `init_custom_process_group`, so that
+trainers with support for SGLang can join it."""
 
 from datetime import timedelta
 
@@ -27,7 +27,7 @@ def leave(group: dist.ProcessGroup) -> None:
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Send rank 0's tensor into those of the others."""
+    """Broadcast rank 0's tensor to all ranks, in place."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor], options).wait()

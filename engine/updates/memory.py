@@ -1,7 +1,6 @@
-"""Tensors in memory that processes of a host share: described by plain fields, never by pickle.
+"""Tensors in memory shared by processes of a host, described by plain fields instead of pickle.
 
-CPU: a file in /dev/shm. GPU: the handle of an allocation (CUDA IPC). The owner keeps the memory until the other process has read it.
-"""
+CPU: a file in /dev/shm. GPU: the handle of an allocation (CUDA IPC). The owner must keep the memory until the other process has read it."""
 
 import mmap
 import os
@@ -23,7 +22,7 @@ ALIGNMENT = 64
 
 
 def opened_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Return another process's tensor. ValueError if there is none that this rank can read."""
+    """Return another process's tensor. ValueError if this rank cannot read its memory."""
     dtype = dtype_of(spec)
     if isinstance(place := spec.places.get("cpu"), Segment):
         return _read_segment(spec, place, dtype)
@@ -54,7 +53,7 @@ def opened_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """ValueError for a dtype that no checkpoint has."""
+    """Return the dtype. ValueError for one that no checkpoint has."""
     if (dtype := DTYPES.get(spec.dtype.removeprefix("torch."))) is None:
         raise ValueError(f"tensor {spec.name}: dtype {spec.dtype[:40]} is not one of {', '.join(DTYPES)}")
     return dtype
@@ -65,7 +64,7 @@ def _read_segment(spec: TensorSpec, segment: Segment, dtype: torch.dtype) -> tor
         raise ValueError(f"tensor {spec.name}: a segment must be the name of a file in {FOLDER}")
     size = dtype.itemsize * torch.Size(spec.shape).numel()
     try:
-        file = os.open(FOLDER / segment.name, os.O_RDWR | os.O_NOFOLLOW)  # torch takes no read-only buffers
+        file = os.open(FOLDER / segment.name, os.O_RDWR | os.O_NOFOLLOW)  # torch does not support read-only buffers
     except OSError:
         raise ValueError(f"tensor {spec.name}: the segment {segment.name} cannot be opened") from None
     try:
@@ -79,7 +78,7 @@ def _read_segment(spec: TensorSpec, segment: Segment, dtype: torch.dtype) -> tor
 
 @contextmanager
 def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorSpec]]:
-    """Descriptions of tensors for another process, valid within the context. Those on the CPU are copied into a segment."""
+    """Yield descriptions of tensors for another process, valid within the context. Tensors on the CPU are copied to a segment."""
     on_cpu = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_cuda}
     offsets, end = {}, 0
     for name, tensor in on_cpu.items():

@@ -30,13 +30,13 @@ FAILURES = (ValueError, OSError, RuntimeError, MemoryError, SafetensorError)
 
 
 class UpdateWorker:
-    """Jobs of one rank. `forget` drops what was computed from weights ahead of a plan."""
+    """Jobs of one rank. `forget` drops results computed from the old weights before a plan asked for them."""
 
     def __init__(self, child: Child, rank: int, model: LanguageModel, forget: Callable[[], None]) -> None:
         self._child, self._rank, self._model, self._forget = child, rank, model, forget
         self._scheduler: Outbox[JobState] = Outbox(child.run_dir, "scheduler")
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._resources = ExitStack()  # of the prepared job
+        self._resources = ExitStack()  # resources of the prepared job
         self._execute: Callable[[], None] = _nothing
 
     @property
@@ -69,7 +69,7 @@ class UpdateWorker:
         self._drop()
 
     def _prepared(self, task: FromFolder | FromMemory | FromGroup | JoinGroup | LeaveGroup | Rename) -> Callable[[], None]:
-        """Check the task and return what executes it."""
+        """Check the task and return a function that executes it."""
         match task:
             case FromFolder():
                 return self._from_folder(Path(task.path))
@@ -96,7 +96,7 @@ class UpdateWorker:
         try:
             found = read_config(folder, model.text.has_head)
             tensors = self._resources.enter_context(opened(folder, architecture))
-        except (ValueError, OSError) as problem:  # with the path, which clients are not shown
+        except (ValueError, OSError) as problem:  # it contains the path, which clients must not see
             reason = str(problem).replace(str(folder), "it") if isinstance(problem, ValueError) else type(problem).__name__
             raise ValueError(f"the folder cannot be read: {reason}") from None
         theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
@@ -139,7 +139,7 @@ class UpdateWorker:
         return keep
 
     def _checked(self, tensors: Mapping[str, Stored], is_whole: bool = False) -> WeightUpdate:
-        """ValueError or OutOfMemoryError for what could not be written."""
+        """Return the update. ValueError or OutOfMemoryError if it cannot be written."""
         update = WeightUpdate(self._model, tensors, is_whole)
         self._synchronize()
         torch.empty(update.extra_bytes, dtype=torch.uint8, device=self._model.device)
@@ -150,7 +150,7 @@ class UpdateWorker:
         return self._model.config.architecture.names_of(tensors)
 
     def _known(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Tensors by the model's names."""
+        """Return the tensors by the model's names."""
         return {known: tensors[name] for known, name in self._names(tensors).items()}
 
     @staticmethod

@@ -6,15 +6,15 @@ import msgspec
 
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
-    """Adapter of a request. `number` is positive and never used again, also if an adapter of the same name is loaded later."""
+    """Adapter of a request. `number` is positive and unique, even if an adapter of the same name is loaded again."""
 
     number: int
     folder: str
-    has_tower: bool  # it changes embeddings of images
+    has_tower: bool  # whether it changes embeddings of images
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """Order to write an adapter to a slot of the device, in place of what is there."""
+    """Order to write an adapter to a slot of the device, replacing the previous one."""
 
     slot: int
     adapter: AdapterRef

@@ -1,4 +1,4 @@
-"""What a usage says of an answer's tokens: at present, of draft tokens. Part of the messages."""
+"""Counts that a usage reports about an answer's tokens: at present, about draft tokens. Part of the messages."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ class TokenDetails(msgspec.Struct, array_like=True):
     """Counts for some tokens of an answer."""
 
     num_drafts: int = 0  # draft tokens that were verified
-    num_accepted: int = 0  # of these, those that the answer has: the first tokens of an output
+    num_accepted: int = 0  # accepted ones, which are the first tokens of an output
 
     def add(self, other: "TokenDetails") -> None:
         self.num_drafts += other.num_drafts

@@ -12,22 +12,22 @@ class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MediaRef(msgspec.Struct, tag=True, frozen=True):
-    """One image of a request: base64 text in the api arena, with JSON escapes, a URL, or the one that this client sent under `name`.
-    `min_pixels` and `max_pixels` bound its area; None: as the checkpoint."""
+    """One image of a request: base64 text in the api arena, with JSON escapes; a URL; or an image that this client has sent under `name`.
+    `min_pixels` and `max_pixels` limit its area; None: the checkpoint's limits."""
 
     payload: Region | None = None
     url: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     name: bytes | None = None
-    cap: int | None = None  # most pixels, whatever the others say
+    cap: int | None = None  # maximum pixels, in addition to the other limits
 
 
 class VideoRef(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """One video of a request: a file, or its frames in their order. None: as the checkpoint, or as the file tells."""
+    """One video of a request: a file, or its frames in order. None: the value of the checkpoint or of the file."""
 
     file: MediaRef | None = None
-    holds_frames: bool = False  # it is images with commas between
+    holds_frames: bool = False  # the file is a list of images separated by commas
     frames: list[MediaRef] = []
     fps: float | None = None  # at which frames are chosen from a file
     num_frames: int | None = None  # number of frames, whatever the rate

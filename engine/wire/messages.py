@@ -43,8 +43,8 @@ PROCESSOR_ARENA = 1
 MAX_EARLY_TOKENS = 2048  # size limit of an image encoded before a plan requests it: 1080p
 MAX_DRAFTS = 7  # per chunk
 MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
-Load = LoadAdapter  # what a plan has workers load to a slot
-DEPTH = 2  # steps launched by a worker and not answered: one runs, one waits
+Load = LoadAdapter  # order of a plan to load a slot
+DEPTH = 2  # steps launched by a worker without a result yet: one runs, one waits
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -66,7 +66,7 @@ TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
-    """An image in a body that is still arriving: it may be read already. A Submit follows, or an Abort with its body."""
+    """An image in a body that is still arriving; it may already be read. A Submit follows, or an Abort with its body."""
 
     rid: int
     payload: Region
@@ -90,9 +90,9 @@ class Submit(msgspec.Struct, tag=True):
     grammar_field: str = ""  # field of the client's request, for errors
     client: bytes = b""  # digest of key and address
     prompt_field: str = "messages"  # field of the client's request, for errors
-    truncated_to: int | None = None  # keeps this many last tokens of the prompt; -1: as many as leave space for the answer
-    keeps_beginning: bool = False  # keeps the first tokens instead
-    last_text_tokens: int | None = None  # most tokens of the last text of a conversation
+    truncated_to: int | None = None  # number of tokens of the prompt to keep, from its end; -1: as many as leave space for the answer
+    keeps_beginning: bool = False  # keep the first tokens instead
+    last_text_tokens: int | None = None  # maximum tokens of the last text of a conversation
     deadline: float | None = None  # time after which no client waits for an answer
     prediction: str = ""  # the client's predicted answer
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
@@ -137,8 +137,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     logprobs: list[Logprob] = []  # of this event's tokens
     report: ShownReport | None = None  # numbers instead of text, or a part of what precedes the first token
-    prompt_ids: list[int] = []  # if asked for with the first token; of a request that was only counted. Images are placeholders
-    token_ids: list[int] = []  # of this event, if asked for
+    prompt_ids: list[int] = []  # with the first token if requested, or of a counted request; images are placeholders
+    token_ids: list[int] = []  # of this event, if requested
     index: int = 0  # index of the answer
     details: TokenDetails | None = None  # of the whole answer, in its last event
 
@@ -154,8 +154,9 @@ class Events(msgspec.Struct, frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of one item: a baseline JPEG, or uint8 RGB (num_frames, height, width, 3). Sizes are after `orientation` (EXIF 1-8). "file"
-    is any other checked format, which workers cannot read: the processor makes "rgb" of it if the scheduler wants pixels."""
+    """Location of the bytes of one item: a baseline JPEG, or uint8 RGB (num_frames, height, width, 3). Sizes are after `orientation` (EXIF
+    1-8). "file" is any other checked format, which workers cannot read: the processor converts it to "rgb" if the scheduler requests the
+    pixels."""
 
     encoding: Literal["rgb", "jpeg", "file"]
     region: Region
@@ -163,7 +164,7 @@ class ImageSource(msgspec.Struct, frozen=True, array_like=True):
     width: int
     orientation: int = 1
     ticket: int = 0  # of its Prefetch, if there was one
-    num_frames: int = 1  # 2: a pair of a video's, one behind the other, already as large as its grid
+    num_frames: int = 1  # 2: a frame pair, consecutive and already resized to its grid
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -181,7 +182,8 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def for_adapter(span: ImageSpan, adapter: AdapterRef | None) -> ImageSpan:
-    """Return the span of a request with this adapter. If that changes embeddings, the image has another key, and none was made early."""
+    """Return the span of a request with this adapter. If the adapter changes embeddings, the image has another key and no early
+    embedding."""
     if adapter is None or not adapter.has_tower:
         return span
     return msgspec.structs.replace(span, hash=image_key(span.hash, adapter), source=msgspec.structs.replace(span.source, ticket=0))
@@ -214,7 +216,7 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
         grammar: CompiledGrammar | None,
         prediction: Region | None,
     ) -> "EngineRequest":
-        """Return a request with what the processor prepared and what it passes on."""
+        """Return a request from the submitted one and the results of its preparation."""
         spans = [for_adapter(span, submit.adapter) for span in images]
         return cls(
             rid=submit.rid, prompt=prompt, images=spans, params=params, stages=submit.stages, cache_salt=submit.cache_salt, n=submit.n,
@@ -223,7 +225,7 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def namespace(self) -> tuple[str, bytes]:
-        """Return what separates cached blocks of this request from those of others: its salt and its adapter's number."""
+        """Return the namespace of the request's cached blocks: its salt and its adapter's number."""
         return self.cache_salt, b"" if self.adapter is None else b"%d" % self.adapter.number
 
 
@@ -269,7 +271,7 @@ class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """Encode this plain JPEG now: a plan may name its ticket. If its request ends before, its region is reused. The plan's grid will
+    """Encode this baseline JPEG now: a plan may name its ticket. If its request ends before, its region is reused. The plan's grid will
     probably be `grid`, of at most MAX_EARLY_TOKENS."""
 
     source: ImageSource
@@ -291,7 +293,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     grammar: CompiledGrammar | None = None
     snapshot: list[int] = []
-    slot: int = -1  # of its adapter
+    slot: int = -1  # its adapter's slot; -1: none
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):
@@ -332,7 +334,7 @@ class Encode(msgspec.Struct, frozen=True, array_like=True):
     image_id: int
     source: ImageSource
     grid: tuple[int, int, int]
-    slot: int = -1  # of the adapter of the tower
+    slot: int = -1  # slot of the adapter for the tower; -1: none
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):

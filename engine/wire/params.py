@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-MAX_LOGIT_EDITS = 1024  # `logit_bias`, bad words of one token and, with `min_tokens`, ends
+MAX_LOGIT_EDITS = 1024  # `logit_bias`, bad words of one token and, with `min_tokens`, end tokens
 MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
 MAX_BAD_WORDS = 128  # words of several tokens
 MAX_BAD_WORD_TOKENS = 16
@@ -14,8 +14,8 @@ MAX_ALLOWED_TOKENS = 1024
 
 
 class Limits:
-    """Annotation of a value that clients send. `slot`: where kernels take it from. `json`: its type in requests, if it is another one.
-    `streams`: whether streamed answers may have it."""
+    """Annotation of a value that clients send. `slot`: its kernel argument. `json`: its type in requests, if different. `streams`: whether
+    it is allowed in streamed requests."""
 
     def __init__(self, slot: str = "", json: Any = None, streams: bool = True, **bounds: float):
         self.slot, self.json, self.streams, self.bounds = slot, json, streams, bounds
@@ -39,12 +39,12 @@ class OutputOptions(msgspec.Struct, frozen=True):
     """Options of the output text. `calls`: number of tool calls extracted from the text."""
 
     stop: list[str] = []
-    min_tokens: int = 0  # before a stop string applies
-    include_stop: bool = False  # in the text
+    min_tokens: int = 0  # tokens before stop strings apply
+    include_stop: bool = False  # whether the text includes the stop string
     skip_special_tokens: bool = True
     calls: Literal["none", "one", "all"] = "none"
-    must_call: bool = False  # only calls
-    called: str | None = None  # only of this function
+    must_call: bool = False  # the answer consists of calls only
+    called: str | None = None  # the only function that may be called
     echo: bool = False  # text and log-probabilities begin with the prompt's
     bad_words: list[str] = []  # as given, and after a space
     token_ids: bool = False  # in addition to the text; the prompt's with the first token
@@ -79,22 +79,22 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: Annotated[int, Limits(ge=0, lt=1 << 31)] = 0
     bad_words: Annotated[tuple[tuple[int, ...], ...], Limits(json=list[NotEmpty], max_length=MAX_BAD_WORDS // 2)] = ()
     allowed_token_ids: Annotated[tuple[int, ...], Limits(json=list[TokenId], min_length=1, max_length=MAX_ALLOWED_TOKENS)] = ()
-    prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS, streams=False)] | None = None  # in requests -1 stands for the most
+    prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS, streams=False)] | None = None  # in requests -1 means the maximum
     logprobs: int | None = None  # each dialect has its own fields for it, of type `NumLogprobs`
     pooled_ids: tuple[int, ...] | None = None
 
     @property
     def uses_prefixes(self) -> bool:
-        """False if log-probabilities of the whole prompt are requested."""
+        """Return False if log-probabilities of the whole prompt are requested."""
         return self.prompt_logprobs is None
 
     def of_answer(self, index: int) -> "SamplingParams":
-        """Return the parameters of answer `index`; the first one alone reports the prompt."""
+        """Return the parameters of answer `index`; only the first one reports the prompt."""
         return msgspec.structs.replace(self, seed=self.seed + index, prompt_logprobs=None) if index else self
 
 
 class Parameter(NamedTuple):
-    """A sampling parameter that requests have a field for."""
+    """A sampling parameter that is a field of requests."""
 
     name: str
     json: Any
@@ -135,7 +135,7 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
-    """What the chat template renders. `messages` and `tools` are JSON; an image part in it is `{"type": "image", "media": index}`."""
+    """Input of the chat template. `messages` and `tools` are JSON; an image part in it is `{"type": "image", "media": index}`."""
 
     messages: bytes
     tools: bytes | None = None
@@ -144,7 +144,7 @@ class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
 
 
 class TextPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Text that becomes tokens as it is, special tokens included."""
+    """Text that is tokenised unchanged, including special tokens."""
 
     text: str
 

@@ -1,8 +1,7 @@
-"""Numbers that a request reports besides its tokens. Part of the messages.
+"""Numbers that a request reports in addition to its tokens. Part of the messages.
 
-A worker reports them by chunk, the scheduler joins the parts of a request, and the first output of an answer has them. Clients get what is
-made of them with the events of the answer.
-"""
+A worker reports them by chunk, the scheduler joins the parts of a request, and the first output of an answer carries them. Clients get the
+converted numbers with the events of the answer."""
 
 from collections.abc import Iterable, Sequence
 
@@ -50,7 +49,7 @@ class PromptLogprobs(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class RankedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`rank` counts from 1 and is known of the most likely ones."""
+    """`rank` counts from 1 and is known only for the most likely tokens."""
 
     id: int
     text: bytes
@@ -59,7 +58,7 @@ class RankedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankedTokens(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The prompt's next tokens: each, and the likely ones in its place."""
+    """The prompt's next tokens: each with the most likely alternatives."""
 
     places: list[list[RankedToken]]
 
@@ -69,7 +68,7 @@ class RankedTokens(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 Report = PromptLogprobs | Numbers
-ShownReport = RankedTokens | Numbers  # as clients get it
+ShownReport = RankedTokens | Numbers  # form for clients
 
 
 def joined(parts: Sequence[Report]) -> Report | None:

@@ -24,18 +24,18 @@ class Stages(msgspec.Struct):
 
 
 class Total(NamedTuple):
-    """A count that only grows: the metric's text, and vLLM's name of it after `vllm:` (else `engine_` and the field's name)."""
+    """A counter: the metric's text, and vLLM's name of it after `vllm:` (otherwise `engine_` and the field's name)."""
 
     text: str
     vllm: str = ""
 
 
 class Gauge(Total):
-    """A value at this time."""
+    """A current value."""
 
 
 class EngineStats(msgspec.Struct):
-    """Gauges and totals of the scheduler, each of which is a metric. A list has a value per position."""
+    """Gauges and counters of the scheduler, each of which is a metric. A list has a value per position."""
 
     max_model_len: Annotated[int, Gauge("maximum tokens of a prompt and its output, limited by the KV pool")] = 0
     num_running: Annotated[int, Gauge("running requests", "num_requests_running")] = 0

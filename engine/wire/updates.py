@@ -14,14 +14,14 @@ from typing import Literal
 
 import msgspec
 
-UPDATES_INBOX = "updates"  # of the api
+UPDATES_INBOX = "updates"  # name of the api's inbox
 FIRST_VERSION = "default"
 
 Drain = Literal["wait", "abort", "keep"]  # requests finish, end, or are computed again later
 
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
-    """Start no requests until a Resume. Answered when none runs."""
+    """Start no requests until a Resume. Answered when no request is running."""
 
     number: int
     drain: Drain
@@ -53,7 +53,7 @@ class CudaMemory(msgspec.Struct, tag="cuda", frozen=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """A tensor of an update by its name in checkpoints. `places`: where it is, by device ("cpu" or the UUID of a GPU)."""
+    """A tensor of an update by its name in checkpoints. `places`: its memory by device ("cpu" or the UUID of a GPU)."""
 
     name: str
     dtype: str  # as torch names it
@@ -92,7 +92,7 @@ class LeaveGroup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Rename(msgspec.Struct, tag=True, frozen=True):
-    """Only the version changes."""
+    """Change only the version."""
 
 
 class Job(msgspec.Struct, tag=True, frozen=True):
@@ -112,7 +112,7 @@ class Verdict(msgspec.Struct, tag=True, frozen=True):
 
 
 class JobState(msgspec.Struct, tag=True, frozen=True):
-    """A rank has prepared or executed a job. `problem`: it cannot."""
+    """A rank has prepared or executed a job. `problem`: the reason if it cannot."""
 
     rank: int
     number: int

@@ -105,7 +105,7 @@ def build_runner(
     if graphs is not None:
         before = free_bytes(device)
         child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
-    arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch takes no read-only buffers
+    arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch does not support read-only buffers
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
     load_grammar = functools.partial(loaded.sampler.rules.prefetch, arena=arena, processor=Outbox(child.run_dir, "processor"))
@@ -156,7 +156,7 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
 
 
 def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: torch.cuda.Stream | None) -> FixedWeights:
-    """Make slots for adapters and read --lora-modules to host memory. ValueError or OSError if one cannot be read."""
+    """Create slots for adapters and read --lora-modules to host memory. ValueError or OSError if one cannot be read."""
     config = child.config
     if not config.num_adapter_slots:
         return FixedWeights()

@@ -7,7 +7,7 @@ from engine.wire.messages import Load
 
 
 class FixedWeights:
-    """Slots as a runner and an image cache use them; here there are none. An annex that has slots overrides every method."""
+    """Slots as used by a runner and an image cache; here there are none. An annex with slots overrides every method."""
 
     def load(self, orders: Sequence[Load]) -> list[int]:
         """Execute a plan's orders, in stream order. Return the numbers of those that failed; their slots hold zeros."""

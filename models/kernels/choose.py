@@ -69,7 +69,7 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
 
 
 def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu]) -> Choice:
-    """Return the backend for these flags; `auto` is the best one that works. ValueError of one line if none does."""
+    """Return the backend for these flags; `auto` selects the best one that works. ValueError with one line if there is none."""
     if device == "cpu" or (device == "auto" and not gpus):
         if requested not in ("auto", "torch"):
             raise ValueError(f"--backend {requested} needs a GPU: " + ("--device is cpu" if device == "cpu" else "none was found"))
@@ -121,7 +121,7 @@ def _problem_of_gpus(gpus: list[Gpu], tp: int) -> str | None:
 
 
 def _lack_of(backend: str, gpus: list[Gpu]) -> str:
-    """Return what a backend lacks, as words that follow its name."""
+    """Return what a backend lacks, as words after its name."""
     if backend == "torch":
         return ""
     if backend == "hopper" and (other := next((gpu for gpu in gpus if gpu.capability != HOPPER), None)):

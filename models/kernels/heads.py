@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-MAX_GROUP = 16  # query heads that share a KV head: they are rows of one product
+MAX_GROUP = 16  # query heads that share a KV head; they are rows of one matrix product
 HOPPER_GROUPS = (1, 2, 4, 8, 16)  # these divide a tile's rows evenly
 HOPPER_DIMS = (64, 128)
 

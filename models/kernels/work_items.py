@@ -12,9 +12,9 @@ from models.kernels.paged import Int32s
 
 WORK_ITEM_FIELDS = 8  # a work item is one aligned piece of memory; one that ends at 0 is empty
 ROWS = 16  # rows of a matrix product: query tokens times the query heads of a KV head
-TILE = 32  # keys; work items begin at multiples
+TILE = 32  # keys; work items begin at multiples of it
 MAX_PARTS = 512  # maximum parts of a group: all are held during the merge
-MIN_TILES = 3  # minimum of a work item, if its group has them: merging many parts costs more than reading a few tiles
+MIN_TILES = 3  # minimum size of a work item, unless its group is smaller: merging parts costs more than reading a few tiles
 
 
 def group_tokens(num_heads: int, kv_heads: int) -> int:
@@ -28,7 +28,8 @@ def max_token_groups(num_tokens: int, num_rows: int, size: int) -> int:
 
 
 def max_work_items(num_groups: int, kv_heads: int, num_blocks: int) -> int:
-    """Return enough work items to fill `num_blocks` concurrent blocks of one KV head each, and more than groups, to split the longest."""
+    """Return an upper bound of work items: enough to fill `num_blocks` concurrent blocks of one KV head each, and more than groups, so that
+    the longest can be split."""
     return max(-(-num_blocks // kv_heads), num_groups + num_groups // 2 + 1)
 
 

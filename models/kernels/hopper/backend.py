@@ -17,7 +17,7 @@ from models.kernels.varlen import VarlenAttention
 
 
 def takes(pools: Sequence[KVPool], num_heads: int) -> bool:
-    """Whether our CUDA kernels compute the attention of these heads."""
+    """Return whether our CUDA kernels support these heads."""
     _, _, num_kv, head_dim = pools[0][0].shape
     return pools[0][0].dtype == torch.bfloat16 and hopper_takes(Heads(num_heads, num_kv, head_dim, head_dim))
 

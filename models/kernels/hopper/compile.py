@@ -1,11 +1,11 @@
-"""Compiles our CUDA kernels with FlashInfer's machinery, which keeps them."""
+"""Compilation of our CUDA kernels with FlashInfer's JIT, which caches them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-FUSED_HEAD_DIM = 128  # the one that `fused_decoding.cu` is made for
+FUSED_HEAD_DIM = 128  # the only one that `fused_decoding.cu` supports
 NO_HEADS = 0  # for a kernel independent of heads
 
 

@@ -17,11 +17,10 @@ BLOCKS = 3  # concurrent blocks of the kernel per multiprocessor
 
 
 class SplitKernel:
-    """The kernel for these pools, with scratch memory that its pieces share on one stream: results of groups in several parts.
+    """The kernel for these pools, with scratch memory that its pieces share on one stream, for the results of groups in several parts.
 
-    Each of W parts leaves the values of its G query tokens with their logarithmic sums (base 2); the last to arrive merges them. Arrivals
-    are zero before and after.
-    """
+    Each of W parts stores the values of its G query tokens and the logarithms (base 2) of their sums; the last part to finish merges them.
+    `arrivals` are zero before and after."""
 
     def __init__(self, pools: Sequence[KVPool], num_heads: int) -> None:
         self.pools, k_pool = pools, pools[0][0]
@@ -32,7 +31,8 @@ class SplitKernel:
         self._grow(0)
 
     def num_items(self, num_groups: int, num_taken: int = 0) -> int:
-        """Enough for so many token groups. Another kernel takes `num_taken` multiprocessors (all: this one runs when they are free)."""
+        """Return the number of work items for so many token groups. Another kernel occupies `num_taken` multiprocessors (if all, this
+        kernel runs after it)."""
         return max_work_items(num_groups, self.kv_heads, BLOCKS * (self.num_multiprocessors - num_taken or self.num_multiprocessors))
 
     def reserve(self, num_groups: int) -> None:
@@ -48,11 +48,11 @@ class SplitKernel:
 
 
 class Split:
-    """See `Piece`: rows of up to `num_groups` token groups, cut into work items that fill the device; the decode rows alone
-    after `num_prefill` tokens that the piece before computes at the same time.
+    """See `Piece`: rows of up to `num_groups` token groups, cut into work items that fill the device. With `num_prefill`, only the decode
+    rows after these tokens, which the previous piece computes concurrently.
 
-    Unplanned tokens are not written. Values in the rows' pages must be finite, also after a row's last key: these are multiplied by 0.
-    """
+    Unplanned tokens are not written. Values in the rows' pages must be finite, even after a row's last key, since they are multiplied by
+    0."""
 
     def __init__(self, of: SplitKernel, num_groups: int, num_prefill: int = 0) -> None:
         of.reserve(num_groups)
@@ -63,7 +63,7 @@ class Split:
         """Return the work items (W, WORK_ITEM_FIELDS), padded."""
         of, first_page, num_taken = self._of, 0, 0
         if self._num_prefill:
-            first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # in the one list that both kernels read
+            first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # both kernels read the same list
             layout, num_taken = layout.decode_rows(), num_blocks_of(before[-1])
         groups = token_groups(layout, of.group_tokens)
         groups[:, 2] += first_page

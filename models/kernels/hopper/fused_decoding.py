@@ -16,13 +16,13 @@ ROW_FIELDS = 2
 
 
 class FusedRows:
-    """See `Piece`: the plan of `num_rows` rows of one token. The kernel also makes the heads: see `FusedDecoding`."""
+    """See `Piece`: plan of `num_rows` rows of one token. The kernel also computes the heads, see `FusedDecoding`."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
-        """(R, ROW_FIELDS): keys of a row, its new one included, and where its pages begin: the first row's at 0."""
+        """Return (R, ROW_FIELDS): the number of a row's keys including the new one, and the start of its pages, 0 for the first row."""
         assert len(layout.kv_lens_cpu) == self._num_rows and layout.page_indptr_cpu[0] == 0
         return np.stack((layout.kv_lens_cpu.numpy(), layout.page_indptr_cpu.numpy()[:-1]), axis=1)
 
@@ -31,7 +31,7 @@ class FusedRows:
 
 
 class FusedDecoding(PagedAttention):
-    """See `FusedAttention`: `num_rows` rows of one token. Values in pages are finite as for `Split`."""
+    """See `FusedAttention`: `num_rows` rows of one token. Values in pages must be finite as for `Split`."""
 
     def __init__(self, pools: Sequence[KVPool], num_heads: int, num_rows: int, max_pages: int) -> None:
         super().__init__(pools, [FusedRows(num_rows)], max_pages)
@@ -42,7 +42,7 @@ class FusedDecoding(PagedAttention):
 
     @staticmethod
     def takes(pools: Sequence[KVPool], num_heads: int, num_rows: int) -> bool:
-        """Whether the kernel knows these heads, runs on this GPU, and is the fastest for so many rows."""
+        """Return whether the kernel supports these heads, runs on this GPU, and is the fastest for so many rows."""
         keys = pools[0][0]
         kv_heads, head_dim = keys.shape[2:]
         if num_rows > FUSED_ROWS or head_dim != FUSED_HEAD_DIM:

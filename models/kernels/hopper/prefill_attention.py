@@ -19,7 +19,7 @@ MIN_PAGE = 8
 
 
 class PrefillKernel:
-    """The kernel for these pools, with memory that its pieces share on one stream. ValueError for pages that it does not know."""
+    """The kernel for these pools, with memory that its pieces share on one stream. ValueError for an unsupported page size."""
 
     def __init__(self, pools: Sequence[KVPool], num_heads: int) -> None:
         k_pool = pools[0][0]
@@ -35,8 +35,8 @@ class PrefillKernel:
 
 
 class Prefill:
-    """See `Piece`: the prefill rows, which are the first `num_tokens`. Values in their pages must be finite, also after a row's last key:
-    those count times 0. With `num_rows`, some of which may be empty, the plan has one size, for a CUDA graph."""
+    """See `Piece`: the prefill rows, which are the first `num_tokens`. Values in their pages must be finite, even after a row's last key,
+    since they are multiplied by 0. With `num_rows`, some of which may be empty, the plan has a fixed size, for a CUDA graph."""
 
     def __init__(self, of: PrefillKernel, num_tokens: int, num_rows: int | None = None) -> None:
         self._of, self._num_tokens = of, num_tokens
@@ -44,7 +44,7 @@ class Prefill:
         self._least = 0 if num_rows is None else 1 + max_items(num_tiles, of.kv_heads, of.num_blocks)
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
-        """See `plan_items`; for as many multiprocessors as the layout's decode rows leave."""
+        """See `plan_items`; uses the multiprocessors that the layout's decode rows leave."""
         of = self._of
         tiles = token_groups(layout.prefill_rows(), of.tile_tokens)
         num_blocks = prefill_blocks(layout, tiles, of.kv_heads, of.tile_keys, of.num_blocks)

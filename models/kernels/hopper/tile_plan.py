@@ -1,5 +1,5 @@
-"""Tile scheduler of `hopper_attention.cuh`: tiles of queries go to blocks round by round; those of the last round are split along keys,
-so that no block waits."""
+"""Tile scheduler of `hopper_attention.cuh`: tiles of queries are assigned to blocks in rounds; those of the last round are split along the
+keys, so that no block idles."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,20 +13,20 @@ from models.kernels.paged import Int32s
 
 Ints = npt.NDArray[np.int64]
 
-ITEM_FIELDS = 12  # three aligned pieces of memory
+ITEM_FIELDS = 12  # int32: three aligned pieces of 16 bytes
 MAX_ROUNDS = 4  # maximum rounds that splitting adds to a block
 
 
 @dataclass(frozen=True, slots=True)
 class PartMemory:
-    """Shared by kernels on one stream. Arrivals are zero before and after."""
+    """Memory for partial results, shared by kernels on one stream. `arrivals` are zero before and after."""
 
     parts: torch.Tensor
     arrivals: torch.Tensor
 
     @classmethod
     def allocate(cls, kernel: Any, num_blocks: int, device: torch.device) -> "PartMemory":
-        count = 2 * num_blocks  # there are no more: a cut at the end of each share, and at that of each item
+        count = 2 * num_blocks  # upper bound: one cut at the end of each share and of each item
         return cls(
             parts=torch.empty((count, kernel.part_floats()), device=device),
             arrivals=torch.zeros((count, kernel.part_arrivals()), dtype=torch.int32, device=device),
@@ -34,17 +34,18 @@ class PartMemory:
 
 
 def plan_items(tiles: Int32s, num_heads: int, tile_keys: int, num_blocks: int) -> Int32s:
-    """(1 + n, ITEM_FIELDS): a header that begins with n and `num_blocks`, then n items. Block b computes b, b + num_blocks and so on.
+    """Return (1 + n, ITEM_FIELDS): a header that begins with n and `num_blocks`, then n items. Block b computes items b, b + num_blocks and
+    so on.
 
-    `tiles` (t, 4) are those of every head: first token, number of tokens, where the keys begin, end of the last token's keys. An item has
-    these four, its head, the first and the end of its tiles of `tile_keys` keys, 0, the number of its tile's first part, its place among
-    the parts, and how many they are. An item that ends at 0 is none; its block has no more.
+    `tiles` (t, 4) are those of each head: first token, number of tokens, start of the keys, end of the last token's keys. The fields of an
+    item are these four, its head, first and end of its tiles of `tile_keys` keys, 0, number of its tile's first part, its index among the
+    parts, and their number. An item that ends at 0 is empty; its block has no further ones.
 
-    An item costs its tiles of keys. Complete rounds are dealt back and forth, dearest first; of the rest, see `cut_round`.
-    """
+    The cost of an item is its number of key tiles. Complete rounds are assigned by descending cost in alternating direction; the last round
+    is cut by `cut_round`."""
     number, head = np.tile(np.arange(len(tiles)), num_heads), np.repeat(np.arange(num_heads), len(tiles))
     costs = -(-tiles[number, 3] // tile_keys)
-    order = np.lexsort((head, -tiles[number, 1], -costs))  # neighbours share keys
+    order = np.lexsort((head, -tiles[number, 1], -costs))  # neighbouring items share keys
     order = order[assign_tiles(len(order), num_blocks)]
     num_whole = len(order) // num_blocks * num_blocks
     rest = cut_round(costs[order[num_whole:]], num_blocks)
@@ -75,11 +76,10 @@ def assign_tiles(count: int, num_blocks: int) -> Ints:
 
 
 def cut_round(costs: Ints, num_blocks: int) -> Ints:
-    """(n, 6): item, its first tile, end of its tiles, number of the item's first part, place among its parts, how many parts it has.
+    """Return (n, 6): item, its first tile, end of its tiles, number of the item's first part, index among its parts, number of parts.
 
-    The items, fewer than blocks, stay whole or are laid end to end and cut into equal shares: for all blocks, or for so many that equal
-    items are cut into equal parts. Whatever is done first.
-    """
+    The items, fewer than blocks, either stay whole or are concatenated and cut into equal shares: one per block, or as many as cut equal
+    items into equal parts. The fastest variant is chosen."""
     count = len(costs)
     whole = np.stack([np.arange(count), np.zeros_like(costs), costs, np.arange(count), np.zeros_like(costs), np.ones_like(costs)], axis=1)
     best, shortest = whole, int(costs.max(initial=0)) + TILES_TO_START
@@ -98,7 +98,7 @@ def cut_round(costs: Ints, num_blocks: int) -> Ints:
 def _cut(costs: Ints, num_shares: int) -> tuple[Ints, Ints, Ints, Ints]:
     """Return item, first tile, end tile and share of the pieces in order."""
     ends = costs.cumsum()
-    begins = np.arange(num_shares) * ends[-1] // num_shares  # of the shares
+    begins = np.arange(num_shares) * ends[-1] // num_shares  # starts of the shares
     edges = np.unique(np.concatenate((begins, ends)))
     item = np.searchsorted(ends, edges[:-1], side="right")
     share = np.searchsorted(begins, edges[:-1], side="right") - 1

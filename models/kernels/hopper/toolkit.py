@@ -19,7 +19,7 @@ LINKED = ("bin", "include", "nvvm")
 
 
 def wheel_home() -> Path | None:
-    """The folder that CUDA 13's wheels share, if the compiler is among them."""
+    """Return the folder shared by the wheels of CUDA 13, if they include the compiler."""
     spec = find_spec("nvidia")
     paths = () if spec is None else spec.submodule_search_locations or ()
     return next((home for path in paths if (home := Path(path, "cu13")).joinpath("bin", "nvcc").is_file()), None)
@@ -30,10 +30,9 @@ def has_compiler() -> bool:
 
 
 def cuda_home(cache: Path = CACHE) -> Path | None:
-    """A folder for CUDA_HOME, the same for the same wheels, so that nothing is compiled twice; None without them.
+    """Return a folder for CUDA_HOME, None without wheels. It is the same for the same wheels, so that nothing is compiled twice.
 
-    OSError if it cannot be made, also for lack of a C++ compiler.
-    """
+    OSError if it cannot be created, or if there is no C++ compiler."""
     wheels = wheel_home()
     if wheels is None:
         return None

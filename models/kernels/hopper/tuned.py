@@ -6,8 +6,8 @@ from models.kernels.step_sizes import StepSizes
 from models.kernels.triton.tuned import STEP_SIZES as ANY_STEP_SIZES
 from models.vision.shares import SplitCosts
 
-# A product loses up to a tenth at some numbers of rows, where its tiles do not fit or cuBLAS chooses badly; these lose little.
-# `launch_work`: the host launches a layer in 0.4 to 0.5 ms, which even a step that takes as long on the device waits for.
+# At some numbers of rows a product loses up to 10 % to partial tiles or cuBLAS's choice; these sizes lose little.
+# `launch_work`: the host needs 0.4 to 0.5 ms to launch a layer, which delays even a step with equal device time.
 STEP_SIZES = StepSizes(
     mixed=(104, 128, 160, 208, 216, 256, 312, 344, 384, 440, 480, 528, 624, 696, 888, 1024),
     cheap=208,
@@ -20,8 +20,8 @@ STEP_SIZES = StepSizes(
     largest_chunk=512,
     few_decodes=8,
     launch_work=230_000_000_000,
-    verify_rows=160,  # computed: an H200 reads a weight in the time of 184 products, of 160 in float8
-    read_bytes=192 << 30,  # more than pools have: rows that share a beginning read it once each. 60 to 80 ms
+    verify_rows=160,  # computed: an H200 reads a weight in the time of 184 multiplications, in float8 of 160
+    read_bytes=192 << 30,  # 60 to 80 ms. More than a pool's size, since rows read a shared prefix once each
 )
 
 BY_MULTIPROCESSORS = {132: STEP_SIZES}  # H100, H200, GH200; an H20 has 78: sizes that fill the others do not fill it
@@ -32,10 +32,10 @@ def step_sizes(num_multiprocessors: int) -> StepSizes:
     return BY_MULTIPROCESSORS.get(num_multiprocessors, ANY_STEP_SIZES)
 
 
-# A patch takes 1.84 us. Two ranks encode 2K in 40 ms, one in 66; 1080p in 25 ms instead of 27, but each has to read the picture first.
+# A patch takes 1.84 us. Two ranks encode 2K in 40 ms, one in 66; 1080p in 25 ms instead of 27, but each must read the image first.
 SPLIT_COSTS = SplitCosts(fixed=7600, exchanged=0.1, square=9500)
 
-MAX_SPLIT_TOKENS = 64  # of prompts in a step; a tile would give a few tokens far into a prompt to one block per KV head
+MAX_SPLIT_TOKENS = 64  # prompt tokens of a step; as tiles, few tokens with a long context would occupy one block per KV head
 
 # Tiles of queries, in tiles of keys.
 TILES_TO_START = 7  # overhead of an item
@@ -48,7 +48,7 @@ class Mixed(NamedTuple):
     """Parameters of concurrent prompts and decode rows."""
 
     keys_per_tile: int  # keys of one KV head that decode rows read while a block computes a tile
-    enough: float  # share of the multiprocessors that saturates memory
+    enough: float  # share of the multiprocessors that saturates memory bandwidth
 
 
 MIXED = {132: Mixed(97, 0.75)}  # by multiprocessors, like the step sizes; on other GPUs decode rows follow the prompts
@@ -63,11 +63,11 @@ class Cluster(NamedTuple):
 
 FUSED_ROWS = 1  # maximum tokens of a step with fused attention
 ANY_SPLITS = 8  # any GPU runs clusters of so many blocks
-WHOLE_GPU = 114  # multiprocessors of an H100 that is not shared out: larger clusters run, too
+WHOLE_GPU = 114  # multiprocessors of an unpartitioned H100: it also runs larger clusters
 
 
 def fused_cluster(kv_heads: int, group: int) -> Cluster:
-    """Sixteen query heads fill so many registers that a block has 8 warps."""
+    """Return the cluster for so many heads. With 16 query heads, registers limit a block to 8 warps."""
     if group <= 8 and kv_heads > 2:
         return Cluster(8, 8 if kv_heads > 4 else 16)
     return Cluster(16, 8)

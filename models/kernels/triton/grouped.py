@@ -19,19 +19,19 @@ from models.kernels.triton.tuned import ExpertTiles, expert_tiles
 from models.weights.grouped import Grouped
 from models.weights.layouts import WORD, run_of
 
-VECTOR_WORDS, VECTOR_ROWS, VECTOR_WARPS = 256, 4, 2  # of a program of `_gemv`
-ROWS, WORDS, WARPS, STAGES = 64, 16, 4, 2  # of a program of `_multiply`
-LEAST_TOKENS, MOST_TOKENS = 16, 128  # of its tile
-LEAST_ROWS, LEAST_WORDS = 16, 16  # that one product of tensor cores takes
-SPLITS = 4  # of the inner dimension, for a sum that joins the residual
+VECTOR_WORDS, VECTOR_ROWS, VECTOR_WARPS = 256, 4, 2  # per program of `_gemv`
+ROWS, WORDS, WARPS, STAGES = 64, 16, 4, 2  # per program of `_multiply`
+LEAST_TOKENS, MOST_TOKENS = 16, 128  # limits of its tile
+LEAST_ROWS, LEAST_WORDS = 16, 16  # minimum for one product of tensor cores
+SPLITS = 4  # of the inner dimension, for a sum that is added to the residual
 MOST_WITH_CODES = 512  # tokens whose experts are multiplied without being dequantized
-DENSE_ROWS, DENSE_WORDS = 8, 64  # of a program of `_dequantize`
+DENSE_ROWS, DENSE_WORDS = 8, 64  # per program of `_dequantize`
 
 
 @triton.jit
 def _values(words: tensor, PLACE: constexpr, ELEMENT: constexpr) -> tensor:
-    """What the codes at one place of words mean, in float32, before zero points are subtracted. Those of int4 become mantissas of
-    1 + code / 2 ** n, which takes two operations for a pair of places and a shift: see `_factor` and `_offset`."""
+    """Return the values of the codes at one place of words, in float32, before zero points are subtracted. Codes of int4 become mantissas
+    of 1 + code / 2 ** n, which takes two operations for a pair of places and a shift: see `_factor` and `_offset`."""
     if ELEMENT == "int8":
         value = ((words >> (8 * PLACE)) & 255).to(tl.float32)
     elif ELEMENT == "float8":
@@ -85,7 +85,7 @@ def _scales_of(
     scales: tensor, zeros: tensor, factors: tensor, row: tensor, group: tensor, inside: tensor, GROUPS: constexpr, MIDDLE: constexpr,
     HAS_ZEROS: constexpr, HAS_FACTORS: constexpr,
 ) -> tuple[tensor, tensor]:  # fmt: skip
-    """Scales and zero points of the words of rows."""
+    """Load scales and zero points for the words of rows."""
     place = row.to(tl.int64)[:, None] * GROUPS + group[None, :]
     scale = floats(scales + place, inside)
     if HAS_FACTORS:
@@ -203,7 +203,7 @@ def _dequantize(
 
 
 def _settings(matrix: Grouped) -> dict[str, object]:
-    """Constants that all kernels take."""
+    """Return the constants that all kernels take."""
     groups, run = matrix.scales.shape[1], run_of(matrix.scheme, matrix.shape[1])
     return {
         "WIDTH": matrix.shape[1], "RUN": run, "PER": WORD // matrix.scheme.bits, "GROUP": matrix.shape[1] // groups, "GROUPS": groups,
@@ -223,8 +223,8 @@ def gemv(
     x_KX: torch.Tensor, matrix: Grouped, out_KN: torch.Tensor, norm: Norm | None = None, gated: bool = False, adds: bool = False,
     chosen_K: torch.Tensor | None = None, num_matrices: int = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """As `models.kernels.triton.gemv.gemv`. `chosen_K`: with these of `num_matrices` below each other; x is one vector, or one for
-    each."""
+    """Like `models.kernels.triton.gemv.gemv`. With `chosen_K`, multiply by these of `num_matrices` stacked matrices; x is one vector, or one
+    per choice."""
     norm_weight, eps = norm or (x_KX, 0.0)
     num_out, choices = matrix.shape[0] // num_matrices // (1 + gated), 0 if chosen_K is None else len(chosen_K)
     rows = math.gcd(num_out, VECTOR_ROWS)
@@ -245,7 +245,7 @@ def has_tiles(matrix: Grouped) -> bool:
 
 
 def multiply(x_TX: torch.Tensor, matrix: Grouped, out_STN: torch.Tensor) -> None:
-    """Parts of x @ matrix.T, whose sum over S it is."""
+    """Write S split-K partial sums of x @ matrix.T to `out_STN`, (S, T, N)."""
     num_tokens, num_words = len(x_TX), matrix.codes.shape[1]
     tokens = max(LEAST_TOKENS, min(MOST_TOKENS, triton.next_power_of_2(num_tokens)))
     rows, words = math.gcd(matrix.shape[0], ROWS), math.gcd(num_words // len(out_STN), WORDS)
@@ -258,7 +258,7 @@ def multiply(x_TX: torch.Tensor, matrix: Grouped, out_STN: torch.Tensor) -> None
 
 
 def dequantize(matrix: Grouped, dtype: torch.dtype) -> torch.Tensor:
-    """(N, K)."""
+    """Return the values, (N, K)."""
     out_NK, rows = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device), math.gcd(matrix.shape[0], DENSE_ROWS)
     _dequantize[(matrix.shape[0] // rows, triton.cdiv(matrix.codes.shape[1], DENSE_WORDS))](
         *_tensors(matrix), out_NK, **_settings(matrix), ROWS=rows, WORDS=DENSE_WORDS, num_warps=8, **early_launch(out_NK)
@@ -285,7 +285,8 @@ class GroupedExperts:
 
 
 class TritonGrouped(TritonProducts[Grouped]):
-    """Few tokens: our kernel, which reads the words once. More, or a matrix without whole tiles: values in scratch memory, and cuBLAS."""
+    """See `TritonProducts`. Few tokens use our kernel, which reads the words once. More tokens, or a matrix without whole tiles, use
+    dequantized values in scratch memory and cuBLAS."""
 
     gemv = staticmethod(gemv)
 
@@ -317,7 +318,7 @@ class TritonGrouped(TritonProducts[Grouped]):
         return expert_tiles(num_tokens, False, capability)
 
     def expert_operands(self, x_TX: torch.Tensor, matrices: Grouped, num_tokens: int) -> ExpertOperands:
-        """Codes for few tokens, if a run of words is large enough for a product; otherwise all experts are dequantized."""
+        """Return codes for few tokens, if a run of words is large enough for a product; otherwise dequantize all experts."""
         scheme, run = matrices.scheme, run_of(matrices.scheme, matrices.shape[1])
         if num_tokens <= MOST_WITH_CODES and scheme.element.startswith("int") and run * (WORD // scheme.bits) >= LEAST_WORDS:
             codes = Codes(matrices.zeros, matrices.middle, WORD // scheme.bits, run, matrices.scales.shape[1])

@@ -18,7 +18,7 @@ from models.kernels.triton.routing import Choices, route
 from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles
 from models.weights.matrix import Matrix
 
-TURNED_ROWS = 64  # with fewer rows, float8 values would be multiplied in a wider type
+TURNED_ROWS = 64  # with fewer rows, untransposed float8 products would use a wider type
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor
 
 @triton.jit
 def _dot_of_codes(values: tensor, words: tensor, zero: tensor, PER_WORD: constexpr) -> tensor:
-    """values (R, K) times codes less zero points (C,) in words (K / PER_WORD, C), of which each holds values K / PER_WORD apart."""
+    """Return values (R, K) times the codes minus zero points (C,) in words (K / PER_WORD, C); each word holds values K / PER_WORD apart."""
     BITS: tl.constexpr = 32 // PER_WORD
     codes = (words[None, :, :] >> (tl.arange(0, PER_WORD) * BITS)[:, None, None]) & ((1 << BITS) - 1)
     factor = tl.reshape(codes, (words.shape[0] * PER_WORD, words.shape[1])).to(tl.float32) - zero[None, :]

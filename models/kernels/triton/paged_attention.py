@@ -44,8 +44,8 @@ def _attend(
     FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, PAGE: constexpr, DIM: constexpr, ROWS: constexpr, KEYS: constexpr,
     STAGES: constexpr, EXACT: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (u, h): item u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head's. The last
-    key of a group is its last token's alone, and so on."""
+    """Program (u, h): item u for KV head h. Row m of a tile is query token m // GROUP and query head m % GROUP of the KV head. Causal mask:
+    the last key of a group belongs to its last token only, the one before to the last two, and so on."""
     item = items + tl.program_id(0).to(tl.int64) * FIELDS
     await_previous_kernel(OVERLAP)
     stop = tl.load(item + 4)

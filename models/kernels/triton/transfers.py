@@ -10,9 +10,9 @@ from models.kernels.transfers import Transfers
 from models.kernels.triton.launch import await_kernel, early_launch
 
 LINE = 128  # bytes
-LINES = 32  # of a program
+LINES = 32  # per program
 MOST_BYTES = 1 << 16  # a copy engine is faster for more
-ROWS = 128  # of a program
+ROWS = 128  # per program
 
 
 @triton.jit(do_not_specialize=["num_lines"])

@@ -20,7 +20,7 @@ STEP_SIZES = StepSizes(
     largest_chunk=512,
     few_decodes=8,
     launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
-    verify_rows=96,  # estimated: an H200 has 184 products per weight read, an A100 160, an L40S 210; tiles of few rows lose some
+    verify_rows=96,  # estimated: an H200 multiplies 184 times per weight read, an A100 160, an L40S 210; small tiles lose some
     read_bytes=64 << 30,  # about 40 ms of an A100, 200 of an L4
 )
 
@@ -91,7 +91,7 @@ class GemvTiles:
 
 
 GEMV_VALUES = 16_384  # matrix values that a program loads at once: enough to saturate memory within its registers
-LONG_BLOCK = 4096  # of a vector that need not be whole
+LONG_BLOCK = 4096  # values of a vector that may be processed in blocks
 FEW_ROWS = 1024  # programs with one row each fill the device
 Device = tuple[tuple[int, int], int]  # compute capability, number of multiprocessors
 GEMV_TILES: dict[Device, dict[tuple[int, int, bool], GemvTiles]] = {  # shapes with better tiles, measured in chains of products
@@ -136,8 +136,8 @@ EXPERT_GEMV = ExpertGemvTiles(4096, 4, 8, 4, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Tiles of experts, up to so many tokens: rows (choices), columns of gate and up (as many of each factor) and of down, inputs
-    at once, warps, stages. In float8 columns of a factor are 128 at most."""
+    """Tiles of experts, up to so many tokens: rows (choices), columns of gate and up (per projection) and of down, inputs at once, warps,
+    stages. In float8, at most 128 columns per projection."""
 
     num_tokens: int
     rows: int
