@@ -223,8 +223,8 @@ def gemv(
     x_KX: torch.Tensor, matrix: Grouped, out_KN: torch.Tensor, norm: Norm | None = None, gated: bool = False, adds: bool = False,
     chosen_K: torch.Tensor | None = None, num_matrices: int = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """Like `models.kernels.triton.gemv.gemv`. With `chosen_K`, multiply by these of `num_matrices` stacked matrices; x is one vector, or one
-    per choice."""
+    """Like `models.kernels.triton.gemv.gemv`. With `chosen_K`, multiply by these of `num_matrices` stacked matrices; x is one vector,
+    or one per choice."""
     norm_weight, eps = norm or (x_KX, 0.0)
     num_out, choices = matrix.shape[0] // num_matrices // (1 + gated), 0 if chosen_K is None else len(chosen_K)
     rows = math.gcd(num_out, VECTOR_ROWS)
