@@ -1,10 +1,10 @@
 // Attention of few query tokens over paged keys and values, for Hopper. Compiled with HEAD_DIM.
 //
-// Bound by memory: keys and values are read once for as many query tokens as fill 16 rows of a matrix product. With 4 query heads on a KV
+// Memory-bound: keys and values are read once for as many query tokens as fill 16 rows of a matrix product. With 4 query heads per KV
 // head, row r is head r % 4 of token r / 4. A block has a work item (`work_items.py`) and a KV head; each of its 4 warps takes every fourth
-// tile of 16 keys through a ring of its own, so that none waits for another. In the end warps are merged, then the items of a group.
+// tile of 16 keys through its own ring buffer, so that warps do not wait for each other. At the end warps are merged, then items of a group.
 //
-// It may run beside `prefill_attention.cu`, which leaves it some of the multiprocessors.
+// It may run concurrently with `prefill_attention.cu`, which leaves it some of the multiprocessors.
 
 #include "hopper_copy.cuh"
 
@@ -13,28 +13,28 @@ namespace split {
 using namespace hopper;
 static_assert(kHeadDim % kChunk == 0);
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlocks = 3;  // blocks on a multiprocessor
-constexpr int kStages = 2, kTile = 16, kRows = 16;  // tiles of a ring, keys of a tile, rows of queries
+constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlocks = 3;  // blocks per multiprocessor
+constexpr int kStages = 2, kTile = 16, kRows = 16;  // tiles per ring buffer, keys per tile, rows of queries
 constexpr int kChunkBytes = kTile * kChunk * sizeof(BFloat16), kMatrixBytes = kChunks * kChunkBytes, kStageBytes = 2 * kMatrixBytes;
-constexpr int kNewTokens = 64;  // of a row in one step, at most: older keys are in the pool before the kernel ahead of this one ends
+constexpr int kNewTokens = 64;  // maximum of a row in one step: older keys are in the pool before the preceding kernel has finished
 constexpr int kMaxParts = 512;  // of a group, see `work_items.py`
 
 struct Params {
   Source k, v;
   __nv_bfloat16 const* q;
   __nv_bfloat16* out;
-  int4 const* items;  // two each
+  int4 const* items;  // two int4 per item
   int const* pages;
   float *partials, *sums;
   int* arrivals;
-  int num_heads, kv_heads, log2_group;  // query heads of a KV head
-  int log2_page, box_rows;  // tokens of a page, and of a copy
+  int num_heads, kv_heads, log2_group;  // log2_group: query heads per KV head
+  int log2_page, box_rows;  // tokens per page and per copy
   float scale_log2;
-  bool is_beside;  // the kernel ahead, which began after the one that made all that is read here, and is to be done when this one is
+  bool is_beside;  // concurrent with the preceding kernel, which starts after the producer of all inputs; must not finish before it
 };
 
 struct alignas(1024) Shared {  // swizzles repeat after 1024 bytes
-  char stages[kWarps][kStages][kStageBytes];  // keys, then values; at the end a warp's results (kRows, kHeadDim)
+  char stages[kWarps][kStages][kStageBytes];  // keys, then values; at the end the warp's results (kRows, kHeadDim)
   float top[kWarps][kRows], sum[kWarps][kRows];
   uint64_t barriers[kWarps][kStages];
   int is_last;
@@ -53,12 +53,12 @@ struct WorkItem {
 
   DEVICE int num_tiles() const { return (stop - start + kTile - 1) / kTile; }
 
-  // Where the keys that a row's query sees end. The last key of a group is its last token's alone.
+  // End of the keys that a row's query attends to. The last key of a group belongs to its last token only.
   DEVICE int end(Params const& params, int row) const {
     return part == first + count - 1 ? stop + (row >> params.log2_group) + 1 - num_tokens : stop;
   }
 
-  // Where a row's vector begins, in values, from that of the first token's first head.
+  // Offset in values of a row's vector from that of the first token's first head.
   DEVICE static int64_t vector(Params const& params, int row) {
     int const token = row >> params.log2_group, member = row - (token << params.log2_group);
     return (int64_t(token) * params.num_heads + (blockIdx.x << params.log2_group) + member) * kHeadDim;
@@ -68,19 +68,19 @@ struct WorkItem {
     return int64_t(first_token) * params.num_heads * kHeadDim + vector(params, row);
   }
 
-  // Of a part's results in `partials`; divided by kHeadDim, in `sums`.
+  // Offset of a part's results in `partials`; divided by kHeadDim, in `sums`.
   DEVICE static int64_t partial(Params const& params, int part, int row) {
     return int64_t(part) * (kRows >> params.log2_group) * params.num_heads * kHeadDim + vector(params, row);
   }
 };
 
-// The tiles of one warp on their way. One lane copies; all wait for what they read.
+// Ring buffer of one warp's tiles. One lane issues copies; all lanes wait for what they read.
 struct Ring {
   Params const& params;
   WorkItem const& item;
   char* const stages;
   uint64_t* const barriers;
-  int coming, stage = 0, phase = 0;  // the next tile to be copied, and where the next one to be read lies
+  int coming, stage = 0, phase = 0;  // the next tile to copy, and position of the next one to read
 
   DEVICE Ring(Params const& params, WorkItem const& item, Shared& shared, int warp, int lane)
       : params(params), item(item), stages(shared.stages[warp][0]), barriers(shared.barriers[warp]), coming(warp) {
@@ -89,7 +89,7 @@ struct Ring {
     __syncwarp();
   }
 
-  // Copies the next tile. Keys behind the end are masked, and are read from the row's last page.
+  // Copies the next tile. Keys after the end are masked and read from the row's last page.
   DEVICE void copy(int to) {
     char* const place = stages + to * kStageBytes;
     set_barrier_transaction_bytes(barriers[to], kStageBytes);
@@ -108,7 +108,7 @@ struct Ring {
     coming += kWarps;
   }
 
-  // Copies tiles of keys before `end` into stages `from` and up. Returns the first stage that is left.
+  // Copies tiles of keys before `end` into stages from `from` on. Returns the first free stage.
   DEVICE int fill(int from, int end) {
     for (; from < kStages && coming < item.num_tiles() && item.start + coming * kTile < end; ++from) copy(from);
     return from;
@@ -134,13 +134,13 @@ DEVICE void load_transposed(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
 }
 
-// A warp's queries and what it has found so far.
+// A warp's queries and its running result.
 struct Rows {
   uint32_t q[kSteps][4];
   float out[kHeadDim / 8][4] = {};
   float top[2] = {kLowest, kLowest}, sum[2] = {0, 0};
   int ends[2];
-  int const lane, matrix, line;  // for ldmatrix: which of four matrices of 8 x 8 this lane names a line of
+  int const lane, matrix, line;  // for ldmatrix: the 8 x 8 matrix of four and its line that this lane addresses
 
   DEVICE Rows(Params const& params, WorkItem const& item, int lane) : lane(lane), matrix(lane / 8), line(lane % 8) {
 #pragma unroll
@@ -154,11 +154,11 @@ struct Rows {
     }
   }
 
-  DEVICE static uint32_t piece(uint32_t matrix_of_rows, int row, int number) {  // of 16 bytes, see `hopper_copy.cuh`
+  DEVICE static uint32_t piece(uint32_t matrix_of_rows, int row, int number) {  // piece of 16 bytes, see `hopper_copy.cuh`
     return matrix_of_rows + number / 8 * kChunkBytes + row * kChunk * sizeof(BFloat16) + ((number % 8 ^ row % 8) << 4);
   }
 
-  // Keys from `key` on, of which the tile at `tile` holds kTile.
+  // Processes the kTile keys from `key` on, which are in the tile at `tile`.
   DEVICE void attend(Params const& params, uint32_t tile, int key, int first_end) {
     float s[2][4] = {};
 #pragma unroll
@@ -200,7 +200,7 @@ struct Rows {
       for (int i = 0; i < 4; ++i) {
         float& weight = s[i / 2][a + i % 2];
         weight = exp2f(weight * scale - next);
-        sum[half] += weight;  // of this thread's keys
+        sum[half] += weight;  // over this thread's keys
       }
     }
   }
@@ -220,7 +220,7 @@ struct Rows {
   }
 };
 
-// Weighted values with the maximum and the sum of the weights (base 2): `add` takes more of the same row.
+// Weighted values with the maximum and the sum of the weights (base 2); `add` merges another part of the same row.
 struct Merged {
   float top = kLowest, sum = 0;
   float2 value = {0, 0};
@@ -243,7 +243,7 @@ DEVICE void for_pairs(Params const& params, WorkItem const& item, Then then) {
   for (int i = threadIdx.x; i < total; i += kThreads) then(i / (kHeadDim / 2), i % (kHeadDim / 2) * 2);
 }
 
-// One warp: each part's share of a row's result, from the parts' logarithmic sums. Read past L1: other blocks made them.
+// One warp: each part's share of a row's result, from the parts' logarithmic sums. Reads bypass L1: other blocks wrote them.
 DEVICE void weigh_parts(Params const& params, WorkItem const& item, int row, float* weights, int lane) {
   float top = kLowest, total = 0;
   for (int part = lane; part < item.count; part += 32) {
@@ -256,9 +256,9 @@ DEVICE void weigh_parts(Params const& params, WorkItem const& item, int row, flo
   for (int part = lane; part < item.count; part += 32) weights[part] /= total;
 }
 
-constexpr int kColumns = kHeadDim / 4;  // fours of a row
+constexpr int kColumns = kHeadDim / 4;  // groups of four values per row
 
-// The parts' weighted sum, four values of a row in a thread.
+// The weighted sum of the parts, four values of a row per thread.
 DEVICE void add_parts(Params const& params, WorkItem const& item, int num_rows, float const* weights) {
   for (int i = threadIdx.x; i < num_rows * kColumns; i += kThreads) {
     int const row = i / kColumns;
@@ -274,7 +274,7 @@ DEVICE void add_parts(Params const& params, WorkItem const& item, int num_rows, 
   }
 }
 
-// The last item of a group to arrive merges what all have left.
+// The last item of a group to finish merges the results of all.
 DEVICE void merge_items(Params const& params, WorkItem const& item, Shared& shared, int warp, int lane) {
   __threadfence();
   __syncthreads();
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT P
   if (params.is_beside && blockIdx.x == 0 && blockIdx.y == 0) wait_for_kernel_ahead();
 }
 
-// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; the others: see `flash_decoding.py`.
+// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16, contiguous; the others: see `flash_decoding.py`.
 void run(View q, View k, View v, View out, View items, View pages,
          View partials, View sums, View arrivals, int64_t page_size, double scale, bool is_beside) {
   int const group = int(q.size(1) / k.size(1)), box_rows = int(std::min<int64_t>(page_size, kTile));

@@ -1,12 +1,12 @@
-// Products of a single token with float8 matrices in scaled blocks of 128 x 128, for Hopper, with the norm and the rounding before them and SwiGLU
-// and residual behind. Called by `float8_gemv.py`.
+// Products of a single token with float8 matrices in scaled blocks of 128 x 128, for Hopper, fused with the norm and rounding before them and with SwiGLU
+// and residual after them. Called by `float8_gemv.py`.
 //
-// Bound by memory, if conversions are cheap: one instruction makes two values float16, and tensor cores add up in float32, which is exact. A
-// warp has 16 rows. A lane reads 16 bytes of row lane / 4 and of the one 8 below; the order in which it reads the token fits them:
+// Memory-bound if conversions are cheap: one instruction converts two values to float16, and tensor cores accumulate in float32, which is exact. A
+// warp has 16 rows. A lane reads 16 bytes of row lane / 4 and of the row 8 below; it reads the token's values in the matching order:
 //
 //   W (16 rows, 16 values) x token (16 values, 8 times the same column) -> (16 rows, 8 times the same)
 //
-// What the kernel ahead does not write is on its way before that has ended; the kernels before it are done, as all of ours wait for theirs.
+// Data that the preceding kernel does not write is prefetched before that kernel has finished. Earlier kernels are done: each waits for its predecessor.
 //
 // Large matrices take `multiply_token`, one block per multiprocessor with copies in shared memory. Experts and small matrices take
 // `multiply_tiles`: its small blocks start while the preceding kernel still occupies some multiprocessors, and load all weights at once.
@@ -17,17 +17,17 @@
 
 namespace float8 {
 
-// Copies of a warp's chunks of a block's tiles, one after the other; stages of them are on their way or are multiplied.
+// A warp's chunks of a block's tiles in order: pipeline stages are being copied or multiplied.
 template <bool kGated>
 struct Ring {
   static constexpr int kTileRows = kGated ? kHalf : kRows, kLanes = kChunk / kCopied, kRowsAtOnce = 32 / kLanes;
   uint8_t const* from;  // the next chunk
-  int64_t between;  // bytes that lie between the two halves of a tile
+  int64_t between;  // bytes between the two halves of a tile
   unsigned char* stages;
   int width, column, left, lane;  // column: of the next chunk; left: chunks
   int stage = 0;
 
-  // Chunks `first` to `end` of a tile of `rows` and those behind it.
+  // Copies chunks `first` to `end` of a tile of `rows` and the following ones.
   DEVICE Ring(uint8_t const* rows, int64_t between, unsigned char* stages, int width, int first, int end, int lane)
       : between(between), stages(stages), width(width), left(end - first), lane(lane) {
     int const per_tile = chunks_of(width), tile = first / per_tile;
@@ -54,7 +54,7 @@ struct Ring {
   }
 };
 
-// Block i: the i-th share of the tiles of 16 rows. If gated, tiles of 8 rows each of the gate and of the up projection.
+// Block i: the i-th share of the tiles of 16 rows. If gated, a tile has 8 rows of the gate and 8 of the up projection.
 template <bool kGated>
 __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const params) {
   constexpr int kTileRows = kGated ? kHalf : kRows, kFactors = kGated ? 2 : 1;
@@ -140,10 +140,10 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
   }
 }
 
-// Steps `first` to `end` of a warp's 16 rows; kAhead steps in registers or on their way.
+// Steps `first` to `end` of a warp's 16 rows; kAhead steps are in registers or being loaded.
 template <int kAhead>
 struct Tile {
-  uint8_t const *upper, *lower;  // of this lane's two rows, its first 16 bytes
+  uint8_t const *upper, *lower;  // the lane's first 16 bytes of its two rows
   int first, end;  // steps
   uint4 a[kAhead], b[kAhead];
 
@@ -158,7 +158,7 @@ struct Tile {
     for (int i = 0; i < kAhead; ++i) load(i, first + i);
   }
 
-  // The two rows' products. `units`: scales of the token's groups; the others: scales of the rows' blocks.
+  // Computes the two rows' products. `units`: scales of the token's groups; the others: scales of the rows' blocks.
   DEVICE float2 multiply(__half const* token, float const* units, float const* upper_scales, float const* lower_scales, int lane) {
     float2 totals = {0.f, 0.f};
     for (int start = first; start < end; start += kAhead) {
@@ -178,7 +178,7 @@ struct Tile {
   }
 };
 
-// What each warp of a block has of 16 rows.
+// Partial sums of 16 rows by the warps of a block.
 template <int kNumWarps>
 struct Parts {
   float of_warp[kNumWarps][kRows];
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps == 4 ? kBlocks : 2) 
   int64_t row = (int64_t(blockIdx.x) * kTiles + tile_of_warp) * kTileRows;
   for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
   auto wait = [] { wait_for_kernel_ahead(), launch_kernel_behind(); };
-  // All weights of the smaller grids; tiles of larger ones leave registers for the kernel behind.
+  // Smaller grids load all weights at once; tiles of larger ones leave registers for the next kernel.
   Tile<kSplits == kNumWarps ? 8 : 4> tile;
   auto fetch = [&] {
     tile.begin(params.weight + row * params.width, below, params.width, num_steps * split / kSplits, num_steps * (split + 1) / kSplits, lane);
@@ -245,9 +245,9 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps == 4 ? kBlocks : 2) 
   *place = __float2bfloat16_rn(result);
 }
 
-// Block i: values 16 i and on of the sum over all chosen experts, a warp each: x (chosen, width).
+// Block i: values from 16 i on of the sum over all chosen experts, one warp per expert: x (chosen, width).
 __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const params) {
-  constexpr int kPairs = 3;  // of groups that are rounded at once
+  constexpr int kPairs = 3;  // pairs of groups that are rounded at once
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ Parts<kMaxChosen> parts;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_steps = params.width / kStep, num_groups = params.width / kGroup;
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   __syncwarp();
   float2 totals = tile.multiply(token, units, scales, scales, lane);
   totals.x *= share, totals.y *= share;
-  if (expert < 0) totals = {0.f, 0.f};  // whose share may be anything
+  if (expert < 0) totals = {0.f, 0.f};  // its share is undefined
   parts.put(totals, warp, lane);
   __syncthreads();
   if (threadIdx.x < kRows) *place = __float2bfloat16_rn(before + parts.sum(threadIdx.x, 0, blockDim.x / 32));
@@ -307,7 +307,7 @@ Params params_of(View x, View weight, View scales, View chosen, View out, bool a
   return params;
 }
 
-// A block on each multiprocessor.
+// One block per multiprocessor.
 template <bool kGated>
 void launch_token(Params params, int num_multiprocessors, DLDevice device) {
   constexpr int kTileRows = kGated ? kHalf : kRows;
@@ -327,8 +327,8 @@ void launch_tiles(Params const& params, int num_experts, DLDevice device) {
   launch_early(multiply_tiles<kNumWarps, kSplits, kGated>, params, grid, 32 * kNumWarps, num_bytes, device);
 }
 
-// Matrices that the stages of `multiply_token` hold at once are small. Grids of `multiply_tiles` have enough blocks for all multiprocessors, but
-// no more than run at once, since each block rounds the token.
+// A matrix is small if the stages of `multiply_token` hold all of it. Grids of `multiply_tiles` have enough blocks for all multiprocessors, but
+// no more than can run at once, since each block rounds the token.
 template <bool kGated>
 void launch(Params const& params, int num_experts, int num_multiprocessors, DLDevice device) {
   int const num_tiles = params.num_out / (kGated ? kHalf : kRows) * num_experts, most = kBlocks * num_multiprocessors;

@@ -1,4 +1,4 @@
-// The token of the products in `float8_gemv.cu`: its rounding to float8, and the conversion of both factors to float16.
+// Token of the products in `float8_gemv.cu`: rounding to float8, and conversion of both factors to float16.
 
 #pragma once
 
@@ -14,13 +14,13 @@ using BFloat16 = __nv_bfloat16;
 constexpr int kRows = 16, kHalf = kRows / 2;
 constexpr int kGroup = 128;  // values with a scale
 constexpr int kStep = 64;  // values of a row that a warp multiplies at once
-constexpr int kWarps = 12, kStages = 2;  // of a block of `multiply_token`: fewer warps or stages keep the memory less busy
-constexpr int kMaxWarps = 8, kBlocks = 3;  // of a block of `multiply_tiles`; blocks of four warps that a multiprocessor runs at once
+constexpr int kWarps = 12, kStages = 2;  // per block of `multiply_token`: fewer warps or stages use less memory bandwidth
+constexpr int kMaxWarps = 8, kBlocks = 3;  // warps per block of `multiply_tiles`; concurrent blocks of four warps per multiprocessor
 constexpr int kChunk = 256;  // values of each of 16 rows in a warp's stage
-constexpr int kPitch = kChunk + 64;  // bytes from row to row of a stage: neighbours are not in the same banks
-constexpr int kMaxChosen = 12;  // of one that sums experts
-constexpr int kPiece = 8;  // values of the token that a lane rounds at once, 16 lanes a group
-constexpr int kPieces = 8;  // of a lane at once
+constexpr int kPitch = kChunk + 64;  // bytes between rows of a stage: neighbouring rows are in different banks
+constexpr int kMaxChosen = 12;  // maximum experts of `sum_experts`, one warp each
+constexpr int kPiece = 8;  // values of the token that a lane rounds at once; 16 lanes per group
+constexpr int kPieces = 8;  // pieces per lane at once
 constexpr int kCopied = 16;  // bytes that a lane copies at once
 constexpr float kLargest = 448.f, kLeastScale = 1e-30f;
 
@@ -29,12 +29,12 @@ struct Params {
   unsigned char const* norm_weight;
   uint8_t const* weight;
   float const* scales;  // num_scales for each block of rows
-  int const* chosen;  // experts, null: one matrix. One below 0 is not ours
-  BFloat16 const* shares;  // of the chosen experts in the sum, for `sum_experts`
+  int const* chosen;  // experts; null: one matrix. Negative: on another rank
+  BFloat16 const* shares;  // weights of the chosen experts, for `sum_experts`
   BFloat16* out;
-  int width, num_out, num_scales;  // values of a row; of the result, of each expert if there are several
-  int num_blocks;  // of rows with scales of their own, in which a block's tiles may lie
-  int norm_bytes;  // of a weight of the norm, bfloat16 or float32; 0: no norm
+  int width, num_out, num_scales;  // values per row; of the result (per expert if there are several)
+  int num_blocks;  // blocks of rows with separate scales that a block's tiles may span
+  int norm_bytes;  // bytes per weight of the norm (bfloat16 or float32); 0: no norm
   float eps;
   bool adds;
 };
@@ -53,7 +53,7 @@ DEVICE uint2 to_halves(uint32_t four) {
   return pairs;
 }
 
-// Two values as float8 has them.
+// Two float8 values.
 DEVICE uint32_t rounded_halves(float low, float high) {
   uint32_t pair;
   asm("{ .reg .b16 bytes; cvt.rn.satfinite.e4m3x2.f32 bytes, %2, %1; cvt.rn.f16x2.e4m3x2 %0, bytes; }" : "=r"(pair) : "f"(low), "f"(high));
@@ -66,7 +66,7 @@ DEVICE void multiply_halves(float (&c)[4], uint2 upper, uint2 lower, uint32_t b0
                : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(b0), "r"(b1));
 }
 
-// A step of this lane's two rows, added to c and d: a product waits for the one before it in its chain.
+// Adds a step of this lane's two rows to c and d, two chains: a product waits for the previous one of its chain.
 DEVICE void multiply_step(float (&c)[4], float (&d)[4], uint4 a, uint4 b, __half const* token) {
   uint4 const* from = reinterpret_cast<uint4 const*>(token);
   uint4 const x = from[0], y = from[1];
@@ -93,13 +93,13 @@ DEVICE void copy_async(void* to, void const* from, bool is_wide) {
 
 DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until at most kLeft groups of this thread's copies are on their way.
+// Waits until at most kLeft groups of this thread's copies are pending.
 template <int kLeft>
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory"); }
 
 DEVICE int chunks_of(int width) { return (width + kChunk - 1) / kChunk; }
 
-// 1 / x, correctly rounded for normal x and 1 / x. `__frcp_rn` also handles all others, by so many instructions that fetching them takes longer
+// 1 / x, correctly rounded for normal x and 1 / x. `__frcp_rn` handles all values, with so many instructions that fetching them takes longer
 // than multiplying.
 DEVICE float reciprocal(float x) {
   float y;
@@ -107,7 +107,7 @@ DEVICE float reciprocal(float x) {
   return fmaf(y, fmaf(-x, y, 1.f), y);
 }
 
-// A lane's piece of a group, of 16 lanes, into `to` as float16; the group's scale into `unit`.
+// Rounds a lane's piece of a group of 16 lanes; writes it to `to` as float16, and the group's scale to `unit`.
 DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit, int lane) {
   float largest = 0.f;
 #pragma unroll
@@ -121,8 +121,8 @@ DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit
   if (lane % 16 == 0) *unit = scale;
 }
 
-// The token, normalised by the weights in `norm` if it has a norm, rounded into `token`, `padded` values, by kNumWarps warps. A thread keeps its
-// pieces there as they were read. The weights have arrived when at most kLeft groups of copies are on their way.
+// Rounds the token, normalised with the weights in `norm` if there is a norm, into `token`, `padded` values, by kNumWarps warps. A thread finds its
+// pieces there as they were read. The weights have arrived when at most kLeft groups of copies are pending.
 template <int kNumWarps, int kLeft>
 DEVICE void round_token(Params const& params, int padded, unsigned char const* norm, __half* token, float* units, float (&sums)[kNumWarps]) {
   constexpr int kStride = 32 * kNumWarps * kPiece;
@@ -159,7 +159,7 @@ DEVICE void round_token(Params const& params, int padded, unsigned char const* n
     factor = rsqrtf(square / float(params.width) + params.eps);
   }
 #pragma unroll 1
-  for (int column = int(threadIdx.x) * kPiece; column < padded; column += kStride) {  // the same for a warp: its lanes have two whole groups
+  for (int column = int(threadIdx.x) * kPiece; column < padded; column += kStride) {  // uniform within a warp: its lanes have two whole groups
     float values[kPiece];
     to_floats(*reinterpret_cast<uint4 const*>(token + column), values);
     if (params.norm_bytes) {
@@ -177,9 +177,9 @@ DEVICE void round_token(Params const& params, int padded, unsigned char const* n
   }
 }
 
-// The parts of a block's shared memory, which begin at multiples of 16 bytes.
+// Layout of a block's shared memory; its parts begin at multiples of 16 bytes.
 struct Layout {
-  int padded, groups;  // values of a token, to two whole groups, and their groups
+  int padded, groups;  // values of a token, padded to two whole groups; number of groups
 
   __host__ __device__ explicit Layout(int width) : padded((width + 2 * kGroup - 1) / (2 * kGroup) * (2 * kGroup)), groups(padded / kGroup) {}
 

@@ -1,14 +1,14 @@
 // Attention of few decode rows, for Hopper, with norm and rotation of the new token's queries and key and the store of its key and value.
 // Compiled with HEAD_DIM.
 //
-// Its time is latency, not bandwidth. A row's KV head belongs to a cluster of blocks. Every warp takes tiles of 16 keys, in turn over blocks
-// first, and reads its first one into registers, in the layout of the products, before the kernel ahead is done: older keys are there. Then every
-// block makes the queries, and the new key and value, which replace what was read of their slot. In the end warps merge in shared memory, and
-// blocks in each other's.
+// Latency-bound. A row's KV head belongs to a cluster of blocks. Tiles of 16 keys are assigned to warps round-robin, over blocks
+// first. A warp reads its first tile into registers, in the layout of the products, before the preceding kernel is done: older keys exist. Then every
+// block computes the queries and the new key and value, which replace the values read from their slot. At the end warps merge in shared memory, and
+// blocks in distributed shared memory.
 //
 //   K (16 keys, 128) x q (128, 8 heads) -> scores (16 keys, 8 heads)        V (128, 16 keys) x weights (16 keys, 8 heads) -> (128, 8 heads)
 //
-// Any order of the 128 values serves if both sides share it: that in which a thread reads 16 bytes at once.
+// The order of the 128 values only has to be equal on both sides: here the one in which a thread reads 16 bytes at once.
 
 #include "hopper_launch.cuh"
 
@@ -17,8 +17,8 @@ namespace fused {
 using namespace hopper;
 static_assert(kHeadDim == 128, "four lanes of 16 bytes, four times");
 
-constexpr int kTile = 16, kHalf = kHeadDim / 2, kHeads = 8;  // keys of a tile; pairs that are rotated; heads of a product
-constexpr int kMaxSplits = 16;  // blocks of a cluster
+constexpr int kTile = 16, kHalf = kHeadDim / 2, kHeads = 8;  // keys per tile; rotated pairs; heads per product
+constexpr int kMaxSplits = 16;  // blocks per cluster
 constexpr int kQueryStride = kHeadDim + 32, kPartStride = kHeadDim + 4;  // in shared memory, against bank conflicts
 
 using BFloat16 = __nv_bfloat16;
@@ -28,10 +28,10 @@ struct Params {
   float const* cos_sin;
   BFloat16 *k, *v, *out;
   int64_t const* slots;
-  int2 const* rows;  // keys of a row with the new one, and where its pages begin: those of the first at 0
+  int2 const* rows;  // keys of a row including the new one, and start of its pages (0 for the first row)
   int const* pages;
-  int num_pages;  // that can be read, not only those of the rows
-  int num_heads, kv_heads, heads_in_row;  // of queries, of keys, and of `qkv`
+  int num_pages;  // readable pages, not only those of the rows
+  int num_heads, kv_heads, heads_in_row;  // numbers of heads: of queries, of keys, and in a row of `qkv`
   int log2_group, log2_page;
   float eps, scale_log2;
 };
@@ -39,8 +39,8 @@ struct Params {
 template <int kHeadTiles>
 struct alignas(16) Shared {
   BFloat16 q[kHeadTiles * kHeads][kQueryStride];
-  BFloat16 k[kHeadDim], v[kHeadDim];  // of the new token
-  float received[kHeadTiles * kHeads * kHeadDim];  // this block's share of the result from every block
+  BFloat16 k[kHeadDim], v[kHeadDim];  // key and value of the new token
+  float received[kHeadTiles * kHeads * kHeadDim];  // this block's share of the result, from every block
   float tops[kMaxSplits][kHeadTiles * kHeads], sums[kMaxSplits][kHeadTiles * kHeads];  // of every block
   float warp_top[16][kHeadTiles * kHeads], warp_sum[16][kHeadTiles * kHeads];
   float part[1];  // (warps, heads of the group, kPartStride)
@@ -48,7 +48,7 @@ struct alignas(16) Shared {
   static size_t num_bytes(int warps, int group) { return sizeof(Shared) + sizeof(float) * warps * group * kPartStride; }
 };
 
-// Past L1: other kernels wrote it.
+// Bypasses L1: another kernel wrote it.
 DEVICE uint4 load(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint4 const*>(from)); }
 
 DEVICE uint32_t load_pair(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint32_t const*>(from)); }
@@ -63,7 +63,7 @@ DEVICE uint4 load_shared(BFloat16 const* from) {
 
 DEVICE float2 floats(uint32_t pair) { return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair)); }
 
-// Of a matrix of 8 x 8, two values of a row a lane.
+// Transposes an 8 x 8 matrix with two values of a row per lane.
 DEVICE uint32_t transposed(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -82,18 +82,18 @@ DEVICE uint32_t address_in(int rank, void const* mine) {
   return there;
 }
 
-// A tile of one KV head's keys and values in a warp's registers, 64 a lane.
+// A tile of one KV head's keys and values in a warp's registers, 64 values per lane.
 struct Tile {
   Params const& params;
   int const length, begin, head, lane;
-  int page[2];  // of eight keys each: a page has no fewer
-  uint4 k[2][4];  // of keys lane / 4 and 8 more, values lane % 4 * 8 and 32, 64, 96 more
-  uint4 v[4][2];  // of keys lane % 4 * 2, one more, 8 and 9 more, values lane / 4 * 8 and 64 more
+  int page[2];  // for eight keys each: a page has at least eight
+  uint4 k[2][4];  // of keys lane / 4 and + 8, values from lane % 4 * 8 and + 32, + 64, + 96
+  uint4 v[4][2];  // of keys lane % 4 * 2 and + 1, + 8, + 9, values from lane / 4 * 8 and + 64
 
   DEVICE Tile(Params const& params, int row, int head, int lane)
       : params(params), length(__ldg(&params.rows[row].x)), begin(row ? __ldg(&params.rows[row].y) : 0), head(head), lane(lane) {}
 
-  // Without a look at the row's length: what is found behind its end is not used.
+  // Ignores the row's length: values after its end are not used.
   DEVICE void find_pages(int tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -110,7 +110,7 @@ struct Tile {
 
   DEVICE int key_of_v(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 
-  // Before the values. Keys behind the end are masked, and are read from a page of the row's.
+  // Called before the values are loaded. Keys after the end are masked and read from one of the row's pages.
   DEVICE void load_keys(int tile) {
     if (tile * kTile + 8 >= length) page[1] = page[0];
 #pragma unroll
@@ -130,7 +130,7 @@ struct Tile {
     }
   }
 
-  // In the place of what was read before they were there.
+  // Replaces what was read before the new key and value existed.
   DEVICE void put_new(int tile, BFloat16 const* new_k, BFloat16 const* new_v) {
     int const key = length - 1 - tile * kTile;
 #pragma unroll
@@ -146,7 +146,7 @@ struct Tile {
   }
 };
 
-// What a warp has found so far. A lane has heads lane % 4 * 2 and one more of each eight, and 8 values from lane / 4 * 8 and 64 more on.
+// A warp's running result. A lane has heads lane % 4 * 2 and + 1 of each eight, and 8 values from lane / 4 * 8 and from + 64 on.
 template <int kHeadTiles>
 struct Found {
   float out[kHeadTiles][8][4] = {};
@@ -157,7 +157,7 @@ struct Found {
     for (int h = 0; h < kHeadTiles; ++h) top[h][0] = top[h][1] = kLowest;
   }
 
-  // Adds a tile, of which the row has `num_keys` keys; if it `has_next`, its keys make room for those of tile `next`.
+  // Adds a tile with `num_keys` keys of the row; if it `has_next`, its keys are replaced by those of tile `next`.
   DEVICE void add(Tile& tile, Shared<kHeadTiles> const& shared, int num_keys, bool has_next, int next) {
     float s[kHeadTiles][2][4] = {};
 #pragma unroll
@@ -222,7 +222,7 @@ struct Found {
   }
 };
 
-// What a lane needs for two pairs of a head, read before the head is there.
+// Data of a lane for two pairs of a head, loaded before the head exists.
 struct Rotation {
   uint32_t q[2], k[2];  // weights of the norms
   float2 cosine, sine;
@@ -249,7 +249,7 @@ struct Rotation {
   }
 };
 
-// One warp: the new token's i-th head of the group, its key, or its value, into shared memory; the last two into the pool if it `stores`.
+// One warp: writes the new token's i-th head of the group, its key, or its value to shared memory; the last two also to the pool if it `stores`.
 template <int kHeadTiles>
 DEVICE void make_head(Params const& params, Shared<kHeadTiles>& shared, Rotation const& rotation, int i, bool stores, int lane) {
   int const group = 1 << params.log2_group, head = blockIdx.y;
@@ -271,7 +271,7 @@ DEVICE void make_head(Params const& params, Shared<kHeadTiles>& shared, Rotation
   }
 }
 
-// What `num_warps` of this block have found: values go to the block whose share they are, maximum and sum to all.
+// Sends the results of this block's `num_warps`: values to the block whose share they are, maximum and sum to all blocks.
 template <int kHeadTiles, int kSplits, int kWarps>
 DEVICE void send(Shared<kHeadTiles>& shared, int num_warps, int rank, int log2_group) {
   int const group = 1 << log2_group, num_quads = group * kHeadDim / 4, share = num_quads / kSplits;
@@ -282,7 +282,7 @@ DEVICE void send(Shared<kHeadTiles>& shared, int num_warps, int rank, int log2_g
       if (warp < num_warps) top = fmaxf(top, shared.warp_top[warp][head]);
     return top;
   };
-  for (int i = 32 * kWarps - 1 - threadIdx.x; i < group * kSplits; i += 32 * kWarps) {  // by threads that have less of the rest
+  for (int i = 32 * kWarps - 1 - threadIdx.x; i < group * kSplits; i += 32 * kWarps) {  // by the threads with less other work
     int const head = i & (group - 1), to = i >> log2_group;
     float const top = top_of(head);
     float sum = 0;
@@ -308,7 +308,7 @@ DEVICE void send(Shared<kHeadTiles>& shared, int num_warps, int rank, int log2_g
   }
 }
 
-// This block's share of the result.
+// Computes this block's share of the result.
 template <int kHeadTiles, int kSplits>
 DEVICE void merge(Params const& params, Shared<kHeadTiles> const& shared, int rank) {
   int const share = (kHeadDim << params.log2_group) / kSplits;
@@ -332,13 +332,13 @@ DEVICE void merge(Params const& params, Shared<kHeadTiles> const& shared, int ra
 // Block (split, KV head, row).
 template <int kHeadTiles, int kSplits, int kWarps, int kBlocks>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__ Params const params) {
-  constexpr int kStep = kSplits * kWarps;  // tiles at once
-  // Whether the kernel behind waits for the new heads, so that its weights do not hold up our keys and values. Measured for clusters of eight: with
-  // sixteen warps, those of four KV heads, products of float8 behind lose more than attention wins.
+  constexpr int kStep = kSplits * kWarps;  // tiles processed at once
+  // Whether the next kernel starts only after the new heads, so that its weights do not delay our keys and values. Measured for clusters of eight: with
+  // sixteen warps (four KV heads), the following float8 products lose more than attention gains.
   constexpr bool kWaits = kWarps == 8 && kSplits == 8;
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<Shared<kHeadTiles>*>(memory);
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: others may write to its memory
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block is running: others may write to its memory
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x, group = 1 << params.log2_group;
   int number = rank + kSplits * warp;
   Tile tile(params, blockIdx.z, blockIdx.y, lane);
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__
     tile.find_pages(number + kStep);
   }
   Rotation const rotation(params, blockIdx.z, lane);
-  for (int i = threadIdx.x; i < (kHeadTiles * kHeads - group) * kHalf; i += 32 * kWarps) {  // heads that are none
+  for (int i = threadIdx.x; i < (kHeadTiles * kHeads - group) * kHalf; i += 32 * kWarps) {  // padding heads
     reinterpret_cast<uint32_t*>(shared.q[group + i / kHalf])[i % kHalf] = 0;
   }
   wait_for_kernel_ahead();
@@ -396,7 +396,7 @@ void launch(Params const& params, int num_rows, int64_t splits, int64_t warps, D
   launch<2, 16, 8, 1>(params, num_rows, device);
 }
 
-// qkv (R, heads, HEAD_DIM), out (R, H, HEAD_DIM), k, v (slots, KV heads, HEAD_DIM) without gaps. The others: see `fused_decoding.py`.
+// qkv (R, heads, HEAD_DIM), out (R, H, HEAD_DIM), k, v (slots, KV heads, HEAD_DIM) contiguous. The others: see `fused_decoding.py`.
 void run(View qkv, View k, View v, View rows, View pages, View out,
          int64_t page_size, int64_t splits, int64_t warps, View q_weight, View k_weight, double eps,
          View cos_sin, View slots) {

@@ -1,10 +1,10 @@
-// What our attention kernels for Hopper share: heads of any multiple of 8 values up to 128. A source defines TILE_KV, the keys of a tile, and is
+// Common code of our attention kernels for Hopper, for heads of a multiple of 8 values up to 128. A source defines TILE_KV, the keys per tile, and is
 // compiled with HEAD_DIM.
 //
-// A block keeps a tile of a head's queries in shared memory and walks over keys and values: one warp group copies tiles (TMA), others of 128
-// threads compute 64 queries each and issue their products in turn, so that some multiply while others take exponentials.
+// A block keeps a tile of a head's queries in shared memory and iterates over keys and values: one warp group copies tiles (TMA), others of 128
+// threads compute 64 queries each and issue their products alternately, so that some multiply while others compute exponentials.
 //
-// A row of a tile lies in chunks of 64 values, 128 bytes swizzled: narrower swizzles cost more time than they save work. Of a head of 72:
+// A row of a tile is stored in chunks of 64 values with a 128-byte swizzle: narrower swizzles cost more time than they save. For a head of 72:
 //
 //                     chunk 0, 64 values      chunk 1: 8 values, 8 zeros, not used
 //    scores = q k^T   4 steps of 16         + 1 step
@@ -13,11 +13,11 @@
 // A kernel is `attend<Work>`, where Work is an `Item` and has
 //
 //    Params, with plan and scale_log2     what all blocks read
-//    num_groups                           groups of 64 rows that have a query: the others pass their turns on
-//    num_unmasked_tiles                   the first tiles of keys, of which every query sees every key
-//    visible(params, row)                 how many keys a query sees
-//    place(params, row)                   where its result is written, or null
-//    produce(params, shared, pipelines)   a warp group: fills the pipelines from an item's last tile to its first
+//    num_groups                           groups of 64 rows with a query; other groups skip
+//    num_unmasked_tiles                   number of first key tiles that every query attends to completely
+//    visible(params, row)                 number of keys that a query attends to
+//    place(params, row)                   address of its result, or null
+//    produce(params, shared, pipelines)   one warp group: fills the pipelines from an item's last tile to its first
 
 #pragma once
 
@@ -31,21 +31,21 @@ namespace hopper {
 
 constexpr int kGroupThreads = cutlass::NumThreadsPerWarpGroup;
 
-// Measured on an H200 for 64 and 72. Three groups leave a thread 160 registers: a wide head needs more.
+// Measured on an H200 for 64 and 72. Three groups leave 160 registers per thread; a wide head needs more.
 constexpr int kTileQ = kHeadDim <= 72 ? 192 : 128, kTileKV = TILE_KV, kStages = 2;
-constexpr int kStagesQ = 2;  // the next tile's queries are there when a tile is done
-constexpr int kGroups = kTileQ / 64;  // that compute; one more copies
+constexpr int kStagesQ = 2;  // so that the next tile's queries have arrived when a tile is done
+constexpr int kGroups = kTileQ / 64;  // computing warp groups; one more copies
 constexpr int kComputeThreads = kGroups * kGroupThreads, kComputeWarps = kComputeThreads / 32;
 constexpr int kThreads = kGroupThreads + kComputeThreads;
 constexpr int kWidth = kChunks * kChunk;
-constexpr int kRowBytes = kSteps * 16 * sizeof(BFloat16);  // copied for a row
+constexpr int kRowBytes = kSteps * 16 * sizeof(BFloat16);  // copied per row
 
-// A head with a tile of queries and all or a part of the tiles of keys that they see, see `tile_plan.py`. Whoever is done last merges parts.
+// A tile of a head's queries with all or part of their key tiles, see `tile_plan.py`. The last part to finish merges all parts.
 struct Item {
-  int first_token, num_tokens;  // of the tile
-  int first_key, end;  // where the keys begin, and the end of those that the last token sees
-  int head, first_tile, end_tile;  // tiles of keys; none if there is no such item
-  int first_part, part, num_parts;  // the tile's parts have numbers that follow each other
+  int first_token, num_tokens;  // tokens of the tile
+  int first_key, end;  // start of the keys, and end of those that the last token attends to
+  int head, first_tile, end_tile;  // range of key tiles; empty for an empty item
+  int first_part, part, num_parts;  // the tile's parts are numbered consecutively
 
   DEVICE Item(int4 const* items, int number) {
     int4 const tile = items[3 * number + 3], keys = items[3 * number + 4], parts = items[3 * number + 5];
@@ -62,11 +62,11 @@ struct Item {
   }
 };
 
-// Block b computes items b, b + num_blocks, and so on to the first that is none.
+// Block b computes items b, b + num_blocks and so on up to the first empty one.
 struct Plan {
-  int4 const* items;  // three for the header, three for each
-  float* parts;  // kPartFloats each
-  int* arrivals;  // kComputeWarps for each part, zero before and after
+  int4 const* items;  // three for the header, three per item
+  float* parts;  // kPartFloats per part
+  int* arrivals;  // kComputeWarps per part, zero before and after
 
   DEVICE int num_items() const { return items[0].x; }
   DEVICE int num_blocks() const { return items[0].y; }
@@ -86,7 +86,7 @@ using LayoutQ = decltype(tile_to_shape(Atom{}, Shape<Int<kTileQ>, Int<kWidth>, I
 using LayoutKV = decltype(tile_to_shape(Atom{}, Shape<Int<kTileKV>, Int<kWidth>, Int<kStages>>{}));
 using LayoutVt = decltype(composition(LayoutKV{}, make_ordered_layout(Shape<Int<kWidth>, Int<kTileKV>, Int<kStages>>{}, Step<_2, _1, _3>{})));
 
-// Of a thread: its part of the output, tops and sums of its rows.
+// A thread's part of the output, and the maxima and sums of its rows.
 constexpr int kPartValues = kTileQ * kHeadDim / kComputeThreads + 4, kPartFloats = kPartValues * kComputeThreads;
 
 using PipelineQ = cutlass::PipelineTmaAsync<kStagesQ>;
@@ -120,21 +120,21 @@ struct Pipelines {
         v(make_pipeline<PipelineKV>(shared.pipeline_v, kTileKV)) {}
 };
 
-// Gives a stage back: one arrival a warp.
+// Releases a stage: one arrival per warp.
 template <typename Pipeline, typename State>
 DEVICE void release(Pipeline& pipeline, State& state) {
   if (cutlass::canonical_lane_idx() == 0) pipeline.consumer_release(state);
   ++state;
 }
 
-// Starts to copy one box of a chunk to `place`, a row of the chunk's part of the stage.
+// Issues the copy of one box of a chunk to `place`, a row of the chunk's part of the stage.
 template <typename Pipeline, typename State>
 DEVICE void copy(Pipeline& pipeline, State const& state, Source const& source, int chunk, BFloat16* place, int head, int row) {
   SM90_TMA_LOAD_3D::copy(&source.chunks[chunk], pipeline.producer_get_barrier(state), uint64_t(TMA::CacheHintSm90::EVICT_NORMAL), place,
                          chunk * kChunk, head, row);
 }
 
-// Fills the next free stage with a tile, one box a chunk. For a single thread.
+// Fills the next free stage with a tile, one box per chunk. Called by a single thread.
 template <int Rows, typename Pipeline, typename State>
 DEVICE void fetch(Pipeline& pipeline, State& state, Source const& source, BFloat16* stages, int head, int row) {
   pipeline.producer_acquire(state);
@@ -163,8 +163,8 @@ DEVICE void start_product(Mma mma, A& a, B const& b, C& c) {
 
 // Softmax over tiles of scores. A thread holds parts of two rows: of every four values of an accumulator, the first two belong to row 0.
 struct Softmax {
-  float const scale;  // of scores, to powers of two
-  float top[2] = {kLowest, kLowest}, sum[2] = {0, 0}, factor[2];  // what sums of weights must be multiplied by
+  float const scale;  // converts scores to exponents of two
+  float top[2] = {kLowest, kLowest}, sum[2] = {0, 0}, factor[2];  // factor by which earlier sums must be multiplied
 
   DEVICE explicit Softmax(float scale) : scale(scale) {}
 
@@ -199,7 +199,7 @@ struct Softmax {
   }
 };
 
-// Takes the keys of a tile that a query does not see out of its scores.
+// Masks the scores of keys that a query does not attend to.
 template <typename Work, typename Places, typename Values>
 DEVICE void mask(typename Work::Params const& params, Work const& work, int tile, Places const& places, Values& scores) {
 #pragma unroll
@@ -209,7 +209,7 @@ DEVICE void mask(typename Work::Params const& params, Work const& work, int tile
   }
 }
 
-// Leaves a part's results for the tile's others; if all are there, merges them in their order. Warp by warp, since a row is one warp's.
+// Stores a part's results; if all parts have arrived, merges them in order. Done per warp, since each row belongs to one warp.
 template <typename Values>
 DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softmax, Values& out) {
   auto place = [&](int part) { return plan.parts + int64_t(item.first_part + part) * kPartFloats + thread; };
@@ -235,7 +235,7 @@ DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softm
 #pragma unroll
   for (int row = 0; row < 2; ++row) softmax.top[row] = kLowest, softmax.sum[row] = 0;
 #pragma unroll 1
-  for (int part = 0; part < item.num_parts; ++part) {  // other blocks made these: they are read past L1
+  for (int part = 0; part < item.num_parts; ++part) {  // written by other blocks: reads bypass L1
     float const* const theirs = place(part);
     float weight[2];
 #pragma unroll
@@ -269,20 +269,20 @@ DEVICE void store(typename Work::Params const& params, Work const& work, Softmax
   }
 }
 
-// A group that computes: it turns the scores of a tile into weights while the tensor cores multiply those of the tile before by its values.
+// A computing group: converts the scores of a tile to weights while the tensor cores multiply the previous tile's weights by its values.
 template <typename Work>
 DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelines& pipelines) {
   int const group = cutlass::canonical_warp_group_idx() - 1, thread = threadIdx.x - kGroupThreads;
   MmaQK mma_qk;
   MmaPV mma_pv;
-  // Sliced for the group's first thread, which is the same in a warp: addresses stay in uniform registers.
+  // Sliced for the group's first thread, so that addresses are uniform within a warp and stay in uniform registers.
   auto slice_qk = mma_qk.get_slice(group * kGroupThreads);
-  auto slice_v = MmaValues<kWidth>{}.get_slice(group * kGroupThreads);  // addresses whole chunks, of which MmaPV takes the columns that it has
+  auto slice_v = MmaValues<kWidth>{}.get_slice(group * kGroupThreads);  // addresses whole chunks; MmaPV uses only its columns
   auto q = slice_qk.partition_fragment_A(make_tensor(make_smem_ptr(shared.q), LayoutQ{}));
   auto k = slice_qk.partition_fragment_B(make_tensor(make_smem_ptr(shared.k), LayoutKV{}));
   auto v = slice_v.partition_fragment_B(make_tensor(make_smem_ptr(shared.v), LayoutVt{}));
   auto scores = partition_fragment_C(mma_qk, Scores{});
-  auto weights = make_tensor<BFloat16>(partition_shape_A(mma_pv, Scores{}));  // the same places as scores
+  auto weights = make_tensor<BFloat16>(partition_shape_A(mma_pv, Scores{}));  // the same layout as the scores
   auto out = partition_fragment_C(mma_pv, Output{});
   auto places = mma_qk.get_slice(thread).partition_C(make_identity_tensor(Scores{}));
   cutlass::PipelineState<kStagesQ> state_q;
@@ -296,7 +296,7 @@ DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelin
     auto queries = q(_, _, _, uniform(state_q.index()));
     start_product</*Clear=*/true, kSteps>(mma_qk, queries, k(_, _, _, uniform(state_k.index())), scores);
   };
-  auto finish_scores = [&](auto running) {  // products that may go on running
+  auto finish_scores = [&](auto running) {  // `running`: products that may still be pending
     warpgroup_wait<running>();
     warpgroup_fence_operand(scores);
     release(pipelines.k, state_k);
@@ -317,7 +317,7 @@ DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelin
     for (int i = 0; i < size(pairs); ++i) pairs(i) = __floats2bfloat162_rn(scores(2 * i), scores(2 * i + 1));
   };
 
-  auto skip = [&](Work const& work) {  // takes part in the turns and gives back what is copied for all groups
+  auto skip = [&](Work const& work) {  // takes part in the alternation and releases the stages copied for all groups
     auto skip_keys = [&] {
       take_turn();
       pass_turn();
@@ -338,7 +338,7 @@ DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelin
     skip_values();
   };
 
-  if (group == kGroups - 1) pass_turn();  // group 0 begins
+  if (group == kGroups - 1) pass_turn();  // group 0 starts
   for (int number = blockIdx.x, end = params.plan.num_items(); number < end; number += params.plan.num_blocks()) {
     Work const work(params, number);
     if (work.end_tile == 0) break;
@@ -357,7 +357,7 @@ DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelin
     mask(params, work, tile, places, scores);
     softmax.to_weights(scores);
     round_weights();
-    auto advance = [&](auto masked) {  // from the scores of a tile to those of the one before it
+    auto advance = [&](auto masked) {  // from the scores of a tile to those of the previous one
       take_turn();
       start_scores();
       start_out();
@@ -390,9 +390,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
   if (blockIdx.x >= params.plan.num_blocks()) return;
   Pipelines pipelines(shared);
   wait_for_kernel_ahead();
-  launch_kernel_behind();  // not sooner: one that runs beside this kernel counts on what is ahead of both
+  launch_kernel_behind();  // not earlier: a concurrent kernel relies on the completion of all kernels before this one
   __syncthreads();
-  if (cutlass::canonical_warp_group_idx() == 0) {  // needs few registers; the others get them
+  if (cutlass::canonical_warp_group_idx() == 0) {  // needs few registers, which the other groups get
     cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 24 : 32>();
     Work::produce(params, shared, pipelines);
   } else {
@@ -401,13 +401,13 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
   }
 }
 
-// items (1 + n, 12) int32; the others have room for the plan's parts.
+// items (1 + n, 12) int32; the other buffers have space for the plan's parts.
 inline Plan plan_of(View items, View parts, View arrivals) {
   TVM_FFI_ICHECK(items.size(1) == 12 && parts.size(1) == kPartFloats && arrivals.size(1) == kComputeWarps);
   return {values_of<int4>(items), values_of<float>(parts), values_of<int>(arrivals)};
 }
 
-inline int64_t tile_rows() { return kTileQ; }  // queries of a tile, of all its heads
+inline int64_t tile_rows() { return kTileQ; }  // rows of a tile: queries of all its heads
 inline int64_t tile_keys() { return kTileKV; }
 inline int64_t part_floats() { return kPartFloats; }
 inline int64_t part_arrivals() { return kComputeWarps; }

@@ -1,4 +1,4 @@
-// Copies of heads into shared memory. A row lies there in chunks of 64 values, 128 bytes swizzled: piece p of 16 bytes of row r is at p ^ r % 8.
+// Copies of heads to shared memory. A row is stored in chunks of 64 values with a 128-byte swizzle: piece p of 16 bytes of row r is at p ^ r % 8.
 
 #pragma once
 
@@ -19,12 +19,12 @@ constexpr int kSteps = (kHeadDim + 15) / 16;  // instructions along a head
 constexpr int kChunk = 64, kChunks = (kHeadDim + kChunk - 1) / kChunk;
 constexpr int kLastBox = kSteps * 16 - (kChunks - 1) * kChunk;  // columns copied into the last chunk
 
-// A tensor (rows, heads, kHeadDim) for the copy engine, chunk by chunk. What lies outside of the tensor reads as zero.
+// Describes a tensor (rows, heads, kHeadDim) for TMA, chunk by chunk. Reads outside the tensor give zeros.
 struct Source {
   CUtensorMap chunks[kChunks];
 };
 
-// x (rows, heads, kHeadDim): strides of whole 16 bytes, values side by side. A copy takes a box.
+// x (rows, heads, kHeadDim): strides are multiples of 16 bytes, values contiguous. A copy transfers a box.
 inline Source source_of(View x, int box_heads, int box_rows) {
   TVM_FFI_ICHECK(x.size(2) == kHeadDim && x.stride(2) == 1);
   Source source;

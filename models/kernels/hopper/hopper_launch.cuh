@@ -1,4 +1,4 @@
-// Launch of our kernels for Hopper, and instructions that several use. Those of attention are compiled with HEAD_DIM.
+// Launch of our kernels for Hopper, and instructions used by several. Attention kernels are compiled with HEAD_DIM.
 
 #pragma once
 
@@ -27,8 +27,8 @@ T* values_of(View x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-// Launches a kernel that begins while the one ahead ends: it calls `wait_for_kernel_ahead` before it touches what that reads or writes.
-// `cluster` neighbours along x run at once and reach each other's shared memory.
+// Launches a kernel that starts before the preceding one has finished (programmatic dependent launch): it must call `wait_for_kernel_ahead` before
+// it accesses that one's data. `cluster` neighbouring blocks along x run concurrently and can access each other's shared memory.
 template <typename Params>
 void launch_early(void (*kernel)(Params), Params const& params, dim3 grid, int num_threads, size_t num_bytes, DLDevice device, int cluster = 1) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(num_bytes)));
@@ -46,7 +46,7 @@ DEVICE void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "m
 
 DEVICE void launch_kernel_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// c (16, 8) += a (16, 16) b (16, 8). The first two of a thread's values of c are of row lane / 4, the others 8 below.
+// c (16, 8) += a (16, 16) b (16, 8). The first two of a thread's values of c belong to row lane / 4, the others to the row 8 below.
 DEVICE void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -58,7 +58,7 @@ DEVICE uint32_t pack(float low, float high) {
   return *reinterpret_cast<uint32_t const*>(&pair);
 }
 
-// The maximum or the sum over lanes that lie kFirst, 2 kFirst, ... up to kEnd / 2 apart.
+// The maximum or the sum over lanes at distances kFirst, 2 kFirst, ... up to kEnd / 2.
 template <int kFirst, int kEnd, bool kMaximum>
 DEVICE float over_lanes(float value) {
 #pragma unroll
@@ -69,9 +69,9 @@ DEVICE float over_lanes(float value) {
   return value;
 }
 
-constexpr float kLowest = -1e30f;  // below every score but finite: a row that sees nothing of a tile gets weights of 0, not NaN
+constexpr float kLowest = -1e30f;  // below every score but finite: a row without a visible key in a tile gets weights of 0, not NaN
 
-// The exponent of a power of two.
+// Exponent of a power of two.
 inline int log2_of(int64_t power) {
   TVM_FFI_ICHECK(power > 0 && (power & (power - 1)) == 0) << "attention: " << power << " heads that share keys or tokens of a page";
   int log2 = 0;

@@ -1,7 +1,7 @@
 // Causal attention of chunks of prompts over paged keys and values, see `hopper_attention.cuh`. Compiled with HEAD_DIM.
 //
 // Query heads that share a KV head are rows of one tile, so that keys are read once: with 4 of them, row r is head r % 4 of token r / 4. Pages
-// lie anywhere in the pool: each is a copy of its own, so the lanes of a warp start one each.
+// can be anywhere in the pool: each needs its own copy, and each lane of a warp issues one.
 
 #define TILE_KV 128  // whole pages
 #include "hopper_attention.cuh"
@@ -17,9 +17,9 @@ struct Work : Item {
     __nv_bfloat16* out;
     Plan plan;
     int const* pages;
-    int log2_group;  // of the query heads of a KV head
-    int num_heads;  // of queries
-    int log2_page, box_rows;  // tokens of a page, and of a copy
+    int log2_group;  // query heads per KV head
+    int num_heads;  // query heads
+    int log2_page, box_rows;  // tokens per page and per copy
     float scale_log2;
   };
 
@@ -30,7 +30,7 @@ struct Work : Item {
     num_unmasked_tiles = visible(params, 0) / kTileKV;
   }
 
-  // Of tokens behind the tile's last one, too: their results are thrown away.
+  // Also for tokens after the tile's last one, whose results are discarded.
   DEVICE int visible(Params const& params, int row) const { return end - num_tokens + 1 + (row >> params.log2_group); }
 
   DEVICE __nv_bfloat16* place(Params const& params, int row) const {
@@ -39,13 +39,13 @@ struct Work : Item {
     return params.out + (int64_t(first_token + token) * params.num_heads + (head << params.log2_group) + member) * kHeadDim;
   }
 
-  // Where a key lies in the pool. Keys behind the end are masked, and are read from the row's last page.
+  // Position of a key in the pool. Keys after the end are masked and read from the row's last page.
   DEVICE int slot(Params const& params, int key) const {
     int const page = min(key, end - 1) >> params.log2_page;
     return (__ldg(params.pages + first_key + page) << params.log2_page) + (key & ((1 << params.log2_page) - 1));
   }
 
-  // One warp copies keys and queries, another values: each is as far ahead as its pipeline has room.
+  // One warp copies keys and queries, another values, each as far in advance as its pipeline has free stages.
   DEVICE static void produce(Params const& params, Shared& shared, Pipelines& pipelines) {
     int const warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0) {
@@ -58,10 +58,10 @@ struct Work : Item {
     }
   }
 
-  // Keys or values of all of the block's items. One lane calls `then` when an item's first tile is on its way.
+  // Copies keys or values of all of the block's items. One lane calls `then` when an item's first tile has been issued.
   template <typename Then>
   DEVICE static void copy_tiles(Params const& params, PipelineKV& pipeline, Source const& source, BFloat16* stages, Then then) {
-    int const lane = cutlass::canonical_lane_idx(), row = lane * params.box_rows;  // of a tile, where this lane's box begins
+    int const lane = cutlass::canonical_lane_idx(), row = lane * params.box_rows;  // row of a tile at which this lane's box begins
     auto state = cutlass::make_producer_start_state<PipelineKV>();
     for (int number = blockIdx.x, total = params.plan.num_items(); number < total; number += params.plan.num_blocks()) {
       Work const work(params, number);
@@ -87,7 +87,7 @@ struct Work : Item {
   }
 };
 
-// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16 without gaps; pages int32; the plan: see `tile_plan.py`.
+// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16, contiguous; pages int32; the plan: see `tile_plan.py`.
 void run(View q, View k, View v, View out, View items, View parts,
          View arrivals, View pages, int64_t page_size, int64_t num_blocks, double scale) {
   int const group = int(q.size(1) / k.size(1));

@@ -1,6 +1,6 @@
 // Attention inside segments, made for heads of 64 and 72 values, see `hopper_attention.cuh`. Compiled with HEAD_DIM.
 
-#define TILE_KV (HEAD_DIM <= 72 ? 112 : 128)  // the best of those measured on an H200
+#define TILE_KV (HEAD_DIM <= 72 ? 112 : 128)  // the fastest measured on an H200
 #include "hopper_attention.cuh"
 
 namespace segments {
@@ -30,7 +30,7 @@ struct Work : Item {
     return row < num_tokens ? params.out + (first_token + row) * params.out_stride + head * kHeadDim : nullptr;
   }
 
-  // Keys are one tile ahead of values, as their products are.
+  // Keys are copied one tile before values, in the order of their products.
   DEVICE static void produce(Params const& params, Shared& shared, Pipelines& pipelines) {
     if (cutlass::canonical_warp_idx_sync() != 0 || !elect_one_sync()) return;
     auto state_q = cutlass::make_producer_start_state<PipelineQ>();
@@ -51,7 +51,7 @@ struct Work : Item {
   }
 };
 
-// q, k, v (P, H, HEAD_DIM) bfloat16: strides of whole 16 bytes, values side by side. out (P, H * HEAD_DIM). The plan: see `tile_plan.py`.
+// q, k, v (P, H, HEAD_DIM) bfloat16: strides are multiples of 16 bytes, values contiguous. out (P, H * HEAD_DIM). The plan: see `tile_plan.py`.
 void run(View q, View k, View v, View out, View items, View parts,
          View arrivals, int64_t num_blocks, double scale) {
   TVM_FFI_ICHECK(out.size(1) == q.size(1) * kHeadDim && out.stride(1) == 1);
