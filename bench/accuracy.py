@@ -1,7 +1,4 @@
-"""Ask a running server new questions and count correct answers: `python -m bench accuracy --url ... --questions 500`.
-
-Works with any OpenAI-compatible URL that serves the demo model.
-"""
+"""Ask a running server new questions and count correct answers: `python -m bench accuracy --url ... --questions 500`."""
 
 import argparse
 from collections.abc import Sequence
@@ -34,7 +31,6 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """Return whether the answer matches exactly."""
         return self.error is None and self.said == self.answer
 
 
@@ -61,7 +57,6 @@ def report(results: Sequence[Result]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Entry point: prints scores; exits with an error if requests failed."""
     parser = make_parser("accuracy", __doc__, *SERVER, "concurrency", seed=1, concurrency=16)
     parser.add_argument("--questions", type=int, default=300, help="over all tasks")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(DEFAULT_TASKS))
@@ -75,7 +70,3 @@ def main() -> None:
     print(table(score((result.task, result.right) for result in results)))
     if summary["errors"]:
         raise SystemExit(f"{summary['errors']} requests failed; first: {next(result.error for result in results if result.error)}")
-
-
-if __name__ == "__main__":
-    main()

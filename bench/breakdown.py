@@ -3,7 +3,7 @@
     started ──client──▶ sent ──transfer──▶ received ──prepare, queue, launch, prefill, sample, reply──▶ first text     rest: in none of them
 
 `received` is on the server's clock. The transfer is the longer of two times: until the kernel has taken the last byte (client's clock),
-and the server's reading time. No time is counted twice across the two clocks.
+and the server's reading time.
 """
 
 import statistics

@@ -4,8 +4,8 @@
     python -m bench chat --url http://127.0.0.1:8000 --document 16 --questions 32 --concurrency 8
     python -m bench chat --url http://127.0.0.1:8000 --clients 8 --replicas    # the address of `engine.serve --dp 2`
 
-The second form sends the same questions twice: each with new images (cold), then all about one new document. `--replicas`
-also reports the requests and encoded images of each engine behind the affinity proxy: each image should be encoded once.
+The second form sends the same questions twice: each with new images (cold), then all about one new document. `--replicas` reports requests
+and encoded images of each engine behind the affinity proxy: each image should be encoded once.
 """
 
 import argparse
@@ -39,7 +39,6 @@ def question(model: str, uris: list[str], salt: int) -> dict[str, Any]:
 
 
 async def converse(client: ChatClient, model: str, uris: list[str], seed: int) -> list[Answer]:
-    """Run one conversation: every turn resends it with one more image."""
     messages: list[dict[str, Any]] = []
     answers = []
     for turn, uri in enumerate(uris):
@@ -53,7 +52,6 @@ async def converse(client: ChatClient, model: str, uris: list[str], seed: int) -
 
 
 async def conversations(client: ChatClient, model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row per turn over all clients, and one of all turns with their rate."""
     pictures = [images(args, 1 + i, args.turns) for i in range(args.clients)]
     started = time.perf_counter()
     talks = await asyncio.gather(*(converse(client, model, uris, 1 + i) for i, uris in enumerate(pictures)))
@@ -91,7 +89,6 @@ def row_of(name: str, answers: list[Answer], seconds: float | None = None) -> di
 
 
 async def work_of_engines(proxy: ChatClient) -> Work:
-    """Return the requests and encoded images of each engine so far."""
     await asyncio.sleep(STATISTICS_S)
     async with proxy.session.get("health") as response:
         backends = (await response.json())["backends"]
@@ -104,7 +101,6 @@ async def work_of_engines(proxy: ChatClient) -> Work:
 
 
 async def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], Work]:
-    """Return the rows and, with `--replicas`, the work of each engine."""
     async with served(args) as (client, model):
         count = args.document or args.turns  # the largest measured size, which would otherwise include one-time costs
         await client.chat(question(model, images(args, 9_999, count), 9_999))
@@ -128,7 +124,3 @@ def main() -> None:
     if engines:
         print(table(["engine", "requests", "images encoded"], [[url, *work.values()] for url, work in engines.items()]))
     write_result(args, rows=rows, engines=engines)
-
-
-if __name__ == "__main__":
-    main()

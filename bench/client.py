@@ -56,7 +56,6 @@ class Answer:
 
     @property
     def latencies(self) -> list[float]:
-        """Return the seconds between consecutive texts."""
         return [second - first for first, second in pairwise(self.token_times)]
 
 
@@ -73,9 +72,8 @@ def text_of(num_tokens: int, salt: int) -> str:
     return f"Request {salt}:" + WORD * max(1, num_tokens - 8)
 
 
-def user_message(uris: list[str], text: str) -> dict[str, Any]:
-    """Return a message with images, then the text."""
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+def user_message(uris: list[str], text: str, kind: str = "image") -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": f"{kind}_url", f"{kind}_url": {"url": uri}} for uri in uris]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
@@ -94,10 +92,8 @@ def chat_body(model: str, messages: list[dict[str, Any]], max_tokens: int) -> di
 
 
 class Upload(aiohttp.Payload):
-    """Serialised body without a copy; the buffer must not change until it is written.
-
-    aiohttp would copy the whole body to join it with the headers, and each new buffer of many megabytes costs the kernel page faults.
-    """
+    """Serialised body. aiohttp would copy it to join it with the headers, and each new buffer of many megabytes costs page faults. The
+    buffer must not change until it is written."""
 
     def __init__(self, buffer: bytearray):
         super().__init__(buffer, content_type="application/json")
@@ -133,7 +129,7 @@ class Uploads:
         return Upload(buffer)
 
     def give_back(self, upload: Upload) -> None:
-        """Return the buffer to the pool, unless the server answered before reading everything: the transport may still use it then."""
+        """Take the buffer back, unless the server answered before reading everything: the transport may still use it then."""
         if upload.written:
             self._free.append(upload.buffer)
 
@@ -159,7 +155,6 @@ class ChatClient:
         await self.session.close()
 
     async def model(self) -> str:
-        """Return the first model that the server lists."""
         async with self.session.get("v1/models") as response:
             return str((await response.json())["data"][0]["id"])
 
@@ -209,7 +204,6 @@ class ChatClient:
 
 @asynccontextmanager
 async def served(args: argparse.Namespace) -> AsyncIterator[tuple[ChatClient, str]]:
-    """Context of a client of `--url` and the name of `--model`."""
     async with ChatClient(args.url, args.api_key) as client:
         yield client, args.model or await client.model()
 

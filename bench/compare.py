@@ -2,10 +2,9 @@
 
     python -m bench compare OLD --models Qwen3-VL-8B Qwen3-VL-8B-FP8 Qwen3-VL-30B-A3B-FP8 --json compare.json
 
-OLD is a commit or a folder with the old version. For each model both engines start at the same time and share the device; published
-sizes get dummy weights. Benchmarks of this version then measure one engine after the other, and every second round begins with the new
-one. A benchmark that shows a loss is measured again for as many rounds. The table has medians over the rounds; a gain below zero means
-that the new version is slower.
+OLD is a commit or a folder. For each model both engines share the device; published sizes get dummy weights. Benchmarks of this version
+measure one engine after the other, and every second round begins with the new one. A benchmark that shows a loss is measured again for as
+many rounds. The table has medians over the rounds; a gain below zero means that the new version is slower.
 """
 
 import argparse
@@ -109,7 +108,6 @@ async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples
 
 
 async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, Samples]:
-    """Start both engines with one model and return the samples of each run."""
     flags, found = engine_flags(model, args.flags), {}
     digest = hashlib.sha256(str(args.old).encode()).hexdigest()[:16]
     own = ["env", f"FLASHINFER_WORKSPACE_BASE={KERNEL_CACHE.expanduser() / digest}"]
@@ -141,7 +139,6 @@ def rows_of(model: str, found: Mapping[str, Samples]) -> list[list[str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: exits with 1 after a loss."""
     parser = make_parser("compare", __doc__, "flags", "json")
     parser.add_argument("old", metavar="OLD", help="commit or folder")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="values of the engine's --model")
@@ -156,7 +153,3 @@ def main(argv: list[str] | None = None) -> None:
     print(table(["model", "run", "figure", args.old, "new", "gain", ""], rows))
     write_result(args, result=found)
     sys.exit(any(is_loss(samples) for runs in found.values() for samples in runs.values()))
-
-
-if __name__ == "__main__":
-    main()

@@ -60,13 +60,11 @@ def code(i: int) -> dict[str, Any]:
 
 
 def chance(i: int) -> dict[str, Any]:
-    """Return an unpredictable request."""
     rng = random.Random(i)
     return {"messages": [user_message([], text_of(64, i) + " " + " ".join(str(rng.randrange(10**6)) for _ in range(20)))]}
 
 
 def demo(i: int) -> dict[str, Any]:
-    """Return a request for the demo model."""
     return {"messages": question(i, ("count_to", "list", "describe")[i % 3]).messages()}
 
 
@@ -82,7 +80,6 @@ def make_bodies(args: argparse.Namespace, model: str, name: str, salt: str) -> l
 
 
 async def measure(args: argparse.Namespace, module: Sequence[str], flags: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Return the results of each set and number of streams in the last round."""
     found = {}
     async with running_engine(flags, module) as (_, url), ChatClient(url) as client:
         model = await client.model()
@@ -147,7 +144,3 @@ def main(argv: list[str] | None = None) -> None:
     rows = uvloop.run(compare(args))
     print(table(list(rows[0]), [list(row.values()) for row in rows]))
     write_result(args, rows=rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ within 15 s, and with an answer to the client unless it was the api; SIGTERM of 
 import argparse
 import asyncio
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -23,11 +22,10 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from PIL import Image
 
 from bench.client import ChatClient, chat_body, text_of, user_message
 from bench.flags import make_parser
-from bench.pictures import data_uri, make_uris
+from bench.pictures import blank, make_uris
 from bench.processes import is_running, roles_of, running_engine
 from bench.report import write_result
 
@@ -37,19 +35,12 @@ SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
 END_S, CLIENT_S, NOTICE_S, RECOVER_S, HEALTH_S = 15.0, 2.0, 10.0, 15.0, 2.0
 INTO_PHASE_S = 0.4  # after the start of the request
 PIECE_BYTES, PIECE_PAUSE_S = 1 << 16, 0.05  # of a slow upload
+LARGE = 8000  # pixels, which take a decoder about a second
 BROKEN = "broken connection"
 
 
-def large_png() -> str:
-    """Return a PNG that takes a decoder about a second."""
-    file = io.BytesIO()
-    Image.new("RGB", (8000, 8000), (9, 90, 200)).save(file, "PNG", compress_level=1)
-    return data_uri(file.getvalue(), "image/png")
-
-
 def body_of(phase: str) -> bytes:
-    """Return a request that reaches this phase quickly and stays in it for a while."""
-    images = make_uris(0, 8, "720p", "smooth") if phase == "tower" else [large_png()] if phase in ("media", "upload") else []
+    images = make_uris(0, 8, "720p", "smooth") if phase == "tower" else [blank("RGB", LARGE, "PNG")] if phase in ("media", "upload") else []
     text = text_of(2500 if phase == "prefill" else 8, 1)
     return json.dumps(chat_body("demo", [user_message(images, text)], 3000 if phase == "decode" else 64)).encode()
 
@@ -86,7 +77,6 @@ async def seconds_until(client: ChatClient, is_well: bool, limit: float) -> floa
 
 
 async def case(role: str, phase: str, name: str, pause: float, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Send one signal and return the outcome."""
     async with running_engine(flags) as (process, url), ChatClient(url) as client:
         pids = roles_of(process.pid)
         request = asyncio.create_task(ask(client, body_of(phase), phase == "upload"))
@@ -121,7 +111,6 @@ async def _stopped(client: ChatClient, pid: int, role: str, request: "asyncio.Ta
 
 
 async def faults(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run every case in sequence."""
     results = []
     for name, role, phase in itertools.product(args.signals, args.roles, args.phases):
         results.append(await case(role, phase, name, args.pause, shlex.split(args.flags)))
@@ -130,7 +119,6 @@ async def faults(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Entry point: exits with 1 if a case is not good."""
     parser = make_parser("faults", __doc__, "flags", "json")
     for name, choices in (("roles", ROLES), ("phases", PHASES), ("signals", SIGNALS)):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
@@ -139,7 +127,3 @@ def main() -> None:
     results = uvloop.run(faults(args))
     write_result(args, result=results)
     sys.exit(not all(result["good"] for result in results))
-
-
-if __name__ == "__main__":
-    main()

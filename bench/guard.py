@@ -10,7 +10,6 @@ longest gap between chunks of another client's stream during an attack, above th
 import argparse
 import asyncio
 import contextlib
-import io
 import json
 import os
 import time
@@ -22,11 +21,10 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from PIL import Image
 
 from bench.client import ChatClient, chat_body, text_of, user_message, watch_health
 from bench.flags import make_parser
-from bench.pictures import data_uri
+from bench.pictures import blank, data_uri
 from bench.processes import memory_mib, running_engine
 from bench.report import table, write_result
 
@@ -38,8 +36,6 @@ PROMPTS = {"prompt": [f"{i} " + text_of(1200, i) for i in range(16)], "max_token
 
 @dataclass(slots=True)
 class Target:
-    """Engine under test."""
-
     url: str
     model: str
     client: ChatClient
@@ -53,7 +49,7 @@ Measure = Callable[[Target], Awaitable[str]]  # result of a probe, or outcome of
 
 
 async def listen(target: Target, streams: list[list[float]]) -> None:
-    """Append the clock readings of another client's streams, one after another, until cancelled. RuntimeError if one is rejected."""
+    """Append the clock readings of one stream after another until cancelled. RuntimeError if one is rejected."""
     body = chat_body(target.model, [user_message([], "Hello")], 4000)
     while True:
         async with target.client.session.post(CHAT, json=body) as response:
@@ -66,7 +62,7 @@ async def listen(target: Target, streams: list[list[float]]) -> None:
 
 
 async def longest(target: Target, attack: Measure) -> tuple[float, float, str]:
-    """Return the longest gap of another stream and the slowest `/health` during an attack in seconds, and the attack's outcome."""
+    """Return the longest gap of another stream and the slowest `/health` in seconds, and the attack's outcome."""
     streams, health = list[list[float]](), list[float]()
     async with asyncio.TaskGroup() as group:
         others = [group.create_task(listen(target, streams)), group.create_task(watch_health(target.url, health))]
@@ -83,15 +79,12 @@ async def longest(target: Target, attack: Measure) -> tuple[float, float, str]:
 
 
 async def idle(target: Target) -> str:
-    """Measure the idle values for comparison."""
     target.idle_gap, health, _ = await longest(target, lambda target: asyncio.sleep(target.seconds, ""))
     target.memory = memory_mib(target.pid)
     return f"longest gap {target.idle_gap:.3f} s, /health {health:.3f} s"
 
 
 def stall(attack: Measure) -> Measure:
-    """Return a probe of another stream's stall during an attack."""
-
     async def probe(target: Target) -> str:
         gap, health, outcome = await longest(target, attack)
         return f"{max(0.0, gap - target.idle_gap):.3f} s, /health {health:.3f} s; {outcome}"
@@ -100,7 +93,7 @@ def stall(attack: Measure) -> Measure:
 
 
 def repeatedly(send: Callable[[Target], AsyncIterator[int]], clients: int) -> Measure:
-    """Return an attack in which clients send requests, whose statuses `send` yields, until the time is over."""
+    """Return an attack of clients whose requests `send` makes, yielding statuses, until the time is over."""
 
     async def attack(target: Target) -> str:
         statuses, end = Counter[int](), time.monotonic() + target.seconds
@@ -119,7 +112,6 @@ def repeatedly(send: Callable[[Target], AsyncIterator[int]], clients: int) -> Me
 
 
 def requests(path: str, *bodies: dict[str, Any], clients: int = 1) -> Measure:
-    """Return an attack with these bodies in turn."""
     encoded = [json.dumps(body).encode() for body in bodies]
 
     async def send(target: Target) -> AsyncIterator[int]:
@@ -147,20 +139,8 @@ def blank_lines(connections: int) -> Measure:
     return repeatedly(send, connections)
 
 
-def ask(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    content = [*parts, {"type": "text", "text": "What is it?"}]
-    return {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0} | fields
-
-
-def media(kind: str, uri: str) -> dict[str, Any]:
-    return {"type": f"{kind}_url", f"{kind}_url": {"url": uri}}
-
-
-def picture(mode: str, format: str) -> dict[str, Any]:
-    """Return a small file of many pixels."""
-    file = io.BytesIO()
-    Image.new(mode, (HUGE, HUGE)).save(file, format)
-    return media("image", data_uri(file.getvalue(), f"image/{format.lower()}"))
+def ask(*uris: str, kind: str = "image", **fields: Any) -> dict[str, Any]:
+    return {"messages": [user_message([*uris], "What is it?", kind)], "max_tokens": 4, "temperature": 0} | fields
 
 
 def broken_clips() -> list[dict[str, Any]]:
@@ -168,7 +148,7 @@ def broken_clips() -> list[dict[str, Any]]:
 
     clip = make_clip(0, "tiny")
     files = clip[: len(clip) // 2], clip[:200] + os.urandom(len(clip) - 200), os.urandom(1 << 16)
-    return [ask(media("video", data_uri(file, "video/mp4"))) for file in files]
+    return [ask(data_uri(file, "video/mp4"), kind="video") for file in files]
 
 
 def schema(salt: int) -> dict[str, Any]:
@@ -187,11 +167,11 @@ PROBES: tuple[tuple[str, str, Callable[[], Measure]], ...] = (
     ("idle engine", "", lambda: idle),
     ("chunked body of blank lines without a key", STALL, lambda: stall(blank_lines(1))),
     ("the same body on 16 connections", STALL, lambda: stall(blank_lines(16))),
-    ("video of 3,000,000 commas", STALL, lambda: stall(requests(CHAT, ask(media("video", "data:video/jpeg;base64," + "," * 3_000_000))))),
+    ("video of 3,000,000 commas", STALL, lambda: stall(requests(CHAT, ask("data:video/jpeg;base64," + "," * 3_000_000, kind="video")))),
     ("1,000 embeddings", STALL, lambda: stall(requests("v1/embeddings", {"input": [f"Text {i}" for i in range(1000)]}))),
     ("2,000,000 ids to detokenize", STALL, lambda: stall(requests("detokenize", {"tokens": [5] * 2_000_000}))),
     ("16 long prompts, first new, then cached", STALL, lambda: stall(requests("v1/completions", PROMPTS))),
-    ("images of 169 megapixels", STALL, lambda: stall(requests(CHAT, ask(picture("1", "PNG")), ask(picture("L", "JPEG"))))),
+    ("images of 169 megapixels", STALL, lambda: stall(requests(CHAT, ask(blank("1", HUGE, "PNG")), ask(blank("L", HUGE, "JPEG"))))),
     ("broken videos of 10 clients", STALL, lambda: stall(requests(CHAT, *broken_clips(), clients=10))),
     ("schemas of 3,000 properties", STALL, lambda: stall(requests(CHAT, *(schema(i) for i in range(3))))),
     ("1,000,000 JSON values", "at most 0.25 s", lambda: stall(requests(CHAT, {"messages": [0] * 1_000_000}))),
@@ -231,7 +211,3 @@ def main() -> None:
     findings = uvloop.run(run(args))
     print(table(["probe", "promised", "measured"], findings))
     write_result(args, result=findings)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
     python -m bench kernels --size 8B --json kernels.json
 
 The bound of a kernel is the larger of its operations and its bytes divided by rates measured on the device just before.
-`python -m bench profile` lists the time of every kernel of a model, those of the tower, of experts and of norms included.
 """
 
 import statistics
@@ -49,7 +48,7 @@ Call = Callable[[torch.Tensor, Matrix], object]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel at one shape. `calls` do the same on different data; all bytes that must move and all operations are those of one call."""
+    """A kernel at one shape. `calls` do the same on different data; operations and bytes that must move are those of one call."""
 
     name: str
     shape: str
@@ -80,8 +79,8 @@ def seconds_per_call(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def ceilings(device: torch.device) -> tuple[float, float]:
-    """Return the operations per second of a large matrix product in bfloat16, and the bytes per second, read and written, of a negated
-    copy: a plain copy in a graph is left to the slower copy engines."""
+    """Return the operations per second of a product in bfloat16, and the bytes per second, read and written, of a negated copy: a plain
+    copy in a graph is left to the slower copy engines."""
     a, b = (torch.randn((8192, 8192), dtype=torch.bfloat16, device=device) for _ in range(2))
     source = torch.randn(1 << 28, device=device)
     target = torch.empty_like(source)
@@ -89,8 +88,8 @@ def ceilings(device: torch.device) -> tuple[float, float]:
 
 
 def product_cases(text: TextConfig, backend: Backend, num_tokens: int) -> Iterator[Case]:
-    """Return the products of one layer with norms, activations and residual sums, in bfloat16 and float8, and the head of small steps. Only
-    "down" in float8 rounds its input, which SwiGLU does in a model."""
+    """Return the products of one layer in bfloat16 and float8, and the head of small steps. Only "down" in float8 rounds its input, which
+    SwiGLU does in a model."""
     hidden, inner, attended = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
     device, count = backend.device, RowClass.of(num_tokens)
     norm = torch.ones(hidden, dtype=torch.bfloat16, device=device)
@@ -123,7 +122,6 @@ def product_cases(text: TextConfig, backend: Backend, num_tokens: int) -> Iterat
 
 
 def attention_cases(text: TextConfig, backend: Backend) -> Iterator[Case]:
-    """Return the cases of prefills, of mixed steps and of decode rows."""
     group = PagedGroup(2, text.num_kv_heads, text.head_dim, torch.bfloat16.itemsize)
     pools = allocate_pools(group, POOL_BLOCKS, PAGE, torch.bfloat16, backend.device)
     prefill, case = backend.attention(pools, text.num_heads), partial(attention, text, backend.device)
@@ -148,8 +146,8 @@ def captured(backend: Backend, pools: list[KVPool], text: TextConfig, num_tokens
 
 
 def attention(text: TextConfig, device: torch.device, backend: AttentionBackend, new: list[int], lengths: list[int]) -> Case:
-    """Return a case with rows of `new` query tokens each, the last ones of `lengths` cached tokens; two layers in turn, so that no cache
-    holds the keys. A row of up to 1 + MAX_DRAFTS tokens is a decode row."""
+    """Return a case with rows of `new` query tokens each, the last ones of `lengths`; two layers in turn, so that no cache holds the keys.
+    A row of up to 1 + MAX_DRAFTS tokens is a decode row."""
     pages = [-(-length // PAGE) for length in lengths]
     layout = AttentionLayout(
         qo_indptr_cpu=indptr(new),
@@ -194,7 +192,3 @@ def main() -> None:
     rows = [[name, shape, f"{us:.1f}", f"{bound:.1f}", f"{bound / us:.0%}"] for name, shape, us, bound in results]
     print(table(["kernel", "shape", "us", "bound us", "of bound"], rows))
     write_result(args, columns=("kernel", "shape", "us", "bound_us"), kernels=results)
-
-
-if __name__ == "__main__":
-    main()

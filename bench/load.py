@@ -2,9 +2,8 @@
 
     python -m bench load --url http://127.0.0.1:8000 --concurrency 32 --requests 128 --images 1 --input-tokens 256 --output-tokens 128
 
-Every request has new images and text; a client sends its next request after the previous answer. With `--rate`, requests are
-sent at a fixed rate instead: several times the capacity shows how many requests an overloaded server accepts and rejects,
-and how long they wait.
+Every request has new images and text; a client sends its next request after the previous answer. `--rate` sends at a fixed rate
+instead: several times the capacity shows how many requests an overloaded server rejects, and how long the others wait.
 """
 
 import argparse
@@ -48,7 +47,6 @@ async def drive(client: ChatClient, bodies: Iterable[dict[str, Any]], concurrenc
 
 
 async def drive_at_rate(client: ChatClient, bodies: list[dict[str, Any]], per_second: float) -> list[Answer]:
-    """Send all bodies at a fixed rate. Return answers in the order of the bodies."""
     tasks, started = [], time.perf_counter()
     for number, body in enumerate(bodies):
         await asyncio.sleep(max(0.0, started + number / per_second - time.perf_counter()))
@@ -57,7 +55,6 @@ async def drive_at_rate(client: ChatClient, bodies: list[dict[str, Any]], per_se
 
 
 async def load(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the results of a run."""
     async with served(args) as (client, model):
         await drive(client, make_bodies(args, model, args.warm_ups, args.seed + 500_000), args.concurrency)
         bodies, health = make_bodies(args, model, args.requests, args.seed), list[float]()
@@ -110,7 +107,3 @@ def main() -> None:
     print(table(["", *(f"p{q}" for q in PERCENTILES)], [[name, *of.values()] for name, of in result.items() if name.endswith("_ms")]))
     print(*(f"{role}: {used} us of CPU per output token" for role, used in result.get("cpu_us_per_token", {}).items()), sep="\n")
     write_result(args, result=result)
-
-
-if __name__ == "__main__":
-    main()

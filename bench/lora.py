@@ -40,7 +40,6 @@ LIMITS = (None, 1.02, 1.08, None, 0.98, 0.9, 0.8)  # on one H200 for 8B with ran
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Return the figures of each case, one per round."""
     model = read_config(resolve(args.model, "dummy" if not Path(args.model).is_dir() else "auto", folder).folder)
     names = [f"adapter-{i}" for i in range(COUNT)]
     paths = [write_adapter(folder / name, model, i, args.rank, strength=0.1, dtype=torch.bfloat16) for i, name in enumerate(names)]
@@ -81,7 +80,3 @@ def main() -> None:
         found = uvloop.run(measure(args, Path(folder)))
     print(table(["case", "figure", "value", "x", "limit"], rows_of(found)))
     write_result(args, result=found)
-
-
-if __name__ == "__main__":
-    main()

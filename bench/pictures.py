@@ -32,14 +32,12 @@ def with_noise(rng: np.random.Generator, pixels: npt.NDArray[np.int16], amplitud
 
 
 def encode(pixels: Pixels, quality: int = QUALITY["smooth"]) -> bytes:
-    """Return a JPEG."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
     return buffer.getvalue()
 
 
 def make_jpeg(seed: int, resolution: str, content: Content) -> bytes:
-    """Return a JPEG that is determined by the arguments."""
     width, height = RESOLUTIONS[resolution]
     rng = np.random.default_rng(seed)
     if content == "noise":
@@ -48,14 +46,19 @@ def make_jpeg(seed: int, resolution: str, content: Content) -> bytes:
 
 
 def make_jpegs(seed: int, count: int, resolution: str, content: Content) -> list[bytes]:
-    """Return `count` different JPEGs, determined by `seed`."""
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(lambda i: make_jpeg(seed * 100_003 + i, resolution, content), range(count)))
 
 
 def make_uris(seed: int, count: int, resolution: str, content: Content) -> list[str]:
-    """Return `count` different JPEGs as `data:` URIs."""
     return [data_uri(jpeg) for jpeg in make_jpegs(seed, count, resolution, content)]
+
+
+def blank(mode: str, side: int, format: str) -> str:
+    """Return the `data:` URI of a small file with many pixels."""
+    buffer = io.BytesIO()
+    Image.new(mode, (side, side)).save(buffer, format)
+    return data_uri(buffer.getvalue(), f"image/{format.lower()}")
 
 
 def data_uri(data: bytes, kind: str = "image/jpeg") -> str:

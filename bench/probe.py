@@ -32,7 +32,6 @@ async def ask(client: ChatClient, model: str, args: argparse.Namespace, resoluti
 
 
 async def measure(client: ChatClient, model: str, args: argparse.Namespace, resolution: str, count: int) -> dict[str, Any]:
-    """Repeat one point. Return medians, or the server's error."""
     first = args.seed + 1_000 * count + 100_000 * (1 + list(RESOLUTIONS).index(resolution))
     answers = [await ask(client, model, args, resolution, count, first + i) for i in range(args.repeats)]
     point: dict[str, Any] = {"resolution": resolution, "images": count}
@@ -56,18 +55,17 @@ async def probe(args: argparse.Namespace) -> list[dict[str, Any]]:
             for count in sorted(int(count) for count in args.counts.split(",")):
                 point = await measure(client, model, args, resolution, count)
                 points.append(point)
-                print(f"{resolution:>6} N={count:<4} {point.get('error') or shown(point, args.clock)}", flush=True)
+                print(f"{resolution:>6} N={count:<4} {point.get('error') or shown(point, CLOCKS[args.clock])}", flush=True)
                 if "error" in point:
                     break
     return points
 
 
 def shown(point: dict[str, Any], clock: str) -> str:
-    return f"ttft {point[CLOCKS[clock]]:9.1f} ms   tpot {point['tpot_ms']:6.2f} ms   {point['prompt_tokens']} prompt tokens"
+    return f"ttft {point[clock]:9.1f} ms   tpot {point['tpot_ms']:6.2f} ms   {point['prompt_tokens']} prompt tokens"
 
 
 def main() -> None:
-    """Entry point: prints times by part and the largest number of images that was answered per resolution."""
     parser = make_parser("images", __doc__, *SERVER, "content", content="noise")
     parser.add_argument("--resolutions", default="720p,1080p,2k", help="one or more of " + ", ".join(RESOLUTIONS))
     parser.add_argument("--counts", default="1,2,4,8,16,32,64", help="numbers of images; default: %(default)s")
@@ -78,9 +76,9 @@ def main() -> None:
     (names, parts), key = part_columns(points), CLOCKS[args.clock]
     times = ["failed" if "error" in point else f"{point[key]:.1f}" for point in points]
     rows = [[point["resolution"], point["images"], time, *cells] for point, time, cells in zip(points, times, parts, strict=True)]
-    largest = {point["resolution"]: point["images"] for point in points if "error" not in point}
     print(table(["size", "N", f"ttft ({args.clock} serialisation)", *names], rows))
-    print("largest N answered:", ", ".join(f"{resolution}: {count}" for resolution, count in largest.items()))
+    largest = {point["resolution"]: f"{point['resolution']}: {point['images']}" for point in points if "error" not in point}
+    print("largest N answered:", ", ".join(largest.values()))
     write_result(args, content=args.content, points=points)
 
 

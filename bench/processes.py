@@ -60,7 +60,7 @@ def engine_flags(model: str, more: str) -> list[str]:
 
 
 def serve_with(replaced: str, by: str, settings: Sequence[str], flags: Sequence[str]) -> int:
-    """Run `engine.serve` with another module for one of its processes. The module gets `settings` after its usual arguments."""
+    """Run `engine.serve` with another module for one of its processes, which gets `settings` after its usual arguments."""
 
     class Replacing(Supervisor):
         def start(self, role: str, module: str, runtime: Runtime, *arguments: str, fds: tuple[int, ...] = ()) -> None:
@@ -73,7 +73,7 @@ def serve_with(replaced: str, by: str, settings: Sequence[str], flags: Sequence[
 
 
 def roles_of(launcher: int) -> dict[str, int]:
-    """Map roles to process ids; of several workers the last one. A process of another module has its name."""
+    """Map roles, or names of other modules, to process ids; of several workers the last one."""
     found = {"launcher": launcher}
     with contextlib.suppress(OSError):  # the launcher has ended
         for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
@@ -83,11 +83,15 @@ def roles_of(launcher: int) -> dict[str, int]:
     return found
 
 
+def status_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name; OSError if the process has ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def cpu_seconds(launcher: int) -> dict[str, float]:
-    """Return the processor time that each role has used so far."""
     found = {}
     for role, pid in roles_of(launcher).items():
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = status_of(pid)
         found[role] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
 
@@ -95,7 +99,7 @@ def cpu_seconds(launcher: int) -> dict[str, float]:
 def is_running(pid: int) -> bool:
     """Return whether the process exists and is not a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return status_of(pid)[0] != "Z"
     except OSError:
         return False
 

@@ -29,7 +29,6 @@ LIMIT_S = 120.0  # of starting and of writing a recording
 
 
 async def measure(args: argparse.Namespace, file: Path) -> Recording:
-    """Record the last one of some requests with new images."""
 
     async def signalled(pid: int, result: Path) -> None:
         os.kill(pid, signal.SIGUSR1)
@@ -67,7 +66,3 @@ def main() -> None:
     longest = [[f"{gap:.3f}", before[:WIDTH], after[:WIDTH]] for gap, before, after in found.gaps[:SHOWN]]
     print(table(["gap, ms", "after", "before"], longest))
     write_result(args, span_ms=found.span, idle_ms=idle, longest=longest, kernels=found.kernels)
-
-
-if __name__ == "__main__":
-    main()

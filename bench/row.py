@@ -4,8 +4,7 @@
     python -m bench row Qwen3-VL-8B --flags "--backend portable" --store h200/8B-portable
 
 Starts an engine, with dummy weights for a published size, and runs the probe, one stream, 64 text streams and 32 image streams against it.
-A row takes about five minutes. `--store GPU/MODEL` replaces these runs in
-bench/results/GPU/MODEL.json; `python -m bench tables` then writes the pages.
+A row takes about five minutes. `--store` replaces these runs in bench/results/GPU/MODEL.json; `bench tables` then writes the pages.
 """
 
 import subprocess
@@ -55,7 +54,3 @@ def main(argv: list[str] | None = None) -> None:
     write_result(args, **origin, result=found)
     rows = [[run, name, f"{value:.4g}"] for run, content in found.items() for name, value in figures(run, content).items()]
     print(table(["run", "figure", "value"], rows))
-
-
-if __name__ == "__main__":
-    main()

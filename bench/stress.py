@@ -56,8 +56,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Mixture:
-    """Generator of requests of random kinds."""
-
     def __init__(self, resolution: str, seed: int):
         self.rng = random.Random(seed)
         self._resolution, self._numbers = resolution, itertools.count(1000)
@@ -69,8 +67,8 @@ class Mixture:
         body: dict[str, Any]
         match choice(("chat", "chat", "structured", "completion", "response", "message")):
             case "chat":
-                path, body = "chat/completions", {"messages": [user_message(self._images(), text)], "max_tokens": choice((1, 16, 64))}
-                body |= choice(EXTRAS)
+                body = {"messages": [user_message(self._images(), text)], "max_tokens": choice((1, 16, 64))}
+                path, body = "chat/completions", body | choice(EXTRAS)
             case "structured":
                 path, body = "chat/completions", {"messages": [user_message([], text)], **FORM}
             case "completion":
@@ -93,8 +91,6 @@ class Mixture:
 
 
 class ChangedImage:
-    """The same image in each request, with a few changed pixels."""
-
     def __init__(self, resolution: str, seed: int):
         self.rng = random.Random(seed)
         self._pixels = np.asarray(Image.open(io.BytesIO(make_jpeg(seed, resolution, "smooth"))))
@@ -111,7 +107,6 @@ TRAFFIC: dict[str, type[Mixture | ChangedImage]] = {"mixed": Mixture, "changed-i
 
 
 async def client(server: ChatClient, model: str, traffic: Mixture | ChangedImage, end: float, ends: Counter[str]) -> None:
-    """Run a client until the given time."""
     while time.monotonic() < end:
         path, body = traffic.next()
         leaves = traffic.rng.random() < LEFT_PART
@@ -128,7 +123,6 @@ async def client(server: ChatClient, model: str, traffic: Mixture | ChangedImage
 
 
 async def sample_memory(pid: int | None, samples: dict[str, list[int]]) -> None:
-    """Append the memory of each role until cancelled."""
     while True:
         for role, size in memory_mib(pid).items():
             samples.setdefault(role, []).append(size)
@@ -136,7 +130,6 @@ async def sample_memory(pid: int | None, samples: dict[str, list[int]]) -> None:
 
 
 def growth(values: list[int]) -> float:
-    """Growth in percent between the third and the last sixth of the samples."""
     sixth = max(1, len(values) // 6)
     return round(100 * (median(values[-sixth:]) / median(values[2 * sixth : 3 * sixth] or values) - 1), 2)
 
@@ -152,7 +145,6 @@ async def at_rest(server: ChatClient) -> dict[str, float]:
 
 
 async def stress(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the results of a run."""
     async with ChatClient(args.url) as server:
         model, traffic = await server.model(), TRAFFIC[args.traffic](args.resolution, args.seed)
         ends, health, samples = Counter[str](), list[float](), dict[str, list[int]]()
@@ -179,7 +171,3 @@ def main() -> None:
     result = uvloop.run(stress(args))
     print(table(["", "value"], list(result.items())))
     write_result(args, result=result)
-
-
-if __name__ == "__main__":
-    main()

@@ -40,7 +40,6 @@ Run = dict[str, Any]
 
 
 def content(name: str) -> dict[str, Any]:
-    """Return a file of `bench/results`, named without its suffix."""
     return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
 
 
@@ -71,7 +70,7 @@ def bold(value: float | None) -> str:
 
 
 def first_tokens(found: Sequence[Run], clock: str) -> dict[tuple[str, int], tuple[float, str]]:
-    """Return milliseconds to the first token by (resolution, number of images), and the kind of image. `clock`: the field of a point."""
+    """Return milliseconds to the first token (`clock`: the field) and the kind of image, by resolution and number of images."""
     points = [(point, run["content"]) for run in found for point in run["points"] if "error" not in point]
     return {(point["resolution"], point["images"]): (float(point[clock]), kind) for point, kind in reversed(points)}  # the first one counts
 
@@ -97,14 +96,12 @@ def summary() -> str:
 
 
 def load_row(load: tuple[str, str, str, str], found: Mapping[str, Sequence[Run]], others: Sequence[Run]) -> list[str]:
-    """Return a row of LOADS: this engine, the bound, and the other engines."""
     label, run, field, bound = load
     theirs = [other["loads"].get(run, {}).get(field) for other in others]
     return [label, bold(value_of(found[run], field) if found[run] else None), bound, *(figure(one) if one else "-" for one in theirs)]
 
 
 def loads() -> str:
-    """Return the table of 8B under load with other engines."""
     others = content("references")["others"][1:]
     found = {run: runs("h200/8B", run) for _, run, _, _ in LOADS}
     rows = [load_row(load, found, others) for load in sorted(LOADS, key=lambda load: list(found).index(load[1]))]
@@ -112,7 +109,7 @@ def loads() -> str:
 
 
 def against_others() -> str:
-    """Return the time to first token by the rules of the image-limit probe, with published figures and the bound."""
+    """Return the table of the image-limit probe with published figures and the bound."""
     ours = {key: value for key, (value, _) in first_tokens(runs("h200/8B", "noise") + runs("h200/8B", "noise64"), "ttft_ms").items()}
     columns = sorted(ours, key=lambda key: (("720p", "1080p", "2k").index(key[0]), key[1]))
     references = content("references")
@@ -135,7 +132,7 @@ def of_one_commit(name: str) -> tuple[str, dict[str, list[Run]]]:
 
 
 def size_row(name: str) -> list[str]:
-    """Return the row of one model on one machine. Images are smooth JPEGs; a star marks noise, whose files are twice as large."""
+    """Return the row of one model. Images are smooth JPEGs; a star marks noise, whose files are twice as large."""
     folder, _, model = name.partition("/")
     bounds, gpus = content("references")["bounds"], int(GPUS[folder][0])
     of_images = {} if folder == "h100" else bounds["ttft_ms"].get(model.removesuffix("-portable"), {}).get("720p", {})
@@ -153,27 +150,20 @@ def size_row(name: str) -> list[str]:
 
 
 def sizes() -> str:
-    """Return the table of all models and machines."""
     header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms per token", "64 x text, tokens/s", "32 x image, requests/s"]
     return table([*header, "commit"], [size_row(name) for name in served()])
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "summary": summary,
-    "against-others": against_others,
-    "loads": loads,
-    "sizes": sizes,
-}
+TABLES: dict[str, Callable[[], str]] = {each.__name__.replace("_", "-"): each for each in (summary, against_others, loads, sizes)}
 
 
 def rendered(page: str) -> str:
-    """Return the page with updated tables."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
 
 
 def add(name: str, commit: str, files: Sequence[Path]) -> None:
-    """Store each file as the run of its stem (`probe.json` is the run "probe"); `images-1.json`, `images-2.json` are one run's clients."""
+    """Store each file as the run of its stem; `images-1.json`, `images-2.json` are one run's clients."""
     new: dict[str, list[Run]] = {}
     for file in sorted(files):
         new.setdefault(re.sub(r"-\d+$", "", file.stem), []).append({"commit": commit, **json.loads(file.read_text(encoding="utf-8"))})
@@ -195,7 +185,3 @@ def main() -> None:
         add(args.add[0], args.add[1], [Path(file) for file in args.add[2:]])
     for page in PAGES:
         (ROOT / page).write_text(rendered(page), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ import av
 import numpy as np
 import uvloop
 
-from bench.client import ChatClient, chat_body, served, succeeded, text_of
+from bench.client import ChatClient, chat_body, served, succeeded, text_of, user_message
 from bench.flags import SERVER, make_parser
 from bench.load import drive, measure
 from bench.pictures import Pixels, data_uri, smooth, with_noise
@@ -37,7 +37,6 @@ SHIFT, NOISE = 64, 6  # rows by which a clip moves; amplitude of its noise
 
 
 def frames_of(seed: int, seconds: int, height: int, width: int) -> Iterator[Pixels]:
-    """Yield a smooth moving picture with a little noise."""
     rng, count = np.random.default_rng(seed), seconds * RATE
     wide = smooth(rng, (12, 12), height + SHIFT, 2 * width)
     for i in range(count):
@@ -59,7 +58,7 @@ def make_clip(seed: int, kind: str) -> bytes:
 
 
 def compute_bound(shape: Shape, pairs: int, patches: int, num_tokens: int) -> float:
-    """Return milliseconds of all products of the tower over so many pairs of patches, and of the decoder over the prompt."""
+    """Return milliseconds of the tower's products over so many pairs of patches, and of the decoder's over the prompt."""
     width, inner = shape.vision_hidden, shape.vision_intermediate
     joined = width * MERGE**2
     block = 2 * patches * (4 * width**2 + 2 * width * inner) + 4 * patches**2 * width
@@ -85,13 +84,11 @@ def expected(kind: str, fps: float) -> tuple[int, int, int]:
 
 def body_of(args: argparse.Namespace, model: str, clip: bytes, salt: int, fps: float) -> dict[str, Any]:
     """Return a question about a clip. It contains the rate, so that rates share no pairs."""
-    part = {"type": "video_url", "video_url": {"url": data_uri(clip, "video/mp4")}}
-    message = {"role": "user", "content": [part, {"type": "text", "text": text_of(TEXT_TOKENS, salt)}]}
+    message = user_message([data_uri(clip, "video/mp4")], text_of(TEXT_TOKENS, salt), "video")
     return chat_body(model, [message], args.output_tokens) | {"mm_processor_kwargs": {"fps": fps}}
 
 
 async def measure_fps(client: ChatClient, model: str, clips: list[bytes], fps: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure new clips, then other questions about them."""
     first, again = ([body_of(args, model, clip, salt + i, fps) for i, clip in enumerate(clips)] for salt in (0, 1000))
     started = time.perf_counter()
     answers = await drive(client, first, args.clients)
@@ -136,7 +133,3 @@ def main(argv: list[str] | None = None) -> None:
     print(table(names, [[row[name] for name in names] for row in rows]))
     print(*(error for row in rows for error in row["load"]["errors"]), sep="\n")
     write_result(args, rows=rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -200,11 +200,11 @@ def test_every_endpoint_is_on_the_api_page() -> None:
 
 
 def test_tables_are_those_of_the_results() -> None:
-    """Run `python -m bench.tables` after a change of a result."""
+    """Run `python -m bench tables` after a change of a result."""
     for name in tables.PAGES:
         text = (ROOT / name).read_text(encoding="utf-8")
         assert len(tables.MARKED.findall(text)) == text.count("<!-- table: ") >= 1, name
-        assert text == tables.rendered(name), f"{name}: run python -m bench.tables"
+        assert text == tables.rendered(name), f"{name}: run python -m bench tables"
 
 
 def test_every_result_says_where_it_comes_from() -> None:
