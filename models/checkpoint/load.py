@@ -32,7 +32,7 @@ def load_weights(model: LanguageModel, folder: Path, progress: Progress) -> None
 
 @contextmanager
 def opened(folder: Path, architecture: Architecture) -> Iterator[dict[str, Stored]]:
-    """The folder's tensors by the model's names."""
+    """Yield the folder's tensors by the model's names."""
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder, architecture)]
         file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
@@ -113,7 +113,7 @@ def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
 
 
 def demand_none(verb: str, names: Set[str]) -> None:
-    """ValueError that names tensors, if there are any."""
+    """Raise ValueError that names these tensors, if there are any."""
     if names:
         shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise ValueError(f"the checkpoint {verb} tensor{'s' if len(names) > 1 else ''} {shown}")

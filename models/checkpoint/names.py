@@ -11,20 +11,21 @@ Index = tuple[slice, ...]
 
 
 class Stored(Protocol):
-    """Tensor of which slices can be read, on any device."""
+    """A tensor of which slices can be read, on any device."""
 
     def get_shape(self) -> Sequence[int]:
         """Return the shape of the whole tensor."""
 
     def get_dtype(self) -> str:
-        """Return its dtype by safetensors' name."""
+        """Return the dtype by its name in safetensors."""
 
     def __getitem__(self, index: Index) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """`target.copy_(tensor[index]).add_(offset)` for the checkpoint's tensor `name`, which must have this shape. `target` is a view."""
+    """The operation `target.copy_(tensor[index]).add_(offset)` for the checkpoint's tensor `name`, which must have this shape. `target` is
+    a view."""
 
     name: str
     shape: tuple[int, ...]

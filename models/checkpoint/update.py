@@ -16,8 +16,8 @@ from models.decoders.contract import LanguageModel
 from models.weights.matrix import Matrix
 
 META = torch.device("meta")
-FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})  # are converted to each other
-FILE_DTYPES = {  # of safetensors
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})  # dtypes that are converted to each other
+FILE_DTYPES = {  # by their names in safetensors
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32,
     "U8": torch.uint8,
 }  # fmt: skip
@@ -28,7 +28,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FILE_DTYPES.valu
 
 @dataclass(frozen=True)
 class InMemory:
-    """A `Stored` tensor in memory; on the meta device one that is not there yet."""
+    """A `Stored` tensor in memory; on the meta device, one whose values have not arrived yet."""
 
     tensor: torch.Tensor
 
@@ -49,8 +49,8 @@ class _Leaf:
     module: nn.Module
     path: str
     names: frozenset[str]
-    lacking: set[str]  # while it is written
-    slots: tuple[CheckpointTensor, ...] = ()  # also only then
+    lacking: set[str]  # tensors that are missing while it is written
+    slots: tuple[CheckpointTensor, ...] = ()  # targets while it is written
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -58,7 +58,7 @@ class _Leaf:
 
 
 class WeightUpdate:
-    """Tensors for a model that has weights. The caller passes all tensors of `names` to `write`, then calls `finish`."""
+    """Update of a loaded model's weights. The caller passes all tensors of `names` to `write`, then calls `finish`."""
 
     def __init__(self, model: LanguageModel, source: Mapping[str, Stored], is_whole: bool) -> None:
         """ValueError, before anything is written, if tensors differ from the model's in names, shapes or formats, or if some are missing
@@ -76,7 +76,7 @@ class WeightUpdate:
 
     @property
     def names(self) -> list[str]:
-        """The tensors in the order that needs least memory."""
+        """Return the tensors in the order that needs the least memory."""
         return list(self._leaves_of)
 
     def write(self, name: str, stored: Stored) -> None:
@@ -96,7 +96,7 @@ class WeightUpdate:
                     matrix.finish()
 
     def finish(self) -> None:
-        """Remake what depends on weights."""
+        """Recompute values that are derived from weights."""
         assert not any(leaf.lacking for leaves_ in self._leaves_of.values() for leaf in leaves_), "a tensor was not written"
         self._model.finish()
 

@@ -1,7 +1,6 @@
-"""Formats of matrices: how a checkpoint names each one, and which classes store and multiply it. Imports no torch.
+"""Formats of matrices: their names in checkpoints, and the classes that store and multiply them. Imports no torch.
 
-A format is a line of FORMATS and a file for each backend that supports it: docs/architecture.md has the recipe.
-"""
+A format is a line of FORMATS and a file for each backend that supports it: docs/architecture.md has the recipe."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ Format = str  # a key of FORMATS, or the name of a `Scheme`
 
 
 class MatrixFormat(NamedTuple):
-    """How checkpoints store a matrix, and what becomes of it after a load."""
+    """The format in which checkpoints store a matrix, and the format after loading."""
 
     stored: Format
     final: Format
@@ -27,17 +26,18 @@ ANY_GPU = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class FormatEntry:
-    """`storage` and `products` are `module:name` of a `Storage` and of `Products`, see `models.weights.matrix`; a worker imports them."""
+    """Line of FORMATS. `storage` and `products` are `module:name` of a `Storage` and of `Products`, see `models.weights.matrix`; a worker
+    imports them."""
 
     storage: str
     products: Mapping[str, str]  # by the name of the backend; `hopper` uses those of `portable` unless it has its own
-    value_bytes: float  # of a stored value and its share of scales
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of quantization_config: the values that are supported
-    required: frozenset[str] = frozenset()  # of the settings: those that have no default
-    capability: tuple[int, int] = ANY_GPU  # the oldest GPUs whose kernels know it
+    value_bytes: float  # bytes of a stored value with its share of scales
+    settings: Mapping[str, Any] = field(default_factory=dict)  # supported values of quantization_config
+    required: frozenset[str] = frozenset()  # settings without a default
+    capability: tuple[int, int] = ANY_GPU  # minimum compute capability
 
     def products_of(self, backend: str) -> str | None:
-        """The class for this backend, if it has one."""
+        """Return the class for this backend, if there is one."""
         return self.products.get(backend, self.products.get("portable") if backend == "hopper" else None)
 
     def runs_on(self, backend: str, capability: tuple[int, int]) -> bool:
@@ -76,7 +76,7 @@ FORMATS: Mapping[Format, FormatEntry] = {
 
 
 def entry_of(format: Format) -> FormatEntry:
-    """The line of FORMATS; low-bit schemes have one line together."""
+    """Return the line of FORMATS; all low-bit schemes share one line."""
     if (scheme := Scheme.parse(format)) is None:
         return FORMATS[format]
     oldest = (8, 9) if scheme.element == "float8" else ANY_GPU
@@ -84,13 +84,13 @@ def entry_of(format: Format) -> FormatEntry:
 
 
 def final_format(format: Format) -> Format:
-    """What a format becomes after a load."""
+    """Return the format of a matrix after loading."""
     scheme = Scheme.parse(format)
     return format if scheme is None else str(scheme.final)
 
 
 def read_quantization(quantization: Mapping[str, Any] | None) -> Quantization:
-    """The formats that a checkpoint's quantization_config names. ValueError for others, which names those that are supported."""
+    """Return the formats named by a checkpoint's quantization_config. ValueError for unsupported ones, which lists the supported ones."""
     if quantization is None:
         return Quantization("plain")
     by_method = {entry.settings[METHOD]: name for name, entry in FORMATS.items() if entry.settings}

@@ -32,7 +32,8 @@ COSMOS = re.compile("Cosmos-Reason2-(2B|8B)|Cosmos3-(Nano|Super)(-Reasoner)?")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """`folder` holds config and tokenizer (and weights, unless they are dummies); `name` is the model's name in the API."""
+    """A resolved model. `folder` contains config and tokenizer (and weights, unless they are dummies); `name` is the model's name in the
+    API."""
 
     folder: Path
     name: str

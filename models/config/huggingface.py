@@ -1,5 +1,5 @@
-"""Configurations of Hugging Face: reads a checkpoint folder's JSON files in the layouts of transformers 5
-(`rope_parameters`) and of the published checkpoints (`rope_scaling`, `rope_theta`). Imports no torch."""
+"""Reader of a checkpoint folder's JSON files in the layouts of transformers 5 (`rope_parameters`) and of the published checkpoints
+(`rope_scaling`, `rope_theta`). Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
 DEFAULT_MIN_VIDEO_PIXELS = 4_096
 DEFAULT_MAX_VIDEO_PIXELS = 25_165_824
-UNREAD = r"\.(weight_shape|g_idx|input_scale|input_global_scale|[kv]_scale)$"  # tensors of quantized checkpoints: trivial, or of inputs
+UNREAD = r"\.(weight_shape|g_idx|input_scale|input_global_scale|[kv]_scale)$"  # ignored tensors: redundant, or for inputs
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
@@ -67,7 +67,7 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
 
 
 def _renamed(architecture: Architecture, quantized: Quantization) -> Architecture:
-    """With what the quantization renames, and without tensors that it stores and nothing reads."""
+    """Return the architecture with the quantization's renamed tensors, and without stored tensors that are not read."""
     if quantized.format in FORMATS and not quantized.renames:
         return architecture
     dropped = "|".join(filter(None, (architecture.dropped, UNREAD)))

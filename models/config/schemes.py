@@ -1,4 +1,4 @@
-"""Low-bit matrices: names of their formats, and the configurations of checkpoints that store them. Imports no torch."""
+"""Low-bit matrices: names of their formats, and the quantization configs of checkpoints that store them. Imports no torch."""
 
 import fnmatch
 import re
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 Json = Mapping[str, Any]
 
 BITS = {"int4": 4, "int8": 8, "float4": 4, "float8": 8}  # float4 is e2m1, float8 is e4m3
-GROUPS = (0, 32, 64, 128)  # of integers
+GROUPS = (0, 32, 64, 128)  # supported group sizes of integers; 0: whole rows
 NVFP4_GROUP = 16
 SUPPORTED = (
     "AWQ, GPTQ, compressed-tensors (pack-quantized, float-quantized, nvfp4-pack-quantized), ModelOpt (FP8, NVFP4) and "
@@ -23,9 +23,9 @@ class Scheme:
     of the format, such as `int4-g128-zeros-awq`, without the layout if it is the final one."""
 
     element: str  # a key of BITS
-    group: int = 0  # consecutive values of a row that share a scale; 0: all of them
+    group: int = 0  # consecutive values of a row that share a scale; 0: the whole row
     has_zeros: bool = False  # whether a group has a zero point; integers without one are symmetric
-    layout: str = "final"  # of the tensors, see `models.weights.layouts`; `final`: as kernels read them
+    layout: str = "final"  # layout of the tensors, see `models.weights.layouts`; `final` is that of the kernels
 
     def __str__(self) -> str:
         name = f"{self.element}-g{self.group}" + "-zeros" * self.has_zeros
@@ -33,7 +33,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, name: str) -> "Scheme | None":
-        """Return None for formats without a scheme."""
+        """Return the scheme with this name, None for other formats."""
         if (found := re.fullmatch(rf"({'|'.join(BITS)})-g(\d+)(-zeros)?(?:-(\w+))?", name)) is None:
             return None
         return cls(found[1], int(found[2]), found[3] is not None, found[4] or "final")
@@ -44,33 +44,33 @@ class Scheme:
 
     @property
     def final(self) -> "Scheme":
-        """The scheme after a load."""
+        """Return the scheme after loading."""
         return replace(self, layout="final")
 
     @property
     def value_bytes(self) -> float:
-        """Bytes of a value and its share of scales and zero points."""
+        """Return the bytes of a value with its share of scales and zero points."""
         return self.bits / 8 + ((2 + self.has_zeros) / self.group if self.group else 0)
 
 
 class Rule(NamedTuple):
-    """Modules whose whole name matches the regular expression have this format."""
+    """Format of the modules whose whole name matches the regular expression."""
 
     pattern: str
     format: str
 
 
 class Quantization(NamedTuple):
-    """What a quantization_config says of a decoder: the first rule that matches a module decides, or else `format`."""
+    """Formats of a decoder according to its quantization_config: the first matching rule decides, otherwise `format`."""
 
     format: str
     rules: tuple[Rule, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()  # of tensors: regular expression and replacement
-    is_of_all: bool = False  # whether it means the vision tower and the head, too, unless a rule excludes them
+    is_of_all: bool = False  # whether it includes the vision tower and the head, unless a rule excludes them
 
 
 def _demand(config: Json, **supported: Any) -> None:
-    """ValueError if a setting that the configuration has differs from the supported value."""
+    """Raise ValueError if a setting of the configuration differs from the supported value."""
     for name, value in supported.items():
         if config.get(name, value) != value:
             raise ValueError(f"quantization_config.{name} must be {value!r}, got {config[name]!r}; supported are {SUPPORTED}")
@@ -117,7 +117,7 @@ def read_compressed_tensors(config: Json) -> Quantization:
 
 
 def _compressed_format(name: str, weights: Json) -> str:
-    """The format of a group of compressed-tensors."""
+    """Return the format of a group of compressed-tensors."""
     strategy, bits, kind = weights.get("strategy"), weights.get("num_bits"), weights.get("type", "int")
     found = f"{name} with {bits} bits of {kind} by {strategy}"
     if name == "pack-quantized" and kind == "int" and strategy in ("group", "channel"):
@@ -146,5 +146,5 @@ READERS = {"awq": read_awq, "gptq": read_gptq, "compressed-tensors": read_compre
 
 
 def _pattern(name: str) -> str:
-    """The regular expression of whole module names that compressed-tensors means by this name."""
+    """Return a regular expression for the module names that compressed-tensors means by this name."""
     return f"(?:{name[3:]}).*" if name.startswith("re:") else re.escape(name)

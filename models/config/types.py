@@ -28,7 +28,7 @@ class DeltaConfig:
 
     num_key_heads: int
     num_value_heads: int
-    key_dim: int  # of a head
+    key_dim: int  # per head
     value_dim: int
     kernel_size: int  # size of the convolution over time
 
@@ -49,7 +49,7 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """`head_dim` is never inferred from `hidden_size`: 32B has 64 heads of 128 on a hidden size of 5120."""
+    """Configuration of the decoder. `head_dim` is never inferred from `hidden_size`: 32B has 64 heads of 128 and a hidden size of 5120."""
 
     num_layers: int
     hidden_size: int
@@ -120,7 +120,7 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
+    """Configuration of the vision tower. DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
 
     depth: int
     hidden_size: int
@@ -163,7 +163,7 @@ class ModelConfig:
     sampling: SamplingDefaults
     dtype: str  # dtype of the stored weights: "bfloat16", "float16" or "float32"
     tie_word_embeddings: bool
-    image_token_id: int  # -1: the model has no vision
+    image_token_id: int  # -1: the model does not support images
     video_token_id: int | None  # None: the model does not support videos
     vision_start_token_id: int
     vision_end_token_id: int
@@ -171,7 +171,7 @@ class ModelConfig:
 
     @property
     def vision_head_dim(self) -> int:
-        """0 without a tower."""
+        """Return the tower's head size; 0 without a tower."""
         return 0 if self.vision is None else self.vision.head_dim
 
     @property

@@ -16,7 +16,7 @@ from models.kernels.stream import RowClass
 
 @dataclass(frozen=True, slots=True)
 class VisualSlice:
-    """Rows `start : start + length` of the step's tokens are image tokens `offset : offset + length` of `embedding`."""
+    """Tokens `start : start + length` of the step are image tokens `offset : offset + length` of `embedding`."""
 
     start: int
     length: int
@@ -28,7 +28,7 @@ class VisualSlice:
         return slice(self.start, self.start + self.length)
 
     def level(self, index: int) -> torch.Tensor:
-        """(length, D)."""
+        """Return (length, D) of a level."""
         return self.embedding[index, self.offset : self.offset + self.length]
 
 
@@ -43,7 +43,7 @@ class ForwardBatch:
     logits_indices: torch.Tensor  # (S,) int64 on the device, ascending: tokens whose logits are wanted
     states: tuple[RowStates, ...] = ()  # one for each state group
     rows: StateRows | None = None  # only for models with states
-    padding_slot: int | None = None  # that of tokens which are padding; None: there are none
+    padding_slot: int | None = None  # KV slot of padding tokens; None: there are none
     hidden_TD: torch.Tensor | None = None  # receives the final hidden states of all tokens for the model's prediction head
     row_class: RowClass | None = None  # of all products; None: that of the step's tokens
     adapters_T: torch.Tensor | None = None  # int32 on the device: slots of the tokens' adapters, -1: none; None: no token has one

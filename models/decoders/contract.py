@@ -43,7 +43,7 @@ class Tower(Protocol):
         still working."""
 
     def finish(self) -> None:
-        """Remake in place what was computed from weights: they are new."""
+        """Recompute in place what is derived from weights; call after they have changed."""
 
 
 class Drafter(Protocol):
@@ -62,7 +62,7 @@ class Drafter(Protocol):
         """Keep a float8 copy of the output matrix for `draft_tokens`, if it has whole blocks."""
 
     def finish(self) -> None:
-        """Round a kept copy again, in place: weights are new."""
+        """Round a kept copy again, in place; call after the weights have changed."""
 
 
 class LanguageModel(Protocol):
@@ -105,5 +105,5 @@ class LanguageModel(Protocol):
         """Use the input embedding as the output matrix."""
 
     def finish(self) -> None:
-        """Quantize matrices as configured, and remake in place what was computed from weights before. Call after a load, before graphs are
+        """Quantize matrices as configured, and recompute in place what is derived from weights. Call after loading, before graphs are
         captured, and after an update."""

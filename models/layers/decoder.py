@@ -29,7 +29,7 @@ class LayerContext:
     cos_sin_TK: torch.Tensor  # rotary rows of the tokens
     slots_T: torch.Tensor  # KV slots of the tokens
     valid_T: torch.Tensor | None  # valid tokens (the rest is padding), for layers of experts; None: all
-    states: RowStates | None = None  # of the layers that keep some
+    states: RowStates | None = None  # of the layers with recurrent states
     rows: StateRows | None = None  # tokens of each row, for these layers
 
 
@@ -63,7 +63,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def add_(self, residual: Residual, mixed_TX: torch.Tensor, rows: RowClass) -> None:
-        """residual += the last product."""
+        """residual += the product of the output projection."""
 
 
 class SelfAttention(Mixer):
@@ -120,7 +120,7 @@ class SelfAttention(Mixer):
 
 
 def _head_rows(queries: Part, head_dim: int, head: int, half: int) -> Part:
-    """Return the query (half 0) or the gate (1) of a head, of a matrix with both for each."""
+    """Return the rows of a head's query (half 0) or gate (1) in a matrix that has both for each head."""
     return Part(queries.name, 2 * queries.total_rows, 2 * (queries.start + head * head_dim) + half * head_dim, head_dim)
 
 
@@ -152,7 +152,7 @@ class DecoderLayer(nn.Module):
         self.mlp.add_(residual, self.post_attention_layernorm(residual), rows, valid_T)
 
     def store(self, residual: Residual, context: LayerContext) -> None:
-        """Only cache the tokens: for a last layer whose output is not needed."""
+        """Only cache the tokens, for a last layer whose output is not needed."""
         self.self_attn.store(self.input_layernorm(residual), context)
 
 

@@ -19,7 +19,7 @@ from models.layers.linear import FusedColumnParallelLinear, Part, Setup
 
 
 class PredictionHead(nn.Module):
-    """`fc` and the norms are whole on every rank."""
+    """The head's module. `fc` and the norms are replicated on every rank."""
 
     def __init__(self, config: TextConfig, setup: Setup, make_layer: MakeLayer) -> None:
         super().__init__()

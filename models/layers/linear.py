@@ -27,7 +27,7 @@ class Part:
 
 
 def even_part(name: str, total_rows: int, tp: TensorParallel) -> Part:
-    """This rank's share of a matrix that divides over the ranks."""
+    """Return this rank's share of a matrix that is divided evenly over the ranks."""
     rows = tp.share(total_rows, name)
     return Part(name, total_rows, tp.rank * rows, rows)
 
@@ -74,7 +74,7 @@ class Linear(nn.Module):
 
 
 class FusedColumnParallelLinear(nn.Module):
-    """Several matrices of the checkpoint with the same input as one; the caller multiplies."""
+    """Several matrices of the checkpoint with the same input, stored as one; the caller multiplies."""
 
     def __init__(self, in_features: int, parts: Sequence[Part], format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
@@ -102,10 +102,10 @@ def add_sum_(
     compute: Callable[[torch.Tensor | None], torch.Tensor],
     parts_STD: torch.Tensor | None = None,
 ) -> None:
-    """residual += the sum over the ranks of what `compute(out)` leaves in `out` (T, width), or makes if that is None.
+    """residual += the sum over the ranks of the result of `compute(out)`, which it writes to `out` (T, width), or returns if `out` is None.
 
-    `parts_STD`: what `compute` adds up, if there is such. The sum may lie in shared memory: the next norm must read it before the next sum.
-    """
+    `parts_STD`: the partial sums that `compute` adds, if any. The sum may be in shared memory: the next norm must read it before the next
+    sum."""
     num_tokens = len(residual.sum_TD)
     if (exchange := tp.exchange_for(num_tokens * width * torch.bfloat16.itemsize)) is None:
         residual.add_(tp.sum_of(num_tokens, width, compute)[None])
@@ -115,7 +115,7 @@ def add_sum_(
 
 
 class RowParallelLinear(nn.Module):
-    """Each rank holds some input columns; the sum of outputs over the ranks joins the residual."""
+    """Each rank has some input columns; the sum of the ranks' outputs is added to the residual."""
 
     def __init__(self, in_features: int, out_features: int, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds a range of token ids. Also the output head's matrix, which a tied model shares with the input."""
+    """Each rank has a range of token ids. It is also the output head's matrix, which a tied model shares with the input."""
 
     def __init__(self, vocab_size: int, hidden_size: int, setup: Setup) -> None:
         super().__init__()

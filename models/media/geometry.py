@@ -41,7 +41,7 @@ def rounded_size(
 
 @dataclass(frozen=True, slots=True)
 class VisionGeometry:
-    """Pixel limits are areas (height * width) after resizing."""
+    """Geometry of images. Pixel limits are areas (height * width) after resizing."""
 
     patch_size: int
     merge_size: int

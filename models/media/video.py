@@ -13,8 +13,8 @@ FLOOR_MARGIN = 1.05  # a capped video keeps slightly more than the minimum of pi
 
 @dataclass(frozen=True, slots=True)
 class VideoGeometry:
-    """`min_pixels` and `max_pixels` bound frames * height * width after resizing. `max_frame_tokens` bounds one frame (None: no
-    limit). `num_frames` excludes `fps`, for which the minimum and maximum of frames apply."""
+    """Geometry of videos. `min_pixels` and `max_pixels` limit frames * height * width after resizing, `max_frame_tokens` one frame (None:
+    no limit). `num_frames` excludes `fps`, for which the minimum and maximum of frames apply."""
 
     patch_size: int
     merge_size: int

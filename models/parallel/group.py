@@ -21,7 +21,7 @@ class SmallSums(Protocol):
 class Exchange(Protocol):
     """Collectives of few values in one kernel each. Sums are bfloat16."""
 
-    max_bytes: int  # of a rank
+    max_bytes: int  # limit per rank
 
     def add_sum_(self, stream_TD: torch.Tensor, parts_STD: torch.Tensor) -> None:
         """stream += the sum over S and the ranks."""
@@ -45,7 +45,7 @@ class TensorParallel:
     group: dist.ProcessGroup | None
     small_sums: SmallSums | None = None
     exchange: Exchange | None = None
-    whole_experts: bool = False  # instead of a share of each
+    whole_experts: bool = False  # expert parallelism: whole experts instead of a share of each
 
     @classmethod
     def single(cls) -> "TensorParallel":

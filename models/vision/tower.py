@@ -41,7 +41,7 @@ class PatchEmbed(nn.Module):
         return self.weight.sum(0)
 
     def finish(self) -> None:
-        """Sum again, in place."""
+        """Compute the sum again, in place; call after the weights have changed."""
         if "_frame_weight" in vars(self):
             torch.sum(self.weight, 0, out=self._frame_weight)
 
@@ -185,7 +185,7 @@ class VisionTower(nn.Module):
         return F.pad(biases.float().cumsum(0), (0, 0, 1, 0))
 
     def finish(self) -> None:
-        """After new weights: remake what was computed from the previous ones, in place."""
+        """Recompute in place what is derived from weights; call after they have changed."""
         self.patch_embed.finish()
         if "_offsets" in vars(self):
             self._offsets.copy_(self._sum_biases())
@@ -210,7 +210,7 @@ class VisionTower(nn.Module):
         return num_patches * (of_all * self.merger.norm.weight.itemsize + of_own // num_ranks)
 
     def plan(self, grids: Sequence[Grid]) -> None:
-        """Host work before `compute`; not part of a captured graph."""
+        """Do the host work for `compute`; not part of a captured graph."""
         self.attention.plan([t * h * w for t, h, w in grids])
 
     def tables(self, grids: Sequence[Grid]) -> Tables:

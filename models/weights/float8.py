@@ -1,5 +1,5 @@
-"""Matrices in float8 with a scale for each block of 128 x 128, as the published FP8 checkpoints store them. A product rounds its input,
-too, with a scale for each token and 128 values, and adds up in float32, as transformers' `finegrained_fp8`."""
+"""Matrices in float8 with a scale per block of 128 x 128, as in the published FP8 checkpoints. A product also rounds its input, with a
+scale per token and 128 values, and accumulates in float32, as in transformers' `finegrained_fp8`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from models.kernels.stream import Rounded
 from models.weights.matrix import Stored
 
 BLOCK = 128
-LARGEST = 448.0  # of float8_e4m3fn
+LARGEST = 448.0  # largest value of float8_e4m3fn
 UNIT = 64.0  # standard deviation of random values before they are scaled
-STRIPE = 1 << 14  # rows of random values that are made at a time
-LEAST_SCALE = 1e-30  # of a group that is all zeros
-SCALE_ALIGNMENT = 4  # cuBLAS wants rows of weights' scales and columns of inputs' scales padded to a multiple
+STRIPE = 1 << 14  # rows of random values generated at a time
+LEAST_SCALE = 1e-30  # scale of a group of zeros
+SCALE_ALIGNMENT = 4  # cuBLAS requires scales padded to multiples: weights' rows and inputs' columns
 
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """See `Storage`: float8_e4m3fn values, each to be multiplied by its block's scale, float32 (N / 128, K / 128), padded."""
+    """See `Storage`: float8_e4m3fn values with a scale per block, float32 (N / 128, K / 128), padded. Value = float8 * scale."""
 
     values: torch.Tensor
     padded_scales: torch.Tensor
@@ -41,7 +41,7 @@ class BlockScaled:
 
     @classmethod
     def quantized(cls, matrix_NK: torch.Tensor) -> "BlockScaled":
-        """Each block's largest value becomes LARGEST."""
+        """Quantize so that each block's largest value becomes LARGEST."""
         rows, columns = matrix_NK.shape
         made = cls.empty(rows, columns, matrix_NK.device)
         for start in range(0, rows, BLOCK):  # float32 copies of whole matrices would not fit beside them
@@ -73,19 +73,20 @@ class BlockScaled:
 
     @property
     def scales(self) -> torch.Tensor:
-        """(N / 128, K / 128)."""
+        """Return (N / 128, K / 128)."""
         return self.padded_scales[:, : self.values.shape[1] // BLOCK]
 
     @cached_property
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and padded scales as cuBLAS takes them. Kept: making them takes the host as long as launching a product."""
+        """Return values and padded scales as cuBLAS takes them. They are cached: creating them takes as much host time as launching a
+        product."""
         return self.values.t(), self.padded_scales.t()
 
     def rows(self, first: int, last: int) -> "BlockScaled":
         return BlockScaled(self.values[first:last], self.padded_scales[first // BLOCK : last // BLOCK])
 
     def dequantized(self) -> torch.Tensor:
-        """(N, K) in float32."""
+        """Return (N, K) in float32."""
         rows, columns = self.shape
         blocks = self.values.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK) * self.scales[:, None, :, None]
         return blocks.view(rows, columns)
@@ -93,8 +94,8 @@ class BlockScaled:
 
 @dataclass(frozen=True, slots=True)
 class GroupScaled(Rounded):
-    """Inputs (T, K) of a product: float8_e4m3fn values, each times its group's scale, float32 (T, K / 128), column-major. `padded`: the
-    values with up to three rows more, which hold anything, as do their scales."""
+    """Inputs (T, K) of a product: float8_e4m3fn values with a scale per group, float32 (T, K / 128), column-major. `padded`: the values
+    with up to three further rows, whose contents and scales are undefined."""
 
     padded: torch.Tensor
     scales: torch.Tensor
@@ -115,7 +116,7 @@ class GroupScaled(Rounded):
 
     @classmethod
     def quantized(cls, x_TK: torch.Tensor) -> "GroupScaled":
-        """Each group's largest value becomes LARGEST."""
+        """Quantize so that each group's largest value becomes LARGEST."""
         num_tokens, width = x_TK.shape
         made = cls.empty(num_tokens, width, x_TK.device)
         groups = x_TK.float().unflatten(1, (-1, BLOCK))
@@ -125,7 +126,7 @@ class GroupScaled(Rounded):
         return made
 
     def dequantized(self) -> torch.Tensor:
-        """(T, K) in float32."""
+        """Return (T, K) in float32."""
         return (self.values.float().unflatten(1, (-1, BLOCK)) * self.scales[: self.num_tokens, :, None]).flatten(1)
 
 

@@ -11,7 +11,7 @@ from models.kernels.reference.products import TorchProducts
 from models.weights.layouts import FINAL, LAYOUTS, WORD, Layout, codes_of, in_runs, unpacked_rows
 from models.weights.matrix import WHOLE, Stored
 
-STRIPE = 1 << 12  # rows that are converted at a time
+STRIPE = 1 << 12  # rows converted at a time
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of e2m1
 
 
@@ -36,7 +36,7 @@ class Grouped:
 
     @property
     def middle(self) -> int:
-        """The zero point of symmetric integers, 0 of floats."""
+        """Return the zero point of symmetric integers; 0 for floats."""
         return 1 << (self.scheme.bits - 1) if self.scheme.element.startswith("int") else 0
 
     @property
@@ -65,7 +65,7 @@ class Grouped:
         return Grouped(self.scheme, torch.Size((last - first, self.shape[1])), codes, scales, cut(self.zeros), cut(self.factors))
 
     def fill_normal_(self, std: float, generator: torch.Generator) -> None:
-        """Fill with uniform codes, which take the same time as normal ones; float8 gets no NaN."""
+        """Fill with uniform codes, which need as much time as normal ones; float8 gets no NaN."""
         device = self.codes.device
         for stripe in self.codes.split(STRIPE):
             if self.scheme.element == "float8":
@@ -84,7 +84,7 @@ class Grouped:
             self.zeros.fill_(self.middle if self.zeros.dtype == torch.uint8 else middle - (1 << WORD) if middle >> (WORD - 1) else middle)
 
     def in_format(self, format: Format) -> "Grouped":
-        """In the final layout."""
+        """Return the matrix in the final layout."""
         if self.scheme.layout == FINAL:
             return self
         zeros = None if self.zeros is None else unpacked_rows(self.zeros, self.scheme.bits, self.layout.order) + self.layout.zero_offset
@@ -98,7 +98,7 @@ class Grouped:
         return Grouped(self.scheme.final, self.shape, torch.cat(stripes), scales, zeros, factors)
 
     def dequantized(self) -> torch.Tensor:
-        """(N, K) in float32, of the final layout."""
+        """Return (N, K) in float32, of the final layout."""
         codes_NK, groups = codes_of(self.codes, self.scheme, self.layout), self.scales.shape[1]
         values = _values(codes_NK, self.scheme.element).unflatten(1, (groups, -1))
         values = values - (self.middle if self.zeros is None else self.zeros[:, :, None].float())
@@ -107,7 +107,7 @@ class Grouped:
 
 
 def _values(codes: torch.Tensor, element: str) -> torch.Tensor:
-    """What codes (uint8) mean, in float32, before zero points are subtracted."""
+    """Return the values of codes (uint8) in float32, before zero points are subtracted."""
     if element == "float8":
         return codes.view(torch.float8_e4m3fn).float()
     if element == "float4":
@@ -118,7 +118,7 @@ def _values(codes: torch.Tensor, element: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GroupedKind:
-    """Makes `Grouped` of a scheme: see the class methods of `Storage`."""
+    """Factory of `Grouped` for a scheme: see the class methods of `Storage`."""
 
     scheme: Scheme
 
@@ -151,7 +151,7 @@ class GroupedKind:
         )
 
     def quantized(self, matrix_NK: torch.Tensor) -> Grouped:
-        """Raise ValueError: matrices are only read in this format."""
+        """Raise ValueError: matrices in this format are only read."""
         raise ValueError(f"matrices are not rounded to {self.scheme}: serve a checkpoint that has it")
 
 

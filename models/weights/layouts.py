@@ -1,4 +1,4 @@
-"""How checkpoints lay out the tensors of a `Scheme`, and how kernels read them.
+"""Layouts of the tensors of a `Scheme` in checkpoints, and the layout for kernels.
 
 AWQ, GPTQ: AutoAWQ's `WQLinear_GEMM` and AutoGPTQ's `QuantLinear`; the others: compressed-tensors and ModelOpt.
 """
@@ -13,24 +13,24 @@ from models.config.schemes import Scheme
 
 WORD = 32  # bits
 MAX_RUN = 16  # words
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of the columns of eight in a word, which of its values they are
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column i of eight is value AWQ_ORDER[i] of the word
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Suffixes of tensors and how their values lie. `packing`: words of consecutive values of a row, of consecutive rows, bytes of two
-    values of a row, single values, or runs (see `run_of`)."""
+    """Suffixes of tensors and their packing: words of consecutive values of a row ("columns"), of consecutive rows ("rows"), bytes of two
+    values of a row ("pairs"), single values, or runs (see `run_of`)."""
 
     codes: str
     scales: str
     packing: Literal["columns", "rows", "pairs", "values", "runs"]
-    zeros: str = ""  # packed by rows, but for runs
-    factors: str = ""  # one for the whole matrix, which multiplies all scales
+    zeros: str = ""  # packed by rows, except for runs
+    factors: str = ""  # one factor of the whole matrix for all scales
     is_transposed: bool = False
-    order: tuple[int, ...] = ()  # of values that are packed by rows
-    zero_offset: int = 0  # by which zero points are larger than their codes
-    divides: bool = False  # by the factor
-    scalar_shape: tuple[int, ...] | None = None  # of factors, or of the scale if a matrix has one
+    order: tuple[int, ...] = ()  # order of values that are packed by rows
+    zero_offset: int = 0  # zero point minus its code
+    divides: bool = False  # scales are divided by the factor
+    scalar_shape: tuple[int, ...] | None = None  # shape of factors, or of the only scale of a matrix
 
 
 FINAL = "final"
@@ -49,8 +49,8 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def run_of(scheme: Scheme, columns: int) -> int:
-    """Words of a run. The first values of a run's words are consecutive in the row, their second ones follow, and so on. All share a
-    scale, so that kernels apply it once per word, and read consecutive inputs."""
+    """Return the words of a run. The first values of a run's words are consecutive in the row, then the second ones follow, and so on. All
+    share a scale, so that kernels apply it once per word and read consecutive inputs."""
     words = WORD // scheme.bits
     run = min(MAX_RUN, max(1, scheme.group // words) if scheme.group else MAX_RUN)
     while columns % (run * words):
@@ -59,7 +59,7 @@ def run_of(scheme: Scheme, columns: int) -> int:
 
 
 def codes_of(tensor: torch.Tensor, scheme: Scheme, layout: Layout) -> torch.Tensor:
-    """Packed codes, or those of zero points by rows -> (N, K) uint8."""
+    """Unpack codes, or zero points packed by rows, to (N, K) uint8."""
     if layout.packing == "values":
         return tensor.view(torch.uint8)
     if layout.packing == "pairs":
@@ -74,7 +74,7 @@ def codes_of(tensor: torch.Tensor, scheme: Scheme, layout: Layout) -> torch.Tens
 
 
 def unpacked_rows(tensor: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """Words (N / P, X) of P consecutive rows -> (N, X) uint8."""
+    """Unpack words (N / P, X) of P consecutive rows to (N, X) uint8."""
     values = _shifted(tensor[:, :, None], bits).transpose(1, 2)
     return (values[:, list(order)] if order else values).flatten(0, 1)
 
@@ -85,13 +85,13 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def in_runs(codes_NK: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """(N, K) uint8 -> words (N, K / P) of runs."""
+    """Pack (N, K) uint8 to words (N, K / P) of runs."""
     run, words = run_of(scheme, codes_NK.shape[1]), WORD // scheme.bits
     return packed_columns(codes_NK.unflatten(1, (-1, words, run)).transpose(2, 3).flatten(1), scheme.bits)
 
 
 def packed_columns(codes_NK: torch.Tensor, bits: int) -> torch.Tensor:
-    """(N, K) uint8 -> words (N, K / P) of consecutive values, the first in the lowest bits."""
+    """Pack (N, K) uint8 to words (N, K / P) of consecutive values, the first in the lowest bits."""
     values = codes_NK.unflatten(1, (-1, WORD // bits))
     words = torch.zeros_like(values[:, :, 0], dtype=torch.int32)
     for place in range(WORD // bits):
@@ -100,5 +100,5 @@ def packed_columns(codes_NK: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def packed_rows(codes_NX: torch.Tensor, bits: int) -> torch.Tensor:
-    """(N, X) uint8 -> words (N / P, X) of consecutive rows."""
+    """Pack (N, X) uint8 to words (N / P, X) of consecutive rows."""
     return packed_columns(codes_NX.t(), bits).t().contiguous()

@@ -19,7 +19,7 @@ class Plain:
 
     @staticmethod
     def check(columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
-        """Any size fits."""
+        """Accept every size."""
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> "Plain":
