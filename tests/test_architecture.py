@@ -200,14 +200,14 @@ def test_the_engine_names_no_architecture() -> None:
 ANNEXES = {
     "drafting": (r"draft|\bmtp\b", r"scheduler/drafts/|worker/head|sampling/drafts|decoders/drafter|layers/head|wire/details", 28),
     "video": (r"video", r"video", 24),
-    "grammars": (r"grammar", r"grammar", 13),
+    "grammars": (r"grammar", r"grammar", 10),
     "LoRA": (r"lora|adapter", r"lora/|adapters\.py", 15),
     "pooling": (r"pool(ing|ed)|rerank", r"pooling", 6),
     "prompt log-probabilities": (r"prompt_?logprobs", r"sampling/prompt|/scores", 6),
     "Anthropic's dialect": (r"anthropic", r"anthropic", 1),
     "Responses": (r"/v1/responses|dialects\.responses", r"responses", 0),
     "SGLang's dialect": (r"sglang|dialects\.generate", r"generate|updates", 2),
-    "weight updates": (r"weight.updates?|weight_version|\bupdates\.|parked", r"updates?[/.]", 15),
+    "weight updates": (r"weight.updates?|weight_version|\bupdates\.|parked", r"updates?[/.]", 11),
 }
 
 

@@ -19,7 +19,7 @@ from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.request import Request, Status, snapshot_points
-from engine.scheduler.state import State, is_idle
+from engine.scheduler.state import State, is_idle, num_waiting
 from engine.wire.details import TokenDetails
 from engine.wire.messages import (
     DEPTH,
@@ -194,7 +194,7 @@ class SchedulerCore:
         """Assert the invariants of the state, part by part; if no request is left, also that all resources are free."""
         yield from self.state.checks()
         if not self._requests:
-            assert is_idle(self.state) and not self._in_flight and not self.state.parked
+            assert is_idle(self.state) and not self._in_flight and not num_waiting(self.state)
             assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0
             assert self.drafter is None or not self.drafter.num_sources
 
@@ -204,7 +204,7 @@ class SchedulerCore:
             state.counters,
             max_model_len=self._capacity,
             num_running=len(state.running),
-            num_waiting=len(state.waiting) + len(state.parked),
+            num_waiting=num_waiting(state),
             num_blocks=state.blocks.num_blocks,
             num_free_blocks=state.blocks.num_free,
             num_pinned_images=state.images.num_pinned,
@@ -326,7 +326,7 @@ class SchedulerCore:
         report = joined(request.reports) if is_first else None
         if not request.wire.stages.first_token:
             stages = request.wire.stages
-            stages.first_token, stages.weight_version = time.monotonic(), self.state.weight_version
+            stages.first_token, stages.metadata = time.monotonic(), self.state.metadata
         output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, report, request.index, details)
         self._outputs.append(output)
         if reason is not None:

@@ -180,11 +180,12 @@ class _StepBuilder:
         self.num_read += start
         self.state.start(request, hits, len(equal))
         output_ids = request.token_ids[request.num_prompt : request.num_known].tolist()
-        spans = [(s.start, *s.grid) for s in request.images]
-        grammar = request.wire.grammar
         self.admits.append(
-            Admit(request.row, request.wire.prompt, output_ids, spans, list(hits), request.params, grammar, snapshot, request.slot)
-        )
+            Admit.of(
+                request.wire, row=request.row, output_ids=output_ids, blocks=list(hits), params=request.params, snapshot=snapshot,
+                slot=request.slot,
+            )
+        )  # fmt: skip
         self.budget -= self._compute(request, length)
         return True
 

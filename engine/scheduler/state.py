@@ -19,7 +19,6 @@ from engine.scheduler.request import Request, Status
 from engine.scheduler.slots import NoSlots
 from engine.wire.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
 from engine.wire.stats import EngineStats
-from engine.wire.updates import FIRST_VERSION
 from models.kernels.step_sizes import StepSizes
 
 
@@ -52,7 +51,7 @@ class State:
     running: list[Request] = field(default_factory=list)
     parked: list[Request] = field(default_factory=list)  # while the state is not open
     is_open: bool = True
-    weight_version: str = FIRST_VERSION
+    metadata: dict[str, str] = field(default_factory=dict)  # of answers whose first token is computed now
     stopping: set[Request] = field(default_factory=set)
     free_rows: list[int] = field(default_factory=list)
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
@@ -266,6 +265,11 @@ class State:
             self.free_rows.append(request.row)
             self.slots.release(request.wire)
             request.row = request.slot = -1
+
+
+def num_waiting(state: State) -> int:
+    """Return the number of requests without a row that have not ended."""
+    return len(state.waiting) + len(state.parked)
 
 
 def is_idle(state: State) -> bool:

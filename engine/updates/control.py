@@ -12,7 +12,21 @@ import msgspec
 
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.state import is_idle
-from engine.wire.updates import Drain, FromFolder, FromGroup, FromMemory, Job, JobState, Order, OrderDone, Pause, Resume, Verdict
+from engine.wire.updates import (
+    FIRST_VERSION,
+    Drain,
+    FromFolder,
+    FromGroup,
+    FromMemory,
+    Job,
+    JobState,
+    Order,
+    OrderDone,
+    Pause,
+    Resume,
+    Verdict,
+    metadata_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +49,7 @@ class UpdateControl:
         self._is_executing = False
         self._num_partial = 0  # updates since the pause that were not of all tensors
         self._is_mixed = False
+        self._rename(FIRST_VERSION)
 
     def take(self, message: Order | JobState) -> None:
         match message:
@@ -85,11 +100,10 @@ class UpdateControl:
                 return
         elif isinstance(job.task, FromFolder | FromMemory | FromGroup):
             self._core.forget_all(images=True)
-        state = self._core.state
         if not problems:
-            state.weight_version = job.version or state.weight_version
+            self._rename(job.version or self._version)
         self._note_mixture(job, bool(problems))
-        logger.info("%s: %s", type(job.task).__name__, problems[0] if problems else f"done, weights have version {state.weight_version}")
+        logger.info("%s: %s", type(job.task).__name__, problems[0] if problems else f"done, weights have version {self._version}")
         self._states, self._is_executing = None, False
         self._jobs.popleft()
         self._open()
@@ -102,6 +116,10 @@ class UpdateControl:
         elif isinstance(job.task, FromMemory | FromGroup) and self._is_paused:
             self._num_partial += not is_refused
             self._is_mixed = is_refused and self._num_partial > 0
+
+    def _rename(self, version: str) -> None:
+        """Name the weights from now on."""
+        self._version, self._core.state.metadata = version, metadata_of(version)
 
     def _close(self, drain: Drain) -> None:
         """Start no new requests. Running requests finish ("wait"), end now ("abort"), or are set aside to be computed again ("keep")."""
@@ -123,4 +141,4 @@ class UpdateControl:
             state.add(request)
 
     def _done(self, number: int, problem: str | None = None) -> None:
-        self._answer(OrderDone(number, self._core.state.weight_version, self._core.num_requests, problem))
+        self._answer(OrderDone(number, self._version, self._core.num_requests, problem))

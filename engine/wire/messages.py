@@ -208,14 +208,9 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
 
     @classmethod
     def of(
-        cls,
-        submit: Submit,
-        prompt: Region,
-        images: list[ImageSpan],
-        params: SamplingParams,
-        grammar: CompiledGrammar | None,
+        cls, submit: Submit, prompt: Region, images: list[ImageSpan], params: SamplingParams, grammar: CompiledGrammar | None,
         prediction: Region | None,
-    ) -> "EngineRequest":
+    ) -> "EngineRequest":  # fmt: skip
         """Return a request from the submitted one and the results of its preparation."""
         spans = [for_adapter(span, submit.adapter) for span in images]
         return cls(
@@ -294,6 +289,14 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     grammar: CompiledGrammar | None = None
     snapshot: list[int] = []
     slot: int = -1  # its adapter's slot; -1: none
+
+    @classmethod
+    def of(
+        cls, wire: EngineRequest, row: int, output_ids: list[int], blocks: list[int], params: SamplingParams, snapshot: list[int], slot: int
+    ) -> "Admit":
+        """Return the assignment of a row to an answer of the request."""
+        spans = [(span.start, *span.grid) for span in wire.images]
+        return cls(row, wire.prompt, output_ids, spans, blocks, params, wire.grammar, snapshot, slot)
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):

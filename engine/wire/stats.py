@@ -19,7 +19,7 @@ class Stages(msgspec.Struct):
     encode_ms: float = 0.0  # of the device: preprocessing and vision tower,
     forward_ms: float = 0.0  # and decoder
     images_encoded: int = 0  # and frame pairs, for this request, not from a cache
-    weight_version: str = ""  # of the weights that computed the first token
+    metadata: dict[str, str] = {}  # of the state that computed the first token: shown with the answer
     counts: dict[str, int] = {}  # of its media, by name: shown with the times
 
 

@@ -129,3 +129,8 @@ class OrderDone(msgspec.Struct, tag=True, frozen=True):
 
 
 Order = Pause | Resume | Job
+
+
+def metadata_of(version: str) -> dict[str, str]:
+    """Return what answers say of the weights' version."""
+    return {"weight_version": version}

@@ -1,7 +1,6 @@
 """Assembly of a worker: model, weights, profile, memory, KV pool, graphs. The device kind is decided here, so that a step needs no branches
 for it."""
 
-import functools
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from engine.launch.memory import (
 )
 from engine.updates.worker import UpdateWorker
 from engine.wire.arena import ArenaView
-from engine.wire.grammar import LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import MAX_DRAFTS, MAX_HEAD_DRAFTS, PROCESSOR_ARENA, Prefetch, WorkerReady
 from engine.worker.adapters import WorkerAdapters
@@ -108,7 +106,7 @@ def build_runner(
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch does not support read-only buffers
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
-    load_grammar = functools.partial(loaded.sampler.rules.prefetch, arena=arena, processor=Outbox(child.run_dir, "processor"))
+    handlers = {Prefetch: images.prefetch, **loaded.sampler.rules.handlers(arena, Outbox(child.run_dir, "processor"))}
     runner = Runner(
         model=model,
         attention=attention,
@@ -121,7 +119,7 @@ def build_runner(
         tp=loaded.tp,
         agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
         head=make_head(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged, device)) if text.has_head else None,
-        handlers={Prefetch: images.prefetch, LoadGrammar: load_grammar, **UpdateWorker(child, rank, model, images.forget_early).handlers},
+        handlers={**handlers, **UpdateWorker(child, rank, model, images.forget_early).handlers},
         slots=loaded.slots,
     )
     ready = WorkerReady(

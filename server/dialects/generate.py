@@ -207,7 +207,7 @@ class GenerateEndpoint(GenerationEndpoint):
             raise error if error.info.param != "prompt" else bad_value(field, error.info.message.partition(": ")[2]) from None
         prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in asked.prompts]
         job = self.job_of(request, body, prompts, field, names="both")
-        version = self.service.client.weight_version or FIRST_VERSION
+        version = self.service.client.metadata.get("weight_version", FIRST_VERSION)
         job.format = functools.partial(GenerateFormat, asked=asked, request=request, version=version)
         for submit, images in zip(job.submits, asked.images(len(prompts)), strict=True):
             for i, image in enumerate(images):
@@ -232,7 +232,7 @@ class Native:
 
     async def model_info(self) -> Any:
         """What is served, in SGLang's words."""
-        model, version = self._service.config.model, self._service.client.weight_version or FIRST_VERSION
+        model, version = self._service.config.model, self._service.client.metadata.get("weight_version", FIRST_VERSION)
         can = {"is_generation": True, "has_image_understanding": True, "has_audio_understanding": False}
         return {"model_path": model, "tokenizer_path": model, "weight_version": version, "preferred_sampling_params": None, **can}
 

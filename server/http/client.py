@@ -115,7 +115,7 @@ class Client:
         self._streams: dict[int, Stream] = {}  # streams with unfinished answers
         self.replies: set[Stream] = set()  # streams whose responses are being written
         self.health = EngineHealth()
-        self.weight_version: str | None = None  # None: weights do not change, and answers name no version
+        self.metadata: dict[str, str] = {}  # of answers without a token; empty: answers have none
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # times at which the last answers ended
         self._token = asyncio.Event()  # set by the next token
 

@@ -195,12 +195,12 @@ class Reply(Answer):
                 choice.last_time = now
 
     def _extra(self) -> dict[str, object]:
-        """Return further fields of the document or of a stream's last event: warnings, the weight version if weights change, and timings if
+        """Return further fields of the document or of a stream's last event: warnings, metadata of the engine if it has any, and timings if
         requested."""
         is_cut = self._options.cut_warning and any(choice.finish_reason == "length" for choice in self._choices.values())
         extra: dict[str, object] = {"warnings": [*self._options.warnings, self._options.cut_warning]} if is_cut else {}
-        if (version := self._client.weight_version) is not None:
-            extra["metadata"] = {"weight_version": self._stages.weight_version or version}
+        if self._client.metadata:
+            extra["metadata"] = self._stages.metadata or self._client.metadata
         if not self._options.timings:
             return extra
         last = max(choice.last_time for choice in self._choices.values())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.launch.child import Child
 from engine.wire.ipc import AsyncInbox, Outbox
-from engine.wire.updates import FIRST_VERSION, UPDATES_INBOX, Order, OrderDone
+from engine.wire.updates import FIRST_VERSION, UPDATES_INBOX, Order, OrderDone, metadata_of
 from server.errors import RequestError
 from server.http.client import Client
 
@@ -23,11 +23,7 @@ class Orders:
         self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
         self._reader: asyncio.Task[None] | None = None
         self.is_paused = False
-        client.weight_version = FIRST_VERSION
-
-    @property
-    def version(self) -> str:
-        return self._client.weight_version or FIRST_VERSION
+        self._rename(FIRST_VERSION)
 
     async def give(self, order: Callable[[int], Order]) -> OrderDone:
         """Wait until the order has been executed. RequestError 400 with the reason if it was rejected, 503 if the server stops."""
@@ -40,10 +36,13 @@ class Orders:
             if (refusal := self._client.health.refusal) is not None:
                 raise RequestError.of(refusal)
         answer = done.result()
-        self._client.weight_version = answer.version
+        self._rename(answer.version)
         if answer.problem is not None:
             raise RequestError(400, answer.problem, code="weight_update_refused")
         return answer
+
+    def _rename(self, version: str) -> None:
+        self.version, self._client.metadata = version, metadata_of(version)
 
     async def _read(self) -> None:
         inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)

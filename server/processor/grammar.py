@@ -10,16 +10,21 @@ import contextlib
 import json
 from typing import Any
 
-from engine.wire.grammar import Grammar, GrammarLoaded, LoadGrammar
+from engine.grammar.client import CompilerBusy, GrammarCompiler, GrammarError
+from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import Region
 from engine.wire.params import OutputOptions
-from server.errors import RequestError
+from server.errors import RequestError, overloaded
+from server.processor.media.allocator import RegionAllocator, wire
+from server.processor.request import Request, tools_of
 
 Json = dict[str, Any]
 LARGE_BYTES = 1 << 16  # compiled grammars from this size on are sent in advance: rank 0 reads 20 MB/s
 LOAD_S = 10.0
 XML_MARK = "<function="  # in a template: the coder models' notation of calls
+JSON_KINDS = ("json_object", "json_schema")
+DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
 MAX_WHITESPACE = 1  # consecutive characters, as models write JSON
 
 
@@ -45,6 +50,47 @@ class GrammarLoads:
 
     def note(self, message: GrammarLoaded) -> None:
         self._awaited.pop(message.ticket).set()
+
+
+class AnswerGrammars:
+    """Grammars of the answers to requests. `think_end` is the token that ends reasoning."""
+
+    def __init__(
+        self, compiler: GrammarCompiler, loads: GrammarLoads, allocator: RegionAllocator, template: str, think_end: int | None
+    ) -> None:
+        self.compiler, self.loads = compiler, loads
+        self._allocator, self._template, self._think_end = allocator, template, think_end
+
+    async def prepare(self, request: Request) -> None:
+        """Compile the answer's grammar, if any, and put it into the arena. RequestError 400 or 503."""
+        submit = request.submit
+        grammar = answer_grammar(submit.grammar, tools_of(submit), submit.output, self._template)
+        if grammar is None:
+            return
+        try:
+            data = await self.compiler.compile(grammar, submit.client)
+        except GrammarError as error:
+            field = submit.grammar_field
+            raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
+        except CompilerBusy as busy:
+            raise overloaded(f"{submit.grammar_field}: {busy}") from None
+
+        region = request.regions["grammar"] = self._allocator.allocate(len(data))
+        region.append(data)
+        await self.loads.load(wire(region))
+
+    def of(self, request: Request) -> CompiledGrammar | None:
+        """Return the answer's grammar, which applies after the reasoning, if any."""
+        region = request.regions.get("grammar")
+        if region is None:
+            return None
+        return CompiledGrammar(wire(region), self._think_end if request.answers[0].text.is_thinking else None)
+
+    def default_limit(self, request: Request) -> int | None:
+        """Return a token limit for JSON, since a model may continue inside a string forever."""
+        grammar = request.submit.grammar
+        is_json = grammar is not None and grammar.kind in JSON_KINDS and not request.answers[0].text.is_thinking
+        return DEFAULT_JSON_TOKENS if is_json else None
 
 
 def answer_grammar(request_grammar: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from engine.grammar.client import CompilerBusy, GrammarCompiler, GrammarError
+from engine.grammar.client import GrammarCompiler
 from engine.launch.config import EngineConfig, num_cpus
 from engine.wire.arena import ArenaFull, ArenaTooSmall
-from engine.wire.grammar import CompiledGrammar
+from engine.wire.grammar import GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
     TIMED_OUT,
@@ -41,13 +41,13 @@ from engine.wire.messages import (
 )
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
-from server.processor.grammar import GrammarLoads, answer_grammar
+from server.processor.grammar import AnswerGrammars, GrammarLoads
 from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance
 from server.processor.media.video import FrameList, VideoFile
-from server.processor.request import Answer, Medium, Request, release_all
+from server.processor.request import Answer, Medium, Request, release_all, tools_of
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
 from server.processor.text.reasoning import OutputText, ThinkTokens
@@ -55,8 +55,6 @@ from server.processor.text.scores import scores_of
 from server.region import Region
 
 LARGE_MESSAGES_BYTES = 1 << 14  # larger prompts are tokenised in a thread
-JSON_KINDS = ("json_object", "json_schema")
-DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
 LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take seconds and up to 2 GB each
 
 
@@ -84,14 +82,15 @@ class Intake:
     config: EngineConfig
     checkpoint: InitVar[Checkpoint]
     model_folder: InitVar[Path]
-    loads: GrammarLoads
+    rank0: Outbox[LoadGrammar]
     max_model_len: int
 
     def __post_init__(self, checkpoint: Checkpoint, model_folder: Path) -> None:
         self._prompts = PromptBuilder(checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._think = ThinkTokens.of(self._prompts.tokenizer)
-        self._grammars = GrammarCompiler(model_folder, self.config.grammar_timeout)
+        compiler, template = GrammarCompiler(model_folder, self.config.grammar_timeout), self._prompts.template
+        self._grammars = AnswerGrammars(compiler, GrammarLoads(self.rank0), self.allocator, template, self._think.end)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # images of announced requests by the offset of their payload
 
@@ -102,10 +101,10 @@ class Intake:
 
     def start(self) -> None:
         """Start the grammar compiler; call before the first request."""
-        self.tasks.create_task(self._grammars.start())
+        self.tasks.create_task(self._grammars.compiler.start())
 
     async def close(self) -> None:
-        await self._grammars.close()
+        await self._grammars.compiler.close()
         self._large_prompts.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, message: Payload) -> None:
@@ -115,6 +114,9 @@ class Intake:
         self._early.setdefault(message.rid, {})[message.payload.offset] = image
         image.start()
 
+    def note_loaded(self, message: GrammarLoaded) -> None:
+        self._grammars.loads.note(message)
+
     def accept(self, submit: Submit) -> None:
         if len(self.requests) >= self.config.max_queued_requests:
             self._give_up(submit.rid, submit.body, overloaded("The server's request queue is full.").info)
@@ -122,7 +124,7 @@ class Intake:
         self._note_arrival(submit.rid)
         early = self._early.pop(submit.rid, {})
         media = [self._medium(ref, early) for ref in submit.media]
-        functions = [tool["function"] for tool in _tools_of(submit)]
+        functions = [tool["function"] for tool in tools_of(submit)]
         schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         answers = [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
         request = Request(submit, media, answers, scores_of(submit, self._tokens))
@@ -193,7 +195,7 @@ class Intake:
             async with asyncio.TaskGroup() as group:
                 for i, (medium, ref) in enumerate(zip(media, submit.media, strict=True)):
                     group.create_task(_load(medium, i, ref, allowance))
-                group.create_task(self._compile(request))
+                group.create_task(self._grammars.prepare(request))
                 if encoded is None:
                     encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
         except BaseExceptionGroup as failures:
@@ -230,7 +232,7 @@ class Intake:
             prompt=wire(request.regions["prompt"]),
             images=spans,
             params=msgspec.structs.replace(submit.params, **changes),
-            grammar=self._grammar_of(request),
+            grammar=self._grammars.of(request),
             prediction=wire(request.regions["prediction"]) if predicted else None,
         )
 
@@ -259,11 +261,8 @@ class Intake:
         return prompt.text if isinstance(prompt, TextPrompt) else ""
 
     def _max_tokens(self, request: Request) -> int:
-        """Return the token limit. JSON gets a default limit, since a model may continue inside a string forever."""
-        submit, most = request.submit, self.max_model_len - request.num_prompt_tokens
-        limit, grammar = submit.params.max_tokens, submit.grammar
-        if limit is None and grammar is not None and grammar.kind in JSON_KINDS and not request.answers[0].text.is_thinking:
-            limit = DEFAULT_JSON_TOKENS
+        limit, most = request.submit.params.max_tokens, self.max_model_len - request.num_prompt_tokens
+        limit = self._grammars.default_limit(request) if limit is None else limit
         return most if limit is None else max(1, min(limit, most))
 
     def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:
@@ -277,32 +276,6 @@ class Intake:
         if limit < 0:
             limit = self.max_model_len - max(1, min(submit.params.max_tokens or 1, self.max_model_len - 1))
         return ids[:limit] if submit.keeps_beginning else ids[-limit:]
-
-    async def _compile(self, request: Request) -> None:
-        """Compile the answer's grammar, if any, and put it into the arena. RequestError 400 or 503."""
-        submit = request.submit
-        grammar = answer_grammar(submit.grammar, _tools_of(submit), submit.output, self._prompts.template)
-        if grammar is None:
-            return
-        try:
-            data = await self._grammars.compile(grammar, submit.client)
-        except GrammarError as error:
-            field = submit.grammar_field
-            raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
-        except CompilerBusy as busy:
-            raise overloaded(f"{submit.grammar_field}: {busy}") from None
-
-        region = request.regions["grammar"] = self.allocator.allocate(len(data))
-        region.append(data)
-        await self.loads.load(wire(region))
-
-    def _grammar_of(self, request: Request) -> CompiledGrammar | None:
-        """Return the answer's grammar, which applies after the reasoning, if any."""
-        region = request.regions.get("grammar")
-        if region is None:
-            return None
-        after = self._think.end if request.answers[0].text.is_thinking else None
-        return CompiledGrammar(wire(region), after)
 
     async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest | ErrorInfo]", strays: list[Image]) -> None:
         """Send a prepared request to the scheduler, or release it if it failed or was aborted. Also release `strays`: payloads elsewhere in
@@ -336,11 +309,3 @@ async def _load(medium: Medium, index: int, ref: MediaRef | VideoRef, allowance:
         await medium.load(index, ref, allowance)
     else:
         await medium.load(index, allowance)
-
-
-def _tools_of(submit: Submit) -> list[dict[str, Any]]:
-    """Return the tools whose calls are parsed from the answers."""
-    if submit.output.calls == "none" or not isinstance(submit.prompt, ChatPrompt) or submit.prompt.tools is None:
-        return []
-    tools: list[dict[str, Any]] = msgspec.json.decode(submit.prompt.tools)
-    return tools

@@ -15,7 +15,6 @@ import uvloop
 
 from engine.launch.child import Child
 from engine.wire.arena import Arena
-from engine.wire.grammar import GrammarLoaded
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import (
     API_ARENA,
@@ -31,7 +30,6 @@ from engine.wire.messages import (
     ToScheduler,
 )
 from server.checkpoint import read_checkpoint
-from server.processor.grammar import GrammarLoads
 from server.processor.intake import Intake
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.decoders import Decoders
@@ -73,13 +71,12 @@ class Processor:
         early = EarlyReads(worker, checkpoint.geometry)
         new_image = functools.partial(Image, sources=sources, inspector=inspector, decoders=decoders, early=early)
         max_model_len = child.runtime.max_model_len  # until the scheduler reports the size of the KV pool
-        self._loads = GrammarLoads(Outbox(child.run_dir, "worker-0"))
         self._intake = Intake(
             requests=requests, allocator=allocator, early=early, new_image=new_image,
             new_file=functools.partial(VideoFile, sources=sources, planner=planner, decoders=video_decoders),
             new_frames=functools.partial(FrameList, sources=sources, planner=planner, decoders=decoders, new_image=new_image),
             api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint, model_folder=folder,
-            loads=self._loads, max_model_len=max_model_len,
+            rank0=Outbox(child.run_dir, "worker-0"), max_model_len=max_model_len,
         )  # fmt: skip
         self._output = Output(
             requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded + video_decoders.num_decoded,
@@ -99,8 +96,6 @@ class Processor:
                         await asyncio.sleep(0)  # alternate preparation of many prompts with other clients' tokens
                     case Abort():
                         self._intake.abort(message)
-                    case GrammarLoaded():
-                        self._loads.note(message)
                     case Forget():
                         self._scheduler.send(message)
                     case EngineOutputs():
@@ -108,6 +103,8 @@ class Processor:
                         if message.stats is not None:
                             self._intake.max_model_len = message.stats.max_model_len
                             self._check()
+                    case _:
+                        self._intake.note_loaded(message)
         finally:
             await self._intake.close()
             for one in (self._sources, self._decoders, self._video_decoders):

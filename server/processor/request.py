@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from engine.wire.details import TokenDetails
-from engine.wire.messages import EngineRequest, ErrorInfo, Event, Logprob, RequestOutput, Submit
+from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, Logprob, RequestOutput, Submit
 from engine.wire.reports import Report
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
@@ -127,3 +127,11 @@ class Request:
         await release_all(self.media)
         for region in self.regions.values():
             allocator.free(region)
+
+
+def tools_of(submit: Submit) -> list[dict[str, Any]]:
+    """Return the tools whose calls are parsed from the answers."""
+    if submit.output.calls == "none" or not isinstance(submit.prompt, ChatPrompt) or submit.prompt.tools is None:
+        return []
+    tools: list[dict[str, Any]] = msgspec.json.decode(submit.prompt.tools)
+    return tools

@@ -8,12 +8,12 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -133,6 +133,10 @@ class TokenRules:
             session = self._sessions[row] = Session(GrammarMatcher(self._compiled_of(_bytes_of(grammar.region, arena))), grammar.after)
             for token_id in admit.output_ids:
                 session.take(token_id)
+
+    def handlers(self, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> dict[type, Callable[[Any], object]]:
+        """Return the handlers of the processor's messages; see `Runner.handlers`."""
+        return {LoadGrammar: functools.partial(self.prefetch, arena=arena, processor=processor)}
 
     def prefetch(self, message: LoadGrammar, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> None:
         """Read a grammar that a plan may name later, in a thread that releases the interpreter lock and answers `processor`."""

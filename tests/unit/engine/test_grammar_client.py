@@ -15,7 +15,7 @@ from engine.grammar.compile import MAX_TOKEN_S, follow
 from engine.guests import MAX_CLIENTS, GuestDied, GuestKilled, GuestPool
 from engine.wire.grammar import Grammar
 from server.errors import RequestError
-from server.processor.intake import Intake
+from server.processor.grammar import AnswerGrammars
 from tests.eventually import HANG_GUARD_S
 
 GRAMMAR = Grammar("regex", "a+")
@@ -80,10 +80,9 @@ async def test_interrupted_compilation_answers_503() -> None:
     submit = SimpleNamespace(
         grammar=GRAMMAR, grammar_field="regex", client=b"", prompt="", tools=(), output=SimpleNamespace(calls="none"), params=None
     )
-    prompts = SimpleNamespace(template="")
-    intake = SimpleNamespace(_grammars=grammars, _prompts=prompts)
+    unused: Any = None
     with pytest.raises(RequestError) as error:
-        await Intake._compile(cast(Any, intake), cast(Any, SimpleNamespace(submit=submit)))
+        await AnswerGrammars(grammars, unused, unused, "", None).prepare(cast(Any, SimpleNamespace(submit=submit)))
     assert error.value.info.status == 503 and error.value.info.retry_after and error.value.info.message.startswith("regex: ")
 
 

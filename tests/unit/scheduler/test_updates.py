@@ -84,7 +84,7 @@ def test_updates_under_load(snapshot_blocks: int, seed: int) -> None:
                     break
             granted += not workers.refuses
             assert (workers.done[number].problem is None) != workers.refuses
-            assert workers.refuses or workers.done[number].version == sim.core.state.weight_version == str(number)
+            assert workers.refuses or workers.done[number].version == sim.core.state.metadata["weight_version"] == str(number)
         workers.advance()
         assert workers.num_executed == granted
         assert not (is_paused and sim.core.state.is_open)
