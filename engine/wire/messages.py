@@ -295,8 +295,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
         cls, wire: EngineRequest, row: int, output_ids: list[int], blocks: list[int], params: SamplingParams, snapshot: list[int], slot: int
     ) -> "Admit":
         """Return the assignment of a row to an answer of the request."""
-        spans = [(span.start, *span.grid) for span in wire.images]
-        return cls(row, wire.prompt, output_ids, spans, blocks, params, wire.grammar, snapshot, slot)
+        return cls(row, wire.prompt, output_ids, [(s.start, *s.grid) for s in wire.images], blocks, params, wire.grammar, snapshot, slot)
 
 
 class VisualRef(msgspec.Struct, frozen=True, array_like=True):
