@@ -169,7 +169,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     listed = "; ".join(f"{count:,}" for count in counts)
     expected = {
         "body": f"{config.max_body_bytes >> 20} MiB",
-        "of it, besides images": f"{MAX_TEXT_BYTES >> 20} MiB",
+        "JSON of a body, without images": f"{MAX_TEXT_BYTES >> 20} MiB",
         "lists, objects and members in it": f"{MAX_VALUES:,}",
         "head of a request, its URL included": f"{MAX_HEAD_BYTES >> 10} KiB; {config.header_timeout} s",
         "connections; a pause between two requests": f"{config.max_connections:,}; {config.idle_timeout} s",
