@@ -89,15 +89,23 @@ class TextConfig:
         return MatrixFormat(stored, self.quantized_to if self.format == "plain" and self.quantized_to is not None else final_format(stored))
 
     def stored_format(self, path: str) -> Format:
-        """Return the format in which checkpoints store a module's matrix. Rules may use the names of any version of transformers."""
+        """Return the format in which checkpoints store a module's matrix."""
+        if (format := self.ruled_format(path)) is not None:
+            return format
+        return "plain" if any(f".{part}." in f".{self._own_path(path)}." for part in self.plain_modules) else self.format
+
+    def ruled_format(self, path: str) -> Format | None:
+        """Return the format of the first rule for a module, if there is one. Rules may use the names of any version of transformers."""
+        path = self._own_path(path)
         short = path.removeprefix("model.").removeprefix("language_model.")
-        if (layer := re.match(r"layers\.(\d+)\.", short)) is not None and int(layer[1]) in self.delta_layers:
-            path, short = (name.replace(".self_attn.", ".linear_attn.") for name in (path, short))
         names = {path, short, f"model.{short}", f"language_model.{short}", f"language_model.model.{short}", f"model.language_model.{short}"}
-        for rule in self.rules:
-            if any(re.fullmatch(rule.pattern, name) for name in names):
-                return rule.format
-        return "plain" if any(f".{part}." in f".{path}." for part in self.plain_modules) else self.format
+        return next((rule.format for rule in self.rules if any(re.fullmatch(rule.pattern, name) for name in names)), None)
+
+    def _own_path(self, path: str) -> str:
+        """Return the checkpoint's path of a mixer's module."""
+        layer = re.search(r"\blayers\.(\d+)\.", path)
+        is_delta = layer is not None and not path.startswith("mtp.") and int(layer[1]) in self.delta_layers
+        return path.replace(".self_attn.", ".linear_attn.") if is_delta else path
 
     def ordinal(self, layer: int) -> int:
         """Return the index of a layer among those of its kind."""

@@ -63,8 +63,9 @@ class GatedDeltaNet(Mixer):
         heads, self._num_key_heads = _head_parts(config.delta, setup.tp)
         path, parts = f"{config.layer_path(layer)}.self_attn", [*heads, even_part("in_proj_z", width, setup.tp)]
         self.in_proj = FusedColumnParallelLinear(hidden, parts, config.format_of(path, "in_proj_qkv", "in_proj_z"), setup)
-        gates = [even_part(name, num_heads, setup.tp) for name in ("in_proj_b", "in_proj_a")]
-        self.in_gates = FusedColumnParallelLinear(hidden, gates, PLAIN, setup)
+        names = "in_proj_b", "in_proj_a"
+        format = PLAIN if config.ruled_format(f"{path}.in_proj_b") is None else config.format_of(path, *names)  # small: plain by default
+        self.in_gates = FusedColumnParallelLinear(hidden, [even_part(name, num_heads, setup.tp) for name in names], format, setup)
         self.conv1d = Convolution(heads, config.delta.kernel_size, setup)
         self.A_log, self.dt_bias = HeadValues(num_heads, setup), HeadValues(num_heads, setup)
         self.norm = nn.ParameterDict({"weight": setup.parameter(config.delta.value_dim)})
