@@ -111,7 +111,7 @@ WHEN = {
     "api_arena_bytes": "Bodies are refused with 503 although memory is free.",
     "processor_arena_bytes": "The same, for images other than baseline JPEGs.",
     "max_body_bytes": "Lower if clients are not trusted.",
-    "max_images_per_request": "0 to serve text alone.",
+    "max_images_per_request": "0 to serve only text.",
     "allowed_local_media_path": "Clients on the same machine send paths of files below this folder.",
     "allowed_media_domains": "If clients are not trusted, list the hosts of their images, or one that does not exist.",
     "allow_private_media": "Only if every client may reach the server's own network.",
@@ -187,18 +187,18 @@ def _names_of(others: list[Flag]) -> str:
 
 
 def _moving_table(server: str) -> list[str]:
-    """Of `engine/launch/compat.py`: what one of the two servers calls its flags."""
+    """Return the table of one server's flags in `engine/launch/compat.py`."""
     rows = []
     for flag in FLAGS:
         shown = [f"`{value}`" for value in flag.values]
         values = f"{shown[0]} to {shown[-1]}" if len(shown) > 3 else ", ".join(shown)
-        here = {"json": "see right", "no": "refused", "ok": "no effect"}.get(flag.rule, f"`{_flag_of(flag.field)}`")
-        here += f", {values} alone" if flag.rule == "ok" and flag.values not in (("",), ("*",)) else ""
+        here = {"json": "see remarks", "no": "rejected", "ok": "no effect"}.get(flag.rule, f"`{_flag_of(flag.field)}`")
+        here += f", only {values}" if flag.rule == "ok" and flag.values not in (("",), ("*",)) else ""
         here = here.replace("`--", "`--no-") if flag.field and flag.values == ("off",) else here
         if names := [name for name, servers in flag.names.items() if server[0].upper() in servers]:
             rows.append((names, here, flag.text))
     names = [(", ".join(f"`{name}`" for name in names), here, text) for names, here, text in rows]
-    return ["| there | here | what differs |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in sorted(names))]
+    return ["| flag | here | remarks |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in sorted(names))]
 
 
 def moving_page() -> str:

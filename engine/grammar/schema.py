@@ -39,7 +39,7 @@ def check(schema: object) -> None:
     if "pattern" in schema and (others := {*LENGTHS, "format"} & schema.keys()):
         raise ValueError(f"pattern with {min(others)} is not supported")
     if "multipleOf" in schema and schema.get("type") != "integer":
-        raise ValueError("multipleOf is supported for type integer alone")
+        raise ValueError("multipleOf is only supported for type integer")
     for part in parts_of(schema):
         check(part)
 

@@ -4,22 +4,22 @@ import json
 import re
 from typing import Any, NamedTuple
 
-# Names (V: vLLM alone, S: SGLang alone) and a rule; then what differs, why there is no effect, or what to use instead. Rules:
+# Names (V: only vLLM, S: only SGLang) and a rule; then what differs, why there is no effect, or what to use instead. Rules:
 #   =field  another name of our flag; =field:on and :off are switches     json  its value sets our fields (`read`)
-#   ok      no value and no effect; ok:a,b with these values, ok:* any     no  refused, whatever follows
+#   ok      no value and no effect; ok:a,b with these values, ok:* any     no  rejected with any value
 TABLE = """
 S:--model-path =model
 --tensor-parallel-size -tp S:--tp-size =tp
 --data-parallel-size -dp S:--dp-size =dp | engines behind an affinity proxy
 V:--enable-expert-parallel =ep
 S:--ep-size S:--expert-parallel-size json | more than 1 is `--ep`; also `--ep N`
-V:-q =quantization | `fp8` alone; quantised checkpoints are recognised
-V:--enable-prefix-caching =prefix_cache | on unless it is turned off
+V:-q =quantization | only `fp8`; quantized checkpoints are detected
+V:--enable-prefix-caching =prefix_cache | on by default
 S:--disable-radix-cache =prefix_cache:off
 S:--context-length =max_model_len
 S:--max-running-requests =max_num_seqs
-S:--chunked-prefill-size =max_num_batched_tokens | bounds a step, decoding included
-S:--mem-fraction-static =gpu_memory_utilization | with activations and image cache
+S:--chunked-prefill-size =max_num_batched_tokens | limits a step, including decoding
+S:--mem-fraction-static =gpu_memory_utilization | includes activations and image cache
 S:--page-size =block_size
 S:--disable-cuda-graph =enforce_eager:on
 S:--watchdog-timeout =wedge_timeout
@@ -30,7 +30,7 @@ V:--limit-mm-per-prompt S:--limit-mm-data-per-request json | `image` becomes `--
 V:--mm-processor-kwargs S:--mm-process-config json | pixels or `size` (of `image`) become `--min-pixels`, `--max-pixels`
 V:--media-io-kwargs json | `num_frames` of `video` becomes `--max-video-frames`
 V:--speculative-config S:--speculative-algorithm S:--speculative-algo json | `mtp`, `NEXTN` become `--draft mtp`, `ngram` `lookup`
-S:--speculative-num-steps S:--speculative-eagle-topk S:--speculative-num-draft-tokens ok:* | drafts follow how many hold
+S:--speculative-num-steps S:--speculative-eagle-topk S:--speculative-num-draft-tokens ok:* | the number of draft tokens is adaptive
 S:--speculative-draft-model-path no | no draft model is loaded: use --draft lookup or mtp
 --trust-remote-code ok | code of a checkpoint is never run
 V:--enable-chunked-prefill ok | prefill is always chunked
@@ -40,7 +40,7 @@ V:--enable-auto-tool-choice ok | tool calls are always recognised
 --tool-call-parser --reasoning-parser ok:* | the checkpoint's template decides
 S:--enable-multimodal ok | every model takes images
 V:--language-model-only ok | requests without images do not use the tower
---tokenizer-mode V:--config-format ok:auto,hf | tokenizer and folder are Hugging Face's
+--tokenizer-mode V:--config-format ok:auto,hf | only Hugging Face's formats are supported
 --model-impl ok:auto,vllm,sglang | each model has one implementation
 --kv-cache-dtype ok:auto,bf16,bfloat16 | keys and values have the model's dtype: for more context use --quantization fp8 or --tp
 --pipeline-parallel-size -pp S:--pp-size ok:1 | use --tp to split a model over GPUs
@@ -48,9 +48,9 @@ V:--language-model-only ok | requests without images do not use the tower
 --node-rank ok:0 | one host per engine: see docs/scaling.md
 V:--master-addr V:--master-port V:--headless S:--dist-init-addr no | one host per engine: see docs/scaling.md
 S:--enable-dp-attention no | use --dp: engines behind a proxy
-V:--chat-template-content-format ok:auto,openai | a template sees lists where a request has lists
+V:--chat-template-content-format ok:auto,openai | templates get lists where requests have lists
 V:--max-logprobs ok:0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20 | a token has at most 20 alternatives
-V:--scheduling-policy S:--schedule-policy ok:fcfs,lpm,priority | in order of arrival and `priority`
+V:--scheduling-policy S:--schedule-policy ok:fcfs,lpm,priority | requests run by `priority`, then in order of arrival
 V:--mm-encoder-tp-mode ok:data | each GPU of --tp encodes its share
 S:--mm-enable-dp-encoder ok | each GPU of --tp encodes its share
 V:--distributed-executor-backend ok:mp,uni | see engine.launch.replicas for Ray
@@ -59,7 +59,7 @@ V:--api-server-count V:-asc ok:1 | one HTTP process per engine: see --dp
 V:--runner V:--task V:--convert ok:* | every model has /v1/embeddings, /rerank and /score
 S:--is-embedding ok | every model has /v1/embeddings, /rerank and /score
 --attention-backend --mm-attention-backend --sampling-backend S:--moe-runner-backend S:--fp8-gemm-backend ok:* | see --backend
-V:--guided-decoding-backend V:--structured-outputs-config S:--grammar-backend ok:* | grammars are xgrammar's
+V:--guided-decoding-backend V:--structured-outputs-config S:--grammar-backend ok:* | grammars are compiled by xgrammar
 V:--compilation-config ok:* | CUDA graphs are used unless --enforce-eager
 S:--cuda-graph-max-bs S:--cuda-graph-bs ok:* | see --max-num-seqs
 V:--max-seq-len-to-capture ok:* | graphs do not depend on lengths
@@ -67,29 +67,29 @@ V:--async-scheduling ok | steps are always planned ahead
 S:--enable-mixed-chunk ok | prefill and decoding always share steps
 S:--mamba-scheduler-strategy S:--mamba-full-memory-ratio S:--max-mamba-cache-size V:--mamba-cache-mode ok:* | see --snapshot-share
 --disable-custom-all-reduce S:--enable-p2p-check S:--enable-flashinfer-allreduce-fusion ok | --no-symmetric-memory uses NCCL
-V:--swap-space ok:* | preempted requests are computed again
+V:--swap-space ok:* | preempted requests are recomputed
 V:--mm-processor-cache-gb V:--mm-processor-cache-type ok:* | see --image-cache-bytes
 V:--disable-mm-preprocessor-cache ok | see --image-cache-bytes
 V:--skip-mm-profiling ok | see --max-num-encoder-tokens
 S:--mm-max-concurrent-calls ok:* | see --max-num-encoder-tokens
 S:--disable-fast-image-processor ok | the GPU resizes images
-S:--keep-mm-feature-on-device ok | pixels never leave the GPU
+S:--keep-mm-feature-on-device ok | image embeddings stay on the GPU
 S:--schedule-conservativeness ok:* | requests that do not fit are preempted
 --stream-interval ok:* | each token is sent at once
-S:--skip-server-warmup ok | the server is ready when it is warm
+S:--skip-server-warmup ok | the server warms up before it is ready
 V:--disable-log-stats V:--disable-log-requests V:--enable-log-requests S:--log-requests ok | see --access-log
 S:--log-requests-level S:--decode-log-interval S:--log-level-http V:--uvicorn-log-level ok:* | see --access-log and --log-level
 V:--max-log-len ok:* | prompts are not logged
-S:--enable-metrics ok | /metrics is always there
+S:--enable-metrics ok | /metrics is always served
 V:--enable-prompt-tokens-details S:--enable-cache-report ok | usage always counts cached tokens
-V:--enable-server-load-tracking ok | /load always answers
-V:--disable-fastapi-docs ok | there is /openapi.json alone
-V:--disable-frontend-multiprocessing ok | HTTP has a process of its own
+V:--enable-server-load-tracking ok | /load is always served
+V:--disable-fastapi-docs ok | /openapi.json and /docs are always served
+V:--disable-frontend-multiprocessing ok | HTTP always has its own process
 V:--allow-credentials ok | see --allowed-origins
 V:--allowed-methods V:--allowed-headers ok:* | see --allowed-origins
-V:--response-role ok:* | answers are the assistant's
+V:--response-role ok:* | the role is always `assistant`
 V:--tokenizer V:--hf-config-path V:--code-revision V:--tokenizer-revision S:--tokenizer-path no | put all files into one folder: --model
---revision no | give the folder of `hf download MODEL --revision NAME`
+--revision no | pass the folder of `hf download MODEL --revision NAME`
 --download-dir no | set HF_HOME, the hub's own variable
 V:--hf-token no | set HF_TOKEN, the hub's own variable
 --hf-overrides --json-model-override-args V:--rope-scaling V:--rope-theta no | edit config.json in a copy of the folder
@@ -97,16 +97,16 @@ V:--override-generation-config no | edit generation_config.json in a copy of the
 S:--lora-paths =lora_modules | with --enable-lora
 S:--max-loras-per-batch =max_loras
 S:--max-loaded-loras =max_cpu_loras
-V:--fully-sharded-loras ok | --tp shards an adapter as its matrix
+V:--fully-sharded-loras ok | --tp shards an adapter like its matrix
 V:--lora-dtype ok:auto,bfloat16 | adapters have the model's dtype
-S:--lora-backend S:--lora-target-modules ok:* | slots fit every linear layer
-V:--enable-tower-connector-lora ok | adapters may change the tower
+S:--lora-backend S:--lora-target-modules ok:* | slots support every linear layer
+V:--enable-tower-connector-lora ok | adapters may include the tower
 V:--default-mm-loras no | name the adapter as `model`
 S:--max-total-tokens no | use --kv-cache-memory-bytes
-V:--weight-transfer-config ok:* | see --enable-weight-updates; each request says where the tensors are
+V:--weight-transfer-config ok:* | see --enable-weight-updates; each request describes its tensors
 --enable-sleep-mode --enable-memory-saver no | stop and start the server
 --skip-tokenizer-init no | requests may give token ids as `prompt`
-V:--max-parallel-loading-workers V:--model-loader-extra-config no | weights are read as fast as the disk is
+V:--max-parallel-loading-workers V:--model-loader-extra-config no | weights are read at the speed of the disk
 V:--middleware V:--tool-parser-plugin V:--logits-processors no | put a proxy in front
 V:--ssl-ca-certs no | a proxy checks clients' certificates
 --kv-transfer-config --disaggregation-mode no | prefill and decoding share the GPU
