@@ -60,7 +60,7 @@ def print_plan(config: EngineConfig) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             model = read_config(resolve(name, "dummy", Path(folder)).folder, with_head=config.reads_head)
-            say(describe(config, model, name, planned_backend(config, model, list_gpus())) + "\n")
+            write_out(describe(config, model, name, planned_backend(config, model, list_gpus())) + "\n")
     return 0
 
 
@@ -94,7 +94,7 @@ def serve_one(config: EngineConfig) -> int:
             _on_interrupt(_interrupt)
             start_all(supervisor, runtime)
         url = supervisor.wait_ready({"processor", "scheduler", "api"})["api"]
-        say(url if is_unix else ready_text(url, runtime, time.monotonic() - started))
+        write_out(url if is_unix else ready_text(url, runtime, time.monotonic() - started))
         while True:
             supervisor.check(config.wedge_timeout)
     except Interrupted:
@@ -125,7 +125,7 @@ def report(config: EngineConfig, problem: Exception) -> None:
         logger.error("%s", problem)
         return
     with contextlib.suppress(OSError):  # the program has ended
-        say(str(problem))
+        write_out(str(problem))
 
 
 def drain(supervisor: Supervisor, timeout: float) -> None:
@@ -159,7 +159,7 @@ def bind_unix(run_dir: Path) -> socket.socket:
 
 
 def size_arenas(config: EngineConfig, memory: int) -> EngineConfig:
-    """Arenas of a machine with so many bytes of memory. Raises ValueError if flags ask for too much."""
+    """Set the arenas' sizes for a machine with so many bytes of memory. Raises ValueError if the flags exceed half of it."""
     api_bytes = config.api_arena_bytes or min(GIB, memory // 16)
     processor_bytes = config.processor_arena_bytes or min(2 * GIB, memory // 8)
     total = api_bytes + processor_bytes
@@ -231,7 +231,7 @@ def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
     return f"ready after {seconds:.1f} s: {url} serves {runtime.model_names[0]}\n  {example}"
 
 
-def say(text: str) -> None:
+def write_out(text: str) -> None:
     """On stdout. Raises OSError."""
     try:
         print(text, flush=True)

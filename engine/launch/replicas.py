@@ -41,7 +41,7 @@ BUSY_SHARE = 0.75  # share of --max-num-seqs: autoscaling target of a replica
 @serve.deployment
 @serve.ingress()
 class Replica:
-    """One engine. The actor is its parent; it sees the GPUs that Ray gave it."""
+    """One engine. The actor is its parent; it uses the GPUs assigned by Ray."""
 
     async def __init__(self, config: EngineConfig, num_neighbours: int):  # type: ignore[misc] # Serve awaits it
         """Return when the engine is ready. Raises ValueError or ChildDied."""

@@ -375,7 +375,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     encode_ms: float = 0.0
     forward_ms: float = 0.0
     num_tokens: list[int] = []
-    logprobs: list[TokenLogprobs | None] = []  # as the token ids; empty if no row wants any
+    logprobs: list[TokenLogprobs | None] = []  # by token id; empty if no row requests any
     reports: dict[int, Report] = {}  # by chunk
     starved_images: tuple[int, ...] = ()  # images for which this rank had no memory: zeros, like failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros

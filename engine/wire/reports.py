@@ -80,6 +80,6 @@ def joined(parts: Sequence[Report]) -> Report | None:
     return PromptLogprobs(scores[0].start, scores[0].num_top, *arrays)
 
 
-def ranked_places(reports: Iterable[ShownReport]) -> list[list[RankedToken]]:
+def ranked_tokens(reports: Iterable[ShownReport]) -> list[list[RankedToken]]:
     """Join the tokens of a prompt."""
     return [place for report in reports if isinstance(report, RankedTokens) for place in report.places]

@@ -132,5 +132,5 @@ Order = Pause | Resume | Job
 
 
 def metadata_of(version: str) -> dict[str, str]:
-    """Return what answers say of the weights' version."""
+    """Return the metadata of answers: the version of the weights."""
     return {"weight_version": version}

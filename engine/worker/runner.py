@@ -106,8 +106,8 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue a step and return at once (on a GPU). If memory runs out, the step is given up, not the engine. Several ranks first
-        estimate its memory and give it up together before it begins; later, others may wait in a collective."""
+        """Enqueue a step and return at once (on a GPU). If memory runs out, the step is abandoned, not the engine. Several ranks
+        first estimate its memory and abandon it together before it begins: later, others may wait in a collective."""
         launched, failed = time.monotonic(), self.slots.load(plan.loads)
         try:
             return replace(self._launch(plan, launched), failed_loads=failed)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from engine.launch.config import VERSION
 from engine.wire.messages import Abort, ErrorInfo, Event, Events, MediaRef, Submit, TextPrompt, TokenPrompt
 from engine.wire.params import NumLogprobs, OutputOptions, SamplingParams
-from engine.wire.reports import RankedToken, ranked_places
+from engine.wire.reports import RankedToken, ranked_tokens
 from engine.wire.stats import Stages
 from engine.wire.updates import FIRST_VERSION
 from server.errors import RequestError, error_body
@@ -160,11 +160,11 @@ class GenerateFormat(Format):
         if choice.logprobs:
             found["output_token_logprobs"] = [self._named(entry.logprob, entry.token) for entry in choice.logprobs]
             found["output_top_logprobs"] = [[self._named(value, name) for name, value in entry.top] for entry in choice.logprobs]
-        if places := ranked_places(choice.reports):
-            pairs = list(zip(choice.prompt_ids, places, strict=True))[start:]
-            found["input_token_logprobs"] = [self._triple(*place[:1]) if place else (None, token_id, None) for token_id, place in pairs]
-            likely = [[self._triple(token) for token in place if token.rank is not None] for _, place in pairs]
-            found["input_top_logprobs"] = [place or None for place in likely]
+        if entries := ranked_tokens(choice.reports):
+            pairs = list(zip(choice.prompt_ids, entries, strict=True))[start:]
+            found["input_token_logprobs"] = [self._triple(*entry[:1]) if entry else (None, token_id, None) for token_id, entry in pairs]
+            likely = [[self._triple(token) for token in entry if token.rank is not None] for _, entry in pairs]
+            found["input_top_logprobs"] = [tokens or None for tokens in likely]
         return {name: value for name, value in found.items() if has_top or "_top_" not in name}
 
     def _named(self, value: float | None, name: bytes) -> Triple:
@@ -189,7 +189,7 @@ def completion_body(asked: GenerateRequest) -> Json:
 
 
 class GenerateEndpoint(GenerationEndpoint):
-    """How texts, or token ids, with images in them, go on: SGLang's native endpoint."""
+    """Continuations of texts or token ids, with images: SGLang's native endpoint."""
 
     takes, gives, streams = GenerateRequest, Generated | list[Generated], Generated
     last_data, format = "[DONE]", GenerateFormat
@@ -220,7 +220,7 @@ ROUTES: dict[str, type[Endpoint]] = {"/generate": GenerateEndpoint}
 
 
 class Native:
-    """What SGLang's clients ask of a server."""
+    """Endpoints that SGLang's clients request."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -231,20 +231,20 @@ class Native:
         return [*routes, DescribedRoute("/abort_request", self.abort_request, "POST", response_class=Response)]
 
     async def model_info(self) -> Any:
-        """What is served, in SGLang's words."""
+        """The served model, in SGLang's form."""
         model, version = self._service.config.model, self._service.client.metadata.get("weight_version", FIRST_VERSION)
         can = {"is_generation": True, "has_image_understanding": True, "has_audio_understanding": False}
         return {"model_path": model, "tokenizer_path": model, "weight_version": version, "preferred_sampling_params": None, **can}
 
     async def server_info(self) -> Any:
-        """Numbers that SGLang's benchmark reads."""
+        """Statistics for SGLang's benchmark."""
         stats = self._service.client.stats
         accepted = stats.tokens_per_verified_row
         states = [{"avg_spec_accept_length": accepted, "num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}]
         return {**await self.model_info(), "version": VERSION, "max_total_num_tokens": stats.max_model_len, "internal_states": states}
 
     async def abort_request(self, asked: AbortRequest) -> Response:
-        """End the answers to requests with this `rid`, or to all, where they are."""
+        """Abort the requests with this `rid`, or all requests."""
         client = self._service.client
         streams = [stream for stream in client.replies if asked.abort_all or (asked.rid and stream.name == asked.rid)]
         for rid, index in [answer for stream in streams for answer in stream.open]:

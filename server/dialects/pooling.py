@@ -110,7 +110,7 @@ class PoolingEndpoint(Endpoint):
 
 
 class EmbeddingsEndpoint(PoolingEndpoint):
-    """A vector of a text, or of messages with images."""
+    """An embedding of a text, or of messages with images."""
 
     takes, words = EmbeddingRequest, []
     item, member, is_instructed = "embedding", "embedding", True
@@ -140,13 +140,13 @@ class EmbeddingsEndpoint(PoolingEndpoint):
 
 
 class VectorsEndpoint(EmbeddingsEndpoint):
-    """The same in the form of vLLM's `/pooling`."""
+    """Embeddings in the form of vLLM's `/pooling`."""
 
     item, member = "pooling", "data"
 
 
 class ClassifyEndpoint(EmbeddingsEndpoint):
-    """Whether the model answers a text, or messages, with yes or with no."""
+    """Probabilities that the model answers a text, or messages, with yes or with no."""
 
     words, is_instructed = LABELS, False
 
@@ -156,7 +156,7 @@ class ClassifyEndpoint(EmbeddingsEndpoint):
 
 
 class RerankEndpoint(PoolingEndpoint):
-    """Documents by how well they answer a query, the best first."""
+    """Documents ordered by relevance to a query."""
 
     takes = RerankRequest
 
@@ -172,7 +172,7 @@ class RerankEndpoint(PoolingEndpoint):
 
 
 class ScoreEndpoint(PoolingEndpoint):
-    """How well one text answers another."""
+    """Relevance scores of pairs of texts."""
 
     takes = ScoreRequest
 

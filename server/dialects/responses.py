@@ -66,7 +66,7 @@ class ResultItem(Strict):
     output: Content
 
 
-class ThoughtItem(Strict):
+class ReasoningItem(Strict):
     """Reasoning of an earlier answer. Encrypted content is ignored."""
 
     type: Literal["reasoning"]
@@ -74,7 +74,7 @@ class ThoughtItem(Strict):
 
 
 ITEMS = "items are of type 'message', 'reasoning', or 'function_call', 'custom_tool_call' and their outputs"
-Item = Annotated[MessageItem | CallItem | ResultItem | ThoughtItem, OneOf(ITEMS)]
+Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, OneOf(ITEMS)]
 
 
 class FlatTool(FunctionDefinition):
@@ -177,15 +177,15 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
     texts, thoughts, calls = list[str](), list[str](), list[Json]()
     for i, item in enumerate([*items, None]):
         is_assistant = isinstance(item, MessageItem) and item.role == "assistant"
-        is_next = isinstance(item, MessageItem | ThoughtItem) and (texts or calls)
-        if (texts or thoughts or calls) and (is_next or not (is_assistant or isinstance(item, CallItem | ThoughtItem))):
+        is_next = isinstance(item, MessageItem | ReasoningItem) and (texts or calls)
+        if (texts or thoughts or calls) and (is_next or not (is_assistant or isinstance(item, CallItem | ReasoningItem))):
             yield assistant_message(texts, thoughts, calls)
             texts, thoughts, calls = [], [], []
         if isinstance(item, CallItem):
             kind, field = ("function", "arguments") if item.type == "function_call" else ("custom", "input")
             call = {"name": joined(item.namespace, item.name), field: item.arguments or item.input}
             calls.append({"id": item.call_id, "type": kind, kind: call})
-        elif isinstance(item, ThoughtItem):
+        elif isinstance(item, ReasoningItem):
             thoughts += [part.text for part in item.content or ()]
         elif isinstance(item, ResultItem):
             check_urls(item.output, f"input.{i}.output", scanner)

@@ -102,7 +102,7 @@ class Mode(Strict):
 
 
 class PauseRoute(WeightRoute):
-    """Start no further requests. Running ones end (`abort`), finish (`wait`) or go on after the resume (`keep`)."""
+    """Start no further requests. Running ones end (`abort`), finish (`wait`) or continue after the resume (`keep`)."""
 
     takes, gives = Mode, State
 
@@ -203,7 +203,7 @@ class Announced(Options):
 
 
 class BroadcastRoute(WeightRoute):
-    """Replace weights by what rank 0 of the group broadcasts, in this order."""
+    """Replace weights by tensors that rank 0 of the group broadcasts, in this order."""
 
     takes = Announced
 
@@ -218,7 +218,7 @@ class Version(Strict):
 
 
 class RenameRoute(WeightRoute):
-    """Change the version of the weights alone."""
+    """Change only the version of the weights."""
 
     takes = Version
 
@@ -232,7 +232,7 @@ class Start(Strict):
 
 
 class MarkRoute(WeightRoute):
-    """vLLM's marks of an update's first and last request. Between pause and resume updates belong together without them."""
+    """vLLM's markers of an update's first and last request. They have no effect: between pause and resume updates belong together."""
 
     takes, gives = Start, Changed
 
@@ -245,7 +245,7 @@ class InitInfo(Strict):
 
 
 class InitRoute(WeightRoute):
-    """vLLM's name of joining a group; without an address there is nothing to do."""
+    """vLLM's route for joining a group; without an address it has no effect."""
 
     takes, gives = InitInfo, Changed
 
@@ -270,7 +270,7 @@ class Transfer(Strict):
 
 
 class UpdateRoute(WeightRoute):
-    """vLLM's name of an update: from handles if there are any, else from the group that was joined."""
+    """vLLM's route for an update: from handles if there are any, otherwise from the group that was joined."""
 
     takes, gives = UpdateInfo, Changed
 
@@ -321,7 +321,7 @@ ROUTES: dict[str, type[WeightRoute]] = {
 
 
 class WeightStatus:
-    """Routes that report."""
+    """Routes that report the state."""
 
     def __init__(self, orders: Orders):
         self._orders = orders
@@ -338,7 +338,7 @@ class WeightStatus:
         return {"is_paused": self._orders.is_paused}
 
     async def world_size(self) -> Any:
-        """The number of workers, which are the ranks of a group besides the trainer's."""
+        """The number of workers, which are the ranks of a group except the trainer's."""
         return {"world_size": self._orders.num_ranks}
 
     async def version(self) -> Any:

@@ -138,7 +138,7 @@ class Api:
                 assert self.arena.is_empty(), "a request body was never released"
                 self.arena.trim()
 
-    async def tell_the_launcher(self) -> None:
+    async def report_to_launcher(self) -> None:
         while True:
             if self.client.health.healthy or not self.client.health.started:
                 self._child.progress("")
@@ -210,7 +210,7 @@ async def serve(child: Child) -> None:
     child.on_orphaned(stop_from_thread, grace=GRACE_S + 5)
     pump = asyncio.create_task(api.pump(inbox, url_of(listener, bool(child.config.ssl_certfile))))
     pump.add_done_callback(lambda task: stop())
-    others = [asyncio.create_task(api.tell_the_launcher())]
+    others = [asyncio.create_task(api.report_to_launcher())]
     if child.runtime.metrics_fd is not None:
         scraped = msgspec.structs.replace(child.config, max_connections=MAX_SCRAPERS, ssl_certfile=None, ssl_keyfile=None, root_path="")
         metrics = make_server(api.build_metrics(), ConnectionLimiter(scraped), scraped, GRACE_S)

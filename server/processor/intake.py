@@ -166,7 +166,7 @@ class Intake:
         async def end() -> None:
             await release_all(self._early.get(rid, {}).values())
             self._early.pop(rid, None)
-            self._tell_api(None if error is None else Event(rid, error=error), body)
+            self._send_event(None if error is None else Event(rid, error=error), body)
 
         self.tasks.create_task(end())
 
@@ -296,9 +296,9 @@ class Intake:
         if isinstance(prepared, EngineRequest) and request.submit.is_counted_only and not request.is_ended:
             echo, num_tokens = request.answers[0].echo, request.num_prompt_tokens
             event = Event(rid, echo, finish_reason="stop", num_prompt_tokens=num_tokens, prompt_ids=request.counted)
-        self._tell_api(event, request.submit.body)
+        self._send_event(event, request.submit.body)
 
-    def _tell_api(self, event: Event | None, body: int | None) -> None:
+    def _send_event(self, event: Event | None, body: int | None) -> None:
         if event is not None or body is not None:
             self.api.send(Events([event] if event else [], [] if body is None else [body]))
 

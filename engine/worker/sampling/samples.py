@@ -22,7 +22,7 @@ from models.kernels.sampling import INTEGERS, OFF, RowParams, SampleParams
 
 Int64s = npt.NDArray[np.int64]
 
-MIN_TEMPERATURE = 1e-5  # below it, noise vanishes next to the logits, and their quotient may overflow
+MIN_TEMPERATURE = 1e-5  # below it, Gumbel noise is negligible, and logits / temperature may overflow
 MASK64 = 2**64 - 1
 MAX_INT32 = 2**31 - 1
 SEED_FACTOR, POSITION_FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)

@@ -24,7 +24,7 @@ STRING_REST = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to the closing 
 ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*$')
 STRING_OF_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
 WINDOW = 16  # characters of `"parameters" : `
-MAX_SPACES = 64  # after a marker in a string, before it is decided that the string goes on
+MAX_SPACES = 64  # spaces after a marker in a string; with more, the string continues
 XML_MARK, XML_END = "<function=", "</function>"
 FUNCTION, PARAMETER, VALUE_END = re.compile(XML_MARK), re.compile("<parameter="), re.compile("</parameter>")
 NAME_END = re.compile(r"[>\n]")

@@ -90,7 +90,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
         self.found: str | None = None
         self.is_armed = True  # otherwise text is not searched
-        self.num_read = 0  # characters, of which so many were shown:
+        self.num_read = 0  # characters received; `num_shown` of them were returned
         self.num_shown = 0
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._include_stop = include_stop

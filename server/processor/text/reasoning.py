@@ -1,11 +1,11 @@
-"""Parts of an answer's text: thoughts, content and tool calls.
+"""Parts of an answer's text: reasoning, content and tool calls.
 
     prompt ends in <think> ────┐
     first token is <think> ────┴──▶ reasoning ── </think> ──┐
     neither ────────────────────────────────────────────────┴──▶ content
                                         calls are taken out of both: `calls.py`
 
-Token ids decide what is a thought, never text, and neither marker is shown.
+Token ids, never text, decide what is reasoning; neither marker is shown.
 """
 
 from collections.abc import Sequence
