@@ -1,8 +1,26 @@
 """Counts that a usage reports about an answer's tokens: at present, about draft tokens. Part of the messages."""
 
+from typing import Annotated
+
 import msgspec
 
-from engine.wire.stats import EngineStats
+from engine.wire.metric import Total
+
+
+class DetailTotals(msgspec.Struct):
+    """Totals of `TokenDetails`, which are metrics of `EngineStats`."""
+
+    drafts: Annotated[int, Total("rows verified with draft tokens", "spec_decode_num_drafts")] = 0
+    draft_tokens: Annotated[int, Total("verified draft tokens", "spec_decode_num_draft_tokens")] = 0
+    accepted_draft_tokens: Annotated[int, Total("accepted draft tokens", "spec_decode_num_accepted_tokens")] = 0
+    accepted_by_position: Annotated[
+        list[int], Total("draft tokens in answers, by position in their row", "spec_decode_num_accepted_tokens_per_pos")
+    ] = []
+
+    @property
+    def tokens_per_verified_row(self) -> float | None:
+        """Mean number of tokens that a row with draft tokens added to its answer; None if there was no such row."""
+        return 1 + self.accepted_draft_tokens / self.drafts if self.drafts else None
 
 
 class TokenDetails(msgspec.Struct, array_like=True):
@@ -20,7 +38,7 @@ class TokenDetails(msgspec.Struct, array_like=True):
         self.num_drafts += output.num_drafts if index == 0 else 0
         self.num_accepted += index < output.num_accepted
 
-    def count_in(self, stats: EngineStats) -> None:
+    def count_in(self, stats: DetailTotals) -> None:
         """Add the details of a verified row to the totals."""
         stats.drafts += 1
         stats.draft_tokens += self.num_drafts

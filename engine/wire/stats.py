@@ -1,8 +1,11 @@
 """Measurements of the engine: times of a request, gauges and totals. Part of the messages."""
 
-from typing import Annotated, NamedTuple, get_args, get_type_hints
+from typing import Annotated, get_args, get_type_hints
 
 import msgspec
+
+from engine.wire.details import DetailTotals
+from engine.wire.metric import Gauge, Total
 
 
 class Stages(msgspec.Struct):
@@ -23,18 +26,7 @@ class Stages(msgspec.Struct):
     counts: dict[str, int] = {}  # of its media, by name: shown with the times
 
 
-class Total(NamedTuple):
-    """A counter: the metric's text, and vLLM's name of it after `vllm:` (otherwise `engine_` and the field's name)."""
-
-    text: str
-    vllm: str = ""
-
-
-class Gauge(Total):
-    """A current value."""
-
-
-class EngineStats(msgspec.Struct):
+class EngineStats(DetailTotals):
     """Gauges and counters of the scheduler, each of which is a metric. A list has a value per position."""
 
     max_model_len: Annotated[int, Gauge("maximum tokens of a prompt and its output, limited by the KV pool")] = 0
@@ -56,17 +48,6 @@ class EngineStats(msgspec.Struct):
     images_evicted: Annotated[int, Total("embeddings evicted from the image cache")] = 0
     images_decoded: Annotated[int, Total("image files other than baseline JPEGs, decoded by the processor")] = 0
     preemptions: Annotated[int, Total("preemptions: requests that lost their KV blocks to others", "num_preemptions")] = 0
-    drafts: Annotated[int, Total("rows verified with draft tokens", "spec_decode_num_drafts")] = 0
-    draft_tokens: Annotated[int, Total("verified draft tokens", "spec_decode_num_draft_tokens")] = 0
-    accepted_draft_tokens: Annotated[int, Total("accepted draft tokens", "spec_decode_num_accepted_tokens")] = 0
-    accepted_by_position: Annotated[
-        list[int], Total("draft tokens in answers, by position in their row", "spec_decode_num_accepted_tokens_per_pos")
-    ] = []
-
-    @property
-    def tokens_per_verified_row(self) -> float | None:
-        """Mean number of tokens that a row with draft tokens added to its answer; None if there was no such row."""
-        return 1 + self.accepted_draft_tokens / self.drafts if self.drafts else None
 
 
 METRICS: dict[str, Total] = {name: get_args(hint)[1] for name, hint in get_type_hints(EngineStats, include_extras=True).items()}

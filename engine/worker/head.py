@@ -13,7 +13,7 @@ from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.samples import Int64s, Samples
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout
-from models.decoders.batch import HeadTokens
+from models.decoders.batch import ForwardBatch, HeadTokens
 from models.decoders.contract import LanguageModel
 from models.kernels.paged import AttentionBackend
 
@@ -76,3 +76,12 @@ class DraftHead:
     def _staged(self, layout: AttentionLayout) -> AttentionLayout:
         pages, slots_T = (self._staging.put(tensor.numpy()) for tensor in (layout.pages, layout.slot_mapping_T))
         return replace(layout, pages=pages, slot_mapping_T=slots_T)
+
+
+def run_head(model: LanguageModel, batch: ForwardBatch, attention: AttentionBackend) -> None:
+    """Run the head, if there is one, on the tokens of a step: it takes a little more memory than a layer of the step."""
+    if model.drafter is not None:
+        shape = len(batch.input_ids_T), model.config.text.hidden_size
+        hidden_TD = torch.empty(shape, dtype=model.dtype, device=model.device)
+        tokens = HeadTokens(batch.positions_3T, batch.attention.slot_mapping_T)
+        model.drafter.predict(model.embed(batch.input_ids_T), hidden_TD, tokens, attention, batch.logits_indices)

@@ -9,11 +9,12 @@ import torch
 from engine.launch.config import EngineConfig
 from engine.launch.memory import Activations, max_samples
 from engine.wire.messages import SamplingParams
+from engine.worker.head import run_head
 from engine.worker.sampling.samples import samples_of
 from models.cache.layout import AttentionLayout
 from models.cache.spec import CacheSpec
 from models.cache.states import RowStates
-from models.decoders.batch import ForwardBatch, HeadTokens
+from models.decoders.batch import ForwardBatch
 from models.decoders.contract import LanguageModel, Tower
 from models.kernels.backend import Backend
 from models.kernels.ops import StateRows
@@ -93,11 +94,7 @@ def profile_peak(
         attention = backend.attention(pools, model.config.text.num_heads // model.tp.size)
         attention.plan(batch.attention)
         hidden_SD = model(batch, attention)
-        if model.drafter is not None:  # its pass takes a little more than a layer of the step
-            hidden_TD = torch.empty((num_tokens, model.config.text.hidden_size), dtype=model.dtype, device=device)
-            tokens = HeadTokens(batch.positions_3T, batch.attention.slot_mapping_T)
-            model.drafter.predict(model.embed(batch.input_ids_T), hidden_TD, tokens, attention, batch.logits_indices)
-            del hidden_TD
+        run_head(model, batch, attention)
         logits_SV = model.logits(hidden_SD)
         rows_to_sort = [SamplingParams(top_p=0.9)] * len(logits_SV)
         sampling.sample(logits_SV, samples_of(rows_to_sort, range(len(logits_SV)), 0, device).params)

@@ -27,6 +27,7 @@ from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import LanguageModel
 from models.kernels.paged import AttentionBackend
+from models.kernels.transfers import to_host
 from models.parallel.group import TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class LaunchedStep:
     out_of_memory: bool = False
     failed_samples: dict[int, ErrorInfo] = field(default_factory=dict)
     samples: HostSamples = NO_SAMPLES
+    head_drafts_SG: torch.Tensor | None = None  # int64, as `sampled`: drafts after the samples
     failed_loads: list[int] = field(default_factory=list)
 
     def result(self) -> StepResult:
@@ -56,7 +58,7 @@ class LaunchedStep:
         self.watch.wait()
         token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_sample()
         num_tokens: list[int] = []
-        drafts, head_drafts = self.samples.drafts, self.sampled.head_drafts_SG
+        drafts, head_drafts = self.samples.drafts, self.head_drafts_SG
         kept = [*self.samples.kept(token_ids)] if not self.rank and (drafts or head_drafts is not None) else []
         if kept and drafts:
             token_ids, logprobs = ([values[i] for run in kept for i in run if values] for values in (token_ids, logprobs))
@@ -131,12 +133,12 @@ class Runner:
         encoded = self.images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         step = self.rows.build(plan.admits, plan.chunks, self.images.tensors)
-        sampled, readings = self._sample(step, plan)
+        sampled, readings, drafts_SG = self._sample(step, plan)
         watch.mark()
         failed = self.sampler.rules.note(step.samples, sampled.tokens_S, watch)
         if self._on_gpu:
             self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), watch.events[-1])
-        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples)
+        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples, drafts_SG)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
         """Return whether all ranks have memory. Each of several ranks makes a high estimate: running out later ends the engine. Decode rows
@@ -177,13 +179,13 @@ class Runner:
         """Handle a message of another process that prepares this rank for a plan."""
         self.handlers[type(message)](message)
 
-    def _sample(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, Readings]:
+    def _sample(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, Readings, torch.Tensor | None]:
         """Run forward and sampling: sampled tokens are copied to the host and into the rows for the next step."""
         logits_SV, samples, readings = self._forward(step)
         self.rows.save_snapshots(step, plan.chunks)
         if not len(samples.rows_S):
             self._head_drafts(step, samples.rows_S, samples, 0)
-            return NOTHING_SAMPLED, readings
+            return NOTHING_SAMPLED, readings, None
         if self.tp.rank == 0:
             sampled = self.sampler.sample(logits_SV, samples, self.sampler.rules.masks(step.samples))
         else:
@@ -191,7 +193,7 @@ class Runner:
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's samples count: logits are not bit-equal on every rank
         tokens_S = self.rows.deliver(sampled.tokens_S, samples)
         head_drafts_SG = self._head_drafts(step, sampled.tokens_S, samples, plan.num_head_drafts)
-        return sampled.on_host(tokens_S, head_drafts_SG), readings
+        return sampled.on_host(tokens_S), readings, None if head_drafts_SG is None else to_host(head_drafts_SG)
 
     def _head_drafts(self, step: HostStep, tokens_S: torch.Tensor, samples: Samples, num_head_drafts: int) -> torch.Tensor | None:
         if self.head is None:

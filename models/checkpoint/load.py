@@ -79,8 +79,11 @@ def init_dummy_weights(model: LanguageModel, seed: int) -> None:
     def seeded(name: str, rank: int) -> torch.Generator:
         return torch.Generator(model.device).manual_seed(zlib.crc32(f"{seed}/{rank}/{name}".encode()))
 
+    fused = {name: module for name, module in model.named_modules() if isinstance(module, FusedColumnParallelLinear)}
+    whole = {f"{name}.weight" for name, module in fused.items() if all(part.rows == part.total_rows for part in module.parts)}
+
     def rank_of(name: str) -> int:
-        return 0 if name.startswith(("visual.", "mtp.fc.")) or name.endswith("gate.weight") else model.tp.rank
+        return 0 if name in whole or name.startswith("visual.") or name.endswith("gate.weight") else model.tp.rank
 
     for name, matrix in matrices_of(model):
         matrix.storage.fill_normal_(matrix.shape[1] ** -0.5, seeded(name, rank_of(name)))
@@ -90,8 +93,8 @@ def init_dummy_weights(model: LanguageModel, seed: int) -> None:
         else:
             parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
     if model.tp.size > model.config.text.num_kv_heads:
-        for name, module in model.named_modules():
-            for part, rows in module.rows_of_parts() if isinstance(module, FusedColumnParallelLinear) else ():
+        for name, module in fused.items():
+            for part, rows in module.rows_of_parts():
                 if part.name in ("k_proj", "v_proj"):  # heads replicated on several ranks
                     rows.fill_normal_(rows.shape[1] ** -0.5, seeded(f"{name}/{part.name}/{part.start}", 0))
 

@@ -8,7 +8,6 @@ import torch
 from msgspec.structs import replace
 
 from engine.wire.messages import SamplingParams, TokenLogprobs
-from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.grammar import Mask, TokenRules
 from engine.worker.sampling.samples import Samples, samples_of
 from engine.worker.sampling.state import LogitState
@@ -40,11 +39,10 @@ class Sampled:
 
     tokens_S: torch.Tensor  # int64
     logprobs: Logprobs | None
-    head_drafts_SG: torch.Tensor | None = None  # int64, drafts after them
 
-    def on_host(self, tokens_S: torch.Tensor, head_drafts_SG: torch.Tensor | None) -> "Sampled":
+    def on_host(self, tokens_S: torch.Tensor) -> "Sampled":
         """Add copies on the host; the tokens are there already."""
-        return Sampled(tokens_S, self.logprobs and self.logprobs.to_host(), None if head_drafts_SG is None else to_host(head_drafts_SG))
+        return Sampled(tokens_S, self.logprobs and self.logprobs.to_host())
 
     def logprobs_per_sample(self) -> list[TokenLogprobs | None]:
         """Return log-probabilities per sample; empty if none are requested. The copies must have reached the host."""
@@ -77,12 +75,11 @@ class Sampler:
     def warm_up(self) -> None:
         """Run every stage, so that no request waits for a compiler."""
         _, vocab_size, device = self._state.shape
-        drafts = HostDrafts(((0,),)) if self._max_samples > 1 else HostDrafts(((),))
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
-        positions = range(1, 1 + drafts.counts[0])
+        positions = range(1, 1 + min(2, self._max_samples))
         for params in kinds:
             self.admit(0, params, np.zeros(1, dtype=np.int32), 1)
-            samples = samples_of([params], positions, self._ops.max_top_k, device, drafts)
+            samples = samples_of([params], positions, self._ops.max_top_k, device)
             everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
             logits_SV = torch.zeros((len(positions), vocab_size), device=device)
             self.sample(logits_SV, samples, (torch.zeros_like(samples.rows_S[:1]), everything))

@@ -133,14 +133,13 @@ class SampleTable:
         return HostSamples(rows, positions, words, drafts)
 
 
-def samples_of(
-    params: Sequence[SamplingParams], positions: Sequence[int], max_top_k: int, device: torch.device, drafts: HostDrafts | None = None
-) -> Samples:
-    """Return samples by these parameters of rows 0, 1, ... of no worker, one position each."""
+def samples_of(params: Sequence[SamplingParams], positions: Sequence[int], max_top_k: int, device: torch.device) -> Samples:
+    """Return samples by these parameters of rows 0, 1, ... of no worker, one position each. A single row may have more, after drafts."""
     table, staging, rows = SampleTable(len(params), max_top_k), Staging(MIB, device), np.arange(len(params))
     for row, one in enumerate(params):
         table.set(row, one)
     staging.begin()
+    drafts = HostDrafts(((0,) * (len(positions) - 1),)) if len(positions) > len(params) else None
     rows = rows if drafts is None else np.repeat(rows, drafts.counts)
     samples = table.samples(rows, np.asarray(positions), drafts).stage(staging)
     staging.copy()

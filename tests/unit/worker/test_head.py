@@ -174,5 +174,5 @@ def test_guesses_come_from_an_output_matrix_in_float8(tmp_path: Path) -> None:
 def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:
     """Red if `--draft mtp` fails late, or without a reason."""
     qwen3_5_checkpoints.write(tmp_path)
-    with pytest.raises(ValueError, match="no head"):
+    with pytest.raises(ValueError, match="prediction head"):
         read_config(tmp_path, with_head=True)
