@@ -41,8 +41,8 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def ask(engine: Engine, name: str, prediction: str | None) -> list[Any]:
     content, fields = CASES[name]
-    guess = {} if prediction is None else {"prediction": {"type": "content", "content": prediction}}
-    response = engine.chat(content, **fields, **guess, seed=7)
+    predicted = {} if prediction is None else {"prediction": {"type": "content", "content": prediction}}
+    response = engine.chat(content, **fields, **predicted, seed=7)
     assert response.status_code == 200, response.text
     answer = response.json()
     return [[(choice["message"]["content"], choice["finish_reason"]) for choice in answer["choices"]], answer["usage"]["completion_tokens"]]

@@ -97,7 +97,7 @@ def test_advice_fits_the_cause() -> None:
 
 
 def test_weights_are_counted_as_they_lie() -> None:
-    """Red if a matrix is forgotten or counted twice: norms, biases and convolutions are less. Guesses have an output matrix in float8."""
+    """Red if a matrix is forgotten or counted twice: norms, biases and convolutions are less. Drafts have an output matrix in float8."""
     from models.scaffold.weights import tensor_shapes
 
     for size in ("2B", "30B-A3B", "tiny", "tiny-moe", "3.5-2B", "3.5-35B-A3B", "3.5-27B with head"):

@@ -113,7 +113,7 @@ class SimulatedWorker:
         self.saved_by: dict[int, int] = {}  # by block: in which step
         self.is_stateful = False
         self.refuse_rate = 0.1
-        self.guesses: list[list[list[int]]] = []  # of the model's head, by step
+        self.head_drafts: list[list[list[int]]] = []  # of the model's head, by step
         self.num_loaded = self.num_overwritten = 0
         self.num_encoded: dict[bytes, int] = {}
         self.adapters: dict[int, int] = {-1: 0}  # numbers by slot
@@ -158,7 +158,7 @@ class SimulatedWorker:
             end = chunk.start + chunk.length - len(chunk.drafts)
             self._compute(sequence, chunk.row, chunk.start, end)
             self._save(plan.step, chunk)
-            self._guess(sequence, chunk.row, end, chunk.drafts)
+            self._write_drafts(sequence, chunk.row, end, chunk.drafts)
             covered = {ref.start + i: (self.images[ref.image_id], ref.offset + i) for ref in chunk.visual for i in range(ref.length)}
             wanted = {p: v for p, v in sequence.visual.items() if chunk.start <= p < chunk.start + chunk.length}
             assert covered == wanted, "the chunk's image tokens are not exactly those of the prompt"
@@ -168,7 +168,7 @@ class SimulatedWorker:
                 if self.is_stateful:  # the drafts that hold are repeated before the row's next token
                     self.states[chunk.row] = end + len(tokens[-1]) - 1, sequence.meanings()[end + len(tokens[-1]) - 2]
         sampled = [request for request, chunk in pairs(step) if chunk.sample]
-        self.guesses.append([sequences[key_of(one.rid, one.index)].peek(plan.num_head_drafts) for one in sampled])
+        self.head_drafts.append([sequences[key_of(one.rid, one.index)].peek(plan.num_head_drafts) for one in sampled])
         return tokens
 
     @staticmethod
@@ -217,7 +217,7 @@ class SimulatedWorker:
                 self.saved.pop(block, None)
         self.images |= {image_id: b"" for image_id in step.made if image_id in self.images}
 
-    def _guess(self, sequence: "Sequence", row: int, end: int, drafts: tuple[int, ...]) -> None:
+    def _write_drafts(self, sequence: "Sequence", row: int, end: int, drafts: tuple[int, ...]) -> None:
         before = sequence.meanings()[end - 1]
         for position, draft in enumerate(drafts, end):
             before = sequence.meaning(before, position, draft)
@@ -269,7 +269,7 @@ class Sequence:
         del self.ids[ids:], self._meanings[meanings:]
         return sampled
 
-    def guess(self, rng: random.Random) -> tuple[int, ...]:
+    def propose(self, rng: random.Random) -> tuple[int, ...]:
         """One to seven tokens, of which some at the beginning hold."""
         before, drafts = self.meanings()[-1], []
         num_right = rng.randint(0, 7)
@@ -302,7 +302,7 @@ class Simulation:
         self.answers = True
         self.give_up_rate = 0.0  # of steps that run out of memory
         self.given_up: set[int] = set()
-        self.draft_rate = 0.0  # of requests for which somebody guesses before a step, also while their results are on the way
+        self.draft_rate = 0.0  # share of requests that get drafts before a step, also while results are in flight
         self.num_accepted = self.num_refused = 0  # drafts that held, and those that did not
         self.num_cut = 0  # requests of which some tokens were sampled behind their end
         self.language: tuple[int, int] | None = None  # of answers
@@ -330,7 +330,7 @@ class Simulation:
             self.core.state.preempt(self.core.state.running[-1])
         for request in self.core.state.running:
             if not request.drafts and self.rng.random() < self.draft_rate:
-                request.drafts = self.sequences[key_of(request.rid, request.index)].guess(self.rng)
+                request.drafts = self.sequences[key_of(request.rid, request.index)].propose(self.rng)
         while self.core.drafter is not None and self.core.drafter.use_spare_time() and self.rng.random() < 0.9:
             pass
         while self.core.num_in_flight < self.core.depth and (planned := self._plan()) is not None:
@@ -359,7 +359,7 @@ class Simulation:
             bad, starved = ([], tuple(failed_here)) if step.plan.step % 2 else (failed_here, ())  # damaged, or without memory for them
             ids = flat if rank == 0 else []
             times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if step.plan.step // TURN % 2 else 9.0}
-            drafts = self.worker.guesses[step.plan.step] if rank == 0 else []
+            drafts = self.worker.head_drafts[step.plan.step] if rank == 0 else []
             result = StepResult(rank, step.plan.step, ids, bad, **times, num_tokens=counts, starved_images=starved, head_drafts=drafts)
             if step.plan.step in self.given_up:
                 result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)
@@ -408,8 +408,8 @@ class Simulation:
 
     def _check_drafts(self, step: PlannedStep, num_waiting: int) -> None:
         """How many of a row's drafts hold is known before the row goes on."""
-        guessing = {request for before, *_ in list(self.in_flight)[:-1] for request, chunk in pairs(before) if chunk.drafts}
-        assert not guessing & set(step.requests), "a row goes on although its drafts are in flight"
+        drafting = {request for before, *_ in list(self.in_flight)[:-1] for request, chunk in pairs(before) if chunk.drafts}
+        assert not drafting & set(step.requests), "a row goes on although its drafts are in flight"
         if self.core.state.limits.verify_rows and any(chunk.drafts for chunk in step.plan.chunks):
             assert not num_waiting, "drafts before prompts"
             self._check_drafter(step)

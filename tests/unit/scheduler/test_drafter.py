@@ -68,14 +68,14 @@ def simulate_head(max_num_seqs: int = 4, verify_rows: int = 32) -> Simulation:
     return sim
 
 
-def test_a_heads_guesses_save_steps() -> None:
+def test_a_heads_drafts_save_steps() -> None:
     sim = simulate_head()
     for rid in range(3):
         add(sim, rid)
     assert num_steps(sim) <= 2 * (1 + 79 // 4) and len(sim.received[0]) == 80
 
 
-def test_a_head_that_guesses_wrong_is_hardly_asked() -> None:
+def test_a_head_with_wrong_drafts_is_rarely_used() -> None:
     sim = simulate_head()
     sim.worker.refuse_rate = 1.0
     add(sim, 0, max_tokens=400)
@@ -93,7 +93,7 @@ def test_a_head_is_not_asked_by_many_rows() -> None:
     seen = set()
     while sim.step():
         seen.add((len(sim.core.state.running), sim.core.state.num_head_drafts))
-    assert (6, 0) in seen and (2, 3) in seen and not any(rows > 4 and guesses for rows, guesses in seen)
+    assert (6, 0) in seen and (2, 3) in seen and not any(rows > 4 and drafts for rows, drafts in seen)
 
 
 def test_drafts_that_fail_become_rare() -> None:
@@ -105,8 +105,8 @@ def test_drafts_that_fail_become_rare() -> None:
     assert 5 < sim.core.state.counters.drafts < 35 and sim.core.state.counters.accepted_draft_tokens == 0
 
 
-def test_guesses_that_would_fail_are_not_verified() -> None:
-    """Red if a text whose contexts recur by chance is drafted: whether a guess holds is seen without drafts."""
+def test_drafts_that_would_fail_are_not_verified() -> None:
+    """Red if a text whose contexts recur by chance is drafted: acceptance is known without verification."""
     core = make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=32)
     sim = Simulation(core, random.Random(0))
     add(sim, 0, max_tokens=1000)
@@ -160,8 +160,8 @@ def test_a_long_prompt_is_read_in_spare_time(monkeypatch: pytest.MonkeyPatch) ->
 
 @given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60))
 @example(text=[2, 1, 2, 0, 1, 1, 2, 3, 1])  # 0, 1 is another context than 1
-def test_a_guess_follows_the_longest_context_that_was_seen(text: list[int]) -> None:
-    """Red if a shorter context is preferred, if a token is guessed that never followed it, or one that another follows more than half of
+def test_a_proposal_follows_the_longest_context_that_was_seen(text: list[int]) -> None:
+    """Red if a shorter context is preferred, if a token is proposed that never followed it, or one that another follows more than half of
     the time; compared with a search of the whole text."""
     contexts = Contexts()
     contexts.extend(text)

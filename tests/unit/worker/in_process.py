@@ -170,7 +170,7 @@ class Engine:
         self.errors: dict[int, str] = {}
         self.logprobs: dict[Key, list[TokenLogprobs]] = {}
         self.reports: dict[Key, Any] = {}
-        self.guess: Callable[[Request], tuple[int, ...]] = lambda request: ()  # drafts for the next step
+        self.propose: Callable[[Request], tuple[int, ...]] = lambda request: ()  # drafts for the next step
 
     def add(
         self,
@@ -207,7 +207,7 @@ class Engine:
 
     def step(self) -> bool:
         for request in self.core.state.running if self.core.drafter is None else ():
-            request.drafts = self.guess(request) if request.is_decoding else ()
+            request.drafts = self.propose(request) if request.is_decoding else ()
         step = self.core.next_step()
         if step is None:
             return False

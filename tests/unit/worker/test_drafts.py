@@ -101,15 +101,15 @@ def ask_everything(engine: Engine, regex: bytes, free: list[int]) -> None:
     engine.run()
 
 
-def guesser(known: dict[Key, list[int]], rng: random.Random, share: float) -> Callable[[Request], tuple[int, ...]]:
+def proposer(known: dict[Key, list[int]], rng: random.Random, share: float) -> Callable[[Request], tuple[int, ...]]:
     """Up to MAX_DRAFTS of what an answer is known to go on with; each is right with probability `share`."""
 
-    def guess(request: Request) -> tuple[int, ...]:
+    def propose(request: Request) -> tuple[int, ...]:
         done = request.num_known - request.num_prompt
         right = known[key_of(request.rid, request.index)][done : done + rng.randrange(MAX_DRAFTS + 1)]
         return tuple(token if rng.random() < share else rng.randrange(300) for token in right)
 
-    return guess
+    return propose
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], pl
     """Red if a draft that does not hold leaves a trace in an answer, its log-probabilities, penalties, grammar or neighbours; if one that
     holds is refused; if a graph takes the tokens of a row for those of several."""
     engine = Engine(model, max_num_seqs=17, max_num_batched_tokens=256, max_num_mixed_tokens=48, mixed_step_tokens=64, **limits)
-    engine.guess = guesser(plain.tokens, random.Random(share), share)
+    engine.propose = proposer(plain.tokens, random.Random(share), share)
     ask_everything(engine, regex, free)
     assert engine.tokens == plain.tokens and not engine.errors
     for key, expected in plain.logprobs.items():
@@ -151,7 +151,7 @@ def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], pl
 @in_gate_on("attention")
 def test_right_drafts_save_steps(model: Qwen3VL, free: list[int]) -> None:
     engine = Engine(model)
-    engine.guess = lambda request: tuple(free[request.num_known - request.num_prompt :][:MAX_DRAFTS])
+    engine.propose = lambda request: tuple(free[request.num_known - request.num_prompt :][:MAX_DRAFTS])
     engine.add(0, [text(20, 0)], max_tokens=OUTPUT, seed=5, **ANY)
     engine.run()
     assert engine.tokens[0] == free and engine.core.state.num_steps == 1 + -(-(OUTPUT - 1) // (MAX_DRAFTS + 1))
@@ -166,7 +166,7 @@ def test_a_next_turn_goes_on_from_a_drafted_answer(model: Qwen3VL) -> None:
         answer = plain.run()[turn]
         turns.append([*turns[-1], *answer, *text(5 + turn, 21)] if turn else turns[0])  # the first question comes twice
     engine = Engine(model)
-    engine.guess = guesser(plain.tokens, random.Random(3), 0.7)
+    engine.propose = proposer(plain.tokens, random.Random(3), 0.7)
     for turn in range(4):
         before = engine.core.state.counters.cached_prompt_tokens
         engine.add(turn, [turns[turn]], max_tokens=OUTPUT, seed=turn, **ANY)

@@ -101,7 +101,7 @@ def test_a_grammar_that_holds_all_others_up_ends_its_request(
     engine.add(0, [[0, 2, 3]], grammar=compiled["schema"], **PARAMS)
     for _ in range(3):
         engine.step()
-    engine.guess = lambda request: (5, 6)
+    engine.propose = lambda request: (5, 6)
     monkeypatch.setattr(grammar, "SLOW_S", -1.0)  # any time is too long
     engine.run()
     assert "too long to evaluate" in engine.errors[0] and 1 not in engine.errors

@@ -179,10 +179,10 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
     assert step() == ["copy", *embed, "copy_", "replay", *sample]
     assert step() == ["copy", *embed, "copy_", "replay", *sample]
     assert step() == ["copy", "replay", *sample]
-    engine.guess = lambda request: (7, 8) if request.rid else ()
+    engine.propose = lambda request: (7, 8) if request.rid else ()
     verify = ["ne", "cumsum", "sub", "index", "eq", "__and__", "where"]
     assert step() == ["copy", "index_put_", "replay", "argmax", *verify, "index_copy_"]
-    engine.guess = lambda request: ()
+    engine.propose = lambda request: ()
     engine.add(2, [list(range(300, 350))])
     assert step() == ["copy", *admit, *embed, "replay", *sample]
     assert step() == ["copy", *embed, "replay", *sample]

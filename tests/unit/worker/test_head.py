@@ -1,5 +1,5 @@
-"""The model's own head: its guesses are those of the formula, on transformers' layers, whatever the step looked like that they were made
-in; and as drafts they change no answer."""
+"""The model's own head: its draft tokens equal those of the formula on transformers' layers, for any step that computes them; and they
+change no answer."""
 
 import json
 import random
@@ -84,7 +84,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Telling:
-    """Notes what the head guessed, and puts what comes in its place, each token with probability `share`: random heads guess nothing."""
+    """Records the head's drafts and replaces each by the coming token with probability `share`: random heads predict nothing."""
 
     def __init__(self, known: dict[Key, list[int]], share: float) -> None:
         self._known, self._share, self._rng = known, share, random.Random(0)
@@ -92,13 +92,13 @@ class Telling:
 
     def alter(self, step: PlannedStep, result: StepResult) -> StepResult:
         sampled = [request for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.sample]
-        guesses = []
-        for request, count, guess in zip(sampled, result.num_tokens or [1] * len(sampled), result.head_drafts, strict=True):
+        altered = []
+        for request, count, drafts in zip(sampled, result.num_tokens or [1] * len(sampled), result.head_drafts, strict=True):
             done = request.num_known - request.num_prompt + count
-            self.noted.append((request, done, guess))
-            right = self._known[key_of(request.rid, request.index)][done : done + len(guess)]
-            guesses.append([token if self._rng.random() < self._share else self._rng.randrange(300) for token in right])
-        return msgspec.structs.replace(result, head_drafts=guesses)
+            self.noted.append((request, done, drafts))
+            right = self._known[key_of(request.rid, request.index)][done : done + len(drafts)]
+            altered.append([token if self._rng.random() < self._share else self._rng.randrange(300) for token in right])
+        return msgspec.structs.replace(result, head_drafts=altered)
 
 
 def prompts(config: ModelConfig) -> list[list[list[int] | Picture]]:
@@ -121,8 +121,8 @@ def prompts(config: ModelConfig) -> list[list[list[int] | Picture]]:
         ({"max_num_batched_tokens": 12, "max_num_mixed_tokens": 8}, (0, 1)),
     ],
 )
-def test_guesses_are_those_of_the_formula(both: Both, limits: dict[str, Any], chosen: tuple[int, ...]) -> None:
-    """Red if a guess is made from another token's embedding, state, position or keys: behind prompts, in chunks, beside images, after
+def test_drafts_are_those_of_the_formula(both: Both, limits: dict[str, Any], chosen: tuple[int, ...]) -> None:
+    """Red if a draft is computed from another token's embedding, state, position or keys: behind prompts, in chunks, beside images, after
     drafts that held or not, at the edge of a block, in a graph; the second and third one from the head's own."""
     asked = [prompts(both.ours.config)[i] for i in chosen]
     plain = Engine(both.ours)
@@ -134,17 +134,17 @@ def test_guesses_are_those_of_the_formula(both: Both, limits: dict[str, Any], ch
             one.add(rid, parts, max_tokens=OUTPUT)
         one.run()
     assert engine.tokens == plain.tokens and engine.core.state.counters.accepted_draft_tokens > OUTPUT // 2
-    lengths = {len(guess) for _, _, guess in telling.noted}
+    lengths = {len(drafts) for _, _, drafts in telling.noted}
     assert MAX_HEAD_DRAFTS in lengths and len(telling.noted) > OUTPUT
     firsts = [one for one in telling.noted if one[1] == 1]
-    for request, done, guess in (*firsts, *random.Random(0).sample(telling.noted, 16)):
+    for request, done, drafts in (*firsts, *random.Random(0).sample(telling.noted, 16)):
         parts = [part if isinstance(part, list) else torch.from_numpy(part.pixels) for part in asked[request.rid]]
         for place, part in enumerate(parts):  # the ids around images come with them
             if isinstance(part, torch.Tensor):
                 parts[place - 1], parts[place + 1] = parts[place - 1][:-1], parts[place + 1][1:]
         prompt = Prompt.build(both.ours.config, parts)
         prompt.ids += engine.tokens[request.rid][:done]
-        assert guess == both.expected(prompt, len(guess)), (request.rid, done)
+        assert drafts == both.expected(prompt, len(drafts)), (request.rid, done)
 
 
 def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_guesses_come_from_an_output_matrix_in_float8(tmp_path: Path) -> None:
-    """Red if it is not used, or a block has another one's scale: guesses would be tokens of any logit."""
+def test_drafts_come_from_an_output_matrix_in_float8(tmp_path: Path) -> None:
+    """Red if it is not used, or a block has another one's scale: drafts would be arbitrary tokens."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0)
     model = harness.load(tmp_path, with_head=True)
     model.lm_head.weight.mul_(torch.logspace(-2, 0, len(model.lm_head.weight))[:, None])

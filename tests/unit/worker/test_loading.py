@@ -87,7 +87,7 @@ def test_float8_is_refused_where_it_does_not_run(child: Child, config: ModelConf
 
 @torch.inference_mode()
 @pytest.mark.parametrize("backend", [TorchBackend, OldBackend])
-def test_guesses_are_in_float8_where_it_runs(
+def test_drafts_are_in_float8_where_it_runs(
     child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: type[TorchBackend]
 ) -> None:
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=0)
@@ -97,8 +97,8 @@ def test_guesses_are_in_float8_where_it_runs(
     model = load_model(child, found, TensorParallel.single(), backend(torch.device("cpu")), torch.float32)
     dict(model.named_modules())["lm_head"].weight.zero_()
     assert model.drafter is not None
-    guesses_S = model.drafter.draft_tokens(torch.randn((8, found.text.hidden_size)))
-    assert bool(guesses_S.any()) == (backend is TorchBackend)
+    drafts_S = model.drafter.draft_tokens(torch.randn((8, found.text.hidden_size)))
+    assert bool(drafts_S.any()) == (backend is TorchBackend)
 
 
 NINJA = """Error building extension 'attention': [1/3] /usr/local/cuda/bin/nvcc --generate-dependencies-with-compile -c attention.cu
