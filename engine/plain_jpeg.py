@@ -150,7 +150,6 @@ def _describe(header: _Header, scan: bytes) -> PlainJpeg | None:
 
 
 def _has_common_components(header: _Header) -> bool:
-    """Return whether there is one grey component, or YCbCr with a usual sampling."""
     frame = header.frame
     components = [tuple(frame[i : i + 3]) for i in range(6, len(frame), 3)]
     if any(table not in header.quantization for _, _, table in components):

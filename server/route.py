@@ -88,7 +88,6 @@ class Body:
             yield chunk
 
     def release(self) -> None:
-        """Give the bytes back to the budget."""
         self._budget.num_free += self.num_counted
         self.num_counted = 0
 

@@ -174,5 +174,4 @@ def raise_file_limit() -> None:
 
 
 def setup_logging(role: str, level: str) -> None:
-    """Log to stderr."""
     logging.basicConfig(level=level.upper(), format=f"%(asctime)s {role:<10} %(levelname)-7s %(message)s", datefmt="%H:%M:%S", force=True)

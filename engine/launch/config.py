@@ -28,7 +28,6 @@ PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 def num_cpus() -> int:
-    """Number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -274,7 +273,6 @@ def is_json_object(text: str) -> bool:
 
 
 def find_problems(config: EngineConfig) -> Iterator[str]:
-    """Yield the errors of a configuration."""
     for name, value in msgspec.structs.asdict(config).items():
         flag, least = "--" + name.replace("_", "-"), 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:  # excludes booleans

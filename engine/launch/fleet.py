@@ -102,7 +102,6 @@ class Fleet:
         raise Ended(0)
 
     async def _keep(self, member: Member) -> None:
-        """Run one engine, and restart it after each end."""
         pause = MIN_PAUSE_S
         while True:
             async with self._engine(member) as (process, output):
@@ -217,7 +216,6 @@ def _free_ports(count: int) -> list[int]:
 
 
 async def _copy(log: asyncio.StreamReader, prefix: str) -> None:
-    """Copy an engine's log lines with its number as prefix."""
     while True:
         try:
             line = await log.readline()

@@ -69,7 +69,6 @@ async def _body(receive: Receive, is_read: asyncio.Event) -> AsyncIterator[bytes
 
 
 async def _left(receive: Receive, is_read: asyncio.Event) -> None:
-    """Return when the client has disconnected."""
     await is_read.wait()
     while (await receive())["type"] != "http.disconnect":
         pass

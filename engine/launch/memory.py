@@ -174,7 +174,6 @@ def state_bytes(config: EngineConfig, spec: CacheSpec) -> int:
 
 
 def max_drafts(config: EngineConfig) -> int:
-    """Maximum number of draft tokens per row and step."""
     return {"off": 0, "mtp": MAX_HEAD_DRAFTS}.get(config.draft, MAX_DRAFTS)
 
 
@@ -189,7 +188,6 @@ def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
 
 
 def sizes_for(config: EngineConfig, text: TextConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
-    """Return a backend's step sizes for this model."""
     kind = text.moe is not None, decoder_format(config, text) == "float8", text.delta is not None
     return sizes.for_layers(layer_parameters(text) // config.tp, config.max_num_batched_tokens, *kind, spec.paged.bytes_per_token)
 
@@ -209,7 +207,6 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
 
 
 def early_image_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes of the largest embedding outside the image cache."""
     return min(MAX_EARLY_TOKENS, config.max_num_encoder_tokens) * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
 
 
@@ -226,7 +223,6 @@ def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Pl
 
 
 def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
-    """Bytes of the KV pool if a flag fixes them."""
     return config.kv_cache_memory_bytes if config.num_gpu_blocks_override is None else config.num_gpu_blocks_override * block_bytes
 
 
@@ -251,7 +247,6 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str) -> Plan:
-    """Estimate the plan of each GPU."""
     text, vision, tp = model.text, model.vision, config.tp
     spec = text.cache_spec(tp, VALUE_BYTES)
     sizes = sizes_for(config, text, spec, STEP_SIZES[backend])
@@ -281,7 +276,6 @@ def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str)
 
 
 def cuts(asked: EngineConfig, fitted: EngineConfig) -> str:
-    """Return the reductions made by `fit`, as flags."""
     changed = (name for name in SMALLEST if getattr(asked, name) != getattr(fitted, name))
     return ", ".join(f"--{name.replace('_', '-')} {getattr(fitted, name)}" for name in changed)
 

@@ -106,7 +106,6 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConf
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the deployment and return the exit code."""
     own, config = parse(argv)
     setup_logging("launcher", config.log_level)
     stop = threading.Event()

@@ -138,7 +138,6 @@ def how_it_ended(code: int) -> str:
 
 
 def _state_of(pid: int) -> str:
-    """Return the process state, such as `T (stopped)`."""
     try:
         return Path(f"/proc/{pid}/status").read_text().partition("State:")[2].split("\n")[0].strip()
     except OSError:

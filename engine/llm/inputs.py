@@ -38,7 +38,6 @@ class SamplingParams(SimpleNamespace):
         super().__init__(**dict.fromkeys(FIELDS) | fields)
 
     def as_fields(self, is_chat: bool) -> dict[str, Any]:
-        """Return members of a request's body."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         if is_chat and self.logprobs is not None:
             given |= {"logprobs": True, "top_logprobs": self.logprobs}

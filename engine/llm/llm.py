@@ -62,14 +62,12 @@ class LLM:
         return self._results(_asks(CHAT, messages, sampling_params, fields))
 
     def pause(self, mode: Drain = "abort") -> None:
-        """As `AsyncLLM.pause`."""
         self._thread.call(self._engine.pause, mode)
 
     def resume(self) -> None:
         self._thread.call(self._engine.resume)
 
     def update_weights(self, source: Any, weight_version: str | None = None) -> None:
-        """As `AsyncLLM.update_weights`."""
         self._thread.call(self._engine.update_weights, source, weight_version)
 
     def _all(self, asks: list[Ask], use_tqdm: bool, errors: Errors) -> list[Any]:

@@ -77,11 +77,9 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks, cached or not."""
         return len(self._free)
 
     def num_needed(self, num_tokens: int) -> int:
-        """Number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
@@ -118,7 +116,6 @@ class BlockPool:
         return sum(self._refs[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Add a reference to cached blocks."""
         for block in blocks:
             if self._refs[block] == 0:
                 self._free.remove(block)
@@ -152,7 +149,6 @@ class BlockPool:
             self._cached[digest] = block
 
     def forget_all(self) -> None:
-        """Empty the directory."""
         for block in [*self._cached.values(), *self._snapshot_names]:
             self._forget(block)
 

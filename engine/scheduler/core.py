@@ -85,7 +85,6 @@ class SchedulerCore:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of plans in flight."""
         return len(self._in_flight)
 
     def add(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], prediction: npt.NDArray[np.int32] | None = None) -> None:
@@ -263,7 +262,6 @@ class SchedulerCore:
         )
 
     def _live(self, rid: int | None) -> list[Request]:
-        """Return the answers of a request, or of all, that have not ended."""
         requests = self._requests.values() if rid is None else [self._requests.get(rid, [])]
         return [request for siblings in requests for request in siblings if request.status is not Status.STOPPING]
 
@@ -319,7 +317,6 @@ class SchedulerCore:
         reason: FinishReason | None,
         details: TokenDetails | None,
     ) -> None:
-        """Add an output."""
         self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
         is_first = request.num_known == request.num_prompt + len(token_ids)
@@ -352,7 +349,6 @@ class SchedulerCore:
                 self._fail(request, OUT_OF_MEMORY)
 
     def _fail_images(self, digests: set[bytes], error: ErrorInfo) -> None:
-        """Fail every request that has one of these images."""
         if digests:
             self.state.forget_images(digests)
             self._fail_all(lambda wire: error if any(span.hash in digests for span in wire.images) else None)

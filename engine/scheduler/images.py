@@ -73,7 +73,6 @@ class ImageDirectory:
             self._remove(digest)
 
     def forget_unpinned(self) -> None:
-        """Drop every embedding that is not pinned."""
         for digest in [digest for digest, entry in self._entries.items() if not entry.pins]:
             self._remove(digest)
 
@@ -83,7 +82,6 @@ class ImageDirectory:
         return evicted
 
     def check(self) -> None:
-        """Assert the invariant."""
         assert self.used_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.budget_bytes
         assert all(entry.pins >= 0 for entry in self._entries.values())
         pinned = [entry.num_bytes for entry in self._entries.values() if entry.pins]

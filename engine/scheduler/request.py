@@ -86,7 +86,6 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known and sampled tokens."""
         return self.num_known + self.num_sampled
 
     @property

@@ -101,7 +101,6 @@ class Job(ABC):
         """Return the response, which always closes the stream."""
 
     def _exchange(self, stream: Stream, service: Service) -> dict[str, Any]:
-        """Return the common arguments of all `Answer` classes."""
         counted = {"num_images": self.num_images, "deadline": self.submits[0].deadline}
         return {"stream": stream, "client": service.client, "metrics": service.metrics, **counted}
 
@@ -214,7 +213,6 @@ class Endpoint(ABC):
         return stream, job
 
     def _limit_time(self, job: Job, body: Body) -> None:
-        """Set the deadlines, relative to the arrival of the body's last byte."""
         limits = [limit for limit in (job.request.timeout, self.service.config.request_timeout) if limit is not None]
         for submit in job.submits if limits else ():
             submit.deadline = body.received + min(limits)

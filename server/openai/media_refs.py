@@ -59,7 +59,6 @@ class MediaRefs:
         return MediaRef(payload, url, name=None if uuid is None else hashlib.sha256(self._owner + uuid.encode()).digest())
 
     def has_type(self, ref: MediaRef, mime: str) -> bool:
-        """Return whether it is a `data:` URL of this type."""
         if ref.payload is not None:
             return self._mimes[ref.payload.offset].lower() == mime
         return (ref.url or "").lower().startswith(f"data:{mime};")

@@ -160,7 +160,6 @@ class GenerationRequest(ListedFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the number of log-probabilities per prompt token."""
         return MAX_TOP_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
 
     @property

@@ -133,7 +133,6 @@ def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: 
 
 
 def _sampled(sources: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoRef:
-    """Return the reference to a file from which frames are sampled."""
     options = _merged(sources)
     if not options.keys() & RATES:
         options |= {"num_frames": io.num_frames} if (io.num_frames or 0) > 0 else {"fps": io.fps} if (io.fps or 0) > 0 else {}

@@ -153,7 +153,6 @@ class Intake:
         return self._image(ref, early)
 
     def _image(self, ref: MediaRef, early: dict[int, Image], is_frame: bool = False) -> Image:
-        """Return a new image, or the one that was announced while the body arrived."""
         if ref.payload is not None and ref.payload.offset in early:
             return early.pop(ref.payload.offset)
         return self.new_image(ref=ref, is_frame=is_frame)
@@ -255,7 +254,6 @@ class Intake:
         return Encoded(ids, predicted, self._echo(prompt) if submit.output.echo else "")
 
     def _echo(self, prompt: Prompt) -> str:
-        """Return a completion's prompt as text."""
         if isinstance(prompt, TokenPrompt):
             return self._tokens.text_of(prompt.ids)
         return prompt.text if isinstance(prompt, TextPrompt) else ""

@@ -111,7 +111,6 @@ class Processor:
                 await one.close()
 
     def _check(self) -> None:
-        """Assert that the arena is empty at idle."""
         if not self._intake.num_holders:
             self._arena.check()
             assert self._arena.is_empty(), "a region of a request was never released"

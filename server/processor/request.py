@@ -24,7 +24,6 @@ Medium = Image | Video
 
 
 async def release_all(media: Iterable[Medium]) -> None:
-    """Release the memory of all media, including those in progress."""
     await asyncio.gather(*(medium.release() for medium in media))
 
 
@@ -91,11 +90,9 @@ class Request:
         return msgspec.structs.replace(error, param=self.submit.prompt_field) if error.param == PROMPT else error
 
     def is_stop_token(self, token_id: int) -> bool:
-        """Return whether the token is a stop token of the request or of the model."""
         return token_id in self.submit.params.stop_token_ids or token_id in self.answers[0].text.table.specials
 
     def note(self, answer: Answer, begin: int, output: RequestOutput, index: int) -> None:
-        """Record token `index`, whose text begins at `begin`."""
         if output.logprobs or self.submit.output.token_ids:
             token_id = output.token_ids[index]
             logprobs = [of_token(self.spelling, token_id, output.logprobs[index])] if output.logprobs else []

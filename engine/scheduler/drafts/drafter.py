@@ -68,11 +68,9 @@ class Trust:
         return min(1.0, self.hits / self.expected)
 
     def is_paused(self, request: Request) -> bool:
-        """Return whether drafts failed repeatedly."""
         return request.num_known < self.resumes_at
 
     def score(self, request: Request) -> None:
-        """Compare the last draft with the new tokens."""
         came = request.known_ids()[self.num_known :].tolist() if self.proposal else []
         for token, (proposed, probability) in zip(came, self.proposal, strict=False):
             self.hits = DECAY * self.hits + (token == proposed)

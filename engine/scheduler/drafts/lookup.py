@@ -39,7 +39,6 @@ class Contexts:
         return len(self._tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Read the next tokens."""
         followers = self._followers
         for token in tokens:
             first = token, 1, 1  # shared by all new contexts
@@ -73,7 +72,6 @@ class Contexts:
 
 
 def _roll(hashes: list[int], tokens: "array[int]") -> None:
-    """Update the hashes for the last token of `tokens`."""
     token = tokens[-1]
     for i, length in enumerate(CONTEXTS):
         hashes[i] = (hashes[i] * FACTOR + token + 1 - (tokens[-1 - length] + 1) * _LEAVING[i]) % PRIME

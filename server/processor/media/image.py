@@ -164,7 +164,6 @@ class Image:
         return header
 
     def _identify(self, header: Header | None) -> tuple[bytes, Header | None]:
-        """Return digest and header; runs in a pool."""
         return self._inspector.identify(self.encoded.view, header is not None), header
 
     async def _settle(self) -> None:

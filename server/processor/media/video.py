@@ -168,7 +168,6 @@ class VideoFile(Video):
         self._digest = await run(self._sources.pool, lambda: self._planner.inspector.identify(self._encoded.view, False))
 
     async def _unpack(self, payload: WireRegion) -> None:
-        """Decode the base64 of a body into the arena."""
         if decoded_bytes(payload) > self._decoders.max_bytes + 3:
             raise too_large(self._decoders.max_bytes)
         await self._allocator.arena.prepare(decoded_bytes(payload))
@@ -227,7 +226,6 @@ class FrameList(Video):
         await self._load_pairs()
 
     async def _load_pairs(self) -> None:
-        """Decode the unknown pairs; known pairs stay files."""
         num_pairs = len(self.plan.indices) // PAIR
         known = [self._decoders.known_pairs.get(self._pair_key(pair)) for pair in range(num_pairs)]
         self.hashes = [digest or b"" for digest in known]
@@ -272,7 +270,6 @@ class FrameList(Video):
         return [MediaRef(WireRegion(payload.arena, payload.offset + start, end - start)) for start, end in pieces]
 
     def _find_commas(self, text: "npt.NDArray[np.uint8]") -> list[int]:
-        """Return the positions of commas. RequestError 400 if there are too many."""
         pieces = [(start, text[start : start + PIECE_BYTES]) for start in range(0, len(text), PIECE_BYTES)]
         self._check_number(1 + sum(int(np.count_nonzero(piece == COMMA)) for _, piece in pieces))
         return [start + int(i) for start, piece in pieces for i in np.flatnonzero(piece == COMMA)]

@@ -188,7 +188,6 @@ def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
 
 
 def _scan(container: InputContainer, stream: VideoStream, limits: VideoLimits) -> Scan:
-    """Read all packets without decoding."""
     times: list[int] = []
     keys: list[tuple[int, int]] = []
     end = 0

@@ -301,7 +301,6 @@ class CallSplitter:
             self._deltas.append(CallDelta(self.num_calls, arguments, name))
 
     def _end_call(self, is_cut: bool = False) -> None:
-        """End a call. Without a name it is shown as text."""
         rest = self._body.close(is_cut) if isinstance(self._body, XmlBody) else ""
         self.is_inside = False
         if self._has_name:

@@ -16,7 +16,6 @@ def id_spelling(token_id: int) -> bytes:
 
 
 def spelling_of(table: TokenTable, names: str) -> Spelling:
-    """Return the spelling of `OutputOptions.names`."""
     both: Spelling = lambda token_id: b"%d:%b" % (token_id, table.spelling(token_id))  # noqa: E731
     return {"texts": table.spelling, "ids": id_spelling, "both": both}[names]
 

@@ -37,7 +37,6 @@ class PromptScores:
 
 
 def scores_of(submit: Submit, table: TokenTable) -> PromptScores | None:
-    """Return the scores that a request asks for, if any."""
     return None if submit.params.prompt_logprobs is None else PromptScores(submit, table)
 
 
