@@ -14,11 +14,10 @@ MAX_ALLOWED_TOKENS = 1024
 
 
 class Limits:
-    """Annotation of a value that clients send. `slot`: its kernel argument. `json`: its type in requests, if different. `streams`: whether
-    it is allowed in streamed requests."""
+    """Annotation of a value that clients send. `slot`: its kernel argument. `json`: its type in requests, if different."""
 
-    def __init__(self, slot: str = "", json: Any = None, streams: bool = True, **bounds: float):
-        self.slot, self.json, self.streams, self.bounds = slot, json, streams, bounds
+    def __init__(self, slot: str = "", json: Any = None, **bounds: float):
+        self.slot, self.json, self.bounds = slot, json, bounds
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
         return {**handler(source), **self.bounds}
@@ -79,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: Annotated[int, Limits(ge=0, lt=1 << 31)] = 0
     bad_words: Annotated[tuple[tuple[int, ...], ...], Limits(json=list[NotEmpty], max_length=MAX_BAD_WORDS // 2)] = ()
     allowed_token_ids: Annotated[tuple[int, ...], Limits(json=list[TokenId], min_length=1, max_length=MAX_ALLOWED_TOKENS)] = ()
-    prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS, streams=False)] | None = None  # in requests -1 means the maximum
+    prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS)] | None = None  # in requests -1 means the maximum
     logprobs: int | None = None  # each dialect has its own fields for it, of type `NumLogprobs`
     pooled_ids: tuple[int, ...] | None = None
 
@@ -101,7 +100,6 @@ class Parameter(NamedTuple):
     default: Any
     slot: str
     bounds: dict[str, float]
-    streams: bool
 
 
 def _parameters() -> Iterator[Parameter]:
@@ -110,12 +108,12 @@ def _parameters() -> Iterator[Parameter]:
         hint = hints[field.name]
         limits = next((one for part in (hint, *get_args(hint)) for one in get_args(part)[1:] if isinstance(one, Limits)), Limits())
         json = hint if limits.json is None else Annotated[limits.json, limits]
-        yield Parameter(field.name, json, field.default, limits.slot, limits.bounds, limits.streams)
+        yield Parameter(field.name, json, field.default, limits.slot, limits.bounds)
 
 
 PARAMETERS = {parameter.name: parameter for parameter in _parameters()}
 PENALISING = [name for name, parameter in PARAMETERS.items() if parameter.slot == "penalties"]  # in the order of the kernels
-UNSTREAMED = [name for name, parameter in PARAMETERS.items() if not parameter.streams]
+UNSTREAMED = ("prompt_logprobs",)  # of requests that are not streamed
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -37,7 +37,7 @@ from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
 from server.http.page import Page
 from server.openai import chat
-from server.openai.adapters import Adapters, adapter_routes
+from server.openai.adapters import adapter_routes, variant_of
 from server.openai.endpoint import Endpoint, Service
 from server.openai.openapi import DescribedRoute
 from server.openai.status import Status
@@ -69,10 +69,9 @@ class Api:
         config = child.config
         checkpoint = read_checkpoint(Path(runtime.model_folder), config.chat_template, config.generation_config == "vllm")
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        self._adapters = Adapters(runtime.adapters)
         self._service = Service(
             config=config, checkpoint=checkpoint, model_names=runtime.model_names, max_model_len=runtime.max_model_len, arena=self.arena,
-            client=self.client, metrics=self._metrics, seeds=seeds, variants=self._adapters,
+            client=self.client, metrics=self._metrics, seeds=seeds, variants={each.name: variant_of(each.ref) for each in runtime.adapters},
         )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 
@@ -91,7 +90,7 @@ class Api:
             separate_input_output_schemas=False,
         )  # fmt: skip
         app.router.routes += [self.endpoint(path).route(path) for path in ENDPOINTS]
-        app.router.routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service, self._adapters)]
+        app.router.routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service)]
         app.router.routes += updates.weight_routes(self._child, self.client)
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 

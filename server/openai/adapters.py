@@ -3,19 +3,18 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
 from engine.launch.adapters import checked
-from engine.wire.adapters import AdapterRef, NamedAdapter
+from engine.wire.adapters import AdapterRef
 from engine.wire.messages import Submit
 from models.config.huggingface import read_config
 from server.errors import RequestError
 from server.http.validate import bad_value
-from server.openai.endpoint import NoVariants, Service
+from server.openai.endpoint import Service, Variant
 from server.openai.openapi import DescribedRoute
 
 logger = logging.getLogger(__name__)
@@ -34,26 +33,18 @@ class UnloadRequest(BaseModel):
     lora_name: str = Field(min_length=1)
 
 
-class Adapters(NoVariants):
-    """Adapters by name."""
+def variant_of(adapter: AdapterRef) -> Variant:
+    def use(submit: Submit) -> None:
+        submit.adapter = adapter
 
-    def __init__(self, named: Iterable[NamedAdapter]):
-        self.by_name = {each.name: each.ref for each in named}
-
-    @property
-    def names(self) -> Collection[str]:
-        return self.by_name
-
-    def choose(self, name: str, submits: Iterable[Submit]) -> None:
-        for submit in submits:
-            submit.adapter = self.by_name[name]
+    return use
 
 
 class AdapterRoutes:
     """Routes of adapters. New requests can use a loaded name at once; running requests keep their adapter."""
 
-    def __init__(self, service: Service, adapters: Adapters):
-        self._service, self._adapters, self._numbers = service, adapters, itertools.count(FIRST_NUMBER)
+    def __init__(self, service: Service):
+        self._service, self._numbers = service, itertools.count(FIRST_NUMBER)
 
     def routes(self) -> list[DescribedRoute]:
         kind = {"response_class": PlainTextResponse}
@@ -64,19 +55,20 @@ class AdapterRoutes:
 
     async def load(self, asked: LoadRequest) -> Response:
         """Serve the adapter of a folder below --lora-root under a new name."""
-        adapters, name = self._adapters.by_name, asked.lora_name
-        is_known = name in adapters
+        variants, name = self._service.variants, asked.lora_name
+        is_known = name in variants
         if name in self._service.model_names or (is_known and not asked.load_inplace):
             raise bad_value("lora_name", f"'{name[:100]}' is served already", "invalid_value")
-        if not is_known and len(adapters) >= MAX_ADAPTERS:
+        if not is_known and len(variants) >= MAX_ADAPTERS:
             raise bad_value("lora_name", f"at most {MAX_ADAPTERS} adapters are served: unload one", "invalid_value")
-        adapters[name] = await asyncio.to_thread(self._read, asked.lora_path)
-        logger.info("loaded the adapter %s from %s", name, adapters[name].folder)
+        adapter = await asyncio.to_thread(self._read, asked.lora_path)
+        variants[name] = variant_of(adapter)
+        logger.info("loaded the adapter %s from %s", name, adapter.folder)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, asked: UnloadRequest) -> Response:
         """Serve an adapter no longer."""
-        if self._adapters.by_name.pop(asked.lora_name, None) is None:
+        if self._service.variants.pop(asked.lora_name, None) is None:
             raise RequestError(404, f"The adapter '{asked.lora_name[:100]}' does not exist.", "lora_name", "model_not_found")
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
@@ -99,5 +91,5 @@ class AdapterRoutes:
             raise RequestError(400, str(problem), "lora_path", "invalid_value") from None
 
 
-def adapter_routes(service: Service, adapters: Adapters) -> list[DescribedRoute]:
-    return AdapterRoutes(service, adapters).routes() if service.config.allow_lora_updates else []
+def adapter_routes(service: Service) -> list[DescribedRoute]:
+    return AdapterRoutes(service).routes() if service.config.allow_lora_updates else []

@@ -11,7 +11,7 @@ import hashlib
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,21 +41,11 @@ from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 
 Checked = TypeVar("Checked", bound=AnyRequest)
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
+Variant = Callable[[Submit], None]  # lets a request use a variant of the model
 
 MAX_WARNINGS = 20  # limit of warnings on unknown fields
 MAX_NAMES = 20  # limit of model names in an error
 LARGE_JSON_BYTES = 1 << 16  # larger bodies are parsed in a thread
-
-
-class NoVariants:
-    """Variants of the model that requests may select by their `model`; here there are none. An annex overrides all members."""
-
-    @property
-    def names(self) -> Collection[str]:
-        return ()
-
-    def choose(self, name: str, submits: Iterable[Submit]) -> None:
-        """Make these requests use the variant `name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +58,21 @@ class Service:
     client: Client
     metrics: Metrics
     seeds: random.Random  # for requests without a seed
-    variants: NoVariants = field(default_factory=NoVariants)
+    variants: dict[str, Variant] = field(default_factory=dict)  # by the name that requests have as their `model`
 
     @property
     def names(self) -> list[str]:
         """Names that requests may have as their `model`."""
-        return [*self.model_names, *self.variants.names]
+        return [*self.model_names, *self.variants]
 
     def choose(self, model: str | None, submits: Iterable[Submit] = ()) -> None:
         """Make these requests use what their `model` names: the model or a variant. RequestError 404."""
         if not model or model in self.model_names:
             return
-        if model not in self.variants.names:
+        if model not in self.variants:
             raise unknown_model(model, self.names)
-        self.variants.choose(model, submits)
+        for submit in submits:
+            self.variants[model](submit)
 
 
 @dataclass(slots=True, kw_only=True)

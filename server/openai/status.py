@@ -122,6 +122,6 @@ class Status:
     def _card(self, name: str) -> dict[str, Any]:
         limit = self._service.client.stats.max_model_len or self._service.max_model_len  # 0 before the engine is ready
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "engine", "max_model_len": limit}
-        if name in self._service.variants.names:
+        if name in self._service.variants:
             return {**card, "root": name, "parent": self._service.model_names[0]}
         return {**card, "root": self._service.config.model}

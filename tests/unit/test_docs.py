@@ -194,8 +194,8 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     nothing: Any = None
     status = [route for route in Status(nothing, lambda: False).routes() if route.include_in_schema]
     routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
-    annexes = Native(nothing), WeightStatus(nothing), AdapterRoutes(nothing, nothing)
-    routes |= {route.path for annex in annexes for route in annex.routes()} | set(WEIGHT_ROUTES)
+    annexes = Native, WeightStatus, AdapterRoutes
+    routes |= {route.path for annex in annexes for route in annex(nothing).routes()} | set(WEIGHT_ROUTES)
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 
 
