@@ -1,5 +1,6 @@
 """Low-rank matrices of all slots for one product, and the operation on them."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from models.kernels.stream import Activation, RowClass
+from models.lora.targets import RANK_STEP
 
 Product = Literal["product", "swiglu", "add_to"]
 Out = torch.Tensor | None
@@ -25,13 +27,21 @@ class LowRank:
     ranges: tuple[tuple[int, int, int], ...]  # first, last, group
     blocks_B3: torch.Tensor  # int32: the ranges cut into blocks of at most BLOCK_ROWS rows
     groups_N: torch.Tensor  # int32: group of each row
+    arrived_1: torch.Tensor  # int32: scratch of the product of a single token, 0 before it
+    alignment: int  # largest power of two, at most RANK_STEP, of which the ranges' bounds are multiples
 
 
 BLOCK_ROWS = 64
 
 
 def make_low_rank(
-    num_slots: int, rank: int, inputs: int, ranges: tuple[tuple[int, int, int], ...], device: torch.device, dtype: torch.dtype
+    num_slots: int,
+    rank: int,
+    inputs: int,
+    ranges: tuple[tuple[int, int, int], ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    arrived_1: torch.Tensor | None = None,
 ) -> LowRank:
     groups, outputs = 1 + max(group for _, _, group in ranges), max(last for _, last, _ in ranges)
     blocks = [(start, min(start + BLOCK_ROWS, last), group) for first, last, group in ranges for start in range(first, last, BLOCK_ROWS)]
@@ -42,6 +52,8 @@ def make_low_rank(
         ranges=ranges,
         blocks_B3=torch.tensor(blocks, dtype=torch.int32, device=device),
         groups_N=torch.cat([torch.full((last - first,), group, dtype=torch.int32) for first, last, group in ranges]).to(device),
+        arrived_1=torch.zeros(1, dtype=torch.int32, device=device) if arrived_1 is None else arrived_1,
+        alignment=math.gcd(RANK_STEP, *(bound for first, last, _ in ranges for bound in (first, last))),
     )
 
 

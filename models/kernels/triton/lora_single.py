@@ -1,5 +1,5 @@
-"""Products of a single token with a bfloat16 matrix and an adapter: one kernel more than without. `_shrink_one` computes A @ x while the
-previous kernel ends; `_adapted_gemv` is `gemv._gemv` whose results include B @ (A @ x)."""
+"""Products of a single token with a bfloat16 matrix and an adapter, in one kernel: a few programs compute B @ (A @ x), and the others the
+product, to which they add it. They wait for it at the end of their first rows, when it is usually there."""
 
 import torch
 import triton
@@ -11,65 +11,105 @@ from models.kernels.triton.launch import await_previous_kernel, capability_of, e
 from models.kernels.triton.tuned import gemv_tiles
 from models.lora.low_rank import LowRank
 
-WIDE = 8192  # inputs from which a program has more warps
+PROGRAMS = 64  # with the low-rank product, at most one per multiprocessor: they wait for each other, so all must run at once
+SHRINK_BLOCK = 4096  # inputs at once
+EXPAND_ROWS = 64  # results at once
 
 
 @triton.jit
-def _shrink_one(
-    x: tensor, norm_weight: tensor, a: tensor, slots: tensor, ranks: tensor, out: tensor, eps: tensor, WIDTH: constexpr,
-    GROUPS: constexpr, RANK: constexpr, NORM: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
-) -> None:  # fmt: skip
-    """Program (rank, group): a value of A @ norm(x), 0 beyond the rank or without an adapter."""
-    rank, group, column = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
-    slot = tl.load(slots)
-    safe = tl.maximum(slot, 0)
-    width = tl.where((slot >= 0) & (rank < tl.load(ranks + safe * GROUPS + group)), WIDTH, 0)
-    inside = column < width
-    weights = floats(a + ((safe * GROUPS + group).to(tl.int64) * RANK + rank) * WIDTH + column, inside)
-    await_previous_kernel(OVERLAP)
-    value = floats(x + column, inside)
-    if NORM:
-        value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * floats(norm_weight + column, inside)
-    tl.store(out + group * RANK + rank, tl.sum(weights * value, 0))
+def _position(ranks: tensor, slot: tensor, index: tensor, GROUPS: constexpr) -> tuple[tensor, tensor, tensor, tensor]:
+    """Return group and rank of the `index`-th row of A, and the sum and the maximum of the groups' ranks, 0 for slot -1."""
+    group, rank, total, most = slot * 0, index * 0, slot * 0, slot * 0
+    for i in tl.static_range(GROUPS):
+        count = tl.load(ranks + slot * GROUPS + i, slot >= 0, 0)
+        is_inside = (index >= total) & (index < total + count)
+        group, rank = tl.where(is_inside, i, group), tl.where(is_inside, index - total, rank)
+        total, most = total + count, tl.maximum(most, count)
+    return group, rank, total, most
 
 
 @triton.jit
-def _low_rank_of(
-    shrunk: tensor, b: tensor, ranks: tensor, groups: tensor, slot: tensor, row: tensor, OUT: constexpr, NUM_GROUPS: constexpr,
-    RANK: constexpr, PADDED: constexpr,
+def _shrink_row(
+    x: tensor, norm_weight: tensor, factors: tensor, eps: tensor, WIDTH: constexpr, NORM: constexpr, BLOCK: constexpr, BLOCKS: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return rows of B @ shrunk."""
-    inside, rank = row < OUT, tl.arange(0, PADDED)
-    group = tl.load(groups + row, inside, 0)
-    used = inside[:, None] & (rank[None, :] < tl.load(ranks + slot * NUM_GROUPS + group, inside, 0)[:, None])
-    weights = floats(b + (slot.to(tl.int64) * OUT + row)[:, None] * RANK + rank[None, :], used)
-    return tl.sum(weights * tl.load(shrunk + group[:, None] * RANK + rank[None, :], used, 0.0), 1)
+    """Return norm(x) times a row of A."""
+    total, squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for block in range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        factor, value = floats(factors + column, column < WIDTH), floats(x + column, column < WIDTH)
+        if NORM:
+            squares += value * value
+            value *= floats(norm_weight + column, column < WIDTH)
+        total += value * factor
+    result = tl.sum(total, 0)
+    if NORM:
+        result *= tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+    return result
 
 
 @triton.jit
-def _adapted_gemv(
-    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, shrunk: tensor, b: tensor, slots: tensor, ranks: tensor, groups: tensor,
-    eps: tensor, OUT: constexpr, WIDTH: constexpr, NUM_GROUPS: constexpr, RANK: constexpr, PADDED: constexpr, NORM: constexpr,
-    GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr, BLOCKS: constexpr,
+def _rows_of_b(b: tensor, slot: tensor, row: tensor, most: tensor, OUT: constexpr, RANK: constexpr, PADDED: constexpr) -> tensor:
+    rank = tl.arange(0, PADDED)
+    place = (slot.to(tl.int64) * OUT + row)[:, None] * RANK + rank[None, :]
+    return tl.load(b + place, (row < OUT)[:, None] & (rank < most)[None, :], 0.0)
+
+
+@triton.jit
+def _low_rank(
+    x: tensor, norm_weight: tensor, a: tensor, b: tensor, shrunk: tensor, out: tensor, arrived: tensor, slots: tensor, ranks: tensor,
+    groups: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr, GROUPS: constexpr, RANK: constexpr, PADDED: constexpr, NORM: constexpr,
+    PROGRAMS: constexpr, ROWS: constexpr, BLOCK: constexpr, BLOCKS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """See `_gemv`; the low-rank part of a group of rows is loaded before its products, which hide the time."""
-    column, row = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    step = tl.num_programs(0) * ROWS
+    """Store B @ (A @ norm(x)); each of the programs adds 1 to `arrived` after its rows of A, and again after its rows of B."""
+    program, signed, rank = tl.program_id(0), tl.load(slots), tl.arange(0, PADDED)
+    slot = tl.maximum(signed, 0)
+    _, _, total, most = _position(ranks, signed, 0, GROUPS)
+    row = program * ROWS + tl.arange(0, ROWS)
+    rows = _rows_of_b(b, slot, row, most, OUT, RANK, PADDED)
+    await_previous_kernel(OVERLAP)
+    for index in range(program, total, PROGRAMS):
+        group, place, _, _ = _position(ranks, signed, index, GROUPS)
+        factors = a + ((slot * GROUPS + group).to(tl.int64) * RANK + place) * WIDTH
+        tl.store(shrunk + group * RANK + place, _shrink_row(x, norm_weight, factors, eps, WIDTH, NORM, BLOCK, BLOCKS))
+    tl.debug_barrier()
+    seen = tl.atomic_add(arrived, 1, sem="acq_rel") + 1
+    while seen < PROGRAMS:
+        seen = tl.atomic_add(arrived, 0, sem="acquire")
+    for _ in range(program * ROWS, OUT, PROGRAMS * ROWS):
+        group = tl.load(groups + row, row < OUT, 0)
+        used = rank[None, :] < tl.where(signed >= 0, tl.load(ranks + slot * GROUPS + group), 0)[:, None]
+        values = tl.load(shrunk + group[:, None] * RANK + rank[None, :], used, 0.0)
+        tl.store(out + row, tl.sum(tl.where(used, rows.to(tl.float32) * values, 0.0), 1), row < OUT)
+        row += PROGRAMS * ROWS
+        rows = _rows_of_b(b, slot, row, most, OUT, RANK, PADDED)
+    tl.debug_barrier()
+    tl.atomic_add(arrived, 1, sem="release")
+
+
+@triton.jit
+def _product(
+    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, low: tensor, arrived: tensor, eps: tensor, program: tensor,
+    num_programs: tensor, OUT: constexpr, WIDTH: constexpr, NORM: constexpr, GATED: constexpr, ADD: constexpr, EXPECTED: constexpr,
+    OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr, BLOCKS: constexpr,
+) -> None:  # fmt: skip
+    """See `gemv._gemv`; `low` is added to products once `arrived` is EXPECTED."""
+    column, row = tl.arange(0, BLOCK), program * ROWS + tl.arange(0, ROWS)
+    step = num_programs * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     gate = _fetch(place, row, column, OUT, WIDTH)
     up = gate
     if GATED:
         up = _fetch(place + OUT * WIDTH, row, column, OUT, WIDTH)
-    slot, all_rows = tl.maximum(tl.load(slots), 0), OUT * (1 + GATED)
     await_previous_kernel(OVERLAP)
     value = floats(x + column, column < WIDTH)
     if NORM:
         value = _norm(value, norm_weight, x, eps, column, WIDTH, False)
-    for _ in range(tl.program_id(0) * ROWS, OUT, step):
-        low = _low_rank_of(shrunk, b, ranks, groups, slot, row, all_rows, NUM_GROUPS, RANK, PADDED)
-        low_up = low
+    seen = program * 0
+    for _ in range(program * ROWS, OUT, step):
+        added = floats(low + row, row < tl.where(seen < EXPECTED, 0, OUT))
+        added_up = added
         if GATED:
-            low_up = _low_rank_of(shrunk, b, ranks, groups, slot, row + OUT, all_rows, NUM_GROUPS, RANK, PADDED)
+            added_up = floats(low + OUT + row, row < tl.where(seen < EXPECTED, 0, OUT))
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for block in tl.static_range(BLOCKS):
             first = ((block + 1) % BLOCKS) * BLOCK  # column of the next weights, possibly of the next group
@@ -82,17 +122,49 @@ def _adapted_gemv(
             if GATED:
                 next_up = _fetch(place + OUT * WIDTH, coming, column, OUT, WIDTH)
             total += gate.to(tl.float32) * value[None, :]
-            if BLOCKS > 1:
+            if block + 1 < BLOCKS:
                 value = floats(x + first + column, first + column < WIDTH)
             gate = next_gate
-        result = tl.sum(total, 1) + low
+        result = tl.sum(total, 1)
+        result_up = result
         if GATED:
-            result = result / (1 + tl.exp(-result)) * (tl.sum(up.to(tl.float32) * value[None, :], 1) + low_up)
+            result_up = tl.sum(up.to(tl.float32) * value[None, :], 1)
             up = next_up
+        if seen < EXPECTED:
+            while seen < EXPECTED:
+                seen = tl.atomic_add(arrived, 0, sem="acquire")
+            added = floats(low + row, row < OUT)
+            if GATED:
+                added_up = floats(low + OUT + row, row < OUT)
+        if BLOCKS > 1:
+            value = floats(x + column, column < WIDTH)
+        result += added
+        if GATED:
+            result = result / (1 + tl.exp(-result)) * (result_up + added_up)
         if ADD:
             result += floats(out + row, row < OUT)
         tl.store(out + row, result.to(out.dtype.element_ty), row < OUT)
         row += step
+
+
+@triton.jit
+def _adapted_gemv(
+    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, a: tensor, b: tensor, shrunk: tensor, low: tensor, arrived: tensor,
+    slots: tensor, ranks: tensor, groups: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr, GROUPS: constexpr, RANK: constexpr,
+    PADDED: constexpr, NORM: constexpr, GATED: constexpr, ADD: constexpr, PROGRAMS: constexpr, LOW_ROWS: constexpr, LOW_BLOCK: constexpr,
+    LOW_BLOCKS: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr, BLOCKS: constexpr,
+) -> None:  # fmt: skip
+    """The first PROGRAMS programs start first, so no other keeps them from running while it waits for them."""
+    if tl.program_id(0) < PROGRAMS:
+        _low_rank(
+            x, norm_weight, a, b, shrunk, low, arrived, slots, ranks, groups, eps, OUT * (1 + GATED), WIDTH, GROUPS, RANK, PADDED, NORM,
+            PROGRAMS, LOW_ROWS, LOW_BLOCK, LOW_BLOCKS, OVERLAP,
+        )  # fmt: skip
+    else:
+        _product(
+            x, norm_weight, weight, out, low, arrived, eps, tl.program_id(0) - PROGRAMS, tl.num_programs(0) - PROGRAMS, OUT, WIDTH, NORM,
+            GATED, ADD, 2 * PROGRAMS, OVERLAP, ROWS, BLOCK, BLOCKS,
+        )  # fmt: skip
 
 
 def adapted_gemv(
@@ -109,19 +181,17 @@ def adapted_gemv(
     assert x_1D.is_contiguous() and weight_ND.is_contiguous() and out_1N.is_contiguous() and len(x_1D) == len(slots_1) == 1
     norm_weight, eps = norm or (x_1D, 0.0)
     _, groups, rank, width = low_rank.a_SGRK.shape
-    num_out, is_whole, launch = out_1N.shape[1], norm is not None or gated, early_launch(x_1D)
-    shrunk = torch.empty((groups, rank), dtype=torch.float32, device=x_1D.device)
-    _shrink_one[(rank, groups)](
-        x_1D, norm_weight, low_rank.a_SGRK, slots_1, low_rank.ranks_SG, shrunk, eps, WIDTH=width, GROUPS=groups, RANK=rank,
-        NORM=norm is not None, BLOCK=triton.next_power_of_2(width), num_warps=8 if width >= WIDE else 4, **launch,
-    )  # fmt: skip
-    count = num_multiprocessors(x_1D.device)
-    tiles = gemv_tiles(num_out, width, gated, is_whole, (capability_of(x_1D.device), count))
+    num_out, is_whole, device = out_1N.shape[1], norm is not None or gated, x_1D.device
+    count = num_multiprocessors(device)
+    tiles = gemv_tiles(num_out, width, gated, is_whole, (capability_of(device), count))
     assert width <= tiles.block or not is_whole
-    _adapted_gemv[(min(tiles.programs * count, triton.cdiv(num_out, tiles.rows)),)](
-        x_1D, norm_weight, weight_ND, out_1N, shrunk, low_rank.b_SNR, slots_1, low_rank.ranks_SG, low_rank.groups_N, eps,
-        OUT=num_out, WIDTH=width, NUM_GROUPS=groups, RANK=rank, PADDED=triton.next_power_of_2(rank), NORM=norm is not None,
-        GATED=gated, ADD=adds,
-        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **launch,
+    scratch = torch.empty(groups * rank + low_rank.b_SNR.shape[1], dtype=torch.float32, device=device)
+    programs = min(PROGRAMS, count)
+    _adapted_gemv[(programs + min(tiles.programs * count, triton.cdiv(num_out, tiles.rows)),)](
+        x_1D, norm_weight, weight_ND, out_1N, low_rank.a_SGRK, low_rank.b_SNR, scratch, scratch[groups * rank :], low_rank.arrived_1,
+        slots_1, low_rank.ranks_SG, low_rank.groups_N, eps, OUT=num_out, WIDTH=width, GROUPS=groups, RANK=rank,
+        PADDED=triton.next_power_of_2(rank), NORM=norm is not None, GATED=gated, ADD=adds, PROGRAMS=programs, LOW_ROWS=EXPAND_ROWS,
+        LOW_BLOCK=SHRINK_BLOCK, LOW_BLOCKS=triton.cdiv(width, SHRINK_BLOCK),
+        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **early_launch(x_1D),
     )  # fmt: skip
     return out_1N
