@@ -11,12 +11,16 @@ from models.weights.matrix import Matrix
 class StepSlots:
     """Slots of the tokens of the current forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrived_M: torch.Tensor | None = None) -> None:
+        """`arrived_M` are the counters of all matrices, see `LowRank`."""
         self._by_length: dict[int, torch.Tensor] = {}
+        self._arrived_M = arrived_M
 
     def begin(self, slots_T: torch.Tensor | None, wanted_S: torch.Tensor) -> None:
         """Use these slots (int32, -1: no adapter); None: no token has an adapter. The last layer may continue with the tokens `wanted_S`
         only, which are then fewer: the number of a product's inputs tells which tokens they are."""
+        if self._arrived_M is not None and slots_T is not None and len(slots_T) == 1:
+            self._arrived_M.zero_()
         self._by_length = {} if slots_T is None else {len(wanted_S): slots_T[wanted_S], len(slots_T): slots_T}
 
     def end(self) -> None:

@@ -27,7 +27,9 @@ class AdapterSlots:
     """Slots of a loaded model, whose matrices it replaces by adapted ones. Call it after `finish` and before anything is captured."""
 
     def __init__(self, model: LanguageModel, backend: Backend, num_slots: int, max_rank: int) -> None:
-        self._steps, self._tower_slot = StepSlots(), TowerSlot()
+        matrices = [module for module in model.modules() if isinstance(module, FusedColumnParallelLinear | RowParallelLinear)]
+        self._arrived = iter(arrived_M := torch.zeros(len(matrices), dtype=torch.int32, device=model.device))
+        self._steps, self._tower_slot = StepSlots(arrived_M), TowerSlot()
         self._model, self._backend, self._num_slots = model, backend, num_slots
         self._rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._ops: LowRankOps = imported(OPS[backend.name])()
@@ -73,7 +75,7 @@ class AdapterSlots:
 
     def _wrap(self, module: FusedColumnParallelLinear | RowParallelLinear, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
         model = self._model
-        low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype)
+        low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype, next(self._arrived)[None])
         module.weight = AdaptedMatrix(module.weight, low_rank, self._steps, self._backend.ops, self._ops)
         return low_rank
 
