@@ -1,6 +1,7 @@
 """Low-rank matrices of all slots for one product, and the operation on them."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -27,11 +28,12 @@ class LowRank:
     ranges: tuple[tuple[int, int, int], ...]  # first, last, group
     blocks_B3: torch.Tensor  # int32: the ranges cut into blocks of at most BLOCK_ROWS rows
     groups_N: torch.Tensor  # int32: group of each row
-    arrived_1: torch.Tensor  # int32: scratch of the product of a single token, 0 before it
+    shrunk_GR: torch.Tensor  # int32: scratch of the product of a single token: PENDING before it, then bits of float32
     alignment: int  # largest power of two, at most RANK_STEP, of which the ranges' bounds are multiples
 
 
 BLOCK_ROWS = 64
+PENDING = -1  # as float32 it is not a number, and not the one that a GPU computes
 
 
 def make_low_rank(
@@ -41,7 +43,7 @@ def make_low_rank(
     ranges: tuple[tuple[int, int, int], ...],
     device: torch.device,
     dtype: torch.dtype,
-    arrived_1: torch.Tensor | None = None,
+    shrunk_GR: torch.Tensor | None = None,
 ) -> LowRank:
     groups, outputs = 1 + max(group for _, _, group in ranges), max(last for _, last, _ in ranges)
     blocks = [(start, min(start + BLOCK_ROWS, last), group) for first, last, group in ranges for start in range(first, last, BLOCK_ROWS)]
@@ -52,7 +54,7 @@ def make_low_rank(
         ranges=ranges,
         blocks_B3=torch.tensor(blocks, dtype=torch.int32, device=device),
         groups_N=torch.cat([torch.full((last - first,), group, dtype=torch.int32) for first, last, group in ranges]).to(device),
-        arrived_1=torch.zeros(1, dtype=torch.int32, device=device) if arrived_1 is None else arrived_1,
+        shrunk_GR=torch.full((groups, rank), PENDING, dtype=torch.int32, device=device) if shrunk_GR is None else shrunk_GR,
         alignment=math.gcd(RANK_STEP, *(bound for first, last, _ in ranges for bound in (first, last))),
     )
 
@@ -60,8 +62,11 @@ def make_low_rank(
 class LowRankOps(Protocol):
     """Operations of a backend on low-rank matrices."""
 
-    def add_(self, out_TN: torch.Tensor, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
-        """out += the low-rank product of each token's slot, int32; -1: none."""
+    def shrink(self, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
+        """Return A @ x with A of each token's slot, int32 (-1: none), in parts: (parts, T, groups * ranks). Other values are undefined."""
+
+    def expand_(self, out_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
+        """out += B of each token's slot @ the sum of the parts."""
 
     def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
         """Return silu(first half) * second half."""
@@ -73,16 +78,28 @@ class LowRankOps(Protocol):
         result, or the residual stream to which it is added; None: a new tensor."""
 
 
+def _tokens_of(slots_T: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    for slot in slots_T.unique().tolist():
+        if slot >= 0:
+            yield slot, (slots_T == slot).nonzero()[:, 0]
+
+
 class TorchLowRank:
     """See `LowRankOps`: the reference. Products are float32."""
 
-    def add_(self, out_TN: torch.Tensor, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
-        for slot in slots_T.unique().tolist():
-            tokens = (slots_T == slot).nonzero()[:, 0]
-            for first, last, group in low_rank.ranges if slot >= 0 else ():
+    def shrink(self, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
+        shrunk_TGR = x_TK.new_zeros((len(x_TK), *low_rank.a_SGRK.shape[1:3]), dtype=torch.float32)
+        for slot, tokens in _tokens_of(slots_T):
+            for group, rank in enumerate(low_rank.ranks_SG[slot].tolist()):
+                shrunk_TGR[tokens, group, :rank] = x_TK[tokens].float() @ low_rank.a_SGRK[slot, group, :rank].float().t()
+        return shrunk_TGR.flatten(1)[None]
+
+    def expand_(self, out_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
+        shrunk_TGR = shrunk_PTR.sum(0).unflatten(1, low_rank.a_SGRK.shape[1:3])
+        for slot, tokens in _tokens_of(slots_T):
+            for first, last, group in low_rank.ranges:
                 rank = int(low_rank.ranks_SG[slot, group])
-                shrunk_TR = x_TK[tokens].float() @ low_rank.a_SGRK[slot, group, :rank].float().t()
-                change = shrunk_TR @ low_rank.b_SNR[slot, first:last, :rank].float().t()
+                change = shrunk_TGR[tokens, group, :rank] @ low_rank.b_SNR[slot, first:last, :rank].float().t()
                 out_TN[tokens, first:last] = (out_TN[tokens, first:last].float() + change).to(out_TN.dtype)
 
     def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:

@@ -4,23 +4,23 @@ import torch
 
 from models.kernels.ops import Ops
 from models.kernels.stream import Activation, Normed, Residual, Rounded, RowClass
-from models.lora.low_rank import LowRank, LowRankOps, Product
+from models.lora.low_rank import PENDING, LowRank, LowRankOps, Product
 from models.weights.matrix import Matrix
 
 
 class StepSlots:
     """Slots of the tokens of the current forward pass."""
 
-    def __init__(self, arrived_M: torch.Tensor | None = None) -> None:
-        """`arrived_M` are the counters of all matrices, see `LowRank`."""
+    def __init__(self, scratch_XR: torch.Tensor | None = None) -> None:
+        """`scratch_XR` has `LowRank.shrunk_GR` of all matrices."""
         self._by_length: dict[int, torch.Tensor] = {}
-        self._arrived_M = arrived_M
+        self._scratch_XR = scratch_XR
 
     def begin(self, slots_T: torch.Tensor | None, wanted_S: torch.Tensor) -> None:
         """Use these slots (int32, -1: no adapter); None: no token has an adapter. The last layer may continue with the tokens `wanted_S`
         only, which are then fewer: the number of a product's inputs tells which tokens they are."""
-        if self._arrived_M is not None and slots_T is not None and len(slots_T) == 1:
-            self._arrived_M.zero_()
+        if self._scratch_XR is not None and slots_T is not None and len(slots_T) == 1:
+            self._scratch_XR.fill_(PENDING)
         self._by_length = {} if slots_T is None else {len(wanted_S): slots_T[wanted_S], len(slots_T): slots_T}
 
     def end(self) -> None:
@@ -45,9 +45,10 @@ class AdaptedMatrix(Matrix):
             return super().product(x_TX, rows, out_TN)
         if (fused_TN := self._fused("product", x_TX, rows, out_TN)) is not None:
             return fused_TN
-        x_TK = self._values(x_TX)
+        x_TK, slots_T = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
+        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots_T)
         out_TN = super().product(x_TK, rows, out_TN)
-        self._add(out_TN, x_TK)
+        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self.low_rank, slots_T)
         return out_TN
 
     def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
@@ -63,16 +64,15 @@ class AdaptedMatrix(Matrix):
         assert residual.parts_STD is None, "the parts of the product before were not added"
         if self._fused("add_to", x_TX, rows, residual.sum_TD) is not None:
             return
-        x_TK = self._values(x_TX)
+        x_TK, slots_T = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
+        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots_T)
         super().add_to(residual, x_TK, rows)
-        self._add(residual.sum_TD if residual.parts_STD is None else residual.parts_STD[0], x_TK)
+        out_TN = residual.sum_TD if residual.parts_STD is None else residual.parts_STD[0]
+        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self.low_rank, slots_T)
 
     def _fused(self, product: Product, x_TX: Activation, rows: RowClass, out: torch.Tensor | None) -> torch.Tensor | None:
         slots_T = self._slots.of(_num_tokens(x_TX))
         return self._low_rank_ops.fused(product, x_TX, self.storage, self.low_rank, rows, slots_T, out)
-
-    def _add(self, out_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
-        self._low_rank_ops.add_(out_TN, x_TK, self.low_rank, self._slots.of(len(x_TK)))
 
     def _values(self, x_TX: Activation) -> torch.Tensor:
         """Return the inputs; those of a norm are computed once for both products."""

@@ -27,12 +27,13 @@ class AdapterSlots:
     """Slots of a loaded model, whose matrices it replaces by adapted ones. Call it after `finish` and before anything is captured."""
 
     def __init__(self, model: LanguageModel, backend: Backend, num_slots: int, max_rank: int) -> None:
-        matrices = [module for module in model.modules() if isinstance(module, FusedColumnParallelLinear | RowParallelLinear)]
-        self._arrived = iter(arrived_M := torch.zeros(len(matrices), dtype=torch.int32, device=model.device))
-        self._steps, self._tower_slot = StepSlots(arrived_M), TowerSlot()
+        self._tower_slot = TowerSlot()
         self._model, self._backend, self._num_slots = model, backend, num_slots
         self._rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._ops: LowRankOps = imported(OPS[backend.name])()
+        num_groups = sum(len({part.name for part in each.parts}) if isinstance(each, FusedColumnParallelLinear) else 1 for each in model.modules())
+        self._scratch_XR = torch.empty((num_groups, self._rank), dtype=torch.int32, device=model.device)  # more than matrices need
+        self._steps, self._num_taken = StepSlots(self._scratch_XR), 0
         self._writers: dict[str, Write] = {}
         for path, module in list(model.named_modules()):
             if path.startswith(DECODER) and isinstance(module, FusedColumnParallelLinear):
@@ -75,7 +76,9 @@ class AdapterSlots:
 
     def _wrap(self, module: FusedColumnParallelLinear | RowParallelLinear, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
         model = self._model
-        low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype, next(self._arrived)[None])
+        scratch_GR = self._scratch_XR[self._num_taken :][: 1 + max(group for _, _, group in ranges)]
+        self._num_taken += len(scratch_GR)
+        low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype, scratch_GR)
         module.weight = AdaptedMatrix(module.weight, low_rank, self._steps, self._backend.ops, self._ops)
         return low_rank
 

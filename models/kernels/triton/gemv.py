@@ -32,15 +32,15 @@ def _norm(
 
 
 @triton.jit
-def _gemv(
-    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr,
-    NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
-    BLOCKS: constexpr,
+def multiply_rows(
+    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, program: tensor, num_programs: tensor,
+    OUT: constexpr, WIDTH: constexpr, NORM: constexpr, KEPT: constexpr, GATED: constexpr, RAW: constexpr, ADD: constexpr,
+    OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr, BLOCKS: constexpr,
 ) -> None:  # fmt: skip
     """One program: every num_programs-th group of ROWS values. The next weights are prefetched during a product, the first before the
-    preceding kernel has finished: weights are constant."""
-    column, row = tl.arange(0, BLOCK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    step = tl.num_programs(0) * ROWS
+    preceding kernel has finished: weights are constant. If RAW, the halves of a gated product are stored as they are, one after the other."""
+    column, row = tl.arange(0, BLOCK), program * ROWS + tl.arange(0, ROWS)
+    step = num_programs * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     gate = _fetch(place, row, column, OUT, WIDTH)
     up = gate
@@ -50,7 +50,7 @@ def _gemv(
     value = floats(x + column, column < WIDTH)
     if NORM:
         value = _norm(value, norm_weight, normed, eps, column, WIDTH, KEPT)
-    for _ in range(tl.program_id(0) * ROWS, OUT, step):
+    for _ in range(program * ROWS, OUT, step):
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for block in tl.static_range(BLOCKS):
             first = ((block + 1) % BLOCKS) * BLOCK  # column of the next weights, possibly of the next group
@@ -68,12 +68,28 @@ def _gemv(
             gate = next_gate
         result = tl.sum(total, 1)
         if GATED:
-            result = result / (1 + tl.exp(-result)) * tl.sum(up.to(tl.float32) * value[None, :], 1)
+            result_up = tl.sum(up.to(tl.float32) * value[None, :], 1)
+            if RAW:
+                tl.store(out + OUT + row, result_up, row < OUT)
+            else:
+                result = result / (1 + tl.exp(-result)) * result_up
             up = next_up
         if ADD:
             result += floats(out + row, row < OUT)
         tl.store(out + row, result.to(out.dtype.element_ty), row < OUT)
         row += step
+
+
+@triton.jit
+def _gemv(
+    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr,
+    NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    BLOCKS: constexpr,
+) -> None:  # fmt: skip
+    multiply_rows(
+        x, norm_weight, weight, out, normed, eps, tl.program_id(0), tl.num_programs(0), OUT, WIDTH, NORM, KEPT, GATED, False, ADD, OVERLAP,
+        ROWS, BLOCK, BLOCKS,
+    )  # fmt: skip
 
 
 def gemv(

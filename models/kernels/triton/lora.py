@@ -4,6 +4,8 @@ A program has a tile of tokens and every n-th slot, and skips slots that none of
 depend on shapes alone, as CUDA graphs require.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,12 +21,31 @@ from models.weights.plain import Plain
 
 RANKS = tl.constexpr(16)  # rank of a tile, see `RANK_STEP`
 LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a tile
+MANY_TOKENS = 64
+MOST_VALUES = 1 << 31  # of the matrices, whose offsets are int32
 COLUMNS = 128  # inputs of one product of tiles
 SPLIT_COLUMNS, MOST_SPLITS = 1024, 8  # of the inputs, with few tokens
 FEW_TOKENS = 256  # with more, tokens of a tile have mostly one slot
 SHRINK_SLOTS = 16  # most programs that share the slots of a tile with few tokens
 EXPAND_SLOTS = 4  # slots of a program with few tokens
-WARPS, MANY_WARPS = 4, 8  # many: of the larger tile when expanding
+REPEATS = 4  # blocks of a program with many tokens
+WARPS, EXPAND_WARPS = 4, 4
+EARLY = False
+
+
+class _Tiles(NamedTuple):
+    tokens: int
+    count: int
+    is_many: bool
+    shrink_sets: int  # programs that share the slots of a tile
+    slots: int  # of a program when expanding
+
+
+def _tiles_of(num_tokens: int, num_slots: int) -> _Tiles:
+    is_many = num_tokens > FEW_TOKENS
+    tokens = MANY_TOKENS if is_many else LEAST_TOKENS if num_tokens <= LEAST_TOKENS else MOST_TOKENS
+    slots = 1 if is_many else min(EXPAND_SLOTS, triton.next_power_of_2(num_slots))
+    return _Tiles(tokens, triton.cdiv(num_tokens, tokens), is_many, 1 if is_many else min(num_slots, SHRINK_SLOTS), slots)
 
 
 @triton.jit
@@ -54,7 +75,7 @@ def _shrink(
     for slot in range(first_slot, last_slot, step):
         own = slot_of_token == slot
         if (first < num_ranks) & (tl.max(own.to(tl.int32), 0) > 0):
-            matrix = a + (slot * GROUPS + group).to(tl.int64) * RANK * WIDTH + row[None, :] * WIDTH
+            matrix = a + (slot * GROUPS + group) * (RANK * WIDTH) + row[None, :] * WIDTH
             total = tl.zeros((TOKENS, RANKS), tl.float32)
             for start in range(split * SPLIT_WIDTH, end, COLUMNS):
                 column = start + tl.arange(0, COLUMNS)
@@ -69,66 +90,79 @@ def _shrink(
 def _expand(
     shrunk: tensor, b: tensor, slots: tensor, ranks: tensor, blocks: tensor, out: tensor, num_tokens: tensor, stride: tensor,
     OUT: constexpr, NUM_SLOTS: constexpr, SLOTS: constexpr, GROUPS: constexpr, RANK: constexpr, SPLITS: constexpr, TOKENS: constexpr,
-    ROWS: constexpr, ALIGNMENT: constexpr, MANY: constexpr, OVERLAP: constexpr,
+    ROWS: constexpr, ALIGNMENT: constexpr, MANY: constexpr, NUM_BLOCKS: constexpr, REPEATS: constexpr, EARLY: constexpr,
+    OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (t, block, slots): out += B @ (the sum of `shrunk`) for rows of one group. B of several slots is one matrix with their
-    ranks as columns, and `shrunk` of a token is 0 but for those of its slot."""
-    begin = tl.multiple_of(tl.load(blocks + tl.program_id(1) * 3), ALIGNMENT)
-    end = tl.multiple_of(tl.load(blocks + tl.program_id(1) * 3 + 1), ALIGNMENT)
-    group = tl.load(blocks + tl.program_id(1) * 3 + 2)
-    row, rank, column = begin + tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, SLOTS * RANKS)
+    """Program (t, blocks, slots): out += B @ (the sum of `shrunk`) for rows of REPEATS blocks, each of one group. B of several slots is
+    one matrix with their ranks as columns, and `shrunk` of a token is 0 but for those of its slot."""
+    rank, column, first_block = tl.arange(0, RANKS), tl.arange(0, SLOTS * RANKS), tl.program_id(1) * REPEATS
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot_of_token = tl.load(slots + token, token < num_tokens, -1)
     first_slot, last_slot = tl.program_id(2) * SLOTS, min(NUM_SLOTS, (tl.program_id(2) + 1) * SLOTS)
     if MANY:
         first_slot, last_slot = _slots_between(slot_of_token, NUM_SLOTS)
     is_own = (slot_of_token >= first_slot) & (slot_of_token < last_slot)
+    begin, end = tl.load(blocks + first_block * 3), tl.load(blocks + first_block * 3 + 1)
+    group = tl.load(blocks + first_block * 3 + 2)
     num_ranks = tl.load(ranks + slot_of_token * GROUPS + group, is_own, 0)
-    inside = (num_ranks > 0)[:, None] & (row < end)[None, :]
-    most = tl.max(num_ranks, 0)
     await_previous_kernel(OVERLAP)
-    if most > 0:
-        total = tl.zeros((TOKENS, ROWS), tl.float32)
-        for first in range(0, most, RANKS):
-            values = tl.zeros((TOKENS, RANKS), tl.float32)
-            for split in tl.static_range(SPLITS):
-                inputs = (split * num_tokens + token)[:, None] * (GROUPS * RANK) + group * RANK + first + rank[None, :]
-                values += tl.load(shrunk + inputs, (first < num_ranks)[:, None], 0.0)
-            for base in range(first_slot, last_slot, SLOTS):
-                slot = base + column // RANKS
-                used = (slot < last_slot) & (tl.max((slot_of_token[:, None] == slot[None, :]).to(tl.int32), 0) > 0)
-                used = tl.max_constancy(used & (first < tl.load(ranks + slot * GROUPS + group, used, 0)), RANKS)
-                place = (slot.to(tl.int64) * (OUT * RANK) + first + column % RANKS)[:, None] + row[None, :] * RANK
-                weights = tl.load(b + place, used[:, None] & (row < end)[None, :], 0.0)
-                is_of = slot_of_token[:, None] == (base + tl.arange(0, SLOTS))[None, :]
-                spread = tl.where(is_of[:, :, None], values[:, None, :], 0.0)
-                total = tl.dot(tl.reshape(spread, (TOKENS, SLOTS * RANKS)).to(weights.dtype), weights, total, input_precision="ieee")
-        target = out + token[:, None] * stride + row[None, :]
-        tl.store(target, (floats(target, inside) + total).to(out.dtype.element_ty), inside)
+    for i in range(REPEATS):
+        begin, end = tl.multiple_of(begin, ALIGNMENT), tl.multiple_of(end, ALIGNMENT)
+        row, most = begin + tl.arange(0, ROWS), tl.max(num_ranks, 0)
+        if most > 0:
+            inside, target = (num_ranks > 0)[:, None] & (row < end)[None, :], out + token[:, None] * stride + row[None, :]
+            total = floats(target, inside) if EARLY else tl.zeros((TOKENS, ROWS), tl.float32)
+            for first in range(0, most, RANKS):
+                values = tl.zeros((TOKENS, RANKS), tl.float32)
+                for split in tl.static_range(SPLITS):
+                    inputs = (split * num_tokens + token)[:, None] * (GROUPS * RANK) + group * RANK + first + rank[None, :]
+                    values += tl.load(shrunk + inputs, (first < num_ranks)[:, None], 0.0)
+                for base in range(first_slot, last_slot, SLOTS):
+                    slot = base + column // RANKS
+                    used = (slot < last_slot) & (tl.max((slot_of_token[:, None] == slot[None, :]).to(tl.int32), 0) > 0)
+                    used = tl.max_constancy(used & (first < tl.load(ranks + slot * GROUPS + group, used, 0)), RANKS)
+                    place = (slot * (OUT * RANK) + first + column % RANKS)[:, None] + row[None, :] * RANK
+                    weights = tl.load(b + place, used[:, None] & (row < end)[None, :], 0.0)
+                    is_of = slot_of_token[:, None] == (base + tl.arange(0, SLOTS))[None, :]
+                    spread = tl.reshape(tl.where(is_of[:, :, None], values[:, None, :], 0.0), (TOKENS, SLOTS * RANKS))
+                    total = tl.dot(spread.to(weights.dtype), weights, total, input_precision="ieee")
+            if not EARLY:
+                total += floats(target, inside)
+            tl.store(target, total.to(out.dtype.element_ty), inside)
+        if i + 1 < REPEATS:
+            block = first_block + i + 1
+            is_there = block < NUM_BLOCKS
+            begin, end = tl.load(blocks + block * 3, is_there, 0), tl.load(blocks + block * 3 + 1, is_there, 0)
+            group = tl.load(blocks + block * 3 + 2, is_there, 0)
+            num_ranks = tl.load(ranks + slot_of_token * GROUPS + group, is_own, 0)
 
 
 class TritonLowRank:
     """See `LowRankOps`. For contiguous inputs and results with contiguous rows."""
 
-    def add_(self, out_TN: torch.Tensor, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
+    def shrink(self, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
         num_slots, groups, rank, width = low_rank.a_SGRK.shape
-        num_tokens, is_many = len(x_TK), len(x_TK) > FEW_TOKENS
-        num_splits = 1 if is_many else min(MOST_SPLITS, triton.cdiv(width, SPLIT_COLUMNS))
-        assert x_TK.is_contiguous() and out_TN.stride(1) == 1 and len(slots_T) == num_tokens
-        tokens = LEAST_TOKENS if num_tokens <= LEAST_TOKENS else MOST_TOKENS
-        tiles, part = triton.cdiv(num_tokens, tokens), triton.cdiv(triton.cdiv(width, num_splits), COLUMNS) * COLUMNS
-        shrunk = torch.empty((num_splits, num_tokens, groups * rank), dtype=torch.float32, device=x_TK.device)
-        common, launch = (slots_T, low_rank.ranks_SG), early_launch(x_TK)
-        slots = 1 if is_many else min(EXPAND_SLOTS, triton.next_power_of_2(num_slots))
-        sets = (1, 1) if is_many else (min(num_slots, SHRINK_SLOTS), triton.cdiv(num_slots, slots))
-        _shrink[(tiles, num_splits * groups * (rank // RANKS.value), sets[0])](
-            x_TK, low_rank.a_SGRK, *common, shrunk, num_tokens, WIDTH=width, NUM_SLOTS=num_slots,
-            GROUPS=groups, RANK=rank, SPLIT_WIDTH=part, TOKENS=tokens, COLUMNS=COLUMNS, MANY=is_many, num_warps=WARPS, **launch,
+        num_tokens, tiles = len(x_TK), _tiles_of(len(x_TK), num_slots)
+        splits = 1 if tiles.is_many else min(MOST_SPLITS, triton.cdiv(width, SPLIT_COLUMNS))
+        assert x_TK.is_contiguous() and len(slots_T) == num_tokens and low_rank.a_SGRK.numel() < MOST_VALUES
+        shrunk_STR = torch.empty((splits, num_tokens, groups * rank), dtype=torch.float32, device=x_TK.device)
+        _shrink[(tiles.count, splits * groups * (rank // RANKS.value), tiles.shrink_sets)](
+            x_TK, low_rank.a_SGRK, slots_T, low_rank.ranks_SG, shrunk_STR, num_tokens, WIDTH=width, NUM_SLOTS=num_slots, GROUPS=groups,
+            RANK=rank, SPLIT_WIDTH=triton.cdiv(triton.cdiv(width, splits), COLUMNS) * COLUMNS, TOKENS=tiles.tokens, COLUMNS=COLUMNS,
+            MANY=tiles.is_many, num_warps=WARPS, **early_launch(x_TK),
         )  # fmt: skip
-        _expand[(tiles, len(low_rank.blocks_B3), sets[1])](
-            shrunk, low_rank.b_SNR, *common, low_rank.blocks_B3, out_TN, num_tokens, out_TN.stride(0), OUT=low_rank.b_SNR.shape[1],
-            NUM_SLOTS=num_slots, SLOTS=slots, GROUPS=groups, RANK=rank, SPLITS=num_splits, TOKENS=tokens, ROWS=BLOCK_ROWS,
-            ALIGNMENT=low_rank.alignment, MANY=is_many, num_warps=WARPS if tokens == LEAST_TOKENS else MANY_WARPS, **launch,
+        return shrunk_STR
+
+    def expand_(self, out_TN: torch.Tensor, shrunk: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
+        num_slots, groups, rank, _ = low_rank.a_SGRK.shape
+        num_blocks, tiles = len(low_rank.blocks_B3), _tiles_of(len(out_TN), num_slots)
+        assert out_TN.stride(1) == 1 and low_rank.b_SNR.numel() < MOST_VALUES
+        repeats = REPEATS if tiles.is_many else 1
+        _expand[(tiles.count, triton.cdiv(num_blocks, repeats), 1 if tiles.is_many else triton.cdiv(num_slots, tiles.slots))](
+            shrunk, low_rank.b_SNR, slots_T, low_rank.ranks_SG, low_rank.blocks_B3, out_TN, len(out_TN), out_TN.stride(0),
+            OUT=low_rank.b_SNR.shape[1], NUM_SLOTS=num_slots, SLOTS=tiles.slots, GROUPS=groups, RANK=rank, SPLITS=len(shrunk),
+            TOKENS=tiles.tokens, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, MANY=tiles.is_many, NUM_BLOCKS=num_blocks,
+            REPEATS=repeats, EARLY=EARLY, num_warps=EXPAND_WARPS, **early_launch(out_TN),
         )  # fmt: skip
 
     def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,8 @@ def test_low_rank_products(num_tokens: int, inputs: int, ranges: tuple[tuple[int
     outputs = low_rank.b_SNR.shape[1]
     ours = torch.randn((num_tokens, outputs + 3), generator=generator)
     expected = ours.clone()
-    TritonLowRank().add_(ours[:, :outputs], x_TK, low_rank, slots_T)
-    TorchLowRank().add_(expected[:, :outputs], x_TK, low_rank, slots_T)
+    for ops, found in ((TritonLowRank(), ours), (TorchLowRank(), expected)):
+        ops.expand_(found[:, :outputs], ops.shrink(x_TK, low_rank, slots_T), low_rank, slots_T)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -68,7 +68,8 @@ def test_products_of_one_token(product: Product, slot: int, inputs: int) -> None
     weight, slots = torch.randn((192, inputs), generator=generator), torch.tensor([slot], dtype=torch.int32)
     x: Activation = stream if product == "add_to" else Normed(stream, None, norm, 1e-3)
     expected = values_of(x) @ weight.t()
-    TorchLowRank().add_(expected, values_of(x), low_rank, slots)
+    reference = TorchLowRank()
+    reference.expand_(expected, reference.shrink(values_of(x), low_rank, slots), low_rank, slots)
     expected = {"product": expected, "swiglu": TorchLowRank().swiglu(expected), "add_to": expected + residual}[product]
     out = residual if product == "add_to" else None
     ours = TritonLowRank().fused(product, x, Plain(weight), low_rank, RowClass.SINGLE, slots, out)
