@@ -68,8 +68,9 @@ class LowRankOps(Protocol):
     def expand_(self, out_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
         """out += B of each token's slot @ the sum of the parts."""
 
-    def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
-        """Return silu(first half) * second half."""
+    def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
+        """Return silu(g) * u of the halves g and u of what `expand_` makes of `gate_up_TN`, which may change. Its blocks of rows of both
+        halves are alike."""
 
     def fused(
         self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots_T: torch.Tensor, out: Out
@@ -102,7 +103,8 @@ class TorchLowRank:
                 change = shrunk_TGR[tokens, group, :rank] @ low_rank.b_SNR[slot, first:last, :rank].float().t()
                 out_TN[tokens, first:last] = (out_TN[tokens, first:last].float() + change).to(out_TN.dtype)
 
-    def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
+    def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
+        self.expand_(gate_up_TN, shrunk_PTR, low_rank, slots_T)
         gate, up = gate_up_TN.chunk(2, dim=-1)
         return F.silu(gate) * up
 

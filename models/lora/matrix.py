@@ -54,8 +54,11 @@ class AdaptedMatrix(Matrix):
     def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
         if not self._slots:
             return super().swiglu(x_TX, rows)
-        fused_TN = self._fused("swiglu", x_TX, rows, None)
-        return self._low_rank_ops.swiglu(self.product(x_TX, rows)) if fused_TN is None else fused_TN
+        if (fused_TN := self._fused("swiglu", x_TX, rows, None)) is not None:
+            return fused_TN
+        x_TK, slots_T = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
+        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots_T)
+        return self._low_rank_ops.expand_swiglu(super().product(x_TK, rows), shrunk_PTR, self.low_rank, slots_T)
 
     def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         if not self._slots:

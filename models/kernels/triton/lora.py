@@ -15,22 +15,18 @@ from models.kernels.stream import Activation, RowClass
 from models.kernels.triton.activations import single_of
 from models.kernels.triton.launch import await_previous_kernel, early_launch, floats
 from models.kernels.triton.lora_single import adapted_gemv
-from models.kernels.triton.text import swiglu
 from models.lora.low_rank import BLOCK_ROWS, LowRank, Out, Product
 from models.weights.plain import Plain
 
 RANKS = tl.constexpr(16)  # rank of a tile, see `RANK_STEP`
 LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a tile
-MANY_TOKENS = 64
 MOST_VALUES = 1 << 31  # of the matrices, whose offsets are int32
 COLUMNS = 128  # inputs of one product of tiles
 SPLIT_COLUMNS, MOST_SPLITS = 1024, 8  # of the inputs, with few tokens
 FEW_TOKENS = 256  # with more, tokens of a tile have mostly one slot
 SHRINK_SLOTS = 16  # most programs that share the slots of a tile with few tokens
-EXPAND_SLOTS = 4  # slots of a program with few tokens
-REPEATS = 4  # blocks of a program with many tokens
-WARPS, EXPAND_WARPS = 4, 4
-EARLY = False
+EXPAND_SLOTS = 8  # slots of a program with few tokens
+WARPS, GATED_WARPS = 4, 8
 
 
 class _Tiles(NamedTuple):
@@ -42,8 +38,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles_of(num_tokens: int, num_slots: int) -> _Tiles:
-    is_many = num_tokens > FEW_TOKENS
-    tokens = MANY_TOKENS if is_many else LEAST_TOKENS if num_tokens <= LEAST_TOKENS else MOST_TOKENS
+    tokens, is_many = LEAST_TOKENS if num_tokens <= LEAST_TOKENS else MOST_TOKENS, num_tokens > FEW_TOKENS
     slots = 1 if is_many else min(EXPAND_SLOTS, triton.next_power_of_2(num_slots))
     return _Tiles(tokens, triton.cdiv(num_tokens, tokens), is_many, 1 if is_many else min(num_slots, SHRINK_SLOTS), slots)
 
@@ -86,55 +81,72 @@ def _shrink(
         num_ranks = tl.load(ranks + (slot + step) * GROUPS + group, slot + step < last_slot, 0)
 
 
+@triton.jit
+def _plus_low_rank(
+    total: tensor, shrunk: tensor, b: tensor, ranks: tensor, token: tensor, slot_of_token: tensor, is_own: tensor, row: tensor, end: tensor,
+    group: tensor, first_slot: tensor, last_slot: tensor, num_tokens: tensor, OUT: constexpr, SLOTS: constexpr, GROUPS: constexpr,
+    RANK: constexpr, SPLITS: constexpr, TOKENS: constexpr,
+) -> tensor:  # fmt: skip
+    """Return `total` + B @ (the sum of `shrunk`) for rows of one group. B of several slots is one matrix with their ranks as columns, and
+    `shrunk` of a token is 0 but for those of its slot."""
+    rank, column = tl.arange(0, RANKS), tl.arange(0, SLOTS * RANKS)
+    num_ranks = tl.load(ranks + slot_of_token * GROUPS + group, is_own & (slot_of_token >= 0), 0)
+    for first in range(0, tl.max(num_ranks, 0), RANKS):
+        values = tl.zeros((TOKENS, RANKS), tl.float32)
+        for split in tl.static_range(SPLITS):
+            inputs = (split * num_tokens + token)[:, None] * (GROUPS * RANK) + group * RANK + first + rank[None, :]
+            values += tl.load(shrunk + inputs, (first < num_ranks)[:, None], 0.0)
+        factors = values.to(b.dtype.element_ty)
+        for base in range(first_slot, last_slot, SLOTS):
+            slot = base + tl.arange(0, SLOTS)
+            is_of = slot_of_token[:, None] == slot[None, :]
+            present = (slot < last_slot) & (tl.max(is_of.to(tl.int32), 0) > 0)
+            used = (first < tl.load(ranks + slot * GROUPS + group, present, 0)).to(tl.int32)
+            used = tl.max_constancy(tl.reshape(tl.broadcast_to(used[:, None], (SLOTS, RANKS)), (SLOTS * RANKS,)) > 0, RANKS)
+            place = ((base + column // RANKS) * (OUT * RANK) + first + column % RANKS)[:, None] + row[None, :] * RANK
+            weights = tl.load(b + place, used[:, None] & (row < end)[None, :], 0.0)
+            spread = tl.reshape(tl.where(is_of[:, :, None], factors[:, None, :], 0.0), (TOKENS, SLOTS * RANKS))
+            total = tl.dot(spread.to(weights.dtype), weights, total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand(
-    shrunk: tensor, b: tensor, slots: tensor, ranks: tensor, blocks: tensor, out: tensor, num_tokens: tensor, stride: tensor,
-    OUT: constexpr, NUM_SLOTS: constexpr, SLOTS: constexpr, GROUPS: constexpr, RANK: constexpr, SPLITS: constexpr, TOKENS: constexpr,
-    ROWS: constexpr, ALIGNMENT: constexpr, MANY: constexpr, NUM_BLOCKS: constexpr, REPEATS: constexpr, EARLY: constexpr,
-    OVERLAP: constexpr,
+    shrunk: tensor, b: tensor, slots: tensor, ranks: tensor, blocks: tensor, groups: tensor, product: tensor, out: tensor,
+    num_tokens: tensor, stride: tensor, OUT: constexpr, NUM_SLOTS: constexpr, SLOTS: constexpr, GROUPS: constexpr, RANK: constexpr,
+    SPLITS: constexpr, TOKENS: constexpr, ROWS: constexpr, ALIGNMENT: constexpr, GATED: constexpr, MANY: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (t, blocks, slots): out += B @ (the sum of `shrunk`) for rows of REPEATS blocks, each of one group. B of several slots is
-    one matrix with their ranks as columns, and `shrunk` of a token is 0 but for those of its slot."""
-    rank, column, first_block = tl.arange(0, RANKS), tl.arange(0, SLOTS * RANKS), tl.program_id(1) * REPEATS
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """Program (t, block, slots): out = product + B @ (the sum of `shrunk`) for rows of one group and tokens with an adapter. If GATED,
+    silu(g) * u of the halves g and u of that, for all tokens."""
+    begin = tl.multiple_of(tl.load(blocks + tl.program_id(1) * 3), ALIGNMENT)
+    end = tl.multiple_of(tl.load(blocks + tl.program_id(1) * 3 + 1), ALIGNMENT)
+    group = tl.load(blocks + tl.program_id(1) * 3 + 2)
+    row, token = begin + tl.arange(0, ROWS), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot_of_token = tl.load(slots + token, token < num_tokens, -1)
     first_slot, last_slot = tl.program_id(2) * SLOTS, min(NUM_SLOTS, (tl.program_id(2) + 1) * SLOTS)
+    is_own = (slot_of_token >= first_slot) & (slot_of_token < last_slot)
+    if GATED:
+        is_own |= (slot_of_token < tl.where(tl.program_id(2) == 0, 0, -1)) & (token < num_tokens)
     if MANY:
         first_slot, last_slot = _slots_between(slot_of_token, NUM_SLOTS)
-    is_own = (slot_of_token >= first_slot) & (slot_of_token < last_slot)
-    begin, end = tl.load(blocks + first_block * 3), tl.load(blocks + first_block * 3 + 1)
-    group = tl.load(blocks + first_block * 3 + 2)
-    num_ranks = tl.load(ranks + slot_of_token * GROUPS + group, is_own, 0)
+        is_own = (slot_of_token >= (-1 if GATED else 0)) & (token < num_tokens)
     await_previous_kernel(OVERLAP)
-    for i in range(REPEATS):
-        begin, end = tl.multiple_of(begin, ALIGNMENT), tl.multiple_of(end, ALIGNMENT)
-        row, most = begin + tl.arange(0, ROWS), tl.max(num_ranks, 0)
-        if most > 0:
-            inside, target = (num_ranks > 0)[:, None] & (row < end)[None, :], out + token[:, None] * stride + row[None, :]
-            total = floats(target, inside) if EARLY else tl.zeros((TOKENS, ROWS), tl.float32)
-            for first in range(0, most, RANKS):
-                values = tl.zeros((TOKENS, RANKS), tl.float32)
-                for split in tl.static_range(SPLITS):
-                    inputs = (split * num_tokens + token)[:, None] * (GROUPS * RANK) + group * RANK + first + rank[None, :]
-                    values += tl.load(shrunk + inputs, (first < num_ranks)[:, None], 0.0)
-                for base in range(first_slot, last_slot, SLOTS):
-                    slot = base + column // RANKS
-                    used = (slot < last_slot) & (tl.max((slot_of_token[:, None] == slot[None, :]).to(tl.int32), 0) > 0)
-                    used = tl.max_constancy(used & (first < tl.load(ranks + slot * GROUPS + group, used, 0)), RANKS)
-                    place = (slot * (OUT * RANK) + first + column % RANKS)[:, None] + row[None, :] * RANK
-                    weights = tl.load(b + place, used[:, None] & (row < end)[None, :], 0.0)
-                    is_of = slot_of_token[:, None] == (base + tl.arange(0, SLOTS))[None, :]
-                    spread = tl.reshape(tl.where(is_of[:, :, None], values[:, None, :], 0.0), (TOKENS, SLOTS * RANKS))
-                    total = tl.dot(spread.to(weights.dtype), weights, total, input_precision="ieee")
-            if not EARLY:
-                total += floats(target, inside)
-            tl.store(target, total.to(out.dtype.element_ty), inside)
-        if i + 1 < REPEATS:
-            block = first_block + i + 1
-            is_there = block < NUM_BLOCKS
-            begin, end = tl.load(blocks + block * 3, is_there, 0), tl.load(blocks + block * 3 + 1, is_there, 0)
-            group = tl.load(blocks + block * 3 + 2, is_there, 0)
-            num_ranks = tl.load(ranks + slot_of_token * GROUPS + group, is_own, 0)
+    if tl.max(is_own.to(tl.int32), 0) > 0:
+        inside, place = is_own[:, None] & (row < end)[None, :], token[:, None] * stride + row[None, :]
+        total = floats(product + place, inside)
+        total = _plus_low_rank(
+            total, shrunk, b, ranks, token, slot_of_token, is_own, row, end, group, first_slot, last_slot, num_tokens, OUT, SLOTS, GROUPS,
+            RANK, SPLITS, TOKENS,
+        )  # fmt: skip
+        if GATED:
+            up = floats(product + OUT // 2 + place, inside)
+            up = _plus_low_rank(
+                up, shrunk, b, ranks, token, slot_of_token, is_own, row + OUT // 2, end + OUT // 2, tl.load(groups + begin + OUT // 2),
+                first_slot, last_slot, num_tokens, OUT, SLOTS, GROUPS, RANK, SPLITS, TOKENS,
+            )  # fmt: skip
+            total = total / (1 + tl.exp(-total)) * up
+            place = token[:, None] * (OUT // 2) + row[None, :]
+        tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
 class TritonLowRank:
@@ -154,19 +166,12 @@ class TritonLowRank:
         return shrunk_STR
 
     def expand_(self, out_TN: torch.Tensor, shrunk: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
-        num_slots, groups, rank, _ = low_rank.a_SGRK.shape
-        num_blocks, tiles = len(low_rank.blocks_B3), _tiles_of(len(out_TN), num_slots)
-        assert out_TN.stride(1) == 1 and low_rank.b_SNR.numel() < MOST_VALUES
-        repeats = REPEATS if tiles.is_many else 1
-        _expand[(tiles.count, triton.cdiv(num_blocks, repeats), 1 if tiles.is_many else triton.cdiv(num_slots, tiles.slots))](
-            shrunk, low_rank.b_SNR, slots_T, low_rank.ranks_SG, low_rank.blocks_B3, out_TN, len(out_TN), out_TN.stride(0),
-            OUT=low_rank.b_SNR.shape[1], NUM_SLOTS=num_slots, SLOTS=tiles.slots, GROUPS=groups, RANK=rank, SPLITS=len(shrunk),
-            TOKENS=tiles.tokens, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, MANY=tiles.is_many, NUM_BLOCKS=num_blocks,
-            REPEATS=repeats, EARLY=EARLY, num_warps=EXPAND_WARPS, **early_launch(out_TN),
-        )  # fmt: skip
+        _launch_expand(shrunk, low_rank, slots_T, out_TN, out_TN, False)
 
-    def swiglu(self, gate_up_TN: torch.Tensor) -> torch.Tensor:
-        return swiglu(gate_up_TN)
+    def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
+        out_TI = gate_up_TN.new_empty((len(gate_up_TN), gate_up_TN.shape[1] // 2))
+        _launch_expand(shrunk, low_rank, slots_T, gate_up_TN, out_TI, True)
+        return out_TI
 
     def fused(
         self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots_T: torch.Tensor, out: Out
@@ -177,3 +182,17 @@ class TritonLowRank:
         is_gated = product == "swiglu"
         out_1N = x_1X.new_empty((1, len(storage.values) // (1 + is_gated))) if out is None else out
         return adapted_gemv(x_1X, storage.values, out_1N, low_rank, slots_T, norm, is_gated, adds=product == "add_to")
+
+
+def _launch_expand(
+    shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor, product_TN: torch.Tensor, out_TX: torch.Tensor, is_gated: bool
+) -> None:
+    num_slots, groups, rank, _ = low_rank.a_SGRK.shape
+    tiles = _tiles_of(len(product_TN), num_slots)
+    assert product_TN.stride(1) == 1 and low_rank.b_SNR.numel() < MOST_VALUES
+    _expand[(tiles.count, len(low_rank.blocks_B3) // (1 + is_gated), 1 if tiles.is_many else triton.cdiv(num_slots, tiles.slots))](
+        shrunk_PTR, low_rank.b_SNR, slots_T, low_rank.ranks_SG, low_rank.blocks_B3, low_rank.groups_N, product_TN, out_TX, len(product_TN),
+        product_TN.stride(0), OUT=low_rank.b_SNR.shape[1], NUM_SLOTS=num_slots, SLOTS=tiles.slots, GROUPS=groups, RANK=rank,
+        SPLITS=len(shrunk_PTR), TOKENS=tiles.tokens, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, MANY=tiles.is_many,
+        num_warps=GATED_WARPS if is_gated else WARPS, **early_launch(product_TN),
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from models.lora.low_rank import LowRank
 
 PENDING = tl.constexpr(low_rank_module.PENDING)
 MOST_LAST_ROWS = 32  # to which a program adds B @ (A @ x) at once
-REGISTERS = 128  # so that a multiprocessor runs as many programs as of `gemv`
+REGISTERS = 64  # so that a multiprocessor runs as many programs as of `gemv`
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
 from models.kernels.reference.norms import values_of
 from models.kernels.stream import Activation, Normed, RowClass
@@ -54,6 +55,22 @@ def test_low_rank_products(num_tokens: int, inputs: int, ranges: tuple[tuple[int
 
 
 @interpreted
+@pytest.mark.parametrize("num_tokens", [pytest.param(5, marks=in_gate), 70, 300])
+def test_swiglu(num_tokens: int) -> None:
+    """Tokens without an adapter are activated too."""
+    from models.kernels.triton.lora import TritonLowRank
+
+    generator = torch.Generator().manual_seed(3)
+    low_rank = random_low_rank(72, ((0, 80, 0), (80, 160, 1)), generator)
+    x_TK, gate_up = torch.randn((num_tokens, 72), generator=generator), torch.randn((num_tokens, 160), generator=generator)
+    slots_T = torch.randint(-1, len(RANKS), (num_tokens,), generator=generator, dtype=torch.int32)
+    found = [
+        ops.expand_swiglu(gate_up.clone(), ops.shrink(x_TK, low_rank, slots_T), low_rank, slots_T) for ops in (TritonLowRank(), TorchLowRank())
+    ]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
+
+
+@interpreted
 @pytest.mark.parametrize(("product", "slot", "inputs"), [
     pytest.param("product", 0, 72, marks=in_gate), ("product", 1, 1032), ("product", -1, 72), ("swiglu", 3, 72), ("add_to", 1, 1032),
 ])  # fmt: skip
@@ -70,7 +87,7 @@ def test_products_of_one_token(product: Product, slot: int, inputs: int) -> None
     expected = values_of(x) @ weight.t()
     reference = TorchLowRank()
     reference.expand_(expected, reference.shrink(values_of(x), low_rank, slots), low_rank, slots)
-    expected = {"product": expected, "swiglu": TorchLowRank().swiglu(expected), "add_to": expected + residual}[product]
+    expected = {"product": expected, "swiglu": silu(expected[:, :96]) * expected[:, 96:], "add_to": expected + residual}[product]
     out = residual if product == "add_to" else None
     ours = TritonLowRank().fused(product, x, Plain(weight), low_rank, RowClass.SINGLE, slots, out)
     assert ours is not None and (product != "add_to" or ours is residual)

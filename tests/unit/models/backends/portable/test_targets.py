@@ -265,6 +265,9 @@ def launch_lora() -> None:
     slot, norm = torch.zeros(1, dtype=torch.int32), (bf16(4096), 1e-6)
     adapted_gemv(bf16(1, 4096), bf16(6144, 4096), bf16(1, 6144), low_rank, slot, norm)
     halves = make_low_rank(4, 64, 4096, ((0, 12_288, 0), (12_288, 24_576, 1)), torch.device("cpu"), torch.bfloat16)
+    for num_tokens in (64, 1000):
+        slots_T, gate_up_TN = torch.zeros(num_tokens, dtype=torch.int32), bf16(num_tokens, 24_576)
+        TritonLowRank().expand_swiglu(gate_up_TN, TritonLowRank().shrink(bf16(num_tokens, 4096), halves, slots_T), halves, slots_T)
     adapted_gemv(bf16(1, 4096), bf16(24_576, 4096), bf16(1, 12_288), halves, slot, norm, gated=True)
     down = make_low_rank(4, 64, 12_288, ((0, 4096, 0),), torch.device("cpu"), torch.bfloat16)
     adapted_gemv(bf16(1, 12_288), bf16(4096, 12_288), bf16(1, 4096), down, slot, adds=True)
