@@ -14,7 +14,7 @@ from models.lora.low_rank import LowRank
 
 PENDING = tl.constexpr(low_rank_module.PENDING)
 MOST_LAST_ROWS = 32  # to which a program adds B @ (A @ x) at once
-REGISTERS = 64  # so that a multiprocessor runs as many programs as of `gemv`
+REGISTERS = 128  # so that a multiprocessor runs as many programs as of `gemv`
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def adapted_gemv(
     tiles = gemv_tiles(num_out, width, gated, is_whole, (capability_of(x_1D.device), count))
     assert width <= tiles.block or not is_whole
     shrinking, programs = min(count, groups * rank), min(tiles.programs * count, triton.cdiv(num_out, tiles.rows))
-    limit = {"maxnreg": REGISTERS} if width <= tiles.block and x_1D.is_cuda else {}
+    limit = {"maxnreg": REGISTERS} if REGISTERS and width <= tiles.block and x_1D.is_cuda else {}
     _adapted_gemv[(shrinking + programs,)](
         x_1D, norm_weight, weight_ND, out_1N, low_rank.a_SGRK, low_rank.b_SNR, low_rank.shrunk_GR, x_1D.new_empty(len(weight_ND), dtype=torch.float32),
         slots_1, low_rank.ranks_SG, low_rank.groups_N, eps, OUT=num_out, WIDTH=width, GROUPS=groups, RANK=rank,
