@@ -1,6 +1,8 @@
 """Products of a single token with a bfloat16 matrix and an adapter, in one kernel: a few programs compute A @ x; the others compute rows
 of the product, and at their end, when A @ x is usually there, they add B @ (A @ x)."""
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from models.lora.low_rank import LowRank
 
 PENDING = tl.constexpr(low_rank_module.PENDING)
 MOST_LAST_ROWS = 32  # to which a program adds B @ (A @ x) at once
-REGISTERS = 128  # so that a multiprocessor runs as many programs as of `gemv`
+GATED_ROWS, GATED_PROGRAMS, PROGRAMS = 2, 4, 2  # rows per iteration, programs per multiprocessor
 
 
 @triton.jit
@@ -125,15 +127,15 @@ def adapted_gemv(
     _, groups, rank, width = low_rank.a_SGRK.shape
     num_out, is_whole, count = out_1N.shape[1], norm is not None or gated, num_multiprocessors(x_1D.device)
     tiles = gemv_tiles(num_out, width, gated, is_whole, (capability_of(x_1D.device), count))
+    tiles = replace(tiles, rows=tiles.rows * GATED_ROWS, programs=GATED_PROGRAMS) if gated else replace(tiles, programs=PROGRAMS)
     assert width <= tiles.block or not is_whole
     shrinking, programs = min(count, groups * rank), min(tiles.programs * count, triton.cdiv(num_out, tiles.rows))
-    limit = {"maxnreg": REGISTERS} if REGISTERS and width <= tiles.block and x_1D.is_cuda else {}
     _adapted_gemv[(shrinking + programs,)](
         x_1D, norm_weight, weight_ND, out_1N, low_rank.a_SGRK, low_rank.b_SNR, low_rank.shrunk_GR, x_1D.new_empty(len(weight_ND), dtype=torch.float32),
         slots_1, low_rank.ranks_SG, low_rank.groups_N, eps, OUT=num_out, WIDTH=width, GROUPS=groups, RANK=rank,
         PADDED=triton.next_power_of_2(rank), NORM=norm is not None, GATED=gated, ADD=adds, SHRINKING=shrinking,
         SHRINK_BLOCK=triton.next_power_of_2(width), ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block),
         LAST_ROWS=min(MOST_LAST_ROWS, triton.next_power_of_2(triton.cdiv(num_out, tiles.rows * programs) * tiles.rows)),
-        num_warps=tiles.warps, **early_launch(x_1D), **limit,
+        num_warps=tiles.warps, **early_launch(x_1D),
     )  # fmt: skip
     return out_1N

@@ -69,7 +69,7 @@ class Launch:
         constants = {name: bound[name] for name in names if name.isupper() or name in ones}  # Triton takes a 1 for a constant
         signature = {name: "constexpr" if name in constants else type_of(bound[name]) for name in names}
         source = triton.compiler.ASTSource(self.kernel, signature, constants)
-        options = {key: self.options[key] for key in ("num_warps", "num_stages", "maxnreg") if key in self.options}
+        options = {key: self.options[key] for key in ("num_warps", "num_stages") if key in self.options}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
