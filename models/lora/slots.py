@@ -31,8 +31,8 @@ class AdapterSlots:
         self._model, self._backend, self._num_slots = model, backend, num_slots
         self._rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._ops: LowRankOps = imported(OPS[backend.name])()
-        num_groups = sum(len({part.name for part in each.parts}) if isinstance(each, FusedColumnParallelLinear) else 1 for each in model.modules())
-        self._scratch_XR = torch.empty((num_groups, self._rank), dtype=torch.int32, device=model.device)  # more than matrices need
+        num_groups = sum(map(_num_groups, dict(model.named_modules()).values()))
+        self._scratch_XR = torch.empty((num_groups, self._rank), dtype=torch.int32, device=model.device)
         self._steps, self._num_taken = StepSlots(self._scratch_XR), 0
         self._writers: dict[str, Write] = {}
         for path, module in list(model.named_modules()):
@@ -96,6 +96,13 @@ class AdapterSlots:
                     adapted.b_SNR[slot, own, :rank].copy_(factors[1][stored], non_blocking=True)
 
         self._writers[path] = write
+
+
+def _num_groups(module: nn.Module) -> int:
+    """Return the number of matrices of the checkpoint that a decoder's layer has; other layers count too."""
+    if isinstance(module, FusedColumnParallelLinear):
+        return len({part.name for part in module.parts})
+    return int(isinstance(module, RowParallelLinear))
 
 
 def _writer(low_rank: LowRank, group: int, parts: list[tuple[slice, slice]], columns: slice) -> Write:

@@ -38,7 +38,7 @@ def multiply_rows(
     OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr, BLOCKS: constexpr,
 ) -> None:  # fmt: skip
     """One program: every num_programs-th group of ROWS values. The next weights are prefetched during a product, the first before the
-    preceding kernel has finished: weights are constant. If RAW, the halves of a gated product are stored as they are, one after the other."""
+    preceding kernel has finished: weights are constant. If RAW, the halves of a gated product are stored without the activation."""
     column, row = tl.arange(0, BLOCK), program * ROWS + tl.arange(0, ROWS)
     step = num_programs * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]

@@ -23,7 +23,7 @@ LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a tile
 MOST_VALUES = 1 << 31  # of the matrices, whose offsets are int32
 COLUMNS = 128  # inputs of one product of tiles
 SPLIT_COLUMNS, MOST_SPLITS = 1024, 8  # of the inputs, with few tokens
-FEW_TOKENS = 256  # with more, tokens of a tile have mostly one slot
+FEW_TOKENS = 1024  # with more, tokens of a tile have mostly one slot, and tiles are enough to fill the device
 SHRINK_SLOTS = 16  # most programs that share the slots of a tile with few tokens
 EXPAND_SLOTS = 4  # slots of a program with few tokens
 WARPS, GATED_WARPS = 4, 8  # gated: with many tokens
@@ -31,7 +31,7 @@ WARPS, GATED_WARPS = 4, 8  # gated: with many tokens
 
 class _Tiles(NamedTuple):
     tokens: int
-    count: int
+    num_tiles: int
     is_many: bool
     shrink_sets: int  # programs that share the slots of a tile
     slots: int  # of a program when expanding
@@ -158,7 +158,7 @@ class TritonLowRank:
         splits = 1 if tiles.is_many else min(MOST_SPLITS, triton.cdiv(width, SPLIT_COLUMNS))
         assert x_TK.is_contiguous() and len(slots_T) == num_tokens and low_rank.a_SGRK.numel() < MOST_VALUES
         shrunk_STR = torch.empty((splits, num_tokens, groups * rank), dtype=torch.float32, device=x_TK.device)
-        _shrink[(tiles.count, splits * groups * (rank // RANKS.value), tiles.shrink_sets)](
+        _shrink[(tiles.num_tiles, splits * groups * (rank // RANKS.value), tiles.shrink_sets)](
             x_TK, low_rank.a_SGRK, slots_T, low_rank.ranks_SG, shrunk_STR, num_tokens, WIDTH=width, NUM_SLOTS=num_slots, GROUPS=groups,
             RANK=rank, SPLIT_WIDTH=triton.cdiv(triton.cdiv(width, splits), COLUMNS) * COLUMNS, TOKENS=tiles.tokens, COLUMNS=COLUMNS,
             MANY=tiles.is_many, num_warps=WARPS, **early_launch(x_TK),
@@ -190,7 +190,7 @@ def _launch_expand(
     num_slots, groups, rank, _ = low_rank.a_SGRK.shape
     tiles = _tiles_of(len(product_TN), num_slots)
     assert product_TN.stride(1) == 1 and low_rank.b_SNR.numel() < MOST_VALUES
-    _expand[(tiles.count, len(low_rank.blocks_B3) // (1 + is_gated), 1 if tiles.is_many else triton.cdiv(num_slots, tiles.slots))](
+    _expand[(tiles.num_tiles, len(low_rank.blocks_B3) // (1 + is_gated), 1 if tiles.is_many else triton.cdiv(num_slots, tiles.slots))](
         shrunk_PTR, low_rank.b_SNR, slots_T, low_rank.ranks_SG, low_rank.blocks_B3, low_rank.groups_N, product_TN, out_TX, len(product_TN),
         product_TN.stride(0), OUT=low_rank.b_SNR.shape[1], NUM_SLOTS=num_slots, SLOTS=tiles.slots, GROUPS=groups, RANK=rank,
         SPLITS=len(shrunk_PTR), TOKENS=tiles.tokens, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, MANY=tiles.is_many,

@@ -16,7 +16,8 @@ from models.lora.low_rank import LowRank
 
 PENDING = tl.constexpr(low_rank_module.PENDING)
 MOST_LAST_ROWS = 32  # to which a program adds B @ (A @ x) at once
-GATED_ROWS, GATED_PROGRAMS, PROGRAMS = 2, 4, 2  # rows per iteration, programs per multiprocessor
+GATED_ROWS = 2  # times the rows of `gemv` per iteration
+GATED_PROGRAMS, PROGRAMS = 4, 2  # per multiprocessor
 
 
 @triton.jit
@@ -32,8 +33,8 @@ def _position(ranks: tensor, slot: tensor, index: tensor, GROUPS: constexpr) -> 
 
 @triton.jit
 def _shrink_rows(
-    x: tensor, norm_weight: tensor, a: tensor, shrunk: tensor, ranks: tensor, slot: tensor, eps: tensor, WIDTH: constexpr, GROUPS: constexpr,
-    RANK: constexpr, NORM: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
+    x: tensor, norm_weight: tensor, a: tensor, shrunk: tensor, ranks: tensor, slot: tensor, eps: tensor, WIDTH: constexpr,
+    GROUPS: constexpr, RANK: constexpr, NORM: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Store every PROGRAMS-th value of A @ norm(x), which is no `PENDING`."""
     column, index = tl.arange(0, BLOCK), tl.program_id(0)
@@ -130,10 +131,10 @@ def adapted_gemv(
     tiles = replace(tiles, rows=tiles.rows * GATED_ROWS, programs=GATED_PROGRAMS) if gated else replace(tiles, programs=PROGRAMS)
     assert width <= tiles.block or not is_whole
     shrinking, programs = min(count, groups * rank), min(tiles.programs * count, triton.cdiv(num_out, tiles.rows))
+    raw_N = x_1D.new_empty(len(weight_ND), dtype=torch.float32)
     _adapted_gemv[(shrinking + programs,)](
-        x_1D, norm_weight, weight_ND, out_1N, low_rank.a_SGRK, low_rank.b_SNR, low_rank.shrunk_GR, x_1D.new_empty(len(weight_ND), dtype=torch.float32),
-        slots_1, low_rank.ranks_SG, low_rank.groups_N, eps, OUT=num_out, WIDTH=width, GROUPS=groups, RANK=rank,
-        PADDED=triton.next_power_of_2(rank), NORM=norm is not None, GATED=gated, ADD=adds, SHRINKING=shrinking,
+        x_1D, norm_weight, weight_ND, out_1N, low_rank.a_SGRK, low_rank.b_SNR, low_rank.shrunk_GR, raw_N, slots_1,
+        low_rank.ranks_SG, low_rank.groups_N, eps, OUT=num_out, WIDTH=width, GROUPS=groups, RANK=rank, PADDED=triton.next_power_of_2(rank), NORM=norm is not None, GATED=gated, ADD=adds, SHRINKING=shrinking,
         SHRINK_BLOCK=triton.next_power_of_2(width), ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block),
         LAST_ROWS=min(MOST_LAST_ROWS, triton.next_power_of_2(triton.cdiv(num_out, tiles.rows * programs) * tiles.rows)),
         num_warps=tiles.warps, **early_launch(x_1D),

@@ -6,7 +6,7 @@ from torch.nn.functional import silu
 
 from models.kernels.reference.norms import values_of
 from models.kernels.stream import Activation, Normed, RowClass
-from models.lora.low_rank import LowRank, Product, TorchLowRank, make_low_rank
+from models.lora.low_rank import LowRank, LowRankOps, Product, TorchLowRank, make_low_rank
 from models.weights.plain import Plain
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
@@ -64,9 +64,8 @@ def test_swiglu(num_tokens: int) -> None:
     low_rank = random_low_rank(72, ((0, 80, 0), (80, 160, 1)), generator)
     x_TK, gate_up = torch.randn((num_tokens, 72), generator=generator), torch.randn((num_tokens, 160), generator=generator)
     slots_T = torch.randint(-1, len(RANKS), (num_tokens,), generator=generator, dtype=torch.int32)
-    found = [
-        ops.expand_swiglu(gate_up.clone(), ops.shrink(x_TK, low_rank, slots_T), low_rank, slots_T) for ops in (TritonLowRank(), TorchLowRank())
-    ]
+    both: tuple[LowRankOps, ...] = (TritonLowRank(), TorchLowRank())
+    found = [ops.expand_swiglu(gate_up.clone(), ops.shrink(x_TK, low_rank, slots_T), low_rank, slots_T) for ops in both]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
 
 
