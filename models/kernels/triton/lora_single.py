@@ -134,7 +134,8 @@ def adapted_gemv(
     raw_N = x_1D.new_empty(len(weight_ND), dtype=torch.float32)
     _adapted_gemv[(shrinking + programs,)](
         x_1D, norm_weight, weight_ND, out_1N, low_rank.a_SGRK, low_rank.b_SNR, low_rank.shrunk_GR, raw_N, slots_1,
-        low_rank.ranks_SG, low_rank.groups_N, eps, OUT=num_out, WIDTH=width, GROUPS=groups, RANK=rank, PADDED=triton.next_power_of_2(rank), NORM=norm is not None, GATED=gated, ADD=adds, SHRINKING=shrinking,
+        low_rank.ranks_SG, low_rank.groups_N, eps, OUT=num_out, WIDTH=width, GROUPS=groups, RANK=rank,
+        PADDED=triton.next_power_of_2(rank), NORM=norm is not None, GATED=gated, ADD=adds, SHRINKING=shrinking,
         SHRINK_BLOCK=triton.next_power_of_2(width), ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block),
         LAST_ROWS=min(MOST_LAST_ROWS, triton.next_power_of_2(triton.cdiv(num_out, tiles.rows * programs) * tiles.rows)),
         num_warps=tiles.warps, **early_launch(x_1D),
