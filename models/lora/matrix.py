@@ -19,7 +19,7 @@ class StepSlots:
     def begin(self, slots_T: torch.Tensor | None, wanted_S: torch.Tensor) -> None:
         """Use these slots (int32, -1: no adapter); None: no token has an adapter. The last layer may continue with the tokens `wanted_S`
         only, which are then fewer: the number of a product's inputs tells which tokens they are."""
-        if self._scratch_XR is not None and slots_T is not None and len(slots_T) == 1:
+        if self._scratch_XR is not None and slots_T is not None and 1 in (len(slots_T), len(wanted_S)):
             self._scratch_XR.fill_(PENDING)
         self._by_length = {} if slots_T is None else {len(wanted_S): slots_T[wanted_S], len(slots_T): slots_T}
 

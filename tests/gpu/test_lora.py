@@ -162,6 +162,10 @@ def test_logits_are_those_of_merged_weights(backend: Backend, tmp_path: Path, qu
             with slots.tower(slot):
                 sessions.append(ours.start(prompt))
             ours.slot_of[id(sessions[-1])] = slot
+        with slots.tower(1):
+            alone = ours.start(prompt)  # its last layer multiplies a single token
+        ours.slot_of[id(alone)] = 1
+        last = ours.step([(alone, len(prompt.ids))], 1)
         size = len(prompt.ids)
         first = ours.step([(session, size - 2) for session in sessions], 3, want="all").split(size - 2)
         second = ours.step([(session, 1) for session in sessions], 0)
@@ -169,4 +173,5 @@ def test_logits_are_those_of_merged_weights(backend: Backend, tmp_path: Path, qu
     tolerance = 2e-2 if quantized_to is None else 8e-2
     for row, whole in enumerate(expected):
         assert relative(torch.cat((first[row], second[row : row + 1], third[row])), whole) < tolerance, row
+    assert relative(last, expected[2][-1:]) < tolerance
     assert relative(expected[1], expected[0]) > 0.1

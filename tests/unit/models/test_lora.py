@@ -17,6 +17,8 @@ from models.config.huggingface import read_config
 from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.lora.adapter import read_adapter
+from models.lora.low_rank import PENDING
+from models.lora.matrix import StepSlots
 from models.lora.slots import AdapterSlots, read_weights
 from models.parallel.group import TensorParallel
 from tests.unit.models import adapters, qwen3_5_checkpoints, reference, text_checkpoints
@@ -164,3 +166,11 @@ def test_ranks_share_adapters_as_their_matrices(tiny_folder: Path, tmp_path: Pat
     expected = reference.logits(theirs.get_base_model(), config, Prompt.build(config, ONE_IMAGE))
     for rank in range(size):
         assert relative(torch.load(tmp_path / f"{rank}.pt"), expected) < 1e-4
+
+
+@pytest.mark.parametrize(("num_tokens", "num_wanted", "is_reset"), [(1, 1, True), (9, 1, True), (9, 2, False)])
+def test_scratch_is_reset_before_products_of_one_token(num_tokens: int, num_wanted: int, is_reset: bool) -> None:
+    """The last layer of a prompt computes its last token alone."""
+    scratch_XR = torch.zeros((4, 16), dtype=torch.int32)
+    StepSlots(scratch_XR).begin(torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_wanted, dtype=torch.int64))
+    assert (scratch_XR == (PENDING if is_reset else 0)).all()
