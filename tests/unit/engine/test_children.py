@@ -20,7 +20,8 @@ from tests.unit.engine.failing_child import REASON
 
 @pytest.fixture
 def busy_process() -> Iterator[None]:
-    busy = [subprocess.Popen([sys.executable, "-c", "import os; os.nice(10)\nwhile True: pass"]) for _ in range(2)]  # other tests go on
+    code = "import os; parent = os.getppid(); os.nice(10)\nwhile os.getppid() == parent: pass"  # other tests go on
+    busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     yield
     for process in busy:
         process.kill()
