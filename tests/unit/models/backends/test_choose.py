@@ -51,7 +51,7 @@ def test_without_a_gpu_the_cpu_serves(installed: set[str]) -> None:
 @pytest.mark.parametrize(
     ("requested", "device", "tp", "gpus", "lacking", "words"),
     [
-        ("hopper", "auto", 1, [], set(), "there is none"),
+        ("hopper", "auto", 1, [], set(), "none was found"),
         ("portable", "cpu", 1, [H200], set(), "--device is cpu"),
         ("hopper", "auto", 1, [A100], set(), "not NVIDIA A100"),
         ("hopper", "auto", 1, [H200], {"flashinfer"}, "flashinfer-python"),
