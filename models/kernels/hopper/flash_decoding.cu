@@ -30,7 +30,7 @@ struct Params {
   int num_heads, kv_heads, log2_group;  // log2_group: query heads per KV head
   int log2_page, box_rows;  // tokens per page and per copy
   float scale_log2;
-  bool is_beside;  // concurrent with the preceding kernel, which starts after the producer of all inputs; must not finish before it
+  bool overlaps;  // concurrent with the preceding kernel, which starts after the producer of all inputs; must not finish before it
 };
 
 struct alignas(1024) Shared {  // swizzles repeat after 1024 bytes
@@ -298,8 +298,8 @@ DEVICE void attend_item(Params const& params, WorkItem const& item, Shared& shar
   Ring ring(params, item, shared, warp, lane);
   int filled = 0;
   if (lane == 0) filled = ring.fill(0, item.stop - kNewTokens - kTile + 1);
-  if (!params.is_beside) wait_for_kernel_ahead();
-  launch_kernel_behind();
+  if (!params.overlaps) wait_for_preceding_kernel();
+  launch_dependents();
   if (lane == 0) ring.fill(filled, item.stop);
   Rows rows(params, item, lane);
   int const first_end = item.end(params, 0);
@@ -331,12 +331,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT P
   extern __shared__ __align__(1024) char memory[];
   WorkItem const item(params, blockIdx.y);
   if (item.stop > 0) attend_item(params, item, *reinterpret_cast<Shared*>(memory));
-  if (params.is_beside && blockIdx.x == 0 && blockIdx.y == 0) wait_for_kernel_ahead();
+  if (params.overlaps && blockIdx.x == 0 && blockIdx.y == 0) wait_for_preceding_kernel();
 }
 
 // q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16, contiguous; the others: see `flash_decoding.py`.
 void run(View q, View k, View v, View out, View items, View pages,
-         View partials, View sums, View arrivals, int64_t page_size, double scale, bool is_beside) {
+         View partials, View sums, View arrivals, int64_t page_size, double scale, bool overlaps) {
   int const group = int(q.size(1) / k.size(1)), box_rows = int(std::min<int64_t>(page_size, kTile));
   TVM_FFI_ICHECK(k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kRows % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
@@ -344,7 +344,7 @@ void run(View q, View k, View v, View out, View items, View pages,
   Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), values_of<__nv_bfloat16>(q), values_of<__nv_bfloat16>(out),
                       values_of<int4>(items), values_of<int>(pages), values_of<float>(partials), values_of<float>(sums), values_of<int>(arrivals),
                       int(q.size(1)), int(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
-                      float(scale * M_LOG2E), is_beside};
+                      float(scale * M_LOG2E), overlaps};
   dim3 const grid(unsigned(k.size(1)), unsigned(items.size(0)));
   launch_early(attend, params, grid, kThreads, sizeof(Shared), q.device());
 }

@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
   int64_t const between = kGated ? int64_t(params.num_out - kHalf) * params.width : 0;
   unsigned char* const stages = memory + warp * kStages * kRows * kPitch;
   Ring<kGated> ring(params.weight + int64_t(first_tile) * kTileRows * params.width, between, stages, params.width, first, end, lane);
-  wait_for_kernel_ahead();
-  launch_kernel_behind();
+  wait_for_preceding_kernel();
+  launch_dependents();
   round_token<kWarps, kStages>(params, layout.padded, norm, token, units, sums);
   BFloat16* const out = params.out + first_tile * kTileRows;
   if (params.adds)
@@ -140,12 +140,12 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
   }
 }
 
-// Steps `first` to `end` of a warp's 16 rows; kAhead steps are in registers or being loaded.
-template <int kAhead>
+// Steps `first` to `end` of a warp's 16 rows; kPrefetched steps are in registers or being loaded.
+template <int kPrefetched>
 struct Tile {
   uint8_t const *upper, *lower;  // the lane's first 16 bytes of its two rows
   int first, end;  // steps
-  uint4 a[kAhead], b[kAhead];
+  uint4 a[kPrefetched], b[kPrefetched];
 
   DEVICE void load(int slot, int step) {
     if (step < end) a[slot] = load_weights(upper + step * kStep), b[slot] = load_weights(lower + step * kStep);
@@ -155,20 +155,20 @@ struct Tile {
   DEVICE void begin(uint8_t const* rows, int64_t below, int width, int first_step, int end_step, int lane) {
     first = first_step, end = end_step, upper = rows + int64_t(lane / 4) * width + lane % 4 * 16, lower = upper + below * width;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(i, first + i);
+    for (int i = 0; i < kPrefetched; ++i) load(i, first + i);
   }
 
   // Computes the two rows' products. `units`: scales of the token's groups; the others: scales of the rows' blocks.
   DEVICE float2 multiply(__half const* token, float const* units, float const* upper_scales, float const* lower_scales, int lane) {
     float2 totals = {0.f, 0.f};
-    for (int start = first; start < end; start += kAhead) {
+    for (int start = first; start < end; start += kPrefetched) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kPrefetched; ++i) {
         int const step = start + i;
         if (step >= end) break;
         float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
         multiply_step(c, d, a[i], b[i], token + step * kStep + lane % 4 * 16);
-        load(i, step + kAhead);
+        load(i, step + kPrefetched);
         int const group = step / (kGroup / kStep);
         totals.x += (c[0] + d[0]) * (units[group] * upper_scales[group]);
         totals.y += (c[2] + d[2]) * (units[group] * lower_scales[group]);
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps == 4 ? kBlocks : 2) 
   int const num_steps = params.width / kStep, below = kGated ? params.num_out : kHalf, norm_end = params.width * params.norm_bytes;
   int64_t row = (int64_t(blockIdx.x) * kTiles + tile_of_warp) * kTileRows;
   for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
-  auto wait = [] { wait_for_kernel_ahead(), launch_kernel_behind(); };
+  auto wait = [] { wait_for_preceding_kernel(), launch_dependents(); };
   // Smaller grids load all weights at once; tiles of larger ones leave registers for the next kernel.
   Tile<kSplits == kNumWarps ? 8 : 4> tile;
   auto fetch = [&] {
@@ -263,8 +263,8 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   tile.begin(params.weight + row * params.width, kHalf, params.width, 0, expert < 0 ? 0 : num_steps, lane);
   for (int group = lane; group < num_groups; group += 32) copy_async(scales + group, params.scales + row / kGroup * params.num_scales + group, false);
   end_copies();
-  wait_for_kernel_ahead();
-  launch_kernel_behind();
+  wait_for_preceding_kernel();
+  launch_dependents();
   BFloat16* const place = params.out + blockIdx.x * kRows + threadIdx.x % kRows;
   float const before = params.adds ? __bfloat162float(*place) : 0.f;
   if (expert >= 0) {

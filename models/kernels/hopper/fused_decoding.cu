@@ -354,11 +354,11 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) attend(__grid_constant__
   for (int i = threadIdx.x; i < (kHeadTiles * kHeads - group) * kHalf; i += 32 * kWarps) {  // padding heads
     reinterpret_cast<uint32_t*>(shared.q[group + i / kHalf])[i % kHalf] = 0;
   }
-  wait_for_kernel_ahead();
-  if constexpr (!kWaits) launch_kernel_behind();
+  wait_for_preceding_kernel();
+  if constexpr (!kWaits) launch_dependents();
   for (int i = warp; i < group + 2; i += kWarps) make_head(params, shared, rotation, i, rank == 0, lane);
   __syncthreads();
-  if constexpr (kWaits) launch_kernel_behind();
+  if constexpr (kWaits) launch_dependents();
   if (has_tiles) {
     Found<kHeadTiles> found;
     while (true) {

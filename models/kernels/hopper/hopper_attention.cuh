@@ -389,8 +389,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   if (blockIdx.x >= params.plan.num_blocks()) return;
   Pipelines pipelines(shared);
-  wait_for_kernel_ahead();
-  launch_kernel_behind();  // not earlier: a concurrent kernel relies on the completion of all kernels before this one
+  wait_for_preceding_kernel();
+  launch_dependents();  // not earlier: a concurrent kernel relies on the completion of all kernels before this one
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {  // needs few registers, which the other groups get
     cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 24 : 32>();

@@ -27,8 +27,9 @@ T* values_of(View x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-// Launches a kernel that starts before the preceding one has finished (programmatic dependent launch): it must call `wait_for_kernel_ahead` before
-// it accesses that one's data. `cluster` neighbouring blocks along x run concurrently and can access each other's shared memory.
+// Launches a kernel that starts before the preceding one has finished (programmatic dependent launch): it must call
+// `wait_for_preceding_kernel` before it accesses that one's data. `cluster` neighbouring blocks along x run concurrently and can access
+// each other's shared memory.
 template <typename Params>
 void launch_early(void (*kernel)(Params), Params const& params, dim3 grid, int num_threads, size_t num_bytes, DLDevice device, int cluster = 1) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(num_bytes)));
@@ -42,9 +43,9 @@ void launch_early(void (*kernel)(Params), Params const& params, dim3 grid, int n
   check(cudaLaunchKernelEx(&config, kernel, params));
 }
 
-DEVICE void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void wait_for_preceding_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-DEVICE void launch_kernel_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // c (16, 8) += a (16, 16) b (16, 8). The first two of a thread's values of c belong to row lane / 4, the others to the row 8 below.
 DEVICE void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {

@@ -63,27 +63,27 @@ DEVICE float scale_of(uint4 const& eight, int i) {
   return i % 2 ? high_of(word) : low_of(word);
 }
 
-// 64 rows' chunks `first` to `end` of a warp, of which kAhead are in registers or on their way.
-template <int kGroup, bool kZeros, int kAhead>
+// 64 rows' chunks `first` to `end` of a warp, of which kPrefetched are in registers or on their way.
+template <int kGroup, bool kZeros, int kPrefetched>
 struct Tile {
   static constexpr int kGroups = kChunk / kGroup;
   Params const& params;
   uint4 const* codes;  // of this lane, from the first of the chunks that come
   int64_t step;  // from 16 columns to the next
   int row, end, lane;  // the first of the 64
-  uint4 words[kAhead][kSteps], scales[kAhead][kGroups];
-  uint32_t zeros[kAhead][kGroups];
+  uint4 words[kPrefetched][kSteps], scales[kPrefetched][kGroups];
+  uint32_t zeros[kPrefetched][kGroups];
 
   DEVICE Tile(Params const& params, int row, int first, int end, int lane) : params(params), step(params.height / 2), row(row), end(end), lane(lane) {
     codes = params.codes + (int64_t(first) * kSteps * params.height + row) / 2 + lane;
 #pragma unroll
-    for (int slot = 0; slot < kAhead; ++slot) {
+    for (int slot = 0; slot < kPrefetched; ++slot) {
       if (first + slot >= end) break;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) words[slot][i] = load_once(codes + (slot * kSteps + i) * step);
       load_scales(slot, first + slot);
     }
-    codes += kAhead * kSteps * step;
+    codes += kPrefetched * kSteps * step;
   }
 
   DEVICE void load_scales(int slot, int chunk) {
@@ -97,12 +97,12 @@ struct Tile {
 
   // What rows lane / 4, and 8 more each, have of the chunks; `token`, in the order of `place_of`, and the sums begin with those of the first one.
   DEVICE void multiply(uint32_t const* token, float const* sums, int first, float (&totals)[kEighths]) {
-    for (int start = first; start < end; start += kAhead) {
+    for (int start = first; start < end; start += kPrefetched) {
 #pragma unroll
-      for (int slot = 0; slot < kAhead; ++slot, token += kChunk / 2, sums += kChunk / kUnit) {
+      for (int slot = 0; slot < kPrefetched; ++slot, token += kChunk / 2, sums += kChunk / kUnit) {
         int const chunk = start + slot;
         if (chunk >= end) break;
-        bool const is_followed = chunk + kAhead < end;
+        bool const is_followed = chunk + kPrefetched < end;
         float c[4][4]{};
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
@@ -127,7 +127,7 @@ struct Tile {
             value = 0.f;
           }
         }
-        if (is_followed) load_scales(slot, chunk + kAhead);
+        if (is_followed) load_scales(slot, chunk + kPrefetched);
         codes += kSteps * step;
       }
     }
@@ -185,8 +185,8 @@ DEVICE void store_in_first_block(float* mine, float value) {
 DEVICE int most_chunks(int num_chunks) { return (num_chunks + kCluster - 1) / kCluster; }
 
 // Cluster i: 64 values of the result. If gated, half of the warps have the rows of the gate, the others those of the up projection.
-template <int kGroup, bool kZeros, bool kGated, int kAhead>
-__global__ void __launch_bounds__(32 * kWarps, 4 - kAhead) multiply_token(Params const params) {
+template <int kGroup, bool kZeros, bool kGated, int kPrefetched>
+__global__ void __launch_bounds__(32 * kWarps, 4 - kPrefetched) multiply_token(Params const params) {
   constexpr int kHalves = kGated ? 2 : 1, kSharing = kWarps / kHalves;  // warps that share rows
   extern __shared__ __align__(16) uint32_t token[];
   __shared__ float parts[kWarps][kRows], of_blocks[kCluster][kHalves * kRows], squares[kWarps];
@@ -197,9 +197,9 @@ __global__ void __launch_bounds__(32 * kWarps, 4 - kAhead) multiply_token(Params
   int const first = share(share_of_warp), begin = share(rank * kSharing), end = share((rank + 1) * kSharing);
   float* const sums = reinterpret_cast<float*>(token + most_chunks(num_chunks) * kChunk / 2);
   asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: the other may write to its memory
-  Tile<kGroup, kZeros, kAhead> tile(params, first_row + half * params.num_out, first, share(share_of_warp + 1), lane);
-  wait_for_kernel_ahead();
-  launch_kernel_behind();
+  Tile<kGroup, kZeros, kPrefetched> tile(params, first_row + half * params.num_out, first, share(share_of_warp + 1), lane);
+  wait_for_preceding_kernel();
+  launch_dependents();
   float const sum = over_lanes<1, 32, false>(load_token(params, token, sums, begin * kChunk, end * kChunk));
   if (lane == 0) squares[warp] = sum;
   __syncthreads();
@@ -234,11 +234,11 @@ __global__ void __launch_bounds__(32 * kWarps, 4 - kAhead) multiply_token(Params
   *place = __float2bfloat16_rn(result);
 }
 
-template <int kGroup, bool kZeros, int kAhead>
+template <int kGroup, bool kZeros, int kPrefetched>
 void launch(Params const& params, bool is_gated, DLDevice device) {
   int const most = (params.width / kChunk + kCluster - 1) / kCluster;
   dim3 const grid(unsigned(params.num_out / kRows * kCluster));
-  auto const kernel = is_gated ? multiply_token<kGroup, kZeros, true, kAhead> : multiply_token<kGroup, kZeros, false, kAhead>;
+  auto const kernel = is_gated ? multiply_token<kGroup, kZeros, true, kPrefetched> : multiply_token<kGroup, kZeros, false, kPrefetched>;
   launch_early(kernel, params, grid, 32 * kWarps, most * (kChunk * sizeof(BFloat16) + kChunk / kUnit * sizeof(float)), device, kCluster);
 }
 
