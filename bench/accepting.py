@@ -28,7 +28,7 @@ class AcceptingSource(Source):
 
     @property
     def lag(self) -> int:
-        """Return no lag: nothing is read."""
+        """Return 0: the recorded answer needs no reading."""
         return 0
 
     def _find(self, most: int) -> Proposal:

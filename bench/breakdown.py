@@ -1,6 +1,6 @@
 """Breakdown of the time to first token into consecutive parts, with the client's own part separate.
 
-    started ──client──▶ sent ──transfer──▶ received ──prepare, queue, launch, prefill, sample, reply──▶ first text     rest: in none of them
+    started ──client──▶ sent ──transfer──▶ received ──prepare, queue, launch, prefill, sample, reply──▶ first text     rest: not in any part
 
 `received` is on the server's clock. The transfer is the longer of two times: until the kernel has taken the last byte (client's clock),
 and the server's reading time.

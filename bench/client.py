@@ -16,7 +16,7 @@ import msgspec
 from aiohttp.abc import AbstractStreamWriter
 
 READ_BUFFER = 1 << 20
-PIECE_BYTES = 1 << 18  # of an upload; the first piece is copied to join it with the headers
+PIECE_BYTES = 1 << 18  # bytes of an upload per write; aiohttp copies the first piece to join it with the headers
 WORD = " the"
 HEALTH_PAUSE_S = 0.05
 
@@ -27,13 +27,13 @@ class Answer:
 
     started: float = 0.0  # before serialisation
     sent: float = 0.0  # body serialised, before it is written
-    written: float = 0.0  # its last byte passed to the kernel
-    token_times: list[float] = field(default_factory=list)  # of chunks with text, of the thoughts or the answer
+    written: float = 0.0  # last byte of the body passed to the kernel
+    token_times: list[float] = field(default_factory=list)  # arrival of each chunk with reasoning or answer text
     finished: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)  # stages reported by this project's server
     error: str | None = None
-    text: str = ""  # without the thoughts
+    text: str = ""  # without the reasoning
 
     @property
     def ttft(self) -> float:

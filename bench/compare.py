@@ -3,8 +3,8 @@
     python -m bench compare OLD --models Qwen3-VL-8B Qwen3-VL-8B-FP8 Qwen3-VL-30B-A3B-FP8 --json compare.json
 
 OLD is a commit or a folder. For each model both engines share the device; published sizes get dummy weights. Benchmarks of this version
-measure one engine after the other, and every second round begins with the new one. A benchmark that shows a loss is measured again for as
-many rounds. The table has medians over the rounds; a gain below zero means that the new version is slower.
+measure one engine after the other, and every second round begins with the new one. If a benchmark shows a loss, it runs again for the
+same number of rounds. The table has medians over the rounds; a gain below zero means that the new version is slower.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from bench.processes import engine_flags, running_engine
 from bench.report import table, write_result
 
 LIMIT = 2.0  # percent
-SEEDS_PER_ROUND = 1_000_000  # more than a benchmark increments its seed
+SEEDS_PER_ROUND = 1_000_000  # larger than the range of seeds that a benchmark uses
 MODELS = ("Qwen3-VL-8B", "Qwen3-VL-8B-FP8", "Qwen3-VL-30B-A3B-FP8")
 KERNEL_CACHE = Path("~/.cache/mini-vlm-engine/compare")  # kernel cache of old versions; the new one uses the default
 RUNS = {
@@ -99,8 +99,8 @@ async def run_benchmark(command: str, url: str, seed: int) -> dict[str, Any]:
 
 
 async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples) -> None:
-    """Add `count` samples of each engine; every second round begins with the last engine. Each round has new requests:
-    repeated ones would be cached."""
+    """Add `count` samples of each engine; every second round measures the engines in reverse order. Each round has its
+    own seeds, so that no request is in a cache."""
     first = len(samples["old"])
     for number in range(first, first + count):
         for name in list(urls)[:: -1 if number % 2 else 1]:

@@ -74,7 +74,7 @@ DRAFTS, DRAFT_TOKENS, ACCEPTED = (f"vllm:spec_decode_num_{name}_total" for name 
 
 def make_bodies(args: argparse.Namespace, model: str, name: str, salt: str) -> list[dict[str, Any]]:
     fields: dict[str, Any] = {"cache_salt": salt}
-    if args.accept is not None:  # logits of dummy weights are so close that the number of rows matters
+    if args.accept is not None:  # logits of dummy weights are so close that the batch size can change a greedy token
         fields |= {"ignore_eos": True, "logit_bias": {"100": 100}}
     return [chat_body(model, [], args.output_tokens) | fields | SETS[name](i) for i in range(args.requests)]
 

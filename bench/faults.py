@@ -2,9 +2,9 @@
 
     python -m bench faults --roles worker api --phases decode upload --signals SIGKILL SIGSTOP [--flags "--kv-cache-memory-bytes 1G"]
 
-Serves the demo model, a fresh engine for every case. SIGKILL and SIGTERM of a part must end everything with an exit code other than 0
-within 15 s, and with an answer to the client unless it was the api; SIGTERM of the launcher ends all cleanly. SIGSTOP must show in
-`/health` within 10 s; after `--pause` seconds the process continues, and the engine must continue too.
+Serves the demo model, a fresh engine for every case. After SIGKILL or SIGTERM to one process the whole engine must exit within 15 s
+with a code other than 0, and the client must get an answer unless the process was the api. SIGTERM to the launcher must end the engine
+cleanly. `/health` must report a SIGSTOP within 10 s; after `--pause` seconds the process continues, and the engine must continue too.
 """
 
 import argparse
@@ -63,7 +63,7 @@ async def ask(client: ChatClient, body: bytes, is_slow: bool) -> str:
 
 
 async def seconds_until(client: ChatClient, is_well: bool, limit: float) -> float | None:
-    """Return the seconds until `/health` has this status, or None."""
+    """Return the seconds until `/health` reports this state; None after `limit` seconds."""
     started = time.monotonic()
     while time.monotonic() - started < limit:
         status = 0

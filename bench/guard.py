@@ -1,9 +1,9 @@
-"""Measure the promises of docs/promises.md: stalls of other streams, latency of `/health`, memory, without a verdict.
+"""Measure the promises of docs/promises.md: stalls of other streams, latency of `/health`, memory. It does not judge the values.
 
     python -m bench guard --duration 6 --json guard.json
 
 Starts an engine with the demo model, or measures a running one (`--url`, `--api-key`; `--pid` of its launcher for memory). A stall is the
-longest gap between chunks of another client's stream during an attack, above the longest gap of an idle engine. `bench load --rate`,
+longest gap between chunks of another client's stream during an attack, minus the longest gap on an idle engine. `bench load --rate`,
 `bench stress` and `bench faults` measure the promises about overload, long runs and signals.
 """
 
@@ -49,7 +49,7 @@ Measure = Callable[[Target], Awaitable[str]]  # result of a probe, or outcome of
 
 
 async def listen(target: Target, streams: list[list[float]]) -> None:
-    """Append the clock readings of one stream after another until cancelled. RuntimeError if one is rejected."""
+    """Open one stream after another until cancelled, and append a list of its chunks' arrival times. RuntimeError if one is rejected."""
     body = chat_body(target.model, [user_message([], "Hello")], 4000)
     while True:
         async with target.client.session.post(CHAT, json=body) as response:
@@ -62,7 +62,7 @@ async def listen(target: Target, streams: list[list[float]]) -> None:
 
 
 async def longest(target: Target, attack: Measure) -> tuple[float, float, str]:
-    """Return the longest gap of another stream and the slowest `/health` in seconds, and the attack's outcome."""
+    """Return the longest gap of another client's stream and the slowest `/health`, both in seconds, and the attack's outcome."""
     streams, health = list[list[float]](), list[float]()
     async with asyncio.TaskGroup() as group:
         others = [group.create_task(listen(target, streams)), group.create_task(watch_health(target.url, health))]
@@ -71,7 +71,7 @@ async def longest(target: Target, attack: Measure) -> tuple[float, float, str]:
         streams[:] = [streams[-1][-1:]]
         health.clear()
         outcome = await attack(target)
-        streams[-1].append(time.perf_counter())  # a gap that has not ended counts
+        streams[-1].append(time.perf_counter())  # include the gap that has not ended yet
         for other in others:
             other.cancel()
     longest_gap = max(second - first for times in streams for first, second in pairwise(times))
@@ -93,7 +93,7 @@ def stall(attack: Measure) -> Measure:
 
 
 def repeatedly(send: Callable[[Target], AsyncIterator[int]], clients: int) -> Measure:
-    """Return an attack of clients whose requests `send` makes, yielding statuses, until the time is over."""
+    """Return an attack of concurrent clients. Each repeats `send`, which yields HTTP statuses, for `Target.seconds`."""
 
     async def attack(target: Target) -> str:
         statuses, end = Counter[int](), time.monotonic() + target.seconds
@@ -124,7 +124,7 @@ def requests(path: str, *bodies: dict[str, Any], clients: int = 1) -> Measure:
 
 
 def blank_lines(connections: int) -> Measure:
-    """Return an attack with chunked bodies of newlines without a key, each on a connection of its own; status 0 is a closed connection."""
+    """Return an attack without an API key: chunked bodies of newlines, one connection each. Status 0: the server closed the connection."""
 
     async def body() -> AsyncIterator[bytes]:
         yield b"\n" * 0x40000

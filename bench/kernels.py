@@ -32,7 +32,7 @@ from models.scaffold import SHAPES, write_model_folder
 from models.weights.matrix import Matrix
 
 REPLAYS = 5
-L2_BYTES = 256 << 20  # inputs are rotated until they are this large, so that no cache holds them
+L2_BYTES = 256 << 20  # total size of the inputs used in rotation, so that no cache holds them
 BF16 = 2  # bytes
 EPS = 1e-6
 PAGE = 16
@@ -79,8 +79,8 @@ def seconds_per_call(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def ceilings(device: torch.device) -> tuple[float, float]:
-    """Return the operations per second of a product in bfloat16, and the bytes per second, read and written, of a negated copy: a plain
-    copy in a graph is left to the slower copy engines."""
+    """Return the operations per second of a bfloat16 matrix product, and the bytes per second, read plus written, of `torch.neg`: a plain
+    copy in a graph would run on the slower copy engines."""
     a, b = (torch.randn((8192, 8192), dtype=torch.bfloat16, device=device) for _ in range(2))
     source = torch.randn(1 << 28, device=device)
     target = torch.empty_like(source)
@@ -88,8 +88,8 @@ def ceilings(device: torch.device) -> tuple[float, float]:
 
 
 def product_cases(text: TextConfig, backend: Backend, num_tokens: int) -> Iterator[Case]:
-    """Return the products of one layer in bfloat16 and float8, and the head of small steps. Only "down" in float8 rounds its input, which
-    SwiGLU does in a model."""
+    """Return the products of one layer in bfloat16 and float8, and the head of small steps. Only "down" in float8 includes the quantization
+    of its input, which a model does in SwiGLU."""
     hidden, inner, attended = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
     device, count = backend.device, RowClass.of(num_tokens)
     norm = torch.ones(hidden, dtype=torch.bfloat16, device=device)
@@ -138,7 +138,7 @@ def attention_cases(text: TextConfig, backend: Backend) -> Iterator[Case]:
 
 
 def captured(backend: Backend, pools: list[KVPool], text: TextConfig, num_tokens: int, num_decodes: int) -> AttentionBackend:
-    """Return attention as in a CUDA graph, but never the kernel for a single token, which makes its heads itself."""
+    """Return attention as in a CUDA graph, but never the single-token kernel, which also computes the heads."""
     num_decodes = 0 if num_tokens else max(2, num_decodes)
     make = backend.fixed_attention(pools, text.num_heads, 1, max(num_decodes, 1), POOL_BLOCKS)
     assert make is not None
@@ -146,8 +146,8 @@ def captured(backend: Backend, pools: list[KVPool], text: TextConfig, num_tokens
 
 
 def attention(text: TextConfig, device: torch.device, backend: AttentionBackend, new: list[int], lengths: list[int]) -> Case:
-    """Return a case with rows of `new` query tokens each, the last ones of `lengths`; two layers in turn, so that no cache holds the keys.
-    A row of up to 1 + MAX_DRAFTS tokens is a decode row."""
+    """Return a case whose row i has `new[i]` query tokens at the end of `lengths[i]` tokens. Calls alternate between two layers, so that no
+    cache holds the keys. A row of up to 1 + MAX_DRAFTS tokens is a decode row."""
     pages = [-(-length // PAGE) for length in lengths]
     layout = AttentionLayout(
         qo_indptr_cpu=indptr(new),

@@ -23,7 +23,7 @@ from bench.report import PERCENTILES, percentiles_ms, table, write_result
 
 
 def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Return all requests, made before the clock starts. Of several models with commas between, each request has the next."""
+    """Return all requests, made before the clock starts. With several comma-separated models, requests use them in turn."""
     models = model.split(",")
     uris = iter(make_uris(seed, count * args.images, args.resolution, args.content))
     bodies = []

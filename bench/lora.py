@@ -36,7 +36,7 @@ CASES = {  # engine, run, number of adapters
     "one adapter, 64 streams": ("lora", "text", 1),
     f"{COUNT} adapters, 64 streams": ("lora", "text", COUNT),
 }
-LIMITS = (None, 1.02, 1.08, None, 0.98, 0.9, 0.8)  # on one H200 for 8B with rank 16
+LIMITS = (None, 1.02, 1.08, None, 0.98, 0.9, 0.8)  # limits of `x` per case on one H200, for 8B with rank 16; None: the reference
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:

@@ -21,7 +21,7 @@ NOISE_AMPLITUDE = 24
 
 
 def smooth(rng: np.random.Generator, coarse: tuple[int, int], height: int, width: int) -> npt.NDArray[np.int16]:
-    """Return a random picture of `coarse` (rows, columns) that is enlarged to this size."""
+    """Return random pixels of `coarse` (rows, columns), enlarged to this size."""
     pixels = Image.fromarray(rng.integers(0, 256, (*coarse, 3), dtype=np.uint8))
     return np.asarray(pixels.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
 

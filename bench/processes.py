@@ -44,7 +44,7 @@ async def running_engine(
         children = list(roles_of(process.pid).values())
         yield process, match[1]
     finally:
-        with contextlib.suppress(ProcessLookupError, TimeoutError):  # normally removed by itself; if killed, it leaves its run directory
+        with contextlib.suppress(ProcessLookupError, TimeoutError):  # a killed engine would leave its run directory
             process.terminate()
             await asyncio.wait_for(process.wait(), END_S)
         for pid in {*children, process.pid}:

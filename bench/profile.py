@@ -25,7 +25,7 @@ from bench.tracing import Recording
 TEXT_TOKENS = 256
 WARM_UPS = 2
 SHOWN, WIDTH = 12, 60  # rows and columns of the tables
-LIMIT_S = 120.0  # of starting and of writing a recording
+LIMIT_S = 120.0  # to start and to write a recording
 
 
 async def measure(args: argparse.Namespace, file: Path) -> Recording:

@@ -44,7 +44,7 @@ def content(name: str) -> dict[str, Any]:
 
 
 def runs(name: str, run: str) -> list[Run]:
-    """Return the runs of this name in a file: none, one, or those of concurrent clients."""
+    """Return the runs of this name in a file: none, one, or one per concurrent client."""
     found = content(name).get(run, [])
     return found if isinstance(found, list) else [found]
 

@@ -58,7 +58,7 @@ def make_clip(seed: int, kind: str) -> bytes:
 
 
 def compute_bound(shape: Shape, pairs: int, patches: int, num_tokens: int) -> float:
-    """Return milliseconds of the tower's products over so many pairs of patches, and of the decoder's over the prompt."""
+    """Return the compute-bound time in ms: the tower on `pairs` frame pairs of `patches` patches each, then the decoder's prefill."""
     width, inner = shape.vision_hidden, shape.vision_intermediate
     joined = width * MERGE**2
     block = 2 * patches * (4 * width**2 + 2 * width * inner) + 4 * patches**2 * width
@@ -73,7 +73,7 @@ def compute_bound(shape: Shape, pairs: int, patches: int, num_tokens: int) -> fl
 
 
 def expected(kind: str, fps: float) -> tuple[int, int, int]:
-    """Return pairs, patches per pair, and tokens of the prompt, by the formulas of the published checkpoints."""
+    """Return frame pairs, patches per pair and prompt tokens by the formulas of the published checkpoints."""
     seconds, height, width = CLIPS[kind]
     geometry = VideoGeometry(PATCH, MERGE, 2, 4096, 25_165_824, fps=fps)
     indices = geometry.sample(seconds * RATE, RATE)
@@ -83,7 +83,7 @@ def expected(kind: str, fps: float) -> tuple[int, int, int]:
 
 
 def body_of(args: argparse.Namespace, model: str, clip: bytes, salt: int, fps: float) -> dict[str, Any]:
-    """Return a question about a clip. It contains the rate, so that rates share no pairs."""
+    """Return a request with a question about a clip sampled at `fps`. Requests with different rates share no frame pairs."""
     message = user_message([data_uri(clip, "video/mp4")], text_of(TEXT_TOKENS, salt), "video")
     return chat_body(model, [message], args.output_tokens) | {"mm_processor_kwargs": {"fps": fps}}
 
@@ -115,7 +115,7 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         clips = list(pool.map(lambda i: make_clip(args.seed + i, args.clip), range(args.requests + 1)))
     async with served(args) as (client, model):
         rates = [float(fps) for fps in args.fps.split(",")]
-        for fps in rates:  # excludes one-time costs
+        for fps in rates:  # warm-up
             await client.chat(body_of(args, model, clips[-1], 0, fps))
         return [await measure_fps(client, model, clips[:-1], fps, args) for fps in rates]
 

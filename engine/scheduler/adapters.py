@@ -1,7 +1,8 @@
 """Directory of adapters in the workers' slots; the matrices are in the workers.
 
-A slot whose adapter has running requests is in use; of the others the least recently started one is replaced first. A request whose adapter
-has no slot waits; younger requests pass it, but those of one adapter in use, whose slot it gets, do not start. So that slot becomes free.
+A slot whose adapter has running requests is in use; of the others the least recently started one is replaced first. If all slots are in
+use, a request whose adapter has no slot waits, and younger requests may overtake it. One adapter must then give up its slot: its new
+requests do not start, so that the slot becomes free.
 """
 
 from collections import Counter, OrderedDict
@@ -25,14 +26,14 @@ class Held:
 
 
 class AdapterDirectory(NoSlots):
-    """Adapters in slots, by number. Invariant (`check`): slots are distinct; a user of a slot keeps its adapter there."""
+    """Adapters in slots, by number. Invariant (`check`): slots are distinct; an adapter keeps its slot while a request uses it."""
 
     def __init__(self, num_slots: int):
         self._failed: set[int] = set()  # adapters that a worker could not read
         self._num_slots = num_slots
         self._held: OrderedDict[int, Held] = OrderedDict()  # least recently started first
         self._loads: list[LoadAdapter] = []
-        self._promised: dict[int, int] = {}  # adapters that wait in this plan -> those whose slots they get
+        self._promised: dict[int, int] = {}  # in this plan: waiting adapter -> adapter that must give up its slot
 
     def begin_plan(self) -> None:
         self._promised.clear()

@@ -195,8 +195,7 @@ class BlockHasher:
     """Hash chain of one sequence: link i names the content of block i and of all blocks before it.
 
     A link covers the parent link, the block's token ids and, for each image that begins in the block, its hash and start: equal
-    placeholders of different images never alias. The chain begins with the
-    request's namespace.
+    placeholders of different images never alias. The chain begins with the request's namespace.
     """
 
     def __init__(self, block_size: int, images: Sequence[ImageSpan], namespace: tuple[str, bytes]):

@@ -1,6 +1,7 @@
-"""Request life cycle between plans: arrival, landed results, ends, releases. No sockets and no tensors.
+"""Request life cycle between plans: arrival, results, ends, releases. No sockets and no tensors.
 
-Each request has one terminal output; its resources are released when its last plan has landed.
+A plan has "landed" when its results are processed. Each request has one terminal output; its resources are released when its last plan
+has landed.
 """
 
 import heapq
@@ -42,7 +43,7 @@ UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_imag
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64
-QUICK_MS = 3.0  # device time; the host needs 1 to 2 ms from the end of a step to the launch of the step after next
+QUICK_MS = 3.0  # device time of a quick step: the host needs 1 to 2 ms from the end of a step to the launch of the step after next
 
 
 @dataclass(slots=True)

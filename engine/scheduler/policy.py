@@ -23,8 +23,8 @@ from engine.scheduler.state import State
 from engine.wire.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
 from models.cache.spec import SPARE_ROWS
 
-STEP_PART_WORTH_WAITING = 1 / 16  # share of a step's tokens: the wait may cost a step with little work
-PIXELS_PER_TOKEN = 4096  # an image that is not resized has a quarter of it
+STEP_PART_WORTH_WAITING = 1 / 16  # least prefix to wait for, as a share of a step's tokens: waiting may cost a step with little work
+PIXELS_PER_TOKEN = 4096  # four times those of an image that is not resized
 MOST_FOUND = 65_536  # cached tokens of requests that start in one plan: matching and acquiring their blocks takes 6 to 20 ms
 MIN_CHAINED = 8  # tokens of a chunk that is followed by another one in the same step; exceeds a convolution's inputs
 AFTER_ALL = (math.inf, 0)
@@ -142,7 +142,7 @@ class _StepBuilder:
             if other.order > request.order:
                 break  # the oldest request never waits, so every wait ends
             if other.num_known - other.num_committed * size < worth:
-                continue  # it decodes
+                continue  # it decodes, or has little left to compute
             num_shared = min(request.num_tokens - 1, request.num_shared_with(other)) // size
             if (num_shared - other.num_committed) * size >= worth:
                 self.state.follow(request, other, num_shared)
@@ -364,6 +364,6 @@ class _StepBuilder:
 
 
 def _encoder_cost(request: Request, span: ImageSpan) -> int:
-    """Return the cost in encoder tokens. An image that shrinks much costs what its pixels do: a step holds them all."""
+    """Return the cost in encoder tokens. An image that is much reduced is charged by its pixels, since a step holds them all."""
     source = request.sources[span.hash]
     return max(span.length, source.num_frames * source.height * source.width // PIXELS_PER_TOKEN)

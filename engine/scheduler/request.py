@@ -49,7 +49,7 @@ class Request:
     index: int = 0
     status: Status = Status.WAITING
     row: int = -1
-    slot: int = -1  # while it has a row, if it needs one
+    slot: int = -1  # -1 without a row, or if it needs no slot
     num_computed: int = 0
     num_committed: int = 0  # blocks offered to the block directory
     num_sampled: int = 0  # sampled by plans in flight, without drafts
@@ -66,7 +66,7 @@ class Request:
     leader: "Request | None" = None  # while waiting: an older request that computes this one's beginning
     num_shared_blocks: int = 0  # blocks of that prefix
     sources: dict[bytes, ImageSource] = field(default_factory=dict)  # by hash, without files
-    reports: list[Report] = field(default_factory=list)  # consecutive parts, so far
+    reports: list[Report] = field(default_factory=list)  # consecutive parts received so far
     awaited: set[bytes] = field(default_factory=set)  # files whose pixels were requested
     is_stateful: bool = False  # the model has recurrent states: a prefix needs a snapshot
     snapshot_points: tuple[int, ...] = ()  # ends of blocks at which states are kept

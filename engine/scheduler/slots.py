@@ -7,7 +7,7 @@ from engine.wire.messages import EngineRequest, ErrorInfo, Load
 
 
 class NoSlots:
-    """Slots as used by the core; here no request needs one. An annex with slots overrides every method."""
+    """Interface of slots for the core. With this class no request needs a slot; a class with slots overrides every method."""
 
     def begin_plan(self) -> None:
         """Begin a plan, during which `may_start` is called once per request, in order."""

@@ -56,7 +56,7 @@ class State:
     free_rows: list[int] = field(default_factory=list)
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
     saving: list[list[int]] = field(default_factory=list)  # snapshot blocks written by plans in flight
-    counters: EngineStats = field(default_factory=EngineStats)  # its totals
+    counters: EngineStats = field(default_factory=EngineStats)  # only its totals are used
     num_head_drafts: int = 0  # draft tokens per row that the model's head makes after the next step
     num_steps: int = 0
 
@@ -81,7 +81,7 @@ class State:
             request.first_needed += 1
         first = request.siblings[0]
         if request.num_cached < 0 and first.num_cached >= 0:
-            request.num_cached = first.num_cached  # computed for this very request
+            request.num_cached = first.num_cached  # the first answer's prefix was computed for the same request
         elif request.num_cached < 0:
             request.num_cached = min(request.num_computed, request.num_prompt)
             self.counters.cached_prompt_tokens += request.num_cached

@@ -1,5 +1,5 @@
-"""Worker side of adapters: executes the plans' orders. Matrices are read from their folders and kept in host memory, of which the least
-recently loaded are dropped first."""
+"""Worker side of adapters: executes the load orders of plans. Matrices are read from the adapters' folders and kept in host memory; the
+least recently loaded ones are dropped first."""
 
 import logging
 from collections import OrderedDict
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerAdapters(FixedWeights):
-    """Adapters of a loaded model, of ranks up to `max_rank`. `stream` is the tower's."""
+    """Adapters of a loaded model with LoRA ranks up to `max_rank`. `stream` is the tower's."""
 
     def __init__(
         self, model: LanguageModel, backend: Backend, num_slots: int, num_kept: int, max_rank: int, stream: torch.cuda.Stream | None

@@ -31,7 +31,7 @@ class Agreement:
         self._count = 0
 
     def all_can(self, can: bool) -> bool:
-        """Return whether every rank can. Waits for the slowest; False if the worker is stopped."""
+        """Return whether `can` is true on every rank. Waits for the slowest; False if the worker is stopped."""
         self._count += 1
         start = self._count % 2 * self._size
         answers = self._answers[start : start + self._size]

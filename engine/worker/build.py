@@ -1,5 +1,5 @@
-"""Assembly of a worker: model, weights, profile, memory, KV pool, graphs. The device kind is decided here, so that a step needs no branches
-for it."""
+"""Assembly of a worker: model, weights, profile, memory, KV pool, graphs. This module selects the classes for the kind of device, so that a
+step has no branches for it."""
 
 import io
 import time
@@ -61,10 +61,10 @@ from models.parallel.group import TensorParallel
 from models.parallel.symmetric import SymmetricSums, peers_are_mapped
 
 INT64 = 8
-STAGED_PER_TOKEN = 9 * INT64  # id, three positions, slot, adapter; of a scored token also index, target, scored flag
+STAGED_PER_TOKEN = 9 * INT64  # id, three positions, slot, adapter; for a scored token also index, target, scored flag
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
-STAGED_PER_SAMPLE = BYTES_PER_SAMPLE + 6 * INT64  # logits index and its position; of a row its number and start; known ids
+STAGED_PER_SAMPLE = BYTES_PER_SAMPLE + 6 * INT64  # logits index and its position; per row its number and start; known ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Loaded:
     sampling: SamplingOps
     sampler: Sampler
     decoder: JpegDecoder
-    tower_stream: torch.cuda.Stream | None  # None: a CPU
+    tower_stream: torch.cuda.Stream | None  # None on a CPU
     slots: FixedWeights
 
 
@@ -91,7 +91,7 @@ def build_runner(
     backend, model, spec = loaded.backend, loaded.model, loaded.model.cache_spec
     step_sizes = sizes_for(config, text, spec, backend.step_sizes)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
-    hidden_TD = None  # counted as weights
+    hidden_TD = None  # allocated before the weights are measured
     if text.has_head:
         hidden_TD = torch.zeros((max_hidden(config, backend.step_sizes), text.hidden_size), dtype=model.dtype, device=device)
     memory = plan_memory(config, spec, measure_needs(loaded, config, captured, free), free)
@@ -221,7 +221,7 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
 
 def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | None, free: int) -> Needs | None:
     """Return the memory of this rank's GPU, with `free` bytes free at the start, in addition to the KV pool and the image cache; None on a
-    CPU. `captured`: sizes of graphs to come."""
+    CPU. `captured`: sizes of the graphs to capture later."""
     model, stream = loaded.model, loaded.tower_stream
     if stream is None:
         return None

@@ -1,8 +1,8 @@
 """CUDA graphs of steps with few tokens: decode rows, alone or with a chunk of prompts.
 
 Without a graph a step costs the host hundreds of launches, which take longer than the device needs for a few hundred tokens, or thousands
-if a rank's part of the model is small. A graph has a fixed shape: a number of prompt tokens, then of tokens of decode rows. The tokens per
-row belong to the step, not to the graph: a graph for 8 tokens takes 8 decoding rows of one token, or two of 4. A smaller step is padded:
+if a rank's part of the model is small. A graph has a fixed shape: a number of prompt tokens, then of tokens of decode rows. The number of
+tokens per row is not fixed by a graph: a graph for 8 tokens takes 8 decoding rows of one token, or two of 4. A smaller step is padded:
 prompt tokens with their own row, others with rows of one token and empty rows. Padding accesses only the scratch row and the scratch block.
 
 All inputs of a graph are padded on the host and copied at once to memory that all graphs share. The layout is fixed for a shape, with
@@ -33,7 +33,7 @@ FIRST_WARM_UPS = 3  # of the first graph; others need one, for their own kernels
 PAGE_BYTES = 4
 BYTES_AFTER_PAGES = BYTES_PER_SAMPLE + 16  # per token: sampling parameters, known ids
 SLACK = 4096  # for alignment
-LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # larger tensors on a GPU come from segments
+LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # bytes: torch allocates larger tensors in segments of at least SEGMENT
 
 
 class Shape(NamedTuple):
@@ -162,7 +162,7 @@ class StepGraphs:
         return Shape(_round_up(self._chunk_sizes[padded], num_prefill), padded)
 
     def _embed(self, ids_P: torch.Tensor, visual: Sequence[VisualSlice]) -> None:
-        """Fill the graph's prompt tokens: text embeddings with zeros for DeepStack, image tokens as they are."""
+        """Fill the embeddings of the graph's prompt tokens: text with zeros for the DeepStack levels, images with all levels."""
         self._embedding[0, : len(ids_P)] = self._model.embed(ids_P)
         self._embedding[1:, : len(ids_P)] = 0
         for item in visual:
@@ -195,8 +195,8 @@ class StepGraphs:
         return replace(step, attention=layout, logits_indices=logits_indices_S)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
-        """Pad the layout to the rows of `shape`: one takes the prompts' missing tokens, further ones are empty; rows of one token and empty
-        rows follow the decode rows."""
+        """Pad the layout to the rows of `shape`. After the prompts' rows come one row with the padding tokens and empty rows; after the
+        decode rows come rows of one token and empty rows."""
         rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
         lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # rows between the prompts and the decode rows
         lengths[:1] = shape.num_prefill_tokens - starts[rows]
@@ -240,7 +240,7 @@ class StepGraphs:
             batch = ForwardBatch(ids_T, positions_3T, *of_step, adapters_T=adapters_T if len(adapters_T) else None)
             hidden_SD = self._model(batch, attention)
             logits_SV = self._model.logits(hidden_SD, self._logits[: len(hidden_SD)])
-            self._hidden[: len(hidden_SD)].copy_(hidden_SD)  # last: nothing separates the norm and the product, which overlap
+            self._hidden[: len(hidden_SD)].copy_(hidden_SD)  # after the logits: a copy between norm and product would prevent their overlap
             return logits_SV
 
         replay, logits_SV = self._record(forward)

@@ -54,7 +54,7 @@ class DraftHead:
         embedded_TD = self._model.embed(next_T)
         starts = {int(start) for start in step.attention.qo_indptr_cpu}
         for item in step.visual:
-            rest_ND = item.embedding[0, item.offset + 1 : item.offset + item.length + 1]  # the following tokens of the same image
+            rest_ND = item.embedding[0, item.offset + 1 : item.offset + item.length + 1]  # next tokens of the same image
             embedded_TD[item.start : item.start + len(rest_ND)] = rest_ND
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]

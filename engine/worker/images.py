@@ -37,8 +37,8 @@ GROWTH = 2  # size ratio of consecutive groups
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Results of encoding: images that could not be decoded, pixels to keep until the step is done, host time of reading, marks around each
-    period of the tower's work, and images for which memory was lacking."""
+    """Results of encoding: images that could not be decoded, pixels to keep until the step is done, host time of reading, a stopwatch for
+    each period of the tower's work, and images for which memory was lacking."""
 
     failed: list[int]
     pixels: list[torch.Tensor]
@@ -55,7 +55,7 @@ class EarlyImage:
     """An image that was encoded before a plan named it."""
 
     of: Prefetch
-    read: tuple[torch.Tensor, bytes]  # pixels and their encoded source, while the device may read either
+    read: tuple[torch.Tensor, bytes]  # pixels and their encoded source, kept because the device may still read them
     embedding: torch.Tensor
     watch: Stopwatch
 
@@ -283,5 +283,5 @@ class ImageCache:
 
 
 def _kind_of(encode: Encode) -> tuple[int, int]:
-    """Return what images of one call have in common: their frames and the slot."""
+    """Return the number of frames and the slot, which are equal for all images of one call."""
     return encode.source.num_frames, encode.slot

@@ -1,5 +1,5 @@
-"""Per-sequence state of a worker, and conversion of a plan's chunks to the input of a forward pass. Rows are permanent slots: their last
-sampled token stays on the device, so a plan carries no token values but drafts.
+"""Per-sequence state of a worker, and conversion of a plan's chunks to the input of a forward pass. Rows are permanent slots. Their last
+sampled token stays on the device, so the only token values in a plan are drafts.
 
 A step's layout is rows of q tokens. Prompt chunks come first; their ids come from the host. A decode row is the last sampled token and its
 drafts, if any; the device finds their ids in a table:
@@ -221,8 +221,7 @@ class Rows:
         return self.hidden_TD[indices_T]
 
     def after(self, samples: HostSamples, distance: int) -> tuple[Int64s, AttentionLayout]:
-        """Return M-RoPE positions, rows and pages of tokens at this distance after the sampling tokens, with as many tokens per row as it
-        samples."""
+        """Return M-RoPE positions and attention layout of the tokens at this distance after the sampling tokens, one per sample."""
         counts = np.ones_like(samples.rows) if samples.drafts is None else samples.drafts.counts
         firsts = counts.cumsum() - counts
         rows, starts = samples.rows[firsts], samples.positions[firsts] - 1 + distance
@@ -253,7 +252,7 @@ class Rows:
         return AttentionLayout(offsets_of(count), torch.from_numpy(count), offsets_of(one), pages, slots_T, 0)
 
     def _adapters_of(self, rows: Int64s, chunks: Sequence[Chunk]) -> Int32s:
-        """See `HostStep.adapters`."""
+        """Return `HostStep.adapters` for these rows and chunks."""
         slots = self._adapters[rows]
         return np.repeat(slots, [chunk.length for chunk in chunks]) if (slots >= 0).any() else NO_ADAPTERS
 

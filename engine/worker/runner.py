@@ -169,7 +169,7 @@ class Runner:
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
-        """Without plans, do a small piece of work that would delay a request. Return False if there was none."""
+        """Do a small piece of work that would delay a request later; call it while there are no plans. Return False if there was none."""
         has_prepared = self.images.prepare(is_busy)
         if has_prepared and self.agreement is not None:
             self._memory.note_graphs()

@@ -7,7 +7,7 @@ from engine.wire.messages import Load
 
 
 class FixedWeights:
-    """Slots as used by a runner and an image cache; here there are none. An annex with slots overrides every method."""
+    """Interface of weight slots for the runner and the image cache. This class has no slots; a class with slots overrides every method."""
 
     def load(self, orders: Sequence[Load]) -> list[int]:
         """Execute a plan's orders, in stream order. Return the numbers of those that failed; their slots hold zeros."""

@@ -10,7 +10,7 @@ from engine.wire.messages import DEPTH
 from models.kernels.transfers import Transfers
 
 ALIGNMENT = 128  # pieces that kernels read at once must not straddle two cache lines
-RING = DEPTH + 1  # one is being built
+RING = DEPTH + 1  # steps in flight, and the one being built
 
 
 class Staging:

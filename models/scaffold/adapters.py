@@ -33,8 +33,8 @@ def write_adapter(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Path:
-    """Write an adapter of the modules that `takes` chooses and return the folder. `ranks` are a `rank_pattern` of ends of paths, `rename`
-    maps paths to the checkpoint's, `settings` are further entries of adapter_config.json. B is not zero, as after training."""
+    """Write an adapter for the modules that `takes` accepts and return the folder. `ranks` is a `rank_pattern` with suffixes of paths as
+    keys, `rename` maps paths to those of the checkpoint, `settings` are more entries of adapter_config.json. B is not zero."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     names, ranks = set[str](), ranks or {}

@@ -46,7 +46,7 @@ class Shape:
     vocab_size: int = 151_936
     num_base_tokens: int = NUM_BASE_TOKENS
     dtype: str = "bfloat16"
-    experts: Experts | None = None  # `intermediate` is then in config.json alone
+    experts: Experts | None = None  # if set, only config.json uses `intermediate`
     head_dim: int = 128
     mrope_section: tuple[int, int, int] = (24, 20, 20)
     delta: Delta | None = None  # Qwen3.5
@@ -84,9 +84,9 @@ SHAPES: dict[str, Shape] = {
     "3.5-35B-A3B": replace(_hybrid(40, 2048, 16, 2, 0, 32), experts=Experts(256, 8, 512, 512)),
     "3.5-122B-A10B": replace(_hybrid(48, 3072, 32, 2, 0, 64), experts=Experts(256, 8, 1024, 1024)),
     "3.5-397B-A17B": replace(_hybrid(60, 4096, 32, 2, 0, 64), experts=Experts(512, 10, 1024, 1024)),
-    # About 2 M parameters besides 1 M of embeddings; a small vocabulary keeps logits and files small. float32: its tests compare tokens.
+    # About 2 M parameters and 1 M of embeddings; a small vocabulary keeps logits and files small. float32, since tests compare tokens.
     "tiny": TINY,
-    # No matrix of an expert is square: transformers tells the published layout from its own by shapes.
+    # Experts have no square matrix: transformers distinguishes the published layout from its own by the shapes.
     "tiny-moe": replace(TINY, experts=Experts(8, 2, 256)),
     "3.5-tiny": TINY_3_5,
     "3.5-tiny-moe": replace(TINY_3_5, experts=Experts(8, 2, 256, 256)),

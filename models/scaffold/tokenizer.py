@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-TEMPLATES = Path(__file__).parent  # the ChatML text that Qwen3-VL and Qwen3.5 were trained on, written anew; render.jinja begins both
+TEMPLATES = Path(__file__).parent  # own ChatML templates for Qwen3-VL and Qwen3.5; both begin with render.jinja
 
-# In the order of their ids; the first 14 are "special" (skipped when text is decoded), the rest are plain markers of tools and thoughts.
+# In the order of their ids; the first 14 are "special" (skipped when text is decoded), the rest are plain markers of tools and reasoning.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
     "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -19,7 +19,7 @@ SPECIAL_TOKENS = (
 )  # fmt: skip
 NUM_SKIPPED_SPECIALS = 14
 
-# How Qwen2 and Qwen3 cut text before BPE: contractions, words with one leading separator, single digits, punctuation, white space.
+# Pre-tokenization of Qwen2 and Qwen3: contractions, words with one leading separator, single digits, punctuation, white space.
 SPLIT_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _LETTERS = "etaoinsrhldcumfpgwybvkxjqz"  # by frequency in English
@@ -70,7 +70,7 @@ def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[st
 
 def chat_template(thinks: bool = False) -> str:
     """Return the template of Qwen3-VL, or of Qwen3.5, which was not compared with the original. The latter thinks unless `enable_thinking`
-    is false, and drops thoughts before the last user message unless `preserve_thinking`."""
+    is false, and drops reasoning before the last user message unless `preserve_thinking`."""
     return "".join(
         (TEMPLATES / name).read_text(encoding="utf-8") for name in ("render.jinja", "thinking.jinja" if thinks else "chat.jinja")
     )

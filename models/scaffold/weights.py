@@ -39,7 +39,7 @@ def _plain_slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
 
 
 def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
-    """Return the tensors that a single rank loads. Experts of Qwen3-VL are stored inputs first, those of Qwen3.5 outputs first."""
+    """Return the tensors that a single rank loads. Experts are stored (inputs, outputs) in Qwen3-VL, (outputs, inputs) in Qwen3.5."""
     backend = TorchBackend(torch.device("meta"))
     for part in make_model(config, TensorParallel.single(), backend, torch.bfloat16).checkpoint_tensors():
         for slot in (part,) if isinstance(part, CheckpointTensor) else part.layouts[0 if config.text.delta is not None else INPUTS_FIRST]:
@@ -55,7 +55,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
     if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
         return normal
     if name.endswith("A_log"):
-        return normal.mul_(0.1).sub_(2.0)  # states decay over about ten tokens
+        return normal.mul_(0.1).sub_(2.0)  # recurrent states decay within about ten tokens
     if _is_experts(name):
         return normal.mul_(shape[1] ** -0.5)
     if len(shape) > 1:

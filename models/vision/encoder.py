@@ -31,7 +31,7 @@ class ImageEncoder:
         self.preprocessor = Preprocessor(config.geometry, setup.ops, self.device)
         self._visual, self._num_ranks = visual, setup.tp.size
         self._graphs = TowerGraphs(visual) if backend.captures_graphs else None
-        self.uses_graphs = True  # False while the layers' weights are not those at capture
+        self.uses_graphs = True  # False while the layers use other weights than at capture
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         if not images:

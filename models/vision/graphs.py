@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MAX_PATCHES_OF_ONE = 8192  # with more, the device is slower than the host
 MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs take about 10 kB per patch at 8B
 SIGHTINGS = 2  # encodes before a graph is captured
-SIGHTINGS_WHEN_BUSY = 6  # a capture takes longer than a step: streams may wait once
+SIGHTINGS_WHEN_BUSY = 6  # more, since a capture takes longer than a step and delays running streams
 MAX_SEEN = 256
 KEPT_SHARE = 3  # inputs and outputs of a graph take less than a third of its activations
 
@@ -40,8 +40,8 @@ class TowerGraphs:
         self._graphs: OrderedDict[Key, TowerGraph] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all captures: a graph keeps cuBLAS's workspace for its stream, and of torch's 32 streams a new one would sooner or
-        # later be that of the step graphs, which run at the same time.
+        # All captures use one stream: a graph keeps cuBLAS's workspace for its stream, and torch has 32 streams in rotation, so that a
+        # new one could be that of the step graphs, which run concurrently.
         self._stream = torch.cuda.Stream()
 
     def replay(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor | None:
@@ -58,7 +58,7 @@ class TowerGraphs:
         return graph.levels
 
     def refresh(self) -> None:
-        """Copy the tower's tables, after new weights, to where graphs read them."""
+        """After new weights, copy the tower's tables to the addresses that the graphs read."""
         for (_, grids), graph in self._graphs.items():
             for table, new in zip(graph.tables.position_PD, self._tower.tables(grids).position_PD, strict=True):
                 table.copy_(new)
@@ -76,7 +76,7 @@ class TowerGraphs:
         del self._seen[key]
         try:
             self._graphs[key] = self._capture(key)
-        except RuntimeError as problem:  # out of memory, in several exception types: only speed is lost
+        except RuntimeError as problem:  # several exception types mean out of memory; without a graph an encode is only slower
             logger.warning("a graph of the vision tower was not captured: %s", problem)
             return True
         while sum(graph.patches_FPX.shape[1] for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:

@@ -1,6 +1,6 @@
 """Conversion of decoded pixels to patches, equal to transformers' Pillow image processor (`qwen2_vl`): resize in Pillow's fixed-point
-arithmetic, one axis after the other, then cut. The patch embedding includes the normalisation x / 127.5 - 1: x - 128 is exact in
-bfloat16."""
+arithmetic, one axis after the other, then a split into patches. The patch embedding includes the normalisation x / 127.5 - 1: x - 128 is
+exact in bfloat16."""
 
 from functools import lru_cache
 

@@ -16,10 +16,10 @@ class SplitAttention:
     """`VarlenAttention` of whole images or, after `plan_parts`, of images whose patches are distributed over all ranks."""
 
     def __init__(self, whole: VarlenAttention, of_own_heads: VarlenAttention, tp: TensorParallel, group_size: int) -> None:
-        """Groups of `group_size` patches stay on one rank."""
+        """Each group of `group_size` patches stays on one rank."""
         self._whole, self._of_own_heads = whole, of_own_heads
         self._tp, self._group_size = tp, group_size
-        self._counts: list[int] = []  # patches of each rank; none: images are whole
+        self._counts: list[int] = []  # patches of each rank; empty: every rank has whole images
 
     def plan(self, lengths: Sequence[int]) -> None:
         self._counts = []

@@ -1,7 +1,7 @@
-"""Vision tower of Qwen3-VL, from patches to main and DeepStack embeddings. Weights are whole on every rank; images of one call share
+"""Vision tower of Qwen3-VL, from patches to main and DeepStack embeddings. Every rank holds all weights. Images of one call share
 every GEMM and attention launch.
 
-The residual stream holds products only. Biases added to it are constants; their running sum ("offset") is added where the stream is
+The residual stream holds products without biases. Biases are constants; their running sum ("offset") is added where the stream is
 read, so that each GEMM accumulates into the stream.
 """
 
@@ -206,7 +206,7 @@ class VisionTower(nn.Module):
         """Return the peak bytes of `part`, including its input."""
         frame = self.config.in_channels * self.config.patch_size**2
         of_all = self.config.temporal_patch_size * frame + self.config.hidden_size
-        of_own = self.patch_bytes() + 6 * self.config.hidden_size * self.merger.norm.weight.itemsize  # exchanged: sent and received
+        of_own = self.patch_bytes() + 6 * self.config.hidden_size * self.merger.norm.weight.itemsize  # send and receive buffers
         return num_patches * (of_all * self.merger.norm.weight.itemsize + of_own // num_ranks)
 
     def plan(self, grids: Sequence[Grid]) -> None:

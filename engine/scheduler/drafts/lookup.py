@@ -15,7 +15,7 @@ from engine.scheduler.state import State
 CONTEXTS = (16, 8, 4, 2, 1)  # lengths in tokens of the contexts looked up, the longest first
 FACTOR, PRIME = 1_000_003, (1 << 61) - 1  # of the rolling hash of a context
 _LEAVING = [pow(FACTOR, length, PRIME) for length in CONTEXTS]  # factor of the token that leaves a context
-_NOTHING = [sum(pow(FACTOR, i, PRIME) for i in range(length)) for length in CONTEXTS]  # hash of zeros: tokens count from 1
+_NOTHING = [sum(pow(FACTOR, i, PRIME) for i in range(length)) for length in CONTEXTS]  # hash of token ids 0: the hash uses id + 1
 UNSURE = 0.6  # pseudo-count of other tokens after a context of one token
 MIN_PATH = 0.05  # least probability of all tokens of a draft
 
@@ -27,8 +27,8 @@ HEAD = 8  # tokens before an answer that identify its beginning
 
 
 class Contexts:
-    """Text and the majority token after each context, with its votes; each other token removes one vote. Negative ids are distinct breaks:
-    no context crosses one."""
+    """Text, and the majority token after each context by a majority vote: the same token adds a vote, another one removes it. Each negative
+    id is a unique separator that no context crosses."""
 
     def __init__(self) -> None:
         self._tokens = array("i", [0] * (1 + CONTEXTS[0]))
@@ -166,13 +166,13 @@ class LookupDrafter:
 
 
 def _text_of(request: Request) -> "array[int]":
-    """Return the prediction as if it were the answer, then the prompt's last MAX_TEXT tokens, with one break per image."""
+    """Return the prediction as if it were the answer, then the prompt's last MAX_TEXT tokens, with one separator per image."""
     prompt = request.token_ids[: request.num_prompt].copy()
     text_start = request.images[-1].end if request.images else 0
     for i, span in enumerate(request.images):
         prompt[span.start : span.end] = -2 - i
     is_text = prompt >= 0
-    is_text[[span.start for span in request.images]] = True  # one break for each image
+    is_text[[span.start for span in request.images]] = True  # one separator per image
     parts = [prompt[is_text][-MAX_TEXT:]]
     if len(request.prediction):
         parts = [prompt[max(text_start, request.num_prompt - HEAD) :], request.prediction[:MAX_TEXT], np.array([-1], np.int32), *parts]

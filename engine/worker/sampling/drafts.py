@@ -19,15 +19,15 @@ NONE = -1  # no draft
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Of S samples: the draft after each one's position, or NONE after a row's last; the number of its row's drafts before it; the row's
-    first sample."""
+    """Drafts of a step with S samples. `next_S`: the draft after each sample's position, NONE after a row's last; `offsets_S`: the number
+    of the row's drafts before it; `firsts_S`: the index of the row's first sample."""
 
     next_S: torch.Tensor  # int64
     offsets_S: torch.Tensor  # int64
     firsts_S: torch.Tensor  # int64
 
     def keep(self, tokens_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which of these samples are kept, and which are the last of their row: bool (S,), one of the latter per row."""
+        """Return two bool (S,): the kept samples, and the last kept sample of each row."""
         is_miss = tokens_S != self.next_S
         before = is_miss.cumsum(0) - is_miss.long()
         is_kept = before == before[self.firsts_S]
@@ -59,7 +59,7 @@ class HostDrafts:
         return Drafts(*staging.put(np.stack((following, np.arange(len(firsts)) - firsts, firsts))))
 
     def kept(self, tokens: Sequence[int]) -> Iterator[range]:
-        """Return for each row which of these samples are kept."""
+        """Yield the indices of the kept samples of each row."""
         first = 0
         for drafts in self.rows:
             count = next((i for i, draft in enumerate(drafts) if tokens[first + i] != draft), len(drafts))

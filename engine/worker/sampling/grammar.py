@@ -43,7 +43,7 @@ class Session:
     matcher: "GrammarMatcher"
     after: int | None  # the grammar applies after this token; None once it has been sampled
     is_over: bool = False  # the text is complete, or another rule made it violate the grammar
-    is_slow: bool = False  # a token delayed all rows: the grammar is no longer enforced
+    is_slow: bool = False  # one token took longer than SLOW_S and delayed all rows: the grammar is no longer enforced
 
     @property
     def restricts(self) -> bool:

@@ -38,7 +38,7 @@ class ScoredChunk:
     @classmethod
     def of(cls, index: int, chunk: Chunk, first: int, row: ReportingRow) -> "ScoredChunk | None":
         """Return the part of a chunk, whose first token is the step's `first`, that predicts tokens of the prompt; None if it is empty or
-        nothing asks for it."""
+        was not requested."""
         num_top = row.params.prompt_logprobs
         if num_top is None:
             return None

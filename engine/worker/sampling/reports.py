@@ -72,7 +72,7 @@ class StepReports:
         return logits_SV, self.read_samples(hidden_SD, logits_SV, scores)
 
     def read_samples(self, hidden_SD: torch.Tensor, logits_SV: torch.Tensor | None, scores: PromptScores | None = None) -> Readings:
-        """Return the reports that are made of the samples' hidden states and logits."""
+        """Return the reports computed from the samples' hidden states and logits."""
         return Readings(pool(self.pooled, hidden_SD, logits_SV), scores) if self.pooled or scores else NOTHING_READ
 
 

@@ -33,7 +33,7 @@ NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"),
 NUM_WORDS = NUM_PARAMS + 3
 BYTES_PER_SAMPLE = 4 * NUM_PARAMS + 8 * 8  # upper bound for `HostSamples.stage`: also row, position, three indices, draft, offset, first
 PENALTIES, EDITS, WORDS = 1, 2, 4  # how a row changes its logits
-# From a parameter's value to that of its kernel slot, and the parameter of each slot.
+# ENCODERS: conversion of a parameter's value for its kernel slot. NAMES: the parameter of each slot.
 ENCODERS: dict[str, Callable[[float], float]] = {
     "inverse_temperature": lambda value: 1 / max(value, MIN_TEMPERATURE),
     "top_p": lambda value: value if value < 1 else OFF,
@@ -75,7 +75,7 @@ class HostSamples:
             yield from zip(firsts.tolist(), self.rows[firsts].tolist(), self.drafts.rows, strict=True)
 
     def kept(self, tokens: Sequence[int]) -> Iterator[range]:
-        """Return for each row which of these samples are kept."""
+        """Yield the indices of the kept samples of each row."""
         return (range(i, i + 1) for i in range(len(tokens))) if self.drafts is None else self.drafts.kept(tokens)
 
     @classmethod
@@ -134,7 +134,7 @@ class SampleTable:
 
 
 def samples_of(params: Sequence[SamplingParams], positions: Sequence[int], max_top_k: int, device: torch.device) -> Samples:
-    """Return samples by these parameters of rows 0, 1, ... of no worker, one position each. A single row may have more, after drafts."""
+    """Return samples of rows 0, 1, ... with these parameters, one position each, without a worker. A single row may have more: drafts."""
     table, staging, rows = SampleTable(len(params), max_top_k), Staging(MIB, device), np.arange(len(params))
     for row, one in enumerate(params):
         table.set(row, one)
