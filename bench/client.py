@@ -197,7 +197,7 @@ class ChatClient:
         answer.usage = chunk.get("usage") or answer.usage
         answer.timings = chunk.get("timings") or answer.timings
         delta = chunk["choices"][0].get("delta", {}) if chunk.get("choices") else {}
-        if delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):  # two names of thoughts are in use
+        if delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):  # servers use one of two names for reasoning
             answer.token_times.append(now)
         answer.text += delta.get("content") or ""
 

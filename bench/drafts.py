@@ -105,7 +105,7 @@ def figures(answers: list[Answer]) -> dict[str, Any]:
 
 
 def row_of(name: str, plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
-    """Return a table row. A step yields a token and its accepted drafts; its additional time is their verification and the time from the
+    """Return a table row. A step yields a token and its accepted drafts; it takes longer by their verification and by the time from its
     result to the next step."""
     before, after = plain["ms_per_token"], drafted["ms_per_token"]
     steps = max(1, drafted["tokens"] - drafted[ACCEPTED])

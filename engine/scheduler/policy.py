@@ -61,7 +61,7 @@ class _StepBuilder:
         self.num_encoder_tokens = 0
         self.num_chained = 0  # chunks followed by another one of the same request
         self.is_open = True  # False once a waiting request cannot start
-        self.num_passed = 0  # waiting requests that await a prefix, pixels or a slot
+        self.num_passed = 0  # waiting requests that others may overtake: they await a prefix, pixels or a slot
         self.num_reserved_rows = 0  # rows kept for those of them that await a prefix or pixels
         self.num_reserved_blocks = 0  # blocks kept for all of them
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
@@ -175,7 +175,7 @@ class _StepBuilder:
         if self.num_read and self.num_read + start > min(most, MOST_FOUND):
             return False
         length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
-        if length == 0:  # no space for an embedding: a new request preempts no other
+        if length == 0:  # no space for an embedding: starting a request preempts no other
             return False
         self.num_read += start
         self.state.start(request, hits, len(equal))
@@ -263,7 +263,7 @@ class _StepBuilder:
         while length > 0:
             fitting, starved = self._fit_images(request, request.num_computed, length)
             if fitting == 0 and not starved:
-                return 0  # no encoder budget, or no pixels
+                return 0  # encoder budget used up, or pixels not available
             lacking = self.state.blocks.num_needed(request.num_computed + fitting) - len(request.blocks)
             if fitting and (new_blocks := self.state.blocks.alloc(max(0, lacking))) is not None:
                 self._add_chunk(request, fitting, new_blocks + self._lookahead_blocks(request, fitting, len(new_blocks)), drafts)
@@ -313,7 +313,7 @@ class _StepBuilder:
             if encoder_tokens > 0 and encoder_tokens + cost > self.limits.max_num_encoder_tokens:
                 return max(0, span.start - start), False
             if span.end > end and span.length <= length and span.start - start >= max(1, length // 2):
-                return span.start - start, False  # a chunk ends at an image's end if possible
+                return span.start - start, False  # end the chunk before an image that the next chunk can hold whole
             encoder_tokens += cost
         return length, False
 

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 UNPADDED = Shape(0, 1)  # no smaller shape exists
-Key = tuple[Shape, bool]  # and whether tokens have adapters
+Key = tuple[Shape, bool]  # second: whether tokens have adapters
 
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
@@ -56,7 +56,7 @@ class Graph:
 
     replay: Replay
     attention: PagedAttention
-    logits_SV: torch.Tensor  # a view of what all graphs share: prompts' last tokens (`StepGraphs._pad`), then every token of decode rows
+    logits_SV: torch.Tensor  # view of the shared logits: prompts' last tokens (`StepGraphs._pad`), then all tokens of decode rows
 
 
 class StepGraphs:
@@ -87,7 +87,7 @@ class StepGraphs:
         self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
         largest_prompt = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
         shape = (model.config.num_visual_levels, largest_prompt, model.config.text.hidden_size)
-        self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens, as if all belonged to an image
+        self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens: graphs treat all as image tokens
         num_logits = MAX_PREFILL_ROWS + max([self._decode_sizes[-1], *self._chunk_sizes])
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # output of all graphs
         self._hidden = torch.zeros((num_logits, model.config.text.hidden_size), dtype=model.dtype, device=self._device)

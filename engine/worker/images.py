@@ -201,7 +201,7 @@ class ImageCache:
 
     def _encode_part(self, encodes: Sequence[Encode], encoded: Encoded) -> tuple[torch.Tensor, Encoded]:
         """Return this rank's tokens of the images that all ranks encode, and the results in addition to `encoded`. Unreadable images are
-        black, so that all ranks continue. The tower waits for the previous step, whose collectives would overlap its own."""
+        black, so that all ranks continue. The tower waits for the previous step, since their collectives must not overlap."""
         failed, starved = list(encoded.failed), encoded.starved
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -263,7 +263,7 @@ class ImageCache:
         self.tensors[encode.image_id] = rows_NLD.transpose(0, 1).contiguous()  # a view would keep all rows alive
 
     def _share_out(self, encodes: Sequence[Encode]) -> Shares:
-        """Divide images over the ranks. Those of a step with slots of the tower are not encoded together, which has no groups."""
+        """Divide images over the ranks. If any has a slot, no image is split over the ranks, since only the groups of a rank have slots."""
         costs = None if any(encode.slot >= 0 for encode in encodes) else self.split_costs
         return share_out([math.prod(encode.grid) for encode in encodes], self.tp.size, costs)
 

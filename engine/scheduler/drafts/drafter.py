@@ -1,8 +1,8 @@
 """Shared code of drafters: the protocol, the choice of rows that get drafts, and the trust in a request's drafts.
 
 A row is verified in one step with its drafts, so its next step can be planned only when the result is known: other rows are planned ahead
-meanwhile. A row is held back only if its drafts should gain more than the wait costs. While any prompt waits or is computed, there are no
-drafts; nor with many rows, where each verified token takes time.
+meanwhile. A row is held back only if its drafts should gain more than the wait costs. There are no drafts while a prompt waits or is
+computed, nor with many rows, where each verified token takes time.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,10 +13,10 @@ from engine.scheduler.request import Request
 from engine.scheduler.state import State
 from engine.wire.messages import MAX_DRAFTS
 
-LEAST_PROBABILITY = 0.2  # that a draft and all before it are accepted
+LEAST_PROBABILITY = 0.2  # least probability that a draft and all before it are accepted
 LEAST_GAIN = 0.4  # expected tokens that outweigh the cost of waiting for the previous result
 LEAST_GAIN_ALTERNATING = 1.1  # the same if other rows are planned ahead: the row then skips every other step
-DECAY = 0.9  # weight of old hits and misses per new one
+DECAY = 0.9  # factor of old hits and misses for each new one
 MAX_PAUSE = 64  # maximum length in tokens of a pause after failed drafts
 
 Proposal = list[tuple[int, float]]  # tokens, each with its conditional probability

@@ -20,8 +20,8 @@ UNSURE = 0.6  # pseudo-count of other tokens after a context of one token
 MIN_PATH = 0.05  # least probability of all tokens of a draft
 
 MAX_IN_FLIGHT = 3  # most tokens of a row in flight when a draft is made
-MAX_TEXT = 1 << 14  # tokens: the last of a prompt, the first of a prediction; of longer text the last are reread
-MAX_LAG = 16  # most tokens read before a draft; more wait for spare time
+MAX_TEXT = 1 << 14  # tokens kept: the last of a prompt, the first of a prediction, the last of a sequence once the text is full
+MAX_LAG = 16  # most tokens read before a draft; if more are unread, they wait for spare time
 SLICE = 128  # tokens read between two checks for messages: 0.2 ms
 HEAD = 8  # tokens before an answer that identify its beginning
 
@@ -107,7 +107,7 @@ class Source:
         return self._contexts.propose(most)
 
     def read(self, num_tokens: int) -> None:
-        """Read at most so many tokens of each part."""
+        """Read at most this many tokens each of the prompt's text and of the output."""
         if len(self._contexts) >= 3 * MAX_TEXT:
             self._contexts, self._unread, self._position = Contexts(), array("i"), 0
             self._num_read = max(self._request.num_prompt, self._request.num_known - MAX_TEXT)
@@ -146,7 +146,7 @@ class LookupDrafter:
         return late is not None
 
     def _offer(self, request: Request, most: int) -> Offer:
-        """Return drafts after the tokens in flight, which must match the proposal, too. The last token is never a draft: one is sampled."""
+        """Return drafts after the tokens in flight, which must match the proposal, too. A request's last token is always sampled."""
         offer, num_in_flight = Offer(request), request.num_sampled
         if request not in self._sources:
             self._sources[request] = Source(request)

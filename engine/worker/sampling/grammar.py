@@ -151,7 +151,7 @@ class TokenRules:
         self._loader.submit(load)
 
     def masks(self, samples: HostSamples) -> Mask | None:
-        """Return the masks of permitted tokens; None if all are. Waits for the previous tokens if a row has a grammar."""
+        """Return the masks of permitted tokens; None if all are permitted. Waits for the previous tokens if a row has a grammar."""
         if not any(map(self._is_limited.__getitem__, samples.rows.tolist())):
             return None
         found = [
@@ -180,8 +180,8 @@ class TokenRules:
         return index_A, allowed_AW
 
     def note(self, samples: HostSamples, tokens_S: torch.Tensor, watch: Stopwatch) -> dict[int, ErrorInfo]:
-        """Note sampled tokens, which are on the host when `watch` is done. Return errors by the number of a sampled chunk: its grammar was
-        too slow and is no longer followed."""
+        """Note sampled tokens, which are on the host when `watch` is done. Return errors by index among the sampled
+        chunks, for each whose grammar was too slow and is no longer enforced."""
         if not any(map(self._sessions.__getitem__, samples.rows.tolist())):
             return {}
         sessions = [self._sessions[row] for _, row, _ in samples.per_row()]

@@ -109,7 +109,7 @@ class LogitState:
 
 
 def make_record(params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> npt.NDArray[np.void]:
-    """Return a RECORD. Single logits change by a value in tokens at positions before `until`."""
+    """Return a RECORD. It adds `values` to the logits of the `edited` tokens at positions before `until`."""
     edits = [(token, value, FOREVER) for token, value in params.logit_bias]
     edits += [(word[0], -np.inf, FOREVER) for word in params.bad_words if len(word) == 1]
     if params.min_tokens > 0:
