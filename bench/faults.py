@@ -4,7 +4,7 @@
 
 Serves the demo model, a fresh engine for every case. After SIGKILL or SIGTERM to one process the whole engine must exit within 15 s
 with a code other than 0, and the client must get an answer unless the process was the api. SIGTERM to the launcher must end the engine
-cleanly. `/health` must report a SIGSTOP within 10 s; after `--pause` seconds the process continues, and the engine must continue too.
+cleanly. `/health` must report a SIGSTOP within 10 s, and the engine must continue with the process, after `--pause` seconds.
 """
 
 import argparse

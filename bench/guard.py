@@ -1,4 +1,4 @@
-"""Measure the promises of docs/promises.md: stalls of other streams, latency of `/health`, memory. It does not judge the values.
+"""Measure the promises of docs/promises.md: stalls of other streams, latency of `/health`, memory.
 
     python -m bench guard --duration 6 --json guard.json
 

@@ -1,10 +1,9 @@
-"""LoRA adapters: an engine without `--enable-lora`, and one with it, without requests for adapters, with one adapter, and with 16 at once.
+"""Compare an engine without `--enable-lora` and one with it: requests without an adapter, with one adapter, and with 16 at once.
 
     python -m bench lora --model Qwen3-VL-8B --json lora.json
 
 Both engines share the device; published sizes get dummy weights, and the adapters are random. On a card with less than 100 GiB pass
-`--flags "--kv-cache-memory-bytes 6G --image-cache-bytes 1G"`. Rounds alternate between all cases. `x` is the time per token of one stream
-relative to the first engine, or the tokens per second of 64 streams.
+`--flags "--kv-cache-memory-bytes 6G --image-cache-bytes 1G"`. `x` is relative to the first engine.
 """
 
 import argparse
