@@ -3,8 +3,8 @@
     python -m bench compare OLD --models Qwen3-VL-8B Qwen3-VL-8B-FP8 Qwen3-VL-30B-A3B-FP8 --json compare.json
 
 OLD is a commit or a folder. For each model both engines share the device; published sizes get dummy weights. Benchmarks of this version
-measure one engine after the other, and every second round begins with the new one. If a benchmark shows a loss, it runs again for the
-same number of rounds. The table has medians over the rounds; a gain below zero means that the new version is slower.
+measure one engine after the other, and every second round begins with the new one. A benchmark with a loss runs for as many rounds again.
+The table has medians; a gain below zero means that the new version is slower.
 """
 
 import argparse
