@@ -157,20 +157,20 @@ class TritonLowRank:
         num_tokens, tiles = len(x_TK), _tiles_of(len(x_TK), num_slots)
         splits = 1 if tiles.is_many else min(MOST_SPLITS, triton.cdiv(width, SPLIT_COLUMNS))
         assert x_TK.is_contiguous() and len(slots_T) == num_tokens and low_rank.a_SGRK.numel() < MOST_VALUES
-        shrunk_STR = torch.empty((splits, num_tokens, groups * rank), dtype=torch.float32, device=x_TK.device)
+        shrunk_PTR = torch.empty((splits, num_tokens, groups * rank), dtype=torch.float32, device=x_TK.device)
         _shrink[(tiles.num_tiles, splits * groups * (rank // RANKS.value), tiles.shrink_sets)](
-            x_TK, low_rank.a_SGRK, slots_T, low_rank.ranks_SG, shrunk_STR, num_tokens, WIDTH=width, NUM_SLOTS=num_slots, GROUPS=groups,
+            x_TK, low_rank.a_SGRK, slots_T, low_rank.ranks_SG, shrunk_PTR, num_tokens, WIDTH=width, NUM_SLOTS=num_slots, GROUPS=groups,
             RANK=rank, SPLIT_WIDTH=triton.cdiv(triton.cdiv(width, splits), COLUMNS) * COLUMNS, TOKENS=tiles.tokens, COLUMNS=COLUMNS,
             MANY=tiles.is_many, num_warps=WARPS, **early_launch(x_TK),
         )  # fmt: skip
-        return shrunk_STR
+        return shrunk_PTR
 
-    def expand_(self, out_TN: torch.Tensor, shrunk: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
-        _launch_expand(shrunk, low_rank, slots_T, out_TN, out_TN, False)
+    def expand_(self, out_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
+        _launch_expand(shrunk_PTR, low_rank, slots_T, out_TN, out_TN, False)
 
-    def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
+    def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
         out_TI = gate_up_TN.new_empty((len(gate_up_TN), gate_up_TN.shape[1] // 2))
-        _launch_expand(shrunk, low_rank, slots_T, gate_up_TN, out_TI, True)
+        _launch_expand(shrunk_PTR, low_rank, slots_T, gate_up_TN, out_TI, True)
         return out_TI
 
     def fused(

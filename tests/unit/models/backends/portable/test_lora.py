@@ -34,7 +34,7 @@ def random_low_rank(inputs: int, ranges: tuple[tuple[int, int, int], ...], gener
         pytest.param(5, 72, ((0, 96, 0), (96, 128, 1), (128, 160, 2), (160, 200, 0)), marks=in_gate),  # gates follow values
         (1, 1032, ((0, 70, 0),)),
         (70, 264, ((0, 64, 0), (64, 130, 1))),
-        (300, 128, ((0, 40, 0), (40, 80, 1))),
+        (1100, 128, ((0, 40, 0), (40, 80, 1))),
     ],
 )
 def test_low_rank_products(num_tokens: int, inputs: int, ranges: tuple[tuple[int, int, int], ...]) -> None:
@@ -55,13 +55,14 @@ def test_low_rank_products(num_tokens: int, inputs: int, ranges: tuple[tuple[int
 
 
 @interpreted
-@pytest.mark.parametrize("num_tokens", [pytest.param(5, marks=in_gate), 70, 300])
+@pytest.mark.parametrize("num_tokens", [pytest.param(5, marks=in_gate), 70, 1100])
 def test_swiglu(num_tokens: int) -> None:
     """Tokens without an adapter are activated too."""
     from models.kernels.triton.lora import TritonLowRank
 
     generator = torch.Generator().manual_seed(3)
     low_rank = random_low_rank(72, ((0, 80, 0), (80, 160, 1)), generator)
+    low_rank.b_SNR.mul_(0.1)  # halves of about 5, whose product differs by less than the tolerance
     x_TK, gate_up = torch.randn((num_tokens, 72), generator=generator), torch.randn((num_tokens, 160), generator=generator)
     slots_T = torch.randint(-1, len(RANKS), (num_tokens,), generator=generator, dtype=torch.int32)
     both: tuple[LowRankOps, ...] = (TritonLowRank(), TorchLowRank())
