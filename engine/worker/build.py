@@ -279,8 +279,8 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
     else:
         load_weights(model, Path(child.runtime.model_folder), make_progress(child))
     model.finish()
-    if model.drafter is not None and backend.runs("float8"):
-        model.drafter.round_output_matrix()
+    if model.predictor is not None and backend.runs("float8"):
+        model.predictor.round_output_matrix()
     child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
     return model
 

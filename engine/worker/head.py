@@ -22,8 +22,8 @@ class DraftHead:
     """Draft head. It only launches work, and its attention is not part of a captured graph."""
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> None:
-        assert model.drafter is not None
-        self._model, self._drafter = model, model.drafter
+        assert model.predictor is not None
+        self._model, self._predictor = model, model.predictor
         self._attention, self._rows, self._staging = attention, rows, staging
 
     @torch.inference_mode()
@@ -36,8 +36,8 @@ class DraftHead:
             layout = replace(layout, pages=layout.pages.to(index.device), slot_mapping_T=layout.slot_mapping_T.to(index.device))
             self._attention.plan(layout)
             tokens = HeadTokens(index.expand(3, -1).contiguous(), layout.slot_mapping_T)
-            found_SD = self._drafter.predict(hidden_TD[:count], hidden_TD[:count], tokens, self._attention, index)
-            self._drafter.draft_tokens(found_SD)
+            found_SD = self._predictor.predict(hidden_TD[:count], hidden_TD[:count], tokens, self._attention, index)
+            self._predictor.top_tokens(found_SD)
 
     def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, samples: Samples, num_head_drafts: int) -> torch.Tensor:
         """Return (S, num_head_drafts) drafts after each sample of the step. The final hidden states of the step's tokens are at
@@ -67,9 +67,9 @@ class DraftHead:
                 embedded_TD, wanted_S = self._model.embed(head_drafts[-1]), sampled_S
                 slots_T = slots_T if is_last_S is None else torch.where(is_last_S, slots_T, self._rows.scratch_slot)
             self._attention.plan(layout)
-            hidden_TD = self._drafter.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
+            hidden_TD = self._predictor.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
             if len(wanted_S):
-                head_drafts.append(self._drafter.draft_tokens(hidden_TD))
+                head_drafts.append(self._predictor.top_tokens(hidden_TD))
                 self._model.tp.broadcast_(head_drafts[-1])
         return torch.stack(head_drafts, dim=1) if head_drafts else tokens_S[:, None][:, :0]
 
@@ -80,8 +80,8 @@ class DraftHead:
 
 def run_head(model: LanguageModel, batch: ForwardBatch, attention: AttentionBackend) -> None:
     """Run the head, if there is one, on the tokens of a step: it takes a little more memory than a layer of the step."""
-    if model.drafter is not None:
+    if model.predictor is not None:
         shape = len(batch.input_ids_T), model.config.text.hidden_size
         hidden_TD = torch.empty(shape, dtype=model.dtype, device=model.device)
         tokens = HeadTokens(batch.positions_3T, batch.attention.slot_mapping_T)
-        model.drafter.predict(model.embed(batch.input_ids_T), hidden_TD, tokens, attention, batch.logits_indices)
+        model.predictor.predict(model.embed(batch.input_ids_T), hidden_TD, tokens, attention, batch.logits_indices)

@@ -26,12 +26,12 @@ class PagedGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """Recurrent state of `layer_bytes` per row and layer, independent of the sequence length. Each draft token adds `draft_bytes`, from
-    which it can be replayed. See `models.cache.states`."""
+    """Recurrent state of `layer_bytes` per row and layer, independent of the sequence length. Each token that is verified adds
+    `replay_bytes`, from which it can be replayed. See `models.cache.states`."""
 
     num_layers: int
     layer_bytes: int
-    draft_bytes: int = 0
+    replay_bytes: int = 0
 
     @property
     def bytes_per_row(self) -> int:
@@ -49,9 +49,9 @@ class CacheSpec:
     def bytes_per_row(self) -> int:
         return sum(group.bytes_per_row for group in self.states)
 
-    def row_bytes(self, num_drafts: int) -> int:
-        """Return the bytes of a row's states with space for so many draft tokens."""
-        return self.bytes_per_row + num_drafts * sum(group.num_layers * group.draft_bytes for group in self.states)
+    def row_bytes(self, num_verified: int) -> int:
+        """Return the bytes of a row's states with space to replay so many tokens."""
+        return self.bytes_per_row + num_verified * sum(group.num_layers * group.replay_bytes for group in self.states)
 
     def block_bytes(self, block_size: int) -> int:
         return block_size * self.paged.bytes_per_token

@@ -16,22 +16,22 @@ class RowStates:
     A layer reads `layer(i)` at the step's rows as the states before their first tokens and writes the states after their last ones. If two
     chunks of a prompt follow each other in a step, the state between them is written to a spare row.
 
-    For a decode row it writes the state after the first token and, after `layer_bytes`, the inputs of each draft token. The next step
-    replays the accepted ones. A rejected draft token never enters a state, so there is no rollback, and each step reads and writes a
-    state once.
+    For a decode row it writes the state after the first token and, after `layer_bytes`, the inputs of each further token, which the
+    step verifies. The next step replays the accepted ones. A rejected token never enters a state, so there is no rollback, and each step
+    reads and writes a state once.
     """
 
-    def __init__(self, group: StateGroup, num_rows: int, device: torch.device, num_drafts: int = 0) -> None:
-        layer_bytes = group.layer_bytes + num_drafts * group.draft_bytes
+    def __init__(self, group: StateGroup, num_rows: int, device: torch.device, num_verified: int = 0) -> None:
+        layer_bytes = group.layer_bytes + num_verified * group.replay_bytes
         num_all = num_rows + 1 + SPARE_ROWS
         self.values = torch.zeros((group.num_layers, num_all, layer_bytes), dtype=torch.uint8, device=device)
         self.kept = self.values[:, :, : group.layer_bytes]
-        self.num_accepted = torch.zeros(num_all, dtype=torch.int64, device=device)  # draft tokens of each row's last step
-        self.num_drafts = num_drafts
+        self.num_accepted = torch.zeros(num_all, dtype=torch.int64, device=device)  # further tokens of each row's last step
+        self.num_verified = num_verified
 
     def accept(self, rows_S: torch.Tensor, num_accepted_S: torch.Tensor | None) -> None:
-        """Record the numbers of accepted draft tokens after a step that sampled for these rows; None if it had none."""
-        if self.num_drafts and num_accepted_S is None:
+        """Record the numbers of accepted further tokens after a step that sampled for these rows; None if it had none."""
+        if self.num_verified and num_accepted_S is None:
             self.num_accepted.index_fill_(0, rows_S, 0)
         elif num_accepted_S is not None:
             self.num_accepted[rows_S] = num_accepted_S

@@ -29,14 +29,15 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
     """Read config.json, generation_config.json and the preprocessors' files. ValueError names unsupported or missing
     values.
 
-    `with_head`: also read the draft head.
+    `with_head`: also read the prediction head.
     """
     config = _read_json(folder / "config.json", is_required=True)
     architecture = architecture_of(config)
     text = _value(config, "text_config") if architecture.has_tower else config
     head = [text.get("mtp_num_hidden_layers", 0), text.get("mtp_use_dedicated_embeddings", 0)]
     if with_head and head != [1, False]:
-        raise ValueError(f"--draft mtp needs a prediction head of one layer that shares the model's embeddings; this model has {head[0]}")
+        words = f"no prediction head of one layer with the model's embeddings (mtp_num_hidden_layers: {head[0]})"
+        raise ValueError(f"this checkpoint has {words}: choose another method of speculative decoding")
     _reject_unsupported(text, str(config["model_type"]))
     generation = _read_json(folder / "generation_config.json")
     vision = _vision(_value(config, "vision_config")) if architecture.has_tower else None
@@ -44,7 +45,7 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
     quantized = read_quantization(quantization)
     plain = [name for key in ("modules_to_not_convert", "ignored_layers") for name in (quantization or {}).get(key) or () if name]
     plain_modules = tuple(architecture.known_name(f"{name}.").rstrip(".") for name in plain)
-    decoder = _text(text, has_tower=vision is not None, has_head=with_head)
+    decoder = _text(text, has_tower=vision is not None, head_path=architecture.head if with_head else "")
     decoder = replace(decoder, format=quantized.format, rules=quantized.rules, plain_modules=plain_modules)
     for module in ("lm_head", "visual.blocks.0.attn.qkv") if quantized.is_of_all else ():
         if (found := decoder.stored_format(module)) != "plain":
@@ -124,7 +125,7 @@ def _reject_unsupported(text: Json, model_type: str) -> None:
             raise ValueError(f"text_config.{name} must be {supported!r}, got {found!r}")
 
 
-def _text(config: Json, has_tower: bool, has_head: bool) -> TextConfig:
+def _text(config: Json, has_tower: bool, head_path: str) -> TextConfig:
     is_hybrid, moe = _is_hybrid(config), _moe(config)
     hidden_size, num_heads = _value(config, "hidden_size"), _value(config, "num_attention_heads")
     head_dim = _value(config, "head_dim") if has_tower else _first((config,), ("head_dim",), hidden_size // num_heads)
@@ -152,7 +153,7 @@ def _text(config: Json, has_tower: bool, has_head: bool) -> TextConfig:
         moe=moe,
         delta=_delta(config),
         delta_layers=_delta_layers(config),
-        has_head=has_head,
+        head_path=head_path,
     )
 
 

@@ -18,6 +18,7 @@ class Architecture:
     weight_files: tuple[str, ...] = ("model*.safetensors",)
     renames: tuple[tuple[str, str], ...] = ()  # regular expression and replacement
     dropped: str | None = None  # matching tensors are not part of the model
+    head: str = ""  # path of the prediction head, whose tensors are part of the model if it is read
     has_tower: bool = True
 
     def known_name(self, stored: str) -> str:
@@ -39,7 +40,7 @@ class Architecture:
 
 
 # A layer has one token mixer of either kind. The prediction head is read only if it is used.
-QWEN3_5 = Architecture("models.decoders.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.")
+QWEN3_5 = Architecture("models.decoders.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.", head="mtp")
 TEXT_ONLY = Architecture(
     "models.decoders.causal_lm:CausalLM",
     renames=((r"^model\.", ""), (r"^(layers|embed_tokens|norm)\.", r"model.language_model.\1.")),  # embedding models lack `model.`

@@ -42,8 +42,8 @@ class DeltaConfig:
         recurrent = 4 * self.num_value_heads * self.key_dim * self.value_dim
         return (recurrent + (self.kernel_size - 1) * self.conv_width * dtype_bytes) // tp
 
-    def draft_bytes(self, tp: int, dtype_bytes: int) -> int:
-        """Return the bytes to replay a draft token: inputs before and after the convolution, and gates; rounded up to align rows."""
+    def replay_bytes(self, tp: int, dtype_bytes: int) -> int:
+        """Return the bytes to replay a token: inputs before and after the convolution, and gates; rounded up to align rows."""
         return -(-2 * (self.conv_width + self.num_value_heads) // tp * dtype_bytes // 64) * 64
 
 
@@ -72,11 +72,15 @@ class TextConfig:
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
     delta_layers: frozenset[int] = frozenset()  # its layers; the others have attention with a gated output
-    has_head: bool = False  # draft head, one more attention layer, see `layers.head`
+    head_path: str = ""  # of the prediction head, one more attention layer (`layers.head`), in the checkpoint; empty: there is none
+
+    @property
+    def has_head(self) -> bool:
+        return self.head_path != ""
 
     def layer_path(self, layer: int) -> str:
-        """Return the path of a layer in the checkpoint; the one after the last is the draft head's."""
-        return "mtp.layers.0" if layer == self.num_layers else f"model.language_model.layers.{layer}"
+        """Return the path of a layer in the checkpoint; the one after the last is the head's."""
+        return f"{self.head_path}.layers.0" if layer == self.num_layers else f"model.language_model.layers.{layer}"
 
     def format_of(self, parent: str, *names: str) -> MatrixFormat:
         """Return the stored format of these matrices of the module `parent` and the format after loading. ValueError if they differ, since
@@ -104,7 +108,7 @@ class TextConfig:
     def _own_path(self, path: str) -> str:
         """Return the checkpoint's path of a mixer's module."""
         layer = re.search(r"\blayers\.(\d+)\.", path)
-        is_delta = layer is not None and not path.startswith("mtp.") and int(layer[1]) in self.delta_layers
+        is_delta = layer is not None and not path.startswith(f"{self.head_path}.") and int(layer[1]) in self.delta_layers
         return path.replace(".self_attn.", ".linear_attn.") if is_delta else path
 
     def ordinal(self, layer: int) -> int:
@@ -122,7 +126,7 @@ class TextConfig:
         paged = PagedGroup(num_paged, self.heads(tp).num_kv, self.head_dim, dtype_bytes)
         if self.delta is None:
             return CacheSpec(paged)
-        sizes = self.delta.state_bytes(tp, dtype_bytes), self.delta.draft_bytes(tp, dtype_bytes)
+        sizes = self.delta.state_bytes(tp, dtype_bytes), self.delta.replay_bytes(tp, dtype_bytes)
         return CacheSpec(paged, (StateGroup(len(self.delta_layers), *sizes),))
 
 

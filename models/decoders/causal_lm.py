@@ -9,8 +9,8 @@ from models.cache.spec import CacheSpec
 from models.checkpoint.names import CheckpointPart, module_tensors
 from models.config.types import ModelConfig, TextConfig
 from models.decoders.batch import ForwardBatch
-from models.decoders.contract import Drafter, Tower
-from models.decoders.drafter import HeadDrafter
+from models.decoders.contract import Predictor, Tower
+from models.decoders.head import HeadPredictor
 from models.decoders.text import TextModel
 from models.kernels.backend import Backend
 from models.kernels.paged import AttentionBackend
@@ -35,14 +35,14 @@ class CausalLM(nn.Module):
         self.device = backend.device
         setup = Setup.on(backend, tp, dtype, self.norm_offset)
         self.language_model = TextModel(config, setup, self.make_layer)
-        self.mtp = PredictionHead(config.text, setup, self.make_layer) if config.text.has_head else None
+        self.head = PredictionHead(config.text, setup, self.make_layer) if config.text.has_head else None
         self.lm_head = self.language_model.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
         self.tower: Tower | None = None
-        self.drafter: Drafter | None = None
-        if self.mtp is not None:
-            self.drafter = HeadDrafter(self.mtp, self.language_model.rope, self.lm_head, tp)
+        self.predictor: Predictor | None = None
+        if self.head is not None:
+            self.predictor = HeadPredictor(self.head, self.language_model.rope, self.lm_head, tp)
 
     @staticmethod
     def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
@@ -55,7 +55,7 @@ class CausalLM(nn.Module):
     def finish(self) -> None:
         for _, matrix in matrices_of(self):
             matrix.finish()
-        for part in (self.tower, self.drafter):
+        for part in (self.tower, self.predictor):
             if part is not None:
                 part.finish()
 
@@ -81,8 +81,8 @@ class CausalLM(nn.Module):
 
     def checkpoint_modules(self) -> Iterator[tuple[nn.Module, str]]:
         yield self.language_model, "model.language_model"
-        if self.mtp is not None:
-            yield self.mtp, "mtp"
+        if self.head is not None:
+            yield self.head, self.config.text.head_path
         if self.lm_head.weight is not self.language_model.embed_tokens.weight:
             yield self.lm_head, "lm_head"
 

@@ -1,6 +1,6 @@
 """Interfaces between the engine and a model; `models.config.registry` names the class of each checkpoint.
 
-A `LanguageModel` has a `Tower` if it accepts images, and a `Drafter` if its draft head was loaded.
+A `LanguageModel` has a `Tower` if it accepts images, and a `Predictor` if its prediction head was loaded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,20 +46,20 @@ class Tower(Protocol):
         """Recompute in place what is derived from weights; call after they have changed."""
 
 
-class Drafter(Protocol):
-    """Draft head of a model, see `layers.head`."""
+class Predictor(Protocol):
+    """Prediction head of a model, see `layers.head`."""
 
     def predict(
         self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
     ) -> torch.Tensor:
-        """Return (S, D), the input of `draft_tokens`, from the final hidden states of tokens and the embeddings of the next tokens. The
+        """Return (S, D), the input of `top_tokens`, from the final hidden states of tokens and the embeddings of the next tokens. The
         result replaces the hidden states in the next call. `attention` has been planned for the tokens."""
 
-    def draft_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+    def top_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return the (S,) tokens with the largest logits of `predict`'s result; the output matrix may be rounded."""
 
     def round_output_matrix(self) -> None:
-        """Keep a float8 copy of the output matrix for `draft_tokens`, if it has whole blocks."""
+        """Keep a float8 copy of the output matrix for `top_tokens`, if it has whole blocks."""
 
     def finish(self) -> None:
         """Round a kept copy again, in place; call after the weights have changed."""
@@ -73,7 +73,7 @@ class LanguageModel(Protocol):
     dtype: torch.dtype
     device: torch.device
     tower: Tower | None
-    drafter: Drafter | None
+    predictor: Predictor | None
 
     @property
     def cache_spec(self) -> CacheSpec:

@@ -5,7 +5,7 @@
                    └─ a, b ── g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
 
 The formula is that of transformers' `Qwen3_5GatedDeltaNet`. A state in the cache is S (value heads, key dim, value dim) in float32, then
-in the model's dtype the last inputs of the convolution (kernel - 1, channels); then the inputs of draft tokens (see `DeltaState`).
+in the model's dtype the last inputs of the convolution (kernel - 1, channels); then the inputs of tokens to verify (see `DeltaState`).
 """
 
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ class GatedDeltaNet(Mixer):
 
     def _state(self, states: RowStates) -> DeltaState:
         shape = len(self.A_log.values), self._delta.key_dim, self._delta.value_dim
-        return DeltaState.of(states.layer(self.ordinal), states.num_accepted, shape, self.conv1d.weight, states.num_drafts)
+        return DeltaState.of(states.layer(self.ordinal), states.num_accepted, shape, self.conv1d.weight, states.num_verified)
 
 
 def _head_parts(delta: DeltaConfig, tp: TensorParallel) -> tuple[list[Part], int]:

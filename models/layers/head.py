@@ -1,4 +1,4 @@
-"""Draft head of a model: one more layer, which predicts the token after the next one (multi-token prediction).
+"""Prediction head of a model: one more layer, which predicts the token after the next one (multi-token prediction).
 
     next token's embedding ── norm ─┐
                                     ├─ fc ──▶ attention, MLP ── norm ──▶ the model's logits: the token after it

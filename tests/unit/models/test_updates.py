@@ -81,8 +81,8 @@ def derived(model: Qwen3VL) -> dict[str, torch.Tensor]:
     tower = model.visual
     found = {**stored_tensors(model), "frame": tower.patch_embed._frame_weight, "offsets": tower._offsets}
     found |= {str(grid): tables.position_PD for grid, tables in tower._tables._tables.items()}
-    if model.drafter is not None and model.drafter._rounded is not None:
-        found["rounded"] = model.drafter._rounded.storage.values.view(torch.uint8)
+    if model.predictor is not None and model.predictor._rounded is not None:
+        found["rounded"] = model.predictor._rounded.storage.values.view(torch.uint8)
     return found
 
 
@@ -94,8 +94,8 @@ def test_logits_are_those_of_a_fresh_start(name: str, tmp_path: Path) -> None:
     second = alter(first := write(tmp_path), tmp_path / "altered")
     model, fresh = (load(folder, with_head="head" in name, quantized_to=rounded_to) for folder in (first, second))
     for one in (model, fresh):
-        if one.drafter is not None:
-            one.drafter.round_output_matrix()
+        if one.predictor is not None:
+            one.predictor.round_output_matrix()
     prompt = Prompt.build(model.config, ONE_IMAGE)
     before, expected = every_logit(model, prompt), every_logit(fresh, prompt)
     assert not before.equal(expected)

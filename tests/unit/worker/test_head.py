@@ -150,10 +150,10 @@ def test_drafts_are_those_of_the_formula(both: Both, limits: dict[str, Any], cho
 def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
     """Red if scales of the head's layer are not read, or wanted of its first product, which stays as it is."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0, format="float8")
-    head = harness.load(tmp_path, with_head=True).mtp
+    head = harness.load(tmp_path, with_head=True).head
     assert head is not None and head.fc.weight.format == "plain"
     assert all(layer.self_attn.qkv_proj.weight.format == "float8" for layer in head.layers)
-    assert harness.load(tmp_path).mtp is None
+    assert harness.load(tmp_path).head is None
 
 
 @torch.inference_mode()
@@ -164,10 +164,10 @@ def test_drafts_come_from_an_output_matrix_in_float8(tmp_path: Path) -> None:
     model.lm_head.weight.mul_(torch.logspace(-2, 0, len(model.lm_head.weight))[:, None])
     hidden_SD = torch.randn((64, model.config.text.hidden_size), generator=torch.Generator().manual_seed(0))
     logits_SV = model.logits(hidden_SD)
-    assert model.drafter.draft_tokens(hidden_SD).equal(logits_SV.argmax(dim=-1))
-    model.drafter.round_output_matrix()
+    assert model.predictor.top_tokens(hidden_SD).equal(logits_SV.argmax(dim=-1))
+    model.predictor.round_output_matrix()
     model.lm_head.weight.zero_()
-    found_S = logits_SV.gather(1, model.drafter.draft_tokens(hidden_SD)[:, None])[:, 0]
+    found_S = logits_SV.gather(1, model.predictor.top_tokens(hidden_SD)[:, None])[:, 0]
     assert (found_S > 0.9 * logits_SV.amax(dim=-1)).all()
 
 

@@ -96,8 +96,8 @@ def test_drafts_are_in_float8_where_it_runs(
     found = read_config(tmp_path, with_head=True)
     model = load_model(child, found, TensorParallel.single(), backend(torch.device("cpu")), torch.float32)
     dict(model.named_modules())["lm_head"].weight.zero_()
-    assert model.drafter is not None
-    drafts_S = model.drafter.draft_tokens(torch.randn((8, found.text.hidden_size)))
+    assert model.predictor is not None
+    drafts_S = model.predictor.top_tokens(torch.randn((8, found.text.hidden_size)))
     assert bool(drafts_S.any()) == (backend is TorchBackend)
 
 

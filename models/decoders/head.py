@@ -1,4 +1,4 @@
-"""Draft head with the rotary positions and the output matrix that it shares with the model."""
+"""Prediction head with the rotary positions and the output matrix that it shares with the model."""
 
 import torch
 
@@ -12,11 +12,11 @@ from models.layers.rotary import MRope
 from models.parallel.group import TensorParallel
 from models.weights.matrix import Matrix, copy_values, storage_of
 
-ROUNDED = "float8"  # output matrix for draft tokens
+ROUNDED = "float8"  # output matrix for `top_tokens`
 
 
-class HeadDrafter:
-    """See `Drafter`."""
+class HeadPredictor:
+    """See `Predictor`."""
 
     def __init__(self, head: PredictionHead, rope: MRope, lm_head: VocabParallelEmbedding, tp: TensorParallel) -> None:
         self._head, self._rope, self._lm_head = head, rope, lm_head
@@ -31,7 +31,7 @@ class HeadDrafter:
         hidden_SD: torch.Tensor = self._head(embedded_TD, hidden_TD, context, wanted_S)
         return hidden_SD
 
-    def draft_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+    def top_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         matrix_VD = self._rounded or self._lm_head.as_matrix()
         return self._tp.all_gather_columns(matrix_VD.product_f32(hidden_SD, RowClass.of(len(hidden_SD)))).argmax(dim=-1)
 
