@@ -24,8 +24,9 @@ from engine.launch.memory import describe  # noqa: E402
 from engine.wire.params import PARAMETERS, Limits  # noqa: E402
 from models.config.huggingface import read_config  # noqa: E402
 from models.config.types import ModelConfig  # noqa: E402
-from models.scaffold.configs import config_json, generation_config_json, image_processor_json, video_processor_json  # noqa: E402
+from models.scaffold.configs import config_json, generation_config_json, image_processor_json  # noqa: E402
 from models.scaffold.shapes import SHAPES  # noqa: E402
+from models.scaffold.video import video_processor_json  # noqa: E402
 from server.openai.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
 from server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 

@@ -9,7 +9,7 @@ Read in this order:
     vision/      the tower
     checkpoint/  mapping of a checkpoint's tensors to parameters
     cache/       per-sequence caches: pages of keys and values, recurrent states
-    media/       sizes, videos and positions, also for the server
+    media/       sizes and positions of media, also for the server
     parallel/    tensor parallelism
     kernels/     operations (`ops`) and attention (`paged`, `varlen`); `reference` (torch), `triton` (`--backend portable`), `hopper`
     scaffold/    writes model folders without a download

@@ -6,20 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from models.config.huggingface import read_config
-from models.config.types import SamplingDefaults
+from models.config.types import MediaKind, SamplingDefaults
 from models.media.geometry import VisionGeometry
-from models.media.video import VideoGeometry
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     folder: Path
     geometry: VisionGeometry
-    video: VideoGeometry
     sampling: SamplingDefaults
-    image_token_id: int  # -1: the model does not support images
-    video_token_id: int | None  # None: the model does not support videos
-    vision_token_ids: tuple[int, int]  # before and after a frame pair
+    placeholder_ids: dict[MediaKind, int]  # of the kinds of media that the model supports
+    vision_token_ids: tuple[int, int]  # before and after an item
     vocab_size: int
     hidden_size: int
     num_values_per_image_token: int  # main embedding and DeepStack levels
@@ -42,10 +39,8 @@ def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bo
     return Checkpoint(
         folder=folder,
         geometry=model.geometry,
-        video=model.video,
         sampling=PLAIN_SAMPLING if is_plain else model.sampling,
-        image_token_id=model.image_token_id,
-        video_token_id=model.video_token_id,
+        placeholder_ids=model.placeholder_ids,
         vision_token_ids=(model.vision_start_token_id, model.vision_end_token_id),
         vocab_size=model.text.vocab_size,
         hidden_size=model.text.hidden_size,

@@ -3,24 +3,21 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from models.config.formats import FORMATS, read_quantization
 from models.config.registry import Architecture, architecture_of
 from models.config.schemes import Quantization
-from models.config.types import DeltaConfig, ModelConfig, MoeConfig, SamplingDefaults, TextConfig, VisionConfig
+from models.config.types import MEDIA_KINDS, DeltaConfig, MediaKind, ModelConfig, MoeConfig, SamplingDefaults, TextConfig, VisionConfig
 from models.media.geometry import VisionGeometry
-from models.media.video import VideoGeometry
 
 Json = Mapping[str, Any]
 
 # Values of the published checkpoints, for folders without preprocessor_config.json.
 DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
-DEFAULT_MIN_VIDEO_PIXELS = 4_096
-DEFAULT_MAX_VIDEO_PIXELS = 25_165_824
 UNREAD = r"\.(weight_shape|g_idx|input_scale|input_global_scale|[kv]_scale)$"  # ignored tensors: redundant, or for inputs
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
@@ -31,7 +28,7 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
 
     `with_head`: also read the prediction head.
     """
-    config = _read_json(folder / "config.json", is_required=True)
+    config = read_json(folder / "config.json", is_required=True)
     architecture = architecture_of(config)
     text = _value(config, "text_config") if architecture.has_tower else config
     head = [text.get("mtp_num_hidden_layers", 0), text.get("mtp_use_dedicated_embeddings", 0)]
@@ -39,7 +36,7 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
         words = f"no prediction head of one layer with the model's embeddings (mtp_num_hidden_layers: {head[0]})"
         raise ValueError(f"this checkpoint has {words}: choose another method of speculative decoding")
     _reject_unsupported(text, str(config["model_type"]))
-    generation = _read_json(folder / "generation_config.json")
+    generation = read_json(folder / "generation_config.json")
     vision = _vision(_value(config, "vision_config")) if architecture.has_tower else None
     quantization = config.get("quantization_config")
     quantized = read_quantization(quantization)
@@ -54,13 +51,11 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
         text=decoder,
         vision=vision,
         architecture=_renamed(replace(architecture, dropped=None) if with_head else architecture, quantized),
-        geometry=_geometry(_read_json(folder / "preprocessor_config.json"), vision, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS),
-        video=_video_geometry(folder, vision),
+        geometry=_geometry(read_json(folder / "preprocessor_config.json"), vision),
         sampling=_sampling(generation),
         dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
         tie_word_embeddings=bool(_first((config, text), ("tie_word_embeddings",), False)),
-        image_token_id=-1 if vision is None else _value(config, "image_token_id"),
-        video_token_id=config.get("video_token_id"),
+        placeholder_ids={} if vision is None else _placeholder_ids(config),
         vision_start_token_id=-1 if vision is None else _value(config, "vision_start_token_id"),
         vision_end_token_id=-1 if vision is None else _value(config, "vision_end_token_id"),
         eos_token_ids=_all_ids(generation, config, text),
@@ -75,7 +70,7 @@ def _renamed(architecture: Architecture, quantized: Quantization) -> Architectur
     return replace(architecture, renames=architecture.renames + quantized.renames, dropped=dropped)
 
 
-def _read_json(path: Path, is_required: bool = False) -> dict[str, Any]:
+def read_json(path: Path, is_required: bool = False) -> dict[str, Any]:
     if not path.is_file() and not is_required:
         return {}
     if not path.is_file():
@@ -236,30 +231,24 @@ def _vision(config: Json) -> VisionConfig:
     )
 
 
-def _geometry(settings: Json, vision: VisionConfig | None, least: int, most: int) -> VisionGeometry:
-    """Return the patch geometry of a preprocessor, with pixel limits of either layout; published values without a tower."""
+def _placeholder_ids(config: Json) -> dict[MediaKind, int]:
+    ids = {kind: config.get(f"{kind}_token_id") for kind in MEDIA_KINDS} | {"image": _value(config, "image_token_id")}
+    return {kind: token_id for kind, token_id in ids.items() if token_id is not None}
+
+
+def _geometry(settings: Json, vision: VisionConfig | None) -> VisionGeometry:
+    """Return the patch geometry of images; published values without a tower."""
+    sizes = (16, 2, 2) if vision is None else (vision.patch_size, vision.merge_size, vision.temporal_patch_size)
+    return VisionGeometry(*sizes, *pixel_limits(settings, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS))
+
+
+def pixel_limits(settings: Json, least: int, most: int) -> tuple[int, int]:
+    """Return the pixel limits in a preprocessor's settings of either layout, by default these. ValueError for an unsupported one."""
     for key in ("image_mean", "image_std"):  # preprocess.py computes x / 127.5 - 1 and nothing else
         if any(value != 0.5 for value in settings.get(key, ())):
             raise ValueError(f"{key} must be 0.5 for every channel, got {settings[key]}")
     sources = settings, settings.get("size") or {}
-    sizes = (16, 2, 2) if vision is None else (vision.patch_size, vision.merge_size, vision.temporal_patch_size)
-    bounds = (("min_pixels", "shortest_edge"), least), (("max_pixels", "longest_edge"), most)
-    return VisionGeometry(*sizes, *(int(_first(sources, keys, default)) for keys, default in bounds))
-
-
-def _video_geometry(folder: Path, vision: VisionConfig | None) -> VideoGeometry:
-    """Return the geometry of video_preprocessor_config.json or of the equivalent part of processor_config.json."""
-    saved = _read_json(folder / "processor_config.json").get("video_processor")
-    settings = saved or _read_json(folder / "video_preprocessor_config.json")
-    return VideoGeometry(
-        **asdict(_geometry(settings, vision, DEFAULT_MIN_VIDEO_PIXELS, DEFAULT_MAX_VIDEO_PIXELS)),
-        fps=float(_first((settings,), ("fps",), 2.0)),
-        min_frames=int(_first((settings,), ("min_frames",), 4)),
-        max_frames=int(_first((settings,), ("max_frames",), 768)),
-        num_frames=settings.get("num_frames"),
-        samples=bool(_first((settings,), ("do_sample_frames",), True)),
-        max_frame_tokens=int(_first((settings,), ("max_video_tokens",), 768)) if settings.get("cap_pixels_per_frame") else None,
-    )
+    return int(_first(sources, ("min_pixels", "shortest_edge"), least)), int(_first(sources, ("max_pixels", "longest_edge"), most))
 
 
 def _sampling(generation: Json) -> SamplingDefaults:

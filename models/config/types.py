@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from models.cache.spec import CacheSpec, PagedGroup, StateGroup
 from models.config.formats import Format, MatrixFormat, final_format
@@ -9,7 +10,10 @@ from models.config.registry import Architecture
 from models.config.schemes import Rule
 from models.kernels.heads import Heads
 from models.media.geometry import VisionGeometry
-from models.media.video import VideoGeometry
+
+# Kinds of media, by the names in checkpoints: `image_token_id` in config.json, `<|image_pad|>` in the tokenizer.
+MediaKind = Literal["image", "video"]
+MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +175,10 @@ class ModelConfig:
     vision: VisionConfig | None  # None: a text model
     architecture: Architecture
     geometry: VisionGeometry
-    video: VideoGeometry
     sampling: SamplingDefaults
     dtype: str  # dtype of the stored weights: "bfloat16", "float16" or "float32"
     tie_word_embeddings: bool
-    image_token_id: int  # -1: the model does not support images
-    video_token_id: int | None  # None: the model does not support videos
+    placeholder_ids: dict[MediaKind, int]  # of the kinds of media that the model supports
     vision_start_token_id: int
     vision_end_token_id: int
     eos_token_ids: tuple[int, ...]

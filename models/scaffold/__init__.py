@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 from models.config.formats import Format
-from models.scaffold.configs import config_json, generation_config_json, image_processor_json, quantization_json, video_processor_json
+from models.scaffold.configs import config_json, generation_config_json, image_processor_json, quantization_json
 from models.scaffold.shapes import SHAPES, Shape
 from models.scaffold.tokenizer import tokenizer_config_json, tokenizer_json
+from models.scaffold.video import video_processor_json
 
 __all__ = ["SHAPES", "Shape", "write_model_folder"]
 

@@ -1,6 +1,7 @@
 """JSON files of a model folder except the tokenizer's, in the layout of the published checkpoints."""
 
 from models.config.formats import FORMATS, Format
+from models.config.types import MEDIA_KINDS
 from models.scaffold.shapes import Shape
 from models.scaffold.tokenizer import special_token_ids
 
@@ -12,8 +13,7 @@ def config_json(shape: Shape) -> dict[str, object]:
         "architectures": [f"Qwen3{'VL' if shape.delta is None else '_5'}{'Moe' if shape.experts else ''}ForConditionalGeneration"],
         "model_type": _model_type(shape),
         "dtype": shape.dtype,
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
+        **{f"{kind}_token_id": ids[f"<|{kind}_pad|>"] for kind in MEDIA_KINDS},
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
         "tie_word_embeddings": shape.tied,
@@ -136,13 +136,4 @@ def image_processor_json() -> dict[str, object]:
         "merge_size": 2,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
-    }
-
-
-def video_processor_json() -> dict[str, object]:
-    """Return video_preprocessor_config.json; `size` is an area in pixels summed over the frames."""
-    return {
-        **image_processor_json(),
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "size": {"shortest_edge": 4_096, "longest_edge": 25_165_824},
     }

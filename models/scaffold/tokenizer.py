@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
+from models.config.types import MEDIA_KINDS
+
 TEMPLATES = Path(__file__).parent  # own ChatML templates for Qwen3-VL and Qwen3.5; both begin with render.jinja
 
 # In the order of their ids; the first 14 are "special" (skipped when text is decoded), the rest are plain markers of tools and reasoning.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
-    "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+    "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    *(f"<|{kind}_pad|>" for kind in MEDIA_KINDS),
     "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
     "<tool_response>", "</tool_response>", "<think>", "</think>",
 )  # fmt: skip

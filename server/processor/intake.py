@@ -189,14 +189,14 @@ class Intake:
                 medium.start()
         allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
         size = self._prompts.size(submit.prompt) + len(submit.prediction)
-        encoded = None if size >= LARGE_MESSAGES_BYTES else self._encode(submit)
+        encoded = None if size >= LARGE_MESSAGES_BYTES else self._encode(request)
         try:
             async with asyncio.TaskGroup() as group:
                 for i, (medium, ref) in enumerate(zip(media, submit.media, strict=True)):
                     group.create_task(_load(medium, i, ref, allowance))
                 group.create_task(self._grammars.prepare(request))
                 if encoded is None:
-                    encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, submit)
+                    encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, request)
         except BaseExceptionGroup as failures:
             if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.allocator.arena.size:
                 raise ArenaTooSmall from None
@@ -240,15 +240,15 @@ class Intake:
         region.append(ids.tobytes())
         return region
 
-    def _encode(self, submit: Submit) -> Encoded:
+    def _encode(self, request: Request) -> Encoded:
+        submit = request.submit
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is requested
             return Encoded(submit.prompt.ids, [], self._tokens.text_of(submit.prompt.ids))
         prompt = submit.prompt
         if submit.last_text_tokens is not None and isinstance(prompt, ChatPrompt):
             prompt = self._prompts.cut_last_text(prompt, submit.last_text_tokens)
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
-        are_videos = [isinstance(ref, VideoRef) for ref in submit.media]
-        ids = self._prompts.encode(prompt, are_videos, limit, submit.pooled_words is not None)
+        ids = self._prompts.encode(prompt, [medium.kind for medium in request.media], limit, submit.pooled_words is not None)
         is_used = bool(submit.prediction) and self.config.reads_predictions
         predicted = self._prompts.predicted(submit.prediction, limit) if is_used else []
         return Encoded(ids, predicted, self._echo(prompt) if submit.output.echo else "")

@@ -10,8 +10,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from models.config.huggingface import read_config
+from models.config.video import read_video_geometry
 from models.media.video import DEFAULT_SOURCE_FPS, time_text
-from tests.unit.models.reference import image_processor, video_pixels
+from tests.unit.models.reference import image_processor, token_types, video_pixels
 
 Videos = Sequence[list[Image.Image]]
 
@@ -19,6 +20,7 @@ Videos = Sequence[list[Image.Image]]
 class Reference:
     def __init__(self, folder: Path):
         self._config = read_config(folder)
+        self._video = read_video_geometry(folder, self._config.geometry)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -64,10 +66,10 @@ class Reference:
                 prompt = prompt.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // self._config.vision.merge_size**2), 1)
             prompt = prompt.replace("<|placeholder|>", "<|image_pad|>")
         if videos:
-            found = [video_pixels(self._config, torch.from_numpy(np.stack([np.asarray(frame) for frame in frames]))) for frames in videos]
+            found = [video_pixels(self._video, torch.from_numpy(np.stack([np.asarray(frame) for frame in frames]))) for frames in videos]
             inputs |= {"pixel_values_videos": torch.cat([p for p, _ in found]), "video_grid_thw": torch.tensor([grid for _, grid in found])}
             for (_, (_, rows, columns)), frames in zip(found, videos, strict=True):
-                times = self._config.video.pair_times([i / DEFAULT_SOURCE_FPS for i in range(len(frames))])
+                times = self._video.pair_times([i / DEFAULT_SOURCE_FPS for i in range(len(frames))])
                 pads = "<|placeholder|>" * (rows * columns // self._config.vision.merge_size**2)
                 pairs = "".join(f"{time_text(time)}<|vision_start|>{pads}<|vision_end|>" for time in times)
                 prompt = prompt.replace("<|video_pad|>", pairs, 1)
@@ -76,5 +78,5 @@ class Reference:
         return inputs | {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
-            "mm_token_type_ids": (ids == self._config.image_token_id).int() + 2 * (ids == self._config.video_token_id).int(),
+            "mm_token_type_ids": token_types(self._config, ids),
         }

@@ -13,12 +13,14 @@ import math
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from types import MappingProxyType
+from typing import ClassVar
 
 import msgspec
 
 from engine.wire.arena import ArenaFull, ArenaTooSmall
 from engine.wire.messages import ImageSource, ImageSpan, MediaRef
 from engine.wire.messages import Region as WireRegion
+from models.config.types import MediaKind
 from models.media.geometry import Grid
 from server.errors import PROMPT, RequestError
 from server.processor.media.allocator import wire
@@ -36,6 +38,7 @@ AT_ONCE_BYTES = 1 << 20  # of base64 that the event loop decodes itself (in 0.3 
 class Image:
     """One image of one request. `release` must be awaited exactly once, also after errors."""
 
+    kind: ClassVar[MediaKind] = "image"
     # After `load`:
     hash: bytes  # hash of its encoded bytes and every processing parameter
     source: ImageSource
@@ -90,7 +93,7 @@ class Image:
 
     @property
     def visual(self) -> Visual:
-        return Visual([self.num_tokens])
+        return Visual(self.kind, [self.num_tokens])
 
     def spans(self, starts: list[int]) -> list[ImageSpan]:
         """Return the span of placeholders, which begins at `starts[0]`."""

@@ -64,7 +64,7 @@ class Inspector:
         self.geometry: VisionGeometry = checkpoint.geometry
         self._max_pixels = config.max_image_pixels
         self.max_tokens = config.max_num_encoder_tokens
-        self._has_vision = checkpoint.image_token_id >= 0
+        self._has_vision = "image" in checkpoint.placeholder_ids
         if config.image_cache_bytes is not None and self._has_vision:
             token_bytes = checkpoint.num_values_per_image_token * (4 if config.dtype == "float32" else 2)
             self.max_tokens = min(self.max_tokens, config.image_cache_bytes // token_bytes)

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from engine.wire.messages import ImageSource, ImageSpan, MediaRef, VideoRef
 from engine.wire.messages import Region as WireRegion
-from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry
+from models.config.types import MediaKind
+from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry, time_text
 from server.errors import RequestError
 from server.processor.media.allocator import wire
 from server.processor.media.decoders import Decoders, Size
@@ -43,6 +44,7 @@ PIECE_BYTES = 1 << 20  # bytes that a thread searches without the interpreter lo
 class Video(ABC):
     """One video of one request. `release` must be awaited exactly once, also after errors."""
 
+    kind: ClassVar[MediaKind] = "video"
     plan: VideoPlan  # set, like the next two, by `load`
     hashes: list[bytes]
     sources: list[ImageSource]
@@ -72,7 +74,7 @@ class Video(ABC):
 
     @property
     def visual(self) -> Visual:
-        return Visual([self.plan.num_tokens] * len(self.hashes), self.plan.times)
+        return Visual(self.kind, [self.plan.num_tokens] * len(self.hashes), [time_text(time) for time in self.plan.times])
 
     def spans(self, starts: list[int]) -> list[ImageSpan]:
         """Return a span per pair; their placeholders begin at `starts`."""

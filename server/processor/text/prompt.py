@@ -4,7 +4,7 @@ A rendered text is cut at its special tokens, which are the template's own; then
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from engine.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
 from engine.wire.params import MAX_BAD_WORD_TOKENS
-from models.media.video import time_text
+from models.config.types import MEDIA_KINDS, MediaKind
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError, no_vision
 from server.processor.text.template import ChatTemplate, Rendered, Setting
@@ -33,52 +33,48 @@ def too_long(limit: int, num_tokens: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Visual:
-    """Placeholders of a medium in a prompt: of an image, or of each frame pair of a video with its time in seconds."""
+    """Placeholders of a medium in a prompt: the number of tokens of each of its items. Items with captions are enclosed each in start and
+    end tokens, after their captions."""
 
+    kind: MediaKind
     lengths: list[int]
-    times: list[float] | None = None
+    captions: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """Placeholder token ids of an image and of a video (None: not supported by the model), and the ids around a frame pair."""
+    """Placeholder token ids by kind of medium, and the ids around an item with a caption."""
 
-    image: int
-    video: int | None
+    ids: Mapping[MediaKind, int]
     ends: tuple[int, int]
 
-    def of(self, visual: Visual) -> int:
-        if visual.times is None:
-            return self.image
-        assert self.video is not None
-        return self.video
-
-    def shown(self, ids: Sequence[int]) -> list[bool]:
-        """Return, for each medium in the ids, whether it is a video."""
-        return [token_id != self.image for token_id in ids if token_id == self.image or token_id == self.video]
+    def shown(self, ids: Sequence[int]) -> list[MediaKind]:
+        """Return the kind of each medium in the ids."""
+        kinds = {placeholder: kind for kind, placeholder in self.ids.items()}
+        return [kinds[token_id] for token_id in ids if token_id in kinds]
 
 
 class ExpandedPrompt:
     """int32 ids in which the placeholder of each medium is replaced by those of all its items. Item k of medium i begins at `starts[i][k]`.
 
-    Each frame pair is preceded by its time, converted to ids by `write`, and enclosed in start and end tokens, inside those that the
-    template has written, as in transformers 5.10 and later."""
+    `write` converts captions to ids. The start and end tokens of items are inside those of the medium that the template has written, as in
+    transformers 5.10 and later."""
 
     def __init__(self, ids: Sequence[int], placeholders: Placeholders, visuals: Sequence[Visual], write: Callable[[str], list[int]]):
         self.ids = array("i")
         self.starts: list[list[int]] = []
         position = 0
         for visual in visuals:
-            placeholder = placeholders.of(visual)
+            placeholder = placeholders.ids[visual.kind]
             slot = ids.index(placeholder, position)
             self.ids.extend(ids[position:slot])
             starts = []
             for k, length in enumerate(visual.lengths):
-                if visual.times is not None:
-                    self.ids.extend([*write(time_text(visual.times[k])), placeholders.ends[0]])
+                if visual.captions is not None:
+                    self.ids.extend([*write(visual.captions[k]), placeholders.ends[0]])
                 starts.append(len(self.ids))
                 self.ids.extend(array("i", [placeholder]) * length)
-                if visual.times is not None:
+                if visual.captions is not None:
                     self.ids.append(placeholders.ends[1])
             self.starts.append(starts)
             position = slot + 1
@@ -92,11 +88,12 @@ class PromptBuilder:
         self.tokenizer = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal.encode_special_tokens = True  # special tokens in its input are text
-        self._placeholders = Placeholders(checkpoint.image_token_id, checkpoint.video_token_id, checkpoint.vision_token_ids)
+        self._placeholders = Placeholders(checkpoint.placeholder_ids, checkpoint.vision_token_ids)
         self._frame = _frame_of(self.tokenizer)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        setting = Setting(list(self._special_ids), checkpoint.special_tokens | checkpoint.template_kwargs, checkpoint.image_token_id < 0)
+        variables, is_plain = checkpoint.special_tokens | checkpoint.template_kwargs, not checkpoint.placeholder_ids
+        setting = Setting(list(self._special_ids), variables, joins_parts=is_plain)
         self._special = setting.pattern
         self._template = ChatTemplate(checkpoint.chat_template, setting)
 
@@ -111,11 +108,11 @@ class PromptBuilder:
             return len(prompt.messages) + len(prompt.tools or b"")
         return len(prompt.text) if isinstance(prompt, TextPrompt) else len(prompt.ids)
 
-    def encode(self, prompt: Prompt, are_videos: Sequence[bool], limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
-        """Return token ids with one placeholder per medium, which is an image or a video. With `is_framed`, a chat gets the tokens that the
+    def encode(self, prompt: Prompt, kinds: Sequence[MediaKind], limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
+        """Return token ids with one placeholder per medium of these kinds. With `is_framed`, a chat gets the tokens that the
         tokenizer puts around a text. Raises RequestError 400 if the template refuses the messages or does not show every medium, or, before
         the whole text is encoded, if it has far more tokens than `limit`."""
-        if are_videos and self._placeholders.image < 0:
+        if kinds and not self._placeholders.ids:
             raise no_vision()
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
@@ -123,27 +120,27 @@ class PromptBuilder:
             if not ids:
                 raise RequestError(400, "The chat template renders these messages to an empty prompt.", PROMPT)
         elif isinstance(prompt, TokenPrompt):
-            if len(prompt.ids) > limit and not are_videos:
+            if len(prompt.ids) > limit and not kinds:
                 raise too_long(limit, str(len(prompt.ids)))
-            ids = self._shortened(prompt.ids) if are_videos else prompt.ids
+            ids = self._shortened(prompt.ids) if kinds else prompt.ids
         else:
             self._check_size(prompt.text, limit)
             ids = [*self._frame[0], *self._encode_piece(prompt.text)]
         shown = self._placeholders.shown(ids)
-        if len(shown) > len(are_videos) == 0 and not is_chat:
+        if len(shown) > len(kinds) == 0 and not is_chat:
             raise RequestError(400, "The prompt contains an image placeholder, which only messages can add.", PROMPT, "invalid_value")
-        if shown != list(are_videos) and not is_chat:
-            words = f"The prompt has {len(are_videos)} images and {len(shown)} image placeholders."
+        if shown != list(kinds) and not is_chat:
+            words = f"The prompt has {len(kinds)} images and {len(shown)} image placeholders."
             raise RequestError(400, words, PROMPT, "invalid_value")
-        if shown != list(are_videos):
-            kind = "image" if sum(shown) == sum(are_videos) else "video"
+        if shown != list(kinds):
+            kind = next((kind for kind in MEDIA_KINDS[::-1] if shown.count(kind) != kinds.count(kind)), "image")
             raise RequestError(400, f"The chat template does not render every {kind} of these messages.", PROMPT)
         return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """Replace a run of placeholders, one for each of an image's tokens, by a single one: images are never adjacent."""
-        pairs = zip(ids, [None, *ids], strict=False)
-        return [token_id for token_id, before in pairs if not (token_id == before == self._placeholders.image)]
+        pairs, image = zip(ids, [None, *ids], strict=False), self._placeholders.ids["image"]
+        return [token_id for token_id, before in pairs if not (token_id == before == image)]
 
     def first_tokens(self, words: list[str]) -> tuple[int, ...]:
         """Return the first token of each word. Large vocabularies such as Qwen's contain the whole words."""

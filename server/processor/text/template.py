@@ -20,10 +20,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.wire.params import ChatPrompt
 from server.errors import PROMPT, RequestError
 
-# For templates that accept text parts in every role but images only from users.
-IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
-VIDEO_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
-
 MAX_REASON = 200
 NONCE_CHARACTERS = 34
 FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, SyntaxError)
@@ -103,11 +99,7 @@ class ChatTemplate:
         if isinstance(content, list) and self._joins_parts:
             content = "\n".join(part.get("text", "") for part in content)
         if isinstance(content, list):
-            media: dict[object, dict[str, object]] = {
-                "image": {"type": "image", "image": "", "text": IMAGE_TEXT},
-                "video": {"type": "video", "video": "", "text": VIDEO_TEXT},
-            }
-            content = [media.get(part["type"]) or self._protect(part, shield) for part in content]
+            content = [self._protect(part, shield) if part["type"] == "text" else _medium(part["type"]) for part in content]
         else:
             content = self._protect_text(str(content), shield)
         return {name: content if name == "content" else self._protect(value, shield) for name, value in message.items()}
@@ -143,6 +135,11 @@ class _Shield:
         marker = f"{self._nonce}{len(self.originals)}x"
         self.originals[marker] = text
         return marker
+
+
+def _medium(kind: str) -> dict[str, str]:
+    """Return the part of a medium; its text is for templates that accept media only from users."""
+    return {"type": kind, kind: "", "text": f"<|vision_start|><|{kind}_pad|><|vision_end|>"}
 
 
 def _append_text(message: dict[str, object], text: str) -> None:

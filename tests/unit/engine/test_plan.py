@@ -34,7 +34,8 @@ from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.kernels.choose import Choice, Gpu
 from models.scaffold import SHAPES
-from models.scaffold.configs import config_json, generation_config_json, image_processor_json, video_processor_json
+from models.scaffold.configs import config_json, generation_config_json, image_processor_json
+from models.scaffold.video import video_processor_json
 
 H200, H100 = 139.3, 78.7  # GiB that were free on those that the figures below are of
 

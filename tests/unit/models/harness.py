@@ -24,7 +24,7 @@ from models.kernels.paged import AttentionBackend, allocate_pools
 from models.kernels.reference.backend import TorchBackend
 from models.media.geometry import Grid
 from models.media.mrope import mrope_positions
-from models.media.video import time_text
+from models.media.video import VideoGeometry, time_text
 from models.parallel.group import TensorParallel
 from models.weights.matrix import matrices_of
 
@@ -32,6 +32,7 @@ Want = Literal["last", "all", "none"]
 Part = list[int] | torch.Tensor  # token ids, an image (H, W, 3) or a video (F, H, W, 3), uint8
 
 FPS = 2.0  # of a video's frames
+VIDEO_GEOMETRY = VideoGeometry(16, 2, 2, 4096, 25_165_824)  # of the published checkpoints
 
 CPU = torch.device("cpu")
 TORCH = TorchBackend(CPU)
@@ -92,20 +93,19 @@ class Prompt:
             if isinstance(part, list):
                 prompt.ids += part
             elif part.ndim == 3:
-                prompt._add(config, part, config.geometry.grid(part.shape[0], part.shape[1]), config.image_token_id)
+                prompt._add(config, part, config.geometry.grid(part.shape[0], part.shape[1]), config.placeholder_ids["image"])
             else:
                 prompt._add_video(config, part)
         return prompt
 
     def _add_video(self, config: ModelConfig, frames: torch.Tensor) -> None:
-        assert config.video_token_id is not None
         self.videos.append(frames)
-        _, rows, columns = config.video.grid(*frames.shape[:3])
+        _, rows, columns = VIDEO_GEOMETRY.grid(*frames.shape[:3])
         self.ids.append(config.vision_start_token_id)
-        for i, time in enumerate(config.video.pair_times([index / FPS for index in range(len(frames))])):
+        for i, time in enumerate(VIDEO_GEOMETRY.pair_times([index / FPS for index in range(len(frames))])):
             self.ids += time_text(time).encode()  # as if every character was a token
             pair = torch.stack((frames[2 * i], frames[min(2 * i + 1, len(frames) - 1)]))
-            self._add(config, pair, (1, rows, columns), config.video_token_id)
+            self._add(config, pair, (1, rows, columns), config.placeholder_ids["video"])
         self.ids.append(config.vision_end_token_id)
 
     def _add(self, config: ModelConfig, item: torch.Tensor, grid: Grid, placeholder: int) -> None:

@@ -8,7 +8,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 from models.config.types import ModelConfig
-from tests.unit.models.harness import Prompt
+from models.media.video import VideoGeometry
+from tests.unit.models.harness import VIDEO_GEOMETRY, Prompt
 
 
 def image_processor(config: ModelConfig) -> Qwen2VLImageProcessorPil:
@@ -22,9 +23,13 @@ def image_processor(config: ModelConfig) -> Qwen2VLImageProcessorPil:
     )
 
 
-def video_pixels(config: ModelConfig, frames: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+def token_types(config: ModelConfig, ids: torch.Tensor) -> torch.Tensor:
+    """1 for placeholders of images, 2 for those of videos, 0 for text."""
+    return (ids == config.placeholder_ids["image"]).int() + 2 * (ids == config.placeholder_ids["video"]).int()
+
+
+def video_pixels(video: VideoGeometry, frames: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     """Patches of a video, and its grid: the formulas of the reference's file, whose class needs torchvision; Pillow resizes."""
-    video = config.video
     height, width = smart_resize(*frames.shape[:3], 2, 32, video.min_pixels, video.max_pixels)
     resized = [Image.fromarray(frame.numpy()).resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
     pixels = torch.stack([torch.from_numpy(np.array(frame)) for frame in resized]).permute(0, 3, 1, 2)[None]
@@ -35,10 +40,9 @@ def video_pixels(config: ModelConfig, frames: torch.Tensor) -> tuple[torch.Tenso
 def inputs(config: ModelConfig, prompt: Prompt, device: str = "cpu") -> dict[str, torch.Tensor]:
     """What the reference's `forward` and `generate` take for one prompt."""
     ids = torch.tensor([prompt.ids])
-    types = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
-    tensors = {"input_ids": ids, "mm_token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+    tensors = {"input_ids": ids, "mm_token_type_ids": token_types(config, ids), "attention_mask": torch.ones_like(ids)}
     if prompt.videos:
-        found = [video_pixels(config, frames) for frames in prompt.videos]
+        found = [video_pixels(VIDEO_GEOMETRY, frames) for frames in prompt.videos]
         tensors |= {"pixel_values_videos": torch.cat([p for p, _ in found]), "video_grid_thw": torch.tensor([grid for _, grid in found])}
     images = [image for image in prompt.images if image.ndim == 3]
     if images:

@@ -102,7 +102,7 @@ def test_a_thinking_template(hybrid: Path) -> None:
 def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
     config, tokenizer = read_config(hybrid), AutoTokenizer.from_pretrained(hybrid)
     assert config.eos_token_ids == (248_046, 248_044) and tokenizer.convert_tokens_to_ids("<|endoftext|>") == 248_044
-    assert (config.image_token_id, config.video_token_id) == (248_056, 248_057)
+    assert config.placeholder_ids == {"image": 248_056, "video": 248_057}
     assert (config.vision_start_token_id, config.vision_end_token_id) == (248_053, 248_054)
     delta = config.text.delta
     assert delta is not None and config.text.cache_spec(1, 2).bytes_per_row == 48 * delta.state_bytes(1, 2) == 153_944_064
@@ -159,7 +159,7 @@ def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
     """The tiny model takes any vocabulary: the ids then are the published ones."""
     shape = replace(SHAPES["tiny"], vocab_size=151_936, num_base_tokens=151_643, tied=True)
     write_model_folder(tmp_path, shape, weights="random", seed=0)
-    assert read_config(tmp_path).image_token_id == 151_655
+    assert read_config(tmp_path).placeholder_ids["image"] == 151_655
     _, info = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 

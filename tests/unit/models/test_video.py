@@ -11,10 +11,11 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.video_utils import VideoMetadata
 
 from models.config.huggingface import read_config
+from models.config.video import read_video_geometry
 from models.media.video import VideoGeometry, time_text
 from models.scaffold import SHAPES, write_model_folder
+from tests.unit.models.harness import VIDEO_GEOMETRY as PUBLISHED
 
-PUBLISHED = VideoGeometry(16, 2, 2, 4096, 25_165_824)
 RATES = [None, 1.0, 12.5, 23.976, 24.0, 25.0, 29.97, 30000 / 1001, 59.94, 60.0]
 
 
@@ -74,7 +75,8 @@ def test_times_are_written_as_the_reference_does() -> None:
 
 def test_what_a_checkpoint_says_counts(tmp_path: Path) -> None:
     write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
-    assert read_config(tmp_path).video == PUBLISHED
+    images = read_config(tmp_path).geometry
+    assert read_video_geometry(tmp_path, images) == PUBLISHED
     (tmp_path / "processor_config.json").write_text('{"video_processor": {"size": {"longest_edge": 234881024}, "max_frames": 2048}}')
-    video = read_config(tmp_path).video
+    video = read_video_geometry(tmp_path, images)
     assert (video.max_pixels, video.max_frames, video.fps) == (234_881_024, 2048, 2.0)

@@ -12,7 +12,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from engine.launch.config import EngineConfig
 from engine.wire.messages import MediaRef, TokenPrompt, VideoRef
-from models.media.video import DEFAULT_SOURCE_FPS
+from models.media.video import DEFAULT_SOURCE_FPS, time_text
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.inspect import Inspector
@@ -51,8 +51,8 @@ def test_ids_grids_and_pixels_are_the_references(checkpoint: Checkpoint, builder
     plan = plan_of(checkpoint, case)
     num_pairs = len(plan.indices) // 2
     assert [num_pairs, *plan.grid[1:]] == found["grid"]
-    ids = builder.encode(TokenPrompt(builder.tokenizer.encode(PROMPT, add_special_tokens=False).ids), [True])
-    prompt = builder.expand(ids, [Visual([plan.num_tokens] * num_pairs, plan.times)])
+    ids = builder.encode(TokenPrompt(builder.tokenizer.encode(PROMPT, add_special_tokens=False).ids), ["video"])
+    prompt = builder.expand(ids, [Visual("video", [plan.num_tokens] * num_pairs, [time_text(time) for time in plan.times])])
     assert (list(prompt.ids[: len(found["ids"])]), len(prompt.ids)) == (found["ids"], found["num_ids"])
     frames = frames_of(*case[:3])
     resized = [Image.fromarray(frames[index]).resize(plan.size[::-1], Image.Resampling.BICUBIC) for index in plan.indices]

@@ -194,7 +194,7 @@ class Engine:
                 encoding: Literal["rgb", "jpeg"] = "rgb" if part.jpeg is None else "jpeg"
                 source = ImageSource(encoding, self._store(part.jpeg or part.pixels.tobytes()), height, width)
                 spans.append(for_adapter(ImageSpan(part.name, len(ids), geometry.num_tokens(grid), grid, source), adapter))
-                ids += [self._config.image_token_id] * geometry.num_tokens(grid)
+                ids += [self._config.placeholder_ids["image"]] * geometry.num_tokens(grid)
             else:
                 ids += part
         prompt = np.asarray(ids, dtype=np.int32)
