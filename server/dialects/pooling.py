@@ -1,6 +1,7 @@
-"""`POST /v1/embeddings`, `/rerank`, `/score` and related routes, with the conversations of Qwen3-VL-Embedding and Qwen3-VL-Reranker."""
+"""Embeddings and scores, with the conversations of Qwen3-VL-Embedding and Qwen3-VL-Reranker."""
 
 import functools
+import itertools
 import math
 import secrets
 import time
@@ -16,7 +17,7 @@ from pydantic import AliasChoices, Field
 from starlette.responses import Response
 
 from engine.wire.messages import ChatPrompt, Event, TokenPrompt
-from engine.wire.params import OutputOptions, SamplingParams, TokenId
+from engine.wire.params import OutputOptions, SamplingParams, TokenCount
 from engine.wire.reports import Numbers
 from server.http.body import Body
 from server.http.streaming import encode
@@ -24,7 +25,7 @@ from server.http.validate import OneOf, Strict, bad_value
 from server.openai.chat import conversation_of
 from server.openai.endpoint import Endpoint, Gathering, Job, json_response, submits_of
 from server.openai.parts import Message, Parts, TextPart
-from server.openai.schema import MediaRequest, MessageList, check_ids, prompts_of
+from server.openai.schema import IdList, MediaRequest, MessageList, check_ids, prompts_of
 
 EMBED = "Represent the user's input."
 RERANK = "Given a search query, retrieve relevant candidates that answer the query."
@@ -33,23 +34,21 @@ JUDGE = (
     'Note that the answer can only be "yes" or "no".'
 )
 LABELS = ["yes", "no"]
-MAX_INPUTS = 1000  # LangChain's batch size
-InputList = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
-Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+InputList = Field(min_length=1, max_length=1000, fail_fast=True)  # LangChain's batch size
 Json = dict[str, Any]
 Floats = npt.NDArray[np.float32]
 
 
 class PoolingRequest(MediaRequest):
     instruction: str | None = None
-    max_tokens_per_doc: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_tokens_per_doc: TokenCount | None = None
 
 
 class EmbeddingRequest(PoolingRequest):
-    input: Annotated[str | Ids | Annotated[list[Annotated[str | Ids, OneOf()]], InputList], OneOf()] = ""
+    input: Annotated[str | IdList | Annotated[list[Annotated[str | IdList, OneOf()]], InputList] | None, OneOf()] = None
     messages: Annotated[list[Message], MessageList] | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: TokenCount | None = None
 
 
 class ItemContent(Strict):
@@ -58,6 +57,7 @@ class ItemContent(Strict):
 
 Item = Annotated[str | ItemContent, OneOf()]
 Items = Annotated[list[Item], InputList]
+Texts = Annotated[Items | str | ItemContent, OneOf()]
 
 
 class RerankRequest(PoolingRequest):
@@ -68,24 +68,24 @@ class RerankRequest(PoolingRequest):
 
 
 class ScoreRequest(PoolingRequest):
-    text_1: Annotated[Items | str | ItemContent, OneOf()] = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
-    text_2: Annotated[Items | str | ItemContent, OneOf()] = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
 
 class PoolingEndpoint(Endpoint):
-    """An endpoint whose answers are numbers: logits of `words`, or hidden states."""
+    """Base of endpoints that return logits of `words`, or hidden states."""
 
     gives = Json
     words = LABELS
 
     @abstractmethod
     def prompts(self, request: Any) -> tuple[str, list[Any]]:
-        """Return a field and its prompts: messages, or token ids. RequestError 400."""
+        """Return a field and its prompts: messages or token ids. RequestError 400."""
 
     @abstractmethod
     def show(self, request: Any, values: list[Floats]) -> Json: ...
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
+    def read(self, value: Json, body: Body) -> Job:
         request = self.check(self.takes, value)
         field, prompts = self.prompts(request)
         submits = submits_of(
@@ -106,27 +106,27 @@ class PoolingEndpoint(Endpoint):
         usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(event.num_prompt_tokens for event in events))
         head = {"id": f"pool-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "usage": usage}
         head["model"] = request.model or self.service.model_names[0]
-        return json_response(encode(head | self.show(request, [_numbers(event) for event in events])))
+        values = [np.frombuffer(event.report.values, np.float32) for event in events if isinstance(event.report, Numbers)]
+        return json_response(encode(head | self.show(request, values)))
 
 
 class EmbeddingsEndpoint(PoolingEndpoint):
     """An embedding of a text, or of messages with images."""
 
     takes, words = EmbeddingRequest, []
-    item, member, is_instructed = "embedding", "embedding", True
+    item, member = "embedding", "embedding"
 
     def prompts(self, request: EmbeddingRequest) -> tuple[str, list[Any]]:
-        if ("input" in request.model_fields_set) == (request.messages is not None):
+        if (request.input is None) == (request.messages is None):
             raise bad_value("input", "either `input` or `messages` is required, and not both")
         checkpoint, inputs = self.service.checkpoint, prompts_of(request.input)
         if (request.dimensions or 0) > checkpoint.hidden_size:
             raise bad_value("dimensions", f"must be at most {checkpoint.hidden_size}")
         check_ids(inputs, "input", checkpoint.vocab_size)
-        system = [_system(request)] if self.is_instructed else []
+        system = [] if self.words else [_system(request)]
         if request.messages is not None:
             return "messages", [[*(() if request.messages[0].role in ("system", "developer") else system), *request.messages]]
-        texts = [entry if isinstance(entry, list) else [*system, Message(role="user", content=entry or "NULL")] for entry in inputs]
-        return "input", texts
+        return "input", [entry if isinstance(entry, list) else [*system, Message(role="user", content=entry or "NULL")] for entry in inputs]
 
     def show(self, request: EmbeddingRequest, values: list[Floats]) -> Json:
         """Serialise each vector separately, so that other threads run in between."""
@@ -148,7 +148,7 @@ class VectorsEndpoint(EmbeddingsEndpoint):
 class ClassifyEndpoint(EmbeddingsEndpoint):
     """Probabilities that the model answers a text, or messages, with yes or with no."""
 
-    words, is_instructed = LABELS, False
+    words = LABELS
 
     def _entry(self, request: EmbeddingRequest, index: int, hidden: Floats) -> Json:
         yes = probability_of_yes(hidden)
@@ -180,8 +180,7 @@ class ScoreEndpoint(PoolingEndpoint):
         first, second = (items if isinstance(items, list) else [items] for items in (request.text_1, request.text_2))
         if len(first) not in (1, len(second)):
             raise bad_value("text_1", "must be one, or as many as text_2")
-        queries = first * len(second) if len(first) == 1 else first
-        return "text_2", [judged(request, query, document) for query, document in zip(queries, second, strict=True)]
+        return "text_2", [judged(request, query, document) for query, document in zip(itertools.cycle(first), second, strict=False)]
 
     def show(self, request: ScoreRequest, values: list[Floats]) -> Json:
         return {"data": [{"index": i, "object": "score", "score": probability_of_yes(logits)} for i, logits in enumerate(values)]}
@@ -203,21 +202,14 @@ def probability_of_yes(logits: Floats) -> float:
 
 def judged(request: PoolingRequest, query: str | ItemContent, document: str | ItemContent) -> list[Message]:
     """Return the question that a reranker answers with yes or no."""
-    parts = [_text(f"<Instruct>: {request.instruction or RERANK}"), *_parts(query, "<Query>:"), *_parts(document, "\n<Document>:")]
-    return [Message(role="system", content=JUDGE), Message(role="user", content=parts)]
+    parts = [f"<Instruct>: {request.instruction or RERANK}", "<Query>:", *_parts(query), "\n<Document>:", *_parts(document)]
+    content = [TextPart(type="text", text=part) if isinstance(part, str) else part for part in parts]
+    return [Message(role="system", content=JUDGE), Message(role="user", content=content)]
 
 
-def _numbers(event: Event) -> Floats:
-    return np.frombuffer(event.report.values if isinstance(event.report, Numbers) else b"", np.float32)
-
-
-def _parts(item: str | ItemContent, opening: str) -> list[Any]:
+def _parts(item: str | ItemContent) -> list[Any]:
     content = (item if isinstance(item, str) else item.content) or "NULL"
-    return [_text(opening), *([_text(content)] if isinstance(content, str) else content)]
-
-
-def _text(text: str) -> Any:
-    return TextPart(type="text", text=text)
+    return [content] if isinstance(content, str) else content
 
 
 def _system(request: PoolingRequest) -> Message:
