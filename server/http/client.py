@@ -117,16 +117,10 @@ class Client:
         self.health = EngineHealth()
         self.metadata: dict[str, str] = {}  # of answers without a token; empty: answers have none
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # times at which the last answers ended
-        self._token = asyncio.Event()  # set by the next token
 
     @property
     def num_streams(self) -> int:
         return len(self._streams)
-
-    @property
-    def has_capacity(self) -> bool:
-        """Return whether a request may be added to the running and waiting ones."""
-        return len(self._streams) < self._max_requests
 
     def new_rid(self) -> int:
         return next(self._rids)
@@ -162,17 +156,13 @@ class Client:
             self._streams[message.rid] = stream
         return stream
 
-    async def next_token(self) -> None:
-        """Wait until the engine has generated a token, for any request."""
-        await self._token.wait()
-
     def send(self, message: ToProcessor) -> None:
         self._outbox.send(message)
 
     def check_open(self) -> None:
         """Raise RequestError 503 as in `EngineHealth.check`, or if the request limit is reached."""
         self.health.check()
-        if not self.has_capacity:
+        if len(self._streams) >= self._max_requests:
             raise overloaded("The server's request queue is full.")
 
     def close(self, stream: Stream) -> None:
@@ -183,9 +173,6 @@ class Client:
             self._outbox.send(Abort(rid))
 
     def dispatch(self, message: Events) -> None:
-        if any(event.num_tokens for event in message.events):
-            self._token.set()
-            self._token = asyncio.Event()
         for event in message.events:
             if event.finish_reason is not None:
                 self._ends.append(time.monotonic())

@@ -301,13 +301,22 @@ class BatchChatRequest(Open):
 
 def prompts_of(value: Any) -> list[Any]:
     """Return the entries of a list of texts or of lists of token ids, or the only prompt."""
-    return list(value) if isinstance(value, list) and isinstance(value[0], str | list) else [value]
+    return list(value) if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
 
 
 def check_ids(prompts: list[Any], field: str, vocab_size: int) -> None:
     """Raise RequestError 400 for token ids outside of the vocabulary. Texts are skipped; lists must not be empty."""
     if any(min(ids) < 0 or max(ids) >= vocab_size for ids in prompts if isinstance(ids, list)):
         raise bad_value(field, f"holds token ids outside of the vocabulary of {vocab_size}")
+
+
+def check_prompts(prompts: list[Any], field: str, vocab_size: int) -> None:
+    """Raise RequestError 400 for too many or empty prompts, and for token ids outside of the vocabulary."""
+    if len(prompts) > MAX_PROMPTS:
+        raise bad_value(field, f"must have at most {MAX_PROMPTS} entries")
+    if not all(prompts):
+        raise bad_value(field, "must not be empty")
+    check_ids(prompts, field, vocab_size)
 
 
 class CompletionRequest(GenerationRequest):
@@ -343,11 +352,7 @@ class CompletionRequest(GenerationRequest):
         super().check_together(vocab_size)
         if self.images and len(self.prompts) > 1:
             raise bad_value("images", "is for one prompt")
-        if len(self.prompts) > MAX_PROMPTS:
-            raise bad_value("prompt", f"must have at most {MAX_PROMPTS} entries")
-        if not all(self.prompts):
-            raise bad_value("prompt", "must not be empty")
-        check_ids(self.prompts, "prompt", vocab_size)
+        check_prompts(self.prompts, "prompt", vocab_size)
 
 
 class TokenizeRequest(GenerationRequest):

@@ -49,6 +49,7 @@ class Status:
             DescribedRoute("/v1/models/", self.models, "GET", ModelList, include_in_schema=False),
             DescribedRoute("/v1/models/{name:path}", self.model, "GET", ModelCard),
             DescribedRoute("/health", self.health, "GET", Health, responses=stalled),
+            DescribedRoute("/health_generate", self.health, "GET", Health, responses=stalled),
             DescribedRoute("/health/live", self.live, "GET", Health),
             DescribedRoute("/ping", self.health, "GET", Health, responses=stalled),
             DescribedRoute("/ping", self.health, "POST", Health, responses=stalled),

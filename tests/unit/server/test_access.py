@@ -13,15 +13,12 @@ import pytest
 from starlette.responses import Response
 
 from engine.launch.flags import parse_args
-from engine.wire.messages import ErrorInfo, Event, Events, Submit
+from engine.wire.messages import ErrorInfo, Event, Events
 from engine.wire.stats import EngineStats
-from server.dialects.generate import Native
-from server.errors import RequestError
 from server.http import client as client_module
 from server.http.client import Client
 from server.openai.endpoint import LARGE_JSON_BYTES
 from server.openai.status import Status
-from tests.eventually import eventually_async
 from tests.unit.server.in_process import client_of, serving, settle, virtual
 from tests.unit.server.stack import Stack
 
@@ -104,12 +101,6 @@ class Service:
         if is_started:
             self.client.dispatch(Events([], [], None, time.monotonic()))
 
-    def probe(self) -> "asyncio.Task[Any]":
-        return asyncio.create_task(Native(self).health_generate())
-
-    def dispatch(self, event: Event) -> None:
-        self.client.dispatch(Events([event], [], None, 0.0))
-
 
 async def test_states_of_health() -> None:
     starting, service = Service(is_started=False), Service()
@@ -121,36 +112,12 @@ async def test_states_of_health() -> None:
 
     await check(starting, 503, "starting")
     await check(starting, 503, "compiling", is_compiling=True)
-    await check(service, 200, "ok")
+    for ready in (service, Service(max_requests=0)):  # a full queue is not a failure
+        await check(ready, 200, "ok")
     service.client.health.heartbeat = 1e-9
     await check(service, 503, "stalled")
     service.client.refuse_new(ErrorInfo(503, "The server is shutting down.", code="shutting_down"))
     await check(service, 503, "stopping")
-
-
-async def test_a_full_queue_is_no_failure_and_an_idle_engine_is_asked() -> None:
-    full, idle = Service(max_requests=0), Service()
-    probe = full.probe()
-    await eventually_async(lambda: full.client._token._waiters, "the probe waits")
-    full.dispatch(Event(7, "a", 1))
-    assert await probe == {"status": "ok"} and not full.sent
-    probe = idle.probe()
-    await eventually_async(lambda: idle.sent, "a request")
-    (submit,) = idle.sent
-    assert isinstance(submit, Submit) and submit.params.max_tokens == 1
-    idle.dispatch(Event(submit.rid, "a", 1, finish_reason="length"))
-    assert await probe == {"status": "ok"} and not idle.client.num_streams and not idle.client.replies
-
-
-async def test_an_engine_without_tokens_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events without a token, such as the end of a request that was only counted, prove nothing."""
-    monkeypatch.setattr("server.dialects.generate.HEALTH_S", 0.0)
-    for service in (Service(), Service(max_requests=0), Service(is_started=False)):
-        probe = service.probe()
-        service.dispatch(Event(7, "text", finish_reason="stop"))
-        with pytest.raises(RequestError) as caught:
-            await probe
-        assert caught.value.info.status == 503 and not service.client.num_streams
 
 
 OVERLOADED = ErrorInfo(503, "full", "server_error", code="overloaded", retry_after=1)

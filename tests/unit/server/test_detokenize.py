@@ -21,7 +21,6 @@ from engine.wire.stats import Stages
 from server.dialects.generate import GenerateFormat, GenerateRequest
 from server.http.streaming import Choice, ReplyOptions
 from server.openai import tools
-from server.openai.schema import CompletionRequest
 from server.openai.tools import CustomText
 from server.processor.media.allocator import RegionAllocator
 from server.processor.output import Output
@@ -121,7 +120,7 @@ def test_stop_strings_cost_the_same_per_character() -> None:
 def test_streams_that_repeat_the_answer_take_linear_time() -> None:
 
     def num_bytes(num_tokens: int) -> tuple[int, int]:
-        made = GenerateFormat(ReplyOptions("m", 0), asked=GenerateRequest(text="x"), request=CompletionRequest(prompt="x"))
+        made = GenerateFormat(ReplyOptions("m", 0), asked=GenerateRequest(text="x"))
         choice, events = Choice(0), []
         for i in range(num_tokens):
             reason = "length" if i == num_tokens - 1 else None
