@@ -22,19 +22,12 @@ import msgspec
 from engine.wire.adapters import AdapterRef, LoadAdapter, image_key
 from engine.wire.details import TokenDetails
 from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
-from engine.wire.media import MediaRef, Region, VideoRef
-from engine.wire.params import (
-    ChatPrompt,
-    Logprob,
-    OutputOptions,
-    SamplingParams,
-    TextPrompt,
-    TokenLogprobs,
-    TokenPrompt,
-)
+from engine.wire.media import MediaRef, Region
+from engine.wire.params import ChatPrompt, Logprob, OutputOptions, SamplingParams, TextPrompt, TokenLogprobs, TokenPrompt
 from engine.wire.reports import Report, ShownReport
 from engine.wire.stats import EngineStats, Stages
 from engine.wire.updates import Job, JobState, Order, Verdict
+from engine.wire.video import VideoRef
 from models.kernels.step_sizes import StepSizes
 
 API_ARENA = 0
@@ -44,6 +37,7 @@ MAX_EARLY_TOKENS = 2048  # size limit of an image encoded before a plan requests
 MAX_DRAFTS = 7  # per chunk
 MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
 Load = LoadAdapter  # order of a plan to load a slot
+AnyRef = MediaRef | VideoRef  # reference to a medium of any kind
 DEPTH = 2  # steps launched by a worker without a result yet: one runs, one waits
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -77,7 +71,7 @@ class Submit(msgspec.Struct, tag=True):
 
     rid: int
     prompt: ChatPrompt | TextPrompt | TokenPrompt
-    media: list[MediaRef | VideoRef]
+    media: list[AnyRef]
     params: SamplingParams
     output: OutputOptions
     stages: Stages

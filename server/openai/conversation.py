@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from engine.wire.messages import MediaRef, VideoRef
+from engine.wire.messages import AnyRef
 from server.http.body import Body
 from server.openai.media import ImagePart
 from server.openai.media_refs import MediaRefs
@@ -18,7 +18,7 @@ class Conversation:
     """Messages for the chat template, and their media in order of appearance."""
 
     messages: list[dict[str, object]]
-    media: list[MediaRef | VideoRef]
+    media: list[AnyRef]
     used_references: set[int]  # indices of the scanner's references
 
 
@@ -26,7 +26,7 @@ def read_conversation(
     messages: list[Message], body: Body, salt: str | None, limits: ProcessorKwargs | None, io: MediaIoKwargs | None = None
 ) -> Conversation:
     """Replace every part with a medium by an index into the media; `limits` and `io` are those of the whole request. RequestError 400."""
-    refs, media = MediaRefs(body, salt), list[MediaRef | VideoRef]()
+    refs, media = MediaRefs(body, salt), list[AnyRef]()
     limits, video_io = limits or ProcessorKwargs(), (io and io.video) or VideoIo()
 
     def read(part: Any, name: str) -> dict[str, object]:

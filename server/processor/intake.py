@@ -10,7 +10,7 @@ import contextlib
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from engine.wire.ipc import Outbox
 from engine.wire.messages import (
     TIMED_OUT,
     Abort,
+    AnyRef,
     ChatPrompt,
     EngineRequest,
     ErrorInfo,
@@ -37,7 +38,6 @@ from engine.wire.messages import (
     TextPrompt,
     TokenPrompt,
     ToScheduler,
-    VideoRef,
 )
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
@@ -46,8 +46,8 @@ from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance
-from server.processor.media.video import FrameList, VideoFile
-from server.processor.request import Answer, Medium, Request, release_all, tools_of
+from server.processor.media.medium import Medium, release_all
+from server.processor.request import Answer, Request, tools_of
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
 from server.processor.text.reasoning import OutputText, ThinkTokens
@@ -74,8 +74,7 @@ class Intake:
     allocator: RegionAllocator
     early: EarlyReads
     new_image: Callable[..., Image]
-    new_file: Callable[..., VideoFile]
-    new_frames: Callable[..., FrameList]
+    makers: Mapping[type, Callable[..., Medium]]  # of media other than images, from a reference and `image_of`
     api: Outbox[Events]
     scheduler: Outbox[ToScheduler]
     tasks: asyncio.TaskGroup  # a failure in it ends the process
@@ -144,18 +143,18 @@ class Intake:
             elif request.task is not None:
                 request.task.cancel()
 
-    def _medium(self, ref: MediaRef | VideoRef, early: dict[int, Image]) -> Medium:
-        if isinstance(ref, VideoRef):
-            if ref.file is not None and not ref.holds_frames:
-                return self.new_file(ref=ref)
-            frames = ref.frames[: self.config.max_video_frames + 1]  # more are refused when it is loaded
-            return self.new_frames(ref=ref, frames=[self._image(frame, early, is_frame=True) for frame in frames])
-        return self._image(ref, early)
+    def _medium(self, ref: AnyRef, early: dict[int, Image]) -> Medium:
+        def image_of(ref: MediaRef, is_frame: bool = False) -> Image:
+            image = early.pop(ref.payload.offset, None) if ref.payload is not None else None
+            image = image or self.new_image(ref=ref, is_frame=is_frame)
+            image.ref = ref  # an early one has no limits
+            return image
 
-    def _image(self, ref: MediaRef, early: dict[int, Image], is_frame: bool = False) -> Image:
-        if ref.payload is not None and ref.payload.offset in early:
-            return early.pop(ref.payload.offset)
-        return self.new_image(ref=ref, is_frame=is_frame)
+        if not isinstance(ref, MediaRef):
+            return self.makers[type(ref)](ref, image_of)
+        image = image_of(ref)
+        image.start()
+        return image
 
     def _note_arrival(self, rid: int) -> None:
         if rid not in self._early:
@@ -184,16 +183,13 @@ class Intake:
     async def _build(self, request: Request) -> EngineRequest:
         """Build the scheduler's request. Images load in the pools while the prompt is rendered and tokenised."""
         submit, media = request.submit, request.media
-        for medium in media:
-            if isinstance(medium, Image):
-                medium.start()
         allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
         size = self._prompts.size(submit.prompt) + len(submit.prediction)
         encoded = None if size >= LARGE_MESSAGES_BYTES else self._encode(request)
         try:
             async with asyncio.TaskGroup() as group:
-                for i, (medium, ref) in enumerate(zip(media, submit.media, strict=True)):
-                    group.create_task(_load(medium, i, ref, allowance))
+                for i, medium in enumerate(media):
+                    group.create_task(medium.load(i, allowance))
                 group.create_task(self._grammars.prepare(request))
                 if encoded is None:
                     encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, request)
@@ -299,11 +295,3 @@ class Intake:
     def _send_event(self, event: Event | None, body: int | None) -> None:
         if event is not None or body is not None:
             self.api.send(Events([event] if event else [], [] if body is None else [body]))
-
-
-async def _load(medium: Medium, index: int, ref: MediaRef | VideoRef, allowance: Allowance) -> None:
-    if isinstance(medium, Image):
-        assert isinstance(ref, MediaRef)
-        await medium.load(index, ref, allowance)
-    else:
-        await medium.load(index, allowance)

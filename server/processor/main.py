@@ -28,6 +28,7 @@ from engine.wire.messages import (
     Submit,
     ToProcessor,
     ToScheduler,
+    VideoRef,
 )
 from server.checkpoint import read_checkpoint
 from server.processor.intake import Intake
@@ -37,9 +38,7 @@ from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Inspector
 from server.processor.media.sources import Sources
-from server.processor.media.video import FrameList, VideoFile
-from server.processor.media.video_plan import VideoPlanner
-from server.processor.media.video_pool import VideoDecoders
+from server.processor.media.video import Videos
 from server.processor.output import Output
 from server.processor.request import Request
 from server.warm import warm_up
@@ -63,23 +62,21 @@ class Processor:
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
         allocator = RegionAllocator(self._arena, lambda: self._intake.num_holders > 1)
         inspector = Inspector(child.config, checkpoint, gpu_decodes)
-        planner = VideoPlanner(child.config, checkpoint, inspector)
-        sources = self._sources = Sources(child.config, bodies, allocator)
-        decoders, video_decoders = self._decoders, self._video_decoders = (
-            Decoders(child.config, self._arena), VideoDecoders(child.config, self._arena)
-        )  # fmt: skip
+        sources = Sources(child.config, bodies, allocator)
+        decoders = Decoders(child.config, self._arena)
         early = EarlyReads(worker, checkpoint.geometry)
         new_image = functools.partial(Image, sources=sources, inspector=inspector, decoders=decoders, early=early)
+        videos = Videos(child.config, checkpoint, inspector, sources, decoders, new_image)
+        self._pools = sources, decoders, videos.decoders
         max_model_len = child.runtime.max_model_len  # until the scheduler reports the size of the KV pool
         self._intake = Intake(
             requests=requests, allocator=allocator, early=early, new_image=new_image,
-            new_file=functools.partial(VideoFile, sources=sources, planner=planner, decoders=video_decoders),
-            new_frames=functools.partial(FrameList, sources=sources, planner=planner, decoders=decoders, new_image=new_image),
+            makers={VideoRef: videos.make},
             api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint, model_folder=folder,
             rank0=Outbox(child.run_dir, "worker-0"), max_model_len=max_model_len,
         )  # fmt: skip
         self._output = Output(
-            requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded + video_decoders.num_decoded,
+            requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded + videos.decoders.num_decoded,
             api=api, scheduler=scheduler, tasks=tasks,
         )  # fmt: skip
 
@@ -107,8 +104,8 @@ class Processor:
                         self._intake.note_loaded(message)
         finally:
             await self._intake.close()
-            for one in (self._sources, self._decoders, self._video_decoders):
-                await one.close()
+            for pool in self._pools:
+                await pool.close()
 
     def _check(self) -> None:
         if not self._intake.num_holders:

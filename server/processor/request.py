@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,17 +14,10 @@ from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, Lo
 from engine.wire.reports import Report
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
-from server.processor.media.image import Image
-from server.processor.media.video import Video
+from server.processor.media.medium import Medium, release_all
 from server.processor.text.logprobs import Spelling, of_token, spelling_of
 from server.processor.text.reasoning import OutputText
 from server.region import Region
-
-Medium = Image | Video
-
-
-async def release_all(media: Iterable[Medium]) -> None:
-    await asyncio.gather(*(medium.release() for medium in media))
 
 
 class Preface(Protocol):

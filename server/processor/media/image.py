@@ -36,7 +36,7 @@ AT_ONCE_BYTES = 1 << 20  # of base64 that the event loop decodes itself (in 0.3 
 
 
 class Image:
-    """One image of one request. `release` must be awaited exactly once, also after errors."""
+    """One image of one request: see `Medium`."""
 
     kind: ClassVar[MediaKind] = "image"
     # After `load`:
@@ -48,16 +48,16 @@ class Image:
     encoded: Region
     header: Header
     digest: bytes = b""  # hash of the encoded bytes
-    counts: Mapping[str, int] = MappingProxyType({})  # for `Stages.counts`
+    counts: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self, *, sources: Sources, inspector: Inspector, decoders: Decoders, early: EarlyReads, ref: MediaRef, is_frame: bool = False
     ):
         self._sources, self._inspector, self._decoders, self._early = sources, inspector, decoders, early
         self._allocator = sources.allocator
-        self._ref = ref
+        self.ref = ref
         self._is_frame = is_frame  # not encoded alone
-        self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload)  # minimum arena bytes while it is loaded
+        self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload)
         self._index = 0  # in its request
         self._ticket = 0  # ticket of an early read by rank 0
         self._regions: list[Region] = []  # regions to release
@@ -66,28 +66,26 @@ class Image:
 
     def start(self) -> None:
         """Start to decode the payload, if there is one; errors are raised by `load`."""
-        if self._ref.payload is not None and self._task is None:
+        if self.ref.payload is not None and self._task is None:
             if self._allocator.arena.has_memory(self.num_bytes):
                 with contextlib.suppress(ArenaFull, ArenaTooSmall):
-                    self._take_payload(self._ref.payload)  # at once: a thread starts while the event loop is busy
+                    self._take_payload(self.ref.payload)  # at once: a thread starts while the event loop is busy
             self._task = start_task(self._encode())
 
-    async def load(self, index: int, ref: MediaRef, allowance: Allowance) -> None:
-        """Load as image `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
+    async def load(self, index: int, allowance: Allowance) -> None:
         self._index = index
         with naming(f"Image {self._index + 1}"):
-            await self.encode(ref, allowance)
-            await self._sources.keep(ref.name, self.digest, self.encoded)
+            await self.encode(allowance)
+            await self._sources.keep(self.ref.name, self.digest, self.encoded)
             await self._settle()
 
-    async def encode(self, ref: MediaRef, allowance: Allowance) -> None:
+    async def encode(self, allowance: Allowance) -> None:
         """Run the first part of `load`, for an image or a frame that is checked elsewhere."""
-        self._ref = ref
         if self._task is not None:
             with contextlib.suppress(ArenaFull):  # there may be space by now
                 await self._task
         if not self.digest:
-            async with allowance.downloads if ref.payload is None else contextlib.nullcontext():
+            async with allowance.downloads if self.ref.payload is None else contextlib.nullcontext():
                 await self._encode()
         allowance.take(self.header)
 
@@ -96,11 +94,9 @@ class Image:
         return Visual(self.kind, [self.num_tokens])
 
     def spans(self, starts: list[int]) -> list[ImageSpan]:
-        """Return the span of placeholders, which begins at `starts[0]`."""
         return [ImageSpan(self.hash, starts[0], self.num_tokens, self.grid, self.source)]
 
     def make_pixels(self, item: int = 0) -> asyncio.Task[None]:
-        """Decode a file to RGB, waiting for memory. Call it once. Errors as with `load`; `release` cancels it."""
         assert self.source.encoding == "file"
         self._task = start_task(self._make_pixels())
         return self._task
@@ -109,7 +105,6 @@ class Image:
         return self.source
 
     async def release(self) -> None:
-        """Free all memory as soon as no thread uses it."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -125,13 +120,13 @@ class Image:
 
     async def _encode(self) -> None:
         """payload or URL -> encoded"""
-        payload = self._ref.payload
+        payload = self.ref.payload
         if payload is not None:
             if self._job is None:
                 await self._allocator.arena.prepare(decoded_bytes(payload))
             digest, header = await result_of(self._job or self._take_payload(payload))
         else:
-            self.encoded = await self._sources.fetch(self._ref, self._hold)
+            self.encoded = await self._sources.fetch(self.ref, self._hold)
             digest, header = await run(self._sources.pool, lambda: self._identify(self._look()))
         self.encoded.trim()
         if header is None:
@@ -172,7 +167,7 @@ class Image:
     async def _settle(self) -> None:
         """encoded -> jpeg, file or rgb"""
         header, inspector = self.header, self._inspector
-        geometry = self._geometry = inspector.geometry_of(self._ref)
+        geometry = self._geometry = inspector.geometry_of(self.ref)
         self._stored = inspector.size_for_workers(geometry, header.height, header.width)  # also checks the grid, before decoding
         self._early.geometry = geometry
         self.hash = inspector.identity(self.digest, geometry)

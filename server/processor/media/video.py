@@ -11,23 +11,27 @@ Pixels are resized where they are decoded, and a pair's hash is of them: the sam
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.launch.config import EngineConfig
 from engine.wire.messages import ImageSource, ImageSpan, MediaRef, VideoRef
 from engine.wire.messages import Region as WireRegion
 from models.config.types import MediaKind
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry, time_text
+from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.allocator import wire
 from server.processor.media.decoders import Decoders, Size
 from server.processor.media.fetch import too_large
 from server.processor.media.image import Image, decoded_bytes, naming, start_task
-from server.processor.media.inspect import Allowance
+from server.processor.media.inspect import Allowance, Inspector
+from server.processor.media.medium import release_all
 from server.processor.media.pixels import pair_hash
 from server.processor.media.sources import Sources
 from server.processor.media.video_plan import PAIR, VideoPlan, VideoPlanner
@@ -42,7 +46,7 @@ PIECE_BYTES = 1 << 20  # bytes that a thread searches without the interpreter lo
 
 
 class Video(ABC):
-    """One video of one request. `release` must be awaited exactly once, also after errors."""
+    """One video of one request: see `Medium`."""
 
     kind: ClassVar[MediaKind] = "video"
     plan: VideoPlan  # set, like the next two, by `load`
@@ -56,10 +60,9 @@ class Video(ABC):
         self._index = 0  # in its request
         self._regions: list[Region] = []  # regions to release
         self._tasks: dict[int, asyncio.Task[None]] = {}  # decode pixels
-        self.num_bytes = 0  # minimum arena bytes while it is loaded
+        self.num_bytes = 0
 
     async def load(self, index: int, allowance: Allowance) -> None:
-        """Load as medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
         self._index = index
         with naming(f"Video {self._index + 1}", CODES):
             if not self._planner.takes_videos:
@@ -77,12 +80,10 @@ class Video(ABC):
         return Visual(self.kind, [self.plan.num_tokens] * len(self.hashes), [time_text(time) for time in self.plan.times])
 
     def spans(self, starts: list[int]) -> list[ImageSpan]:
-        """Return a span per pair; their placeholders begin at `starts`."""
         plan, items = self.plan, zip(self.hashes, starts, self.sources, strict=True)
         return [ImageSpan(digest, start, plan.num_tokens, plan.grid, source) for digest, start, source in items]
 
     def make_pixels(self, item: int) -> asyncio.Task[None]:
-        """Decode a pair that is a file to RGB, once, waiting for memory. Errors as with `load`; `release` cancels it."""
         key = self._task_of(item)
         if key not in self._tasks:
             self._tasks[key] = start_task(self._make_named(item))
@@ -92,7 +93,6 @@ class Video(ABC):
         return self.sources[item]
 
     async def release(self) -> None:
-        """Free all memory as soon as no task uses it."""
         tasks = [task for task in self._tasks.values() if not task.done()]
         for task in tasks:
             task.cancel()
@@ -205,23 +205,17 @@ class FrameList(Video):
 
     async def release(self) -> None:
         await super().release()
-        await asyncio.gather(*(frame.release() for frame in self._frames))
+        await release_all(self._frames)
 
     async def _load(self, allowance: Allowance) -> None:
-        ref = self._ref
-        refs = ref.frames
-        if ref.file is not None:
-            refs = await self._cut(ref.file)
-            self._frames = [self._new_image(ref=frame, is_frame=True) for frame in refs]
-        self._check_number(len(refs))
+        file = self._ref.file
+        if file is None:
+            self._check_number(len(self._ref.frames))
+        else:
+            self._frames = [self._new_image(ref=frame, is_frame=True) for frame in await self._cut(file)]
         for frame in self._frames:
             frame.start()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for i, frame in enumerate(self._frames):
-                    group.create_task(self._encode(i, frame, refs[i], allowance))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        await _all(self._encode(i, frame, allowance) for i, frame in enumerate(self._frames))
         indices = list(range(len(self._frames)))
         self._frame_size = self._frames[0].header.upright_size
         self.plan = self._planner.plan(self._video, indices, self._times(), self._frame_size)
@@ -237,12 +231,7 @@ class FrameList(Video):
             return
         pixels = self._hold(await self._allocator.allocate_when_free(self.plan.pair_bytes * len(new)))
         pixels.used = pixels.capacity
-        try:
-            async with asyncio.TaskGroup() as group:
-                for i, pair in enumerate(new):
-                    group.create_task(self._decode(pair, self._rgb(pixels, i)))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        await _all(self._decode(pair, self._rgb(pixels, i)) for i, pair in enumerate(new))
 
     def _check_number(self, num_frames: int) -> None:
         """Check the number of frames, indices and timestamps. RequestError 400."""
@@ -276,9 +265,9 @@ class FrameList(Video):
         self._check_number(1 + sum(int(np.count_nonzero(piece == COMMA)) for _, piece in pieces))
         return [start + int(i) for start, piece in pieces for i in np.flatnonzero(piece == COMMA)]
 
-    async def _encode(self, index: int, frame: Image, ref: MediaRef, allowance: Allowance) -> None:
+    async def _encode(self, index: int, frame: Image, allowance: Allowance) -> None:
         with _frame_named(index):
-            await frame.encode(ref, allowance)
+            await frame.encode(allowance)
 
     def _frame(self, position: int) -> Image:
         """Return a frame by its position among those that the model gets."""
@@ -313,9 +302,39 @@ class FrameList(Video):
         self._decoders.known_pairs[self._pair_key(pair)] = self.hashes[pair]
 
 
+async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run these concurrently. Raises the first error, after the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
 @contextlib.contextmanager
 def _frame_named(index: int) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
         raise RequestError.of(msgspec.structs.replace(error.info, message=f"frame {index + 1}: {error.info.message}")) from error
+
+
+class Videos:
+    """Maker of all videos, with the decoders of files. Create it inside a running event loop."""
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, inspector: Inspector, sources: Sources, images: Decoders,
+        new_image: Callable[..., Image],
+    ):  # fmt: skip
+        self.decoders = VideoDecoders(config, sources.allocator.arena)
+        planner, self._max_frames = VideoPlanner(config, checkpoint, inspector), config.max_video_frames
+        self.new_file = partial(VideoFile, sources=sources, planner=planner, decoders=self.decoders)
+        self.new_frames = partial(FrameList, sources=sources, planner=planner, decoders=images, new_image=new_image)
+
+    def make(self, ref: VideoRef, image_of: Callable[..., Image]) -> Video:
+        """Return a video; `image_of` returns the image of a reference."""
+        if ref.file is not None and not ref.holds_frames:
+            return self.new_file(ref=ref)
+        frames = ref.frames[: self._max_frames + 1]  # more are refused when it is loaded
+        return self.new_frames(ref=ref, frames=[image_of(frame, is_frame=True) for frame in frames])

@@ -19,11 +19,9 @@ from server.processor.media.decoders import Decoders
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance, Inspector
+from server.processor.media.medium import Medium, release_all
 from server.processor.media.sources import Sources
-from server.processor.media.video import FrameList, Video, VideoFile
-from server.processor.media.video_plan import VideoPlanner
-from server.processor.media.video_pool import VideoDecoders
-from server.processor.request import Medium, release_all
+from server.processor.media.video import Video, Videos
 
 SIZE = 8 << 20
 
@@ -42,13 +40,12 @@ class Loading:
         config = EngineConfig(**settings)
         self.early = EarlyReads(worker, checkpoint.geometry)
         self.sources, self.inspector = Sources(config, ArenaView(self.bodies_fd, SIZE), allocator), Inspector(config, checkpoint, True)
-        self.decoders, self.video_decoders = Decoders(config, self.arena), VideoDecoders(config, self.arena)
+        self.decoders = Decoders(config, self.arena)
         self.new_image = functools.partial(
             Image, sources=self.sources, inspector=self.inspector, decoders=self.decoders, early=self.early
         )
-        shared: Any = {"sources": self.sources, "planner": VideoPlanner(config, checkpoint, self.inspector)}
-        self.new_file = functools.partial(VideoFile, **shared, decoders=self.video_decoders)
-        self.new_frames = functools.partial(FrameList, **shared, decoders=self.decoders, new_image=self.new_image)
+        self.videos = Videos(config, checkpoint, self.inspector, self.sources, self.decoders, self.new_image)
+        self.video_decoders = self.videos.decoders
         self._images: list[Medium] = []
 
     async def close(self) -> None:
@@ -75,7 +72,7 @@ class Loading:
         self._images.append(image)
         if ref.payload is not None:
             image.start()
-        await image.load(0, ref, Allowance(self.max_request_pixels, 8))
+        await image.load(0, Allowance(self.max_request_pixels, 8))
         return image
 
     async def load_bytes(self, data: bytes) -> Image:
@@ -84,8 +81,7 @@ class Loading:
     async def load_video(self, text: bytes, **fields: Any) -> Video:
         """A file's base64; with `holds_frames`, that of images with commas between."""
         file = self.body(text)
-        ref = VideoRef(file=file, **fields)
-        video = self.new_frames(ref=ref, frames=[]) if ref.holds_frames else self.new_file(ref=ref)
+        video = self.videos.make(VideoRef(file=file, **fields), self.new_image)
         self._images.append(video)
         await video.load(0, Allowance(self.max_request_pixels, 8))
         return video

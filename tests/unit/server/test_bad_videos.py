@@ -102,7 +102,7 @@ def test_ten_clients_at_once(stack_of: StackOf, model_folder: Path) -> None:
     """Red if text waits for decoders, answers are swapped, or clips do not wait for each other's memory."""
     small = stack_of(model_folder, max_video_bytes=1 << 20, video_timeout=120)
     assert small.chat([video(CLIP)]).status_code == 200
-    pool = small.local.processor._video_decoders._pool
+    pool = small.local.processor._pools[2]._pool
     started = [guest.process.pid for guest in pool.guests if guest.process is not None]
     for pid in started:
         os.kill(pid, signal.SIGSTOP)

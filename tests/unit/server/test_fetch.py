@@ -24,7 +24,7 @@ from server.errors import RequestError
 from server.processor.media import fetch
 from server.processor.media.fetch import GRACE_S, Fetcher, Outside, Resolver, is_public, open_within
 from server.processor.media.inspect import Allowance
-from server.processor.request import release_all
+from server.processor.media.medium import release_all
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.in_process import virtual
 from tests.unit.server.loading import Loading
@@ -253,7 +253,7 @@ async def test_one_request_does_not_hold_all_slots(checkpoint: Checkpoint, monke
     monkeypatch.setattr(Fetcher, "download", download)
     allowance = Allowance(1 << 30, 5)
     images = [made.new_image(ref=MediaRef(url="http://tar.example/pit")) for _ in range(128)]
-    loads = [image.load(i, MediaRef(url="http://tar.example/pit"), allowance) for i, image in enumerate(images)]
+    loads = [image.load(i, allowance) for i, image in enumerate(images)]
     failures = await asyncio.gather(*loads, return_exceptions=True)
     assert most == 5 and all(isinstance(failure, RequestError | ArenaFull) for failure in failures)
     await release_all(images)

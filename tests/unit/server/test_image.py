@@ -129,7 +129,7 @@ async def test_the_first_image_of_an_idle_engine_waits_for_no_thread(loading: Lo
     image.start()
     assert len(loading.announced) == is_idle
     held.set()
-    await image.load(0, loading.body(base64.b64encode(data)), Allowance(loading.max_request_pixels, 8))
+    await image.load(0, Allowance(loading.max_request_pixels, 8))
     assert (image.source.ticket, loading.bytes_of(image), len(loading.announced)) == (int(is_idle), data, int(is_idle))
     await image.release()
 

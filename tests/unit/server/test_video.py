@@ -16,7 +16,6 @@ from PIL import Image, ImageOps
 from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.intake import Intake
 from server.processor.media import video, video_file
 from server.processor.media.video import Video
 from tests.unit.server.clips import encode, frames_of, gif, joined, trimmed
@@ -186,7 +185,7 @@ async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Check
     for file in (made.body(commas), MediaRef(url="data:video/jpeg;base64," + commas.decode())):
         with monkeypatch.context() as patch:
             patch.setattr(video, "MediaRef", cut)
-            frames = made.new_frames(ref=video.VideoRef(file=file, holds_frames=True), frames=[])
+            frames = made.videos.new_frames(ref=video.VideoRef(file=file, holds_frames=True), frames=[])
             with pytest.raises(RequestError, match=f"{NUM_COMMAS + 1} of its frames would be sampled, the limit is") as caught:
                 await frames._load(video.Allowance(1 << 30, 8))
             await frames.release()
@@ -197,10 +196,9 @@ async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Check
 
 async def test_listed_frames_are_counted_before_they_become_images(checkpoint: Checkpoint) -> None:
     made = Loading(checkpoint, max_video_frames=3)
-    intake: Any = SimpleNamespace(config=SimpleNamespace(max_video_frames=3), new_frames=made.new_frames)
     created: list[MediaRef] = []
-    intake._image = lambda ref, early, is_frame: created.append(ref) or made.new_image(ref=ref, is_frame=is_frame)
-    listed = Intake._medium(intake, video.VideoRef(frames=[MediaRef(url="data:,x")] * 1000), {})
+    image_of = lambda ref, is_frame: created.append(ref) or made.new_image(ref=ref, is_frame=is_frame)  # noqa: E731
+    listed = made.videos.make(video.VideoRef(frames=[MediaRef(url="data:,x")] * 1000), image_of)
     assert len(created) == 4
     with pytest.raises(RequestError, match="1000 of its frames would be sampled, the limit is 3"):
         await listed._load(video.Allowance(1 << 30, 8))
@@ -210,7 +208,7 @@ async def test_listed_frames_are_counted_before_they_become_images(checkpoint: C
 
 async def test_a_long_header_is_not_copied_to_each_frame(checkpoint: Checkpoint) -> None:
     made = Loading(checkpoint)
-    frames = made.new_frames(ref=video.VideoRef(), frames=[])
+    frames = made.videos.new_frames(ref=video.VideoRef(), frames=[])
     for url in ("data:video/jpeg;x=%s;base64,a,b" % ("y" * 5000), "data:video/jpeg;base64,a,b"):
         assert [ref.url for ref in await frames._cut(MediaRef(url=url))] == ["data:;base64,a", "data:;base64,b"]
     await frames.release()
