@@ -8,13 +8,13 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json
 
 from engine.wire.messages import ErrorInfo, Event
-from engine.wire.params import NotEmpty, Temperature, TokenCount, TopK, TopP
+from engine.wire.params import NotEmpty, TokenCount, TopK
 from server.http.scan import Scanner
 from server.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
-from server.http.validate import OneOf, Open, Strict, bad_value
-from server.openai.chat import TranslatedChat, TranslatedCount, assistant_message
+from server.http.validate import OneOf, Strict, bad_value
+from server.openai.chat import DialectRequest, TranslatedChat, TranslatedCount, assistant_message
 from server.openai.endpoint import Endpoint
-from server.openai.fields import LIMITED_IN_DIALECTS, limits_of, rest_of
+from server.openai.fields import LIMITED_IN_DIALECTS, limits_of
 from server.openai.media_refs import check_url
 from server.openai.parts import FIRST, ToolList
 from server.openai.schema import MAX_STOPS, Effort, MessageList, SchemaFormat
@@ -120,10 +120,9 @@ class OutputConfig(Strict):
     effort: Effort | None = None
 
 
-class CountRequest(Open):
+class CountRequest(DialectRequest):
     """The body of `POST /v1/messages/count_tokens`."""
 
-    model: str | None = None
     messages: Annotated[list[Turn], MessageList]
     system: Annotated[Annotated[list[TextBlock], FIRST] | str | None, OneOf()] = None
     tools: Annotated[list[Annotated[ClientTool | HostedTool, OneOf()]], ToolList] | None = None
@@ -131,16 +130,29 @@ class CountRequest(Open):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
+    def chat_body(self, scanner: Scanner) -> dict[str, Any]:
+        chat = self.as_chat({"max_tokens", "top_k", "stop"}, LIMITED, (*HARMLESS, *DROPPED))
+        chat["messages"] = list(_messages(self, scanner))
+        last = chat["messages"][-1]
+        if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
+            chat |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.tools:
+            chat["tools"] = [tool if isinstance(tool, HostedTool) else tool.as_chat() for tool in self.tools]
+        if self.tool_choice:
+            chat |= _tool_choice(self.tool_choice)
+        if self.thinking and self.thinking.type != "adaptive":
+            chat["enable_thinking"] = self.thinking.type == "enabled"
+        if self.output_config:
+            chat |= {"reasoning_effort": self.output_config.effort, "response_format": self.output_config.format}
+        return chat
+
 
 class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
 
     max_tokens: TokenCount
     stop: Annotated[list[NotEmpty], Field(max_length=MAX_STOPS)] | None = Field(alias="stop_sequences", default=None)
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     top_k: TopK | None = None
-    stream: bool | None = None
 
 
 class MessageAnswer(BaseModel):
@@ -154,25 +166,6 @@ class MessageAnswer(BaseModel):
 class MessageEvent(BaseModel):
     type: str
     message: MessageAnswer | None = None
-
-
-def chat_body(request: CountRequest, scanner: Scanner) -> dict[str, Any]:
-    """Return the JSON of a chat completion. RequestError 400."""
-    chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
-    chat |= request.model_dump(include={"model", "max_tokens", "temperature", "top_p", "top_k", "stop", "stream"})
-    chat["messages"] = list(_messages(request, scanner))
-    last = chat["messages"][-1]
-    if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
-        chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    if request.tools:
-        chat["tools"] = [tool if isinstance(tool, HostedTool) else tool.as_chat() for tool in request.tools]
-    if request.tool_choice:
-        chat |= _tool_choice(request.tool_choice)
-    if request.thinking and request.thinking.type != "adaptive":
-        chat["enable_thinking"] = request.thinking.type == "enabled"
-    if request.output_config:
-        chat |= {"reasoning_effort": request.output_config.effort, "response_format": request.output_config.format}
-    return chat
 
 
 def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
@@ -293,14 +286,12 @@ class MessagesEndpoint(TranslatedChat):
 
     takes, gives, streams = MessagesRequest, MessageAnswer, MessageEvent
     format, dropped = MessageFormat, DROPPED
-    translate = staticmethod(chat_body)
 
 
 class CountMessageTokens(TranslatedCount):
     """The number of tokens of such a prompt, images included."""
 
     takes, gives = CountRequest, dict[str, int]
-    translate = staticmethod(chat_body)
 
 
 ROUTES: dict[str, type[Endpoint]] = {MESSAGES_PATH: MessagesEndpoint, f"{MESSAGES_PATH}/count_tokens": CountMessageTokens}

@@ -11,36 +11,31 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, Field
 
 from engine.wire.messages import ErrorInfo, Event
-from engine.wire.params import NumLogprobs, Temperature, TokenCount, TopP
+from engine.wire.params import NumLogprobs, TokenCount
 from server.http.scan import Scanner
 from server.http.streaming import BlockFormat, Call, Choice, Format, ReplyOptions, Usage, encode, named_event
-from server.http.validate import OneOf, Open, Strict, Worded, bad_value
-from server.openai.chat import TranslatedChat, TranslatedCount, assistant_message
+from server.http.validate import OneOf, Strict, Worded, bad_value
+from server.openai.chat import DialectRequest, TranslatedChat, TranslatedCount, assistant_message
 from server.openai.endpoint import Endpoint, Generation
-from server.openai.fields import LIMITED_IN_DIALECTS, limits_of, rest_of
+from server.openai.fields import LIMITED_IN_DIALECTS, limits_of
 from server.openai.format import logprobs_json
-from server.openai.media import ImagePart
 from server.openai.media_refs import check_urls
-from server.openai.parts import FIRST, RefusalPart, TextPart, ToolList
-from server.openai.schema import FORMATS, Effort, MessageList, PlainFormat, SchemaFormat
+from server.openai.parts import FIRST, Parts, RefusalPart, TextPart, ToolList
+from server.openai.schema import AnswerFormat, Effort, MessageList
 from server.openai.tools import CustomText, FunctionDefinition, FunctionName, HostedTool, Name, custom_text
-from server.openai.video import VideoPart
 
 LIMITED = LIMITED_IN_DIALECTS | limits_of(
-    ((), "background_options conversation image max_tokens messages moderation previous_response_id prompt"),
-    ((False,), "background continue_final_message"),
-    ((True,), "add_generation_prompt"),
+    ((), "conversation max_tokens messages previous_response_id prompt"),
+    ((False,), "background"),
     (("disabled",), "truncation"),
 )
 DROPPED = ("context_management",)  # fields of the vendor's own services
-HARMLESS = ("access_programs", "max_tool_calls", "store", "stream_options")
+HARMLESS = ("access_programs", "max_tool_calls", "stream_options")
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
 LOGPROBS = "message.output_text.logprobs"
 CHOICES = "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}"
-PARTS = "parts are of type 'input_text', 'input_image', 'input_video' or 'output_text'"
 Json = dict[str, Any]
-Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, OneOf(PARTS)]
-Content = Annotated[Annotated[list[Part], FIRST] | str, OneOf("must be a string or a list of parts")]
+Content = Annotated[Parts | str, OneOf("must be a string or a list of parts")]
 
 
 class MessageItem(Strict):
@@ -97,25 +92,20 @@ class ChosenTool(FunctionName):
 
 
 class TextOptions(Strict):
-    format: Annotated[PlainFormat | SchemaFormat | None, OneOf(FORMATS)] = None
+    format: AnswerFormat = None
 
 
 class Reasoning(Strict):
     effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None  # accepted; no summaries are made
 
 
-class ResponsesRequest(Open):
+class ResponsesRequest(DialectRequest):
     """The body of `POST /v1/responses`."""
 
-    model: str | None = None
     input: Annotated[Annotated[list[Item], MessageList] | str, OneOf()]
     instructions: str | None = None
     max_tokens: TokenCount | None = Field(alias="max_output_tokens", default=None)
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     top_logprobs: NumLogprobs | None = None
-    stream: bool | None = None
     tools: Annotated[list[Annotated[FlatTool | Namespace | HostedTool, OneOf("must be an object with a `type`")]], ToolList] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenTool | None, Worded(CHOICES)] = None
     parallel_tool_calls: bool | None = None
@@ -123,6 +113,19 @@ class ResponsesRequest(Open):
     reasoning: Reasoning | None = None
     include: list[str] | None = None  # only LOGPROBS has an effect
     metadata: Json | None = None
+
+    def chat_body(self, scanner: Scanner) -> Json:
+        chat = self.as_chat({"max_tokens", "top_logprobs", "parallel_tool_calls"}, LIMITED, (*HARMLESS, *DROPPED))
+        chat["logprobs"] = bool(self.top_logprobs) or LOGPROBS in (self.include or ()) or None
+        messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input, scanner)
+        chat["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *messages]
+        if self.tools:
+            chat["tools"] = [chat_tool for tool in self.tools for chat_tool in _tools(tool)]
+        choice = self.tool_choice
+        chat["tool_choice"] = {"type": choice.type, choice.type: {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
+        chat["response_format"] = self.text and self.text.format
+        chat["reasoning_effort"] = self.reasoning and self.reasoning.effort
+        return chat
 
 
 class ResponseAnswer(BaseModel):
@@ -141,22 +144,6 @@ class ResponseEvent(BaseModel):
 def joined(namespace: str | None, name: str) -> str:
     """Return the function's name as the model sees it."""
     return name if namespace is None else f"{namespace}__{name}"
-
-
-def chat_body(request: ResponsesRequest, scanner: Scanner) -> Json:
-    """Return the JSON of a chat completion. RequestError 400."""
-    chat = rest_of(request.model_extra, LIMITED, (*HARMLESS, *DROPPED))
-    chat |= request.model_dump(include={"model", "max_tokens", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls"})
-    chat["logprobs"] = bool(request.top_logprobs) or LOGPROBS in (request.include or ()) or None
-    messages = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else _messages(request.input, scanner)
-    chat["messages"] = [*([{"role": "system", "content": request.instructions}] if request.instructions else ()), *messages]
-    if request.tools:
-        chat["tools"] = [chat_tool for tool in request.tools for chat_tool in _tools(tool)]
-    choice = request.tool_choice
-    chat["tool_choice"] = {"type": choice.type, choice.type: {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
-    chat["response_format"] = request.text and request.text.format
-    chat["reasoning_effort"] = request.reasoning and request.reasoning.effort
-    return chat
 
 
 def _tools(tool: Any, namespace: str | None = None) -> Iterator[Any]:
@@ -192,7 +179,7 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
             yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
         elif is_assistant:
             parts = [item.content] if isinstance(item.content, str) else item.content
-            if any(isinstance(part, ImagePart | VideoPart) for part in parts):
+            if not all(isinstance(part, str | TextPart | RefusalPart) for part in parts):
                 raise bad_value(f"input.{i}.content", "a message of role 'assistant' has no images")
             texts += [part if isinstance(part, str) else part.text for part in parts]
         elif item is not None:
@@ -201,12 +188,12 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
 
 
 class Kind(NamedTuple):
-    """Kind of an item: prefix of its ids, name of its deltas, its first members, and the member with its text if that is not `content`."""
+    """Kind of an item."""
 
-    prefix: str
-    delta: str
-    start: Json
-    field: str = ""
+    prefix: str  # of its ids
+    delta: str  # name of its events
+    start: Json  # its first members
+    field: str = ""  # member with its text, if not `content`
 
 
 KINDS = {
@@ -224,11 +211,11 @@ class ResponseFormat(BlockFormat):
         self._head = {
             "id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": options.created, "model": options.model,
             "background": False, "truncation": "disabled", "store": False, "previous_response_id": None, "error": None,
-            "incomplete_details": None, "usage": None, **repeated, **({"warnings": options.warnings} if options.warnings else {}),
+            "completed_at": None, "incomplete_details": None, "usage": None, **repeated,
+            **({"warnings": options.warnings} if options.warnings else {}),
         }  # fmt: skip
         self._custom_tools = options.custom_tools
-        spaces = [tool for tool in repeated.get("tools", ()) if tool["type"] == "namespace"]
-        names = [(space["name"], tool["name"]) for space in spaces for tool in space["tools"] if "name" in tool]
+        names = [(tool["name"], inner["name"]) for tool in repeated.get("tools", ()) for inner in tool.get("tools", ()) if "name" in inner]
         self._names = {joined(*pair): {"namespace": pair[0], "name": pair[1]} for pair in names}
         self._text = CustomText()
         self._num_events = 0
@@ -285,11 +272,10 @@ class ResponseFormat(BlockFormat):
         is_cut = choice.finish_reason in ("length", "abort")
         is_half = is_cut or (self._open in ("call", "custom") and not choice.calls[-1].is_whole)
         events = self._stop_item("incomplete" if is_half else "completed")
-        ending: Json = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, "completed_at": None}
-        ending = ending if is_cut else {"status": "completed", "completed_at": int(time.time())}
-        if (version := timings.get("metadata")) is not None:
-            timings = {**timings, "metadata": {**(self._head.get("metadata") or {}), **version}}
-        return events, self._head | ending | {"usage": usage_json(usage), "output": self._items, **timings}
+        cut: Json = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        ending = cut if is_cut else {"status": "completed", "completed_at": int(time.time())}
+        metadata = {**(self._head.get("metadata") or {}), **timings.get("metadata", {})}
+        return events, self._head | ending | {"usage": usage_json(usage), "output": self._items, **timings, "metadata": metadata}
 
     def _stop_item(self, status: str) -> bytes:
         if not self._open:
@@ -315,10 +301,11 @@ class ResponseFormat(BlockFormat):
     def _event(self, name: str, kind: str = "", logprobs: list[Json] | None = None, /, **fields: object) -> bytes:
         """Return an event; with `kind` it belongs to the last item."""
         self._num_events += 1
-        place: Json = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1} if kind else {}
-        place |= {"content_index": 0} if kind in ("thinking", "text") else {}
-        place |= {"logprobs": logprobs or []} if kind == "text" else {}
-        return named_event(name if name == "error" else f"response.{name}", sequence_number=self._num_events - 1, **place, **fields)
+        if kind:
+            fields |= {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+            fields |= {} if KINDS[kind].field else {"content_index": 0}
+            fields |= {"logprobs": logprobs or []} if kind == "text" else {}
+        return named_event(name if name == "error" else f"response.{name}", sequence_number=self._num_events - 1, **fields)
 
 
 def usage_json(usage: Usage) -> Json:
@@ -336,7 +323,6 @@ class ResponsesEndpoint(TranslatedChat):
 
     takes, gives, streams = ResponsesRequest, ResponseAnswer, ResponseEvent
     format, prompt_field, dropped = ResponseFormat, "input", DROPPED
-    translate = staticmethod(chat_body)
 
     def format_of(self, request: ResponsesRequest, job: Generation) -> Callable[[ReplyOptions], Format]:
         repeated = request.model_dump(include=REPEATED, by_alias=True)
@@ -350,7 +336,6 @@ class CountResponseTokens(TranslatedCount):
     """The number of tokens of such a prompt, images included."""
 
     takes, gives, head = ResponsesRequest, Json, {"object": "response.input_tokens"}
-    translate = staticmethod(chat_body)
 
 
 ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint, "/v1/responses/input_tokens": CountResponseTokens}

@@ -10,14 +10,15 @@ import msgspec
 from starlette.responses import JSONResponse, Response
 
 from engine.wire.messages import ChatPrompt, Event, MediaRef, TextPrompt, TokenPrompt
-from engine.wire.params import OutputOptions, SamplingParams
+from engine.wire.params import OutputOptions, SamplingParams, Temperature, TopP
 from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.streaming import Format, ReplyOptions, encode
-from server.http.validate import bad_value, check
+from server.http.validate import Open, bad_value, check
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.openai.conversation import Conversation, read_conversation
 from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Prompt, Service, json_response, submits_of
+from server.openai.fields import Limits, check_limited
 from server.openai.format import ChatFormat, CompletionFormat
 from server.openai.grammar import check_strict_tools, read_grammar
 from server.openai.media_refs import locate
@@ -74,27 +75,35 @@ class ChatEndpoint(GenerationEndpoint):
         return job
 
 
-class Translated(Endpoint):
-    """Endpoint of a dialect that converts requests to chat completions."""
+class DialectRequest(Open):
+    """A request in another dialect, with the fields that it shares with chat completions."""
 
-    dropped: Collection[str] = ()  # fields of a vendor's own services
+    model: str | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
 
     @abstractmethod
-    def translate(self, request: Any, scanner: Scanner) -> dict[str, Any]:
+    def chat_body(self, scanner: Scanner) -> dict[str, Any]:
         """Return the JSON of a chat completion. RequestError 400."""
 
-    def chat(self, request: Any, body: Body) -> ChatRequest:
-        return self.check(ChatRequest, self.translate(request, body.scanner))
+    def as_chat(self, names: set[str], limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
+        """Return the shared fields, those of `names`, and unknown ones that are not harmless. RequestError 400 as in `check_limited`."""
+        extra = self.model_extra or {}
+        check_limited(extra, limits)
+        shared = self.model_dump(include=DialectRequest.model_fields.keys() | names)
+        return {name: value for name, value in extra.items() if name not in limits and name not in harmless} | shared
 
 
-class TranslatedChat(Translated, ChatEndpoint):
-    """An answer to such a request."""
+class TranslatedChat(ChatEndpoint):
+    """An answer to a request in another dialect."""
 
     last_data = ""
+    dropped: Collection[str] = ()  # fields of a vendor's own services
 
     def read(self, value: dict[str, Any], body: Body) -> Generation:
-        request = check(self.takes, value)
-        job = self.job(self.chat(request, body), body)
+        request: DialectRequest = check(self.takes, value)
+        job = self.job(self.check(ChatRequest, request.chat_body(body.scanner)), body)
         job.options.warnings.extend(self.note_dropped(value.keys() & self.dropped))
         job.format = self.format_of(request, job)
         return job
@@ -103,13 +112,13 @@ class TranslatedChat(Translated, ChatEndpoint):
         return self.format
 
 
-class TranslatedCount(Translated):
+class TranslatedCount(Endpoint):
     """The length of the prompt of such a request, images included."""
 
     head: Mapping[str, str] = {}
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
-        request = self.chat(check(self.takes, value), body)
+        request = self.check(ChatRequest, check(self.takes, value).chat_body(body.scanner))
         return counted_chat(request, body, lambda events: JSONResponse({**self.head, "input_tokens": len(events[0].prompt_ids)}))
 
 

@@ -6,7 +6,6 @@ changes an answer of this server) or *unknown* (ignored, and logged once).
 
 import json
 import logging
-from collections.abc import Collection
 from typing import Any
 
 from server.http.validate import UNSUPPORTED, bad_value
@@ -75,12 +74,6 @@ def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> N
             raise bad_value(prefix + name, f"is not supported by this server: {INSTEAD.get(name, 'leave it out')}.", UNSUPPORTED)
         values = " or ".join(map(json.dumps, allowed))
         raise bad_value(prefix + name, f"may only be {values} on this server; or leave it out.", "unsupported_value")
-
-
-def rest_of(fields: dict[str, Any] | None, limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
-    """Return the fields that are not part of the request's own dialect. RequestError 400 as in `check_limited`."""
-    check_limited(fields or {}, limits)
-    return {name: value for name, value in (fields or {}).items() if name not in limits and name not in harmless}
 
 
 class UnknownFields:

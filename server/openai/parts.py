@@ -38,7 +38,7 @@ def _usual(part: object) -> object:
 
 Part = Annotated[
     TextPart | RefusalPart | ImagePart | VideoPart | FramesPart,
-    OneOf("content parts are of type 'text', 'image_url', 'video_url' or 'video'"),
+    OneOf("parts are of type 'text', 'image_url', 'video_url' or 'video', or 'input_text', 'input_image' or 'input_video'"),
     BeforeValidator(_usual),
 ]
 Parts = Annotated[list[Part], FIRST]

@@ -32,6 +32,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 JsonObject = Annotated[str | dict[str, Any], Worded("must be an object, or the JSON of one")]
 Pattern = Annotated[NotEmpty, Worded("must be a text that is not empty")]
+FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
 Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True), Worded("must be a list of texts that are not empty")]
 
 
@@ -58,6 +59,9 @@ class SchemaFormat(Strict):
 
 class StructuralTag(Open):
     type: Literal["structural_tag"]
+
+
+AnswerFormat = Annotated[PlainFormat | SchemaFormat | StructuralTag | None, OneOf(FORMATS)]
 
 
 class StructuredOutputs(Open):
@@ -88,7 +92,6 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=StopText | StopList | None)]
 Ids = Annotated[list[int], FIRST]
-FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
 PROMPTS = "must be text, a list of token ids, or a list of either that is not empty"
 
 
@@ -139,7 +142,7 @@ class GenerationRequest(ListedFields):
     no_stop_trim: bool | None = None  # another name for it
     skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    response_format: Annotated[PlainFormat | SchemaFormat | StructuralTag | None, OneOf(FORMATS)] = None
+    response_format: AnswerFormat = None
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     stream: bool | None = None

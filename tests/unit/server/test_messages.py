@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import ErrorInfo, Event
-from server.dialects import anthropic
 from server.dialects.anthropic import LIMITED, MessageFormat, MessagesRequest, message_error_body
 from server.errors import RequestError
 from server.http.streaming import ReplyOptions
@@ -18,7 +17,7 @@ TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_sc
 
 
 def translated(**fields: Any) -> dict[str, Any]:
-    return chat_of(anthropic, MessagesRequest, {"model": "m", "max_tokens": 5, "messages": [QUESTION], **fields})
+    return chat_of(MessagesRequest, {"model": "m", "max_tokens": 5, "messages": [QUESTION], **fields})
 
 
 def image(data: str) -> dict[str, Any]:

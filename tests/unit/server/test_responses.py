@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event
-from server.dialects import responses
 from server.dialects.responses import LIMITED, ResponseFormat, ResponsesRequest
 from server.errors import RequestError
 from server.http.streaming import ReplyOptions
@@ -18,7 +17,7 @@ CALL: dict[str, Any] = {"type": "function_call", "id": "fc_1", "call_id": "c1", 
 
 
 def translated(**fields: Any) -> dict[str, Any]:
-    return chat_of(responses, ResponsesRequest, {"model": "m", "input": "why?", **fields})
+    return chat_of(ResponsesRequest, {"model": "m", "input": "why?", **fields})
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def test_a_history_with_thoughts_and_calls() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input: must have at least 1 entries"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: items are of type 'message', "),
-    ({"input": [user({"type": "input_file"})]}, "input[0].content[0]: parts are of type 'input_text', "),
+    ({"input": [user({"type": "input_file"})]}, "input[0].content[0]: parts are of type 'text', "),
     ({"input": [user(image("x.png"))]}, "input[0].content[0].image_url: expected a data:"),
     ({"input": [{"role": "assistant", "content": [image("data:,")]}]}, "input[0].content: a message of role 'assistant' has no images"),
     ({"max_tokens": 5}, "max_tokens: is not supported"),

@@ -257,8 +257,8 @@ def test_one_table_of_efforts() -> None:
     assert parse().template_kwargs == {} and parse().remarks == []
     scanner, value = Scanner("nonce", 4), {"messages": HELLO, "max_tokens": 5}
     for effort in ("low", "medium", "high", "xhigh", "max"):
-        asked = anthropic.chat_body(check(anthropic.MessagesRequest, {**value, "output_config": {"effort": effort}}), scanner)
-        response = responses.chat_body(check(responses.ResponsesRequest, {"input": "x", "reasoning": {"effort": effort}}), scanner)
+        asked = check(anthropic.MessagesRequest, {**value, "output_config": {"effort": effort}}).chat_body(scanner)
+        response = check(responses.ResponsesRequest, {"input": "x", "reasoning": {"effort": effort}}).chat_body(scanner)
         assert asked["reasoning_effort"] == response["reasoning_effort"] == effort
     assert len(parse(reasoning_effort="high").remarks) == 1
 
