@@ -30,7 +30,7 @@ LIMITED = LIMITED_IN_DIALECTS | limits_of(
     (("disabled",), "truncation"),
 )
 DROPPED = ("context_management",)  # fields of the vendor's own services
-HARMLESS = ("access_programs", "max_tool_calls", "stream_options")
+HARMLESS = ("access_programs", "max_tool_calls", "store", "stream_options")
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
 LOGPROBS = "message.output_text.logprobs"
 CHOICES = "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}"
