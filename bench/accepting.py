@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import engine.scheduler.main
 from bench.processes import serve_with
-from engine.scheduler.drafts.drafter import Drafter, Offer, Proposal, Trust
+from engine.launch.drafts import MAX_HEAD_DRAFTS
+from engine.scheduler.drafts.drafter import Offer, Proposal, Trust
 from engine.scheduler.drafts.lookup import LookupDrafter, Source
+from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
-from engine.wire.messages import MAX_HEAD_DRAFTS
 
 BELIEVED = 0.9
 
@@ -53,7 +54,7 @@ class AcceptingDrafter(LookupDrafter):
                 self._sources[request] = AcceptingSource(request, answer, self._probability, self._num_drafts)
         super().offer(state)
         most = min(MAX_HEAD_DRAFTS, self._verify_rows // max(1, len(state.running)) - 1)
-        state.num_head_drafts = max(0, min(most, self._num_drafts or MAX_HEAD_DRAFTS)) if self._has_head else 0
+        state.num_proposed = max(0, min(most, self._num_drafts or MAX_HEAD_DRAFTS)) if self._has_head else 0
 
     def _offer(self, request: Request, most: int) -> Offer:
         return super()._offer(request, min(most, MAX_HEAD_DRAFTS) if self._has_head else most)
@@ -73,7 +74,7 @@ def main() -> int:
         return serve_with("engine.scheduler.main", "bench.accepting", sys.argv[1:3], sys.argv[3:])
     probability, num_drafts = float(sys.argv[2]), int(sys.argv[3])
 
-    def make(name: str, verify_rows: int) -> Drafter:
+    def make(name: str, verify_rows: int) -> Proposer:
         return AcceptingDrafter(verify_rows, probability, num_drafts, has_head=name == "mtp")
 
     engine.scheduler.main.make_drafter = make

@@ -18,7 +18,7 @@ import torch
 
 from bench.flags import make_parser
 from bench.report import table, write_result
-from engine.wire.messages import MAX_DRAFTS
+from engine.wire.messages import MAX_PROPOSED
 from models.cache.layout import AttentionLayout
 from models.cache.spec import PagedGroup
 from models.config.huggingface import read_config
@@ -147,7 +147,7 @@ def captured(backend: Backend, pools: list[KVPool], text: TextConfig, num_tokens
 
 def attention(text: TextConfig, device: torch.device, backend: AttentionBackend, new: list[int], lengths: list[int]) -> Case:
     """Return a case whose row i has `new[i]` query tokens at the end of `lengths[i]` tokens. Calls alternate between two layers, so that no
-    cache holds the keys. A row of up to 1 + MAX_DRAFTS tokens is a decode row."""
+    cache holds the keys. A row of up to 1 + MAX_PROPOSED tokens is a decode row."""
     pages = [-(-length // PAGE) for length in lengths]
     layout = AttentionLayout(
         qo_indptr_cpu=indptr(new),
@@ -155,7 +155,7 @@ def attention(text: TextConfig, device: torch.device, backend: AttentionBackend,
         page_indptr_cpu=indptr(pages),
         pages=torch.randperm(POOL_BLOCKS, device=device)[: sum(pages)].to(torch.int32),
         slot_mapping_T=torch.zeros(sum(new), dtype=torch.int64, device=device),
-        num_prefill_rows=sum(count > 1 + MAX_DRAFTS for count in new),
+        num_prefill_rows=sum(count > 1 + MAX_PROPOSED for count in new),
     )
     q_THK = torch.randn((sum(new), text.num_heads, text.head_dim), dtype=torch.bfloat16, device=device)
     cached = 2 * sum(lengths) * text.num_kv_heads * text.head_dim * BF16

@@ -59,7 +59,7 @@ def print_plan(config: EngineConfig) -> int:
     names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            model = read_config(resolve(name, "dummy", Path(folder)).folder, with_head=config.reads_head)
+            model = read_config(resolve(name, "dummy", Path(folder)).folder, with_head=config.proposals.reads_head)
             write_out(describe(config, model, name, planned_backend(config, model, list_gpus())) + "\n")
     return 0
 
@@ -177,7 +177,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
         logger.warning("no GPU found: the model runs on the CPU, slowly")
     config = size_arenas(config, memory_limit())
     resolved = resolve(config.model, config.load_format, supervisor.run_dir)
-    model = read_config(resolved.folder, with_head=config.reads_head)
+    model = read_config(resolved.folder, with_head=config.proposals.reads_head)
     choice = suit(choice, config.backend, model.text.heads(config.tp))
     if choice.note:
         logger.warning("%s", choice.note)

@@ -8,6 +8,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from engine.launch.drafts import MODES, Mode, Name
+
 VERSION = "0.3.0.dev0"  # the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
@@ -113,11 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: Annotated[int, "maximum number of requests, running and waiting; further ones get 503"] = 1024
     max_queue_seconds: Annotated[int | None, "seconds until a request without a first step gets 503; default: no limit"] = None
     request_timeout: Annotated[int | None, "seconds that a request may take, waiting and running; default: its field `timeout`"] = None
-    draft: Annotated[
-        Literal["off", "lookup", "mtp"],
-        "speculative decoding: 'lookup' proposes what followed the same context earlier in the request or in"
-        " its field `prediction` (also accepted: suffix); 'mtp' uses the model's own prediction head (Qwen3.5 and later)",
-    ] = "off"
+    draft: Name = "off"
     enable_lora: Annotated[bool, "serve LoRA adapters; without requests that use one, nothing is slower"] = False
     lora_modules: Annotated[
         str | None,
@@ -189,14 +187,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_loras if self.enable_lora else 0
 
     @property
-    def reads_head(self) -> bool:
-        """Whether the model's own prediction head is loaded."""
-        return self.draft == "mtp"
-
-    @property
-    def reads_predictions(self) -> bool:
-        """Whether draft tokens are taken from the predictions of requests."""
-        return self.draft == "lookup"
+    def proposals(self) -> Mode:
+        """Source of proposed tokens."""
+        return MODES[self.draft]
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

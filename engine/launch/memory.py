@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.launch.config import GIB, MIB, EngineConfig
-from engine.wire.messages import MAX_DRAFTS, MAX_EARLY_TOKENS, MAX_HEAD_DRAFTS
+from engine.wire.messages import MAX_EARLY_TOKENS
 from models.cache.spec import SPARE_ROWS, CacheSpec
 from models.config.formats import Format, entry_of, final_format
 from models.config.schemes import Scheme
@@ -170,16 +170,12 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
 
 def state_bytes(config: EngineConfig, spec: CacheSpec) -> int:
     """Bytes of the states of rows, a scratch row and spare rows."""
-    return (config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(max_drafts(config))
-
-
-def max_drafts(config: EngineConfig) -> int:
-    return {"off": 0, "mtp": MAX_HEAD_DRAFTS}.get(config.draft, MAX_DRAFTS)
+    return (config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(config.proposals.max_tokens)
 
 
 def max_samples(config: EngineConfig, sizes: StepSizes) -> int:
-    """Maximum number of samples per step: one per row, or several with draft tokens."""
-    return config.max_num_seqs if config.draft == "off" else max(config.max_num_seqs, sizes.verify_rows)
+    """Maximum number of samples per step: one per row, or several if it verifies tokens."""
+    return max(config.max_num_seqs, sizes.verify_rows if config.proposals.max_tokens else 0)
 
 
 def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:

@@ -17,15 +17,14 @@ import numpy.typing as npt
 
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
-from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.policy import PlannedStep
+from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State, is_idle, num_waiting
 from engine.wire.details import TokenDetails
 from engine.wire.messages import (
     DEPTH,
     TIMED_OUT,
-    Chunk,
     EngineOutputs,
     EngineRequest,
     ErrorInfo,
@@ -62,10 +61,10 @@ class SchedulerCore:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         max_queue_seconds: float | None = None,
-        drafter: Drafter | None = None,
+        proposer: Proposer | None = None,
     ):
         self.state = state
-        self.drafter = drafter
+        self.proposer = proposer or Proposer()
         self._num_ranks = num_ranks
         self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size)
         self._eos_token_ids = eos_token_ids
@@ -101,7 +100,7 @@ class SchedulerCore:
         siblings: list[Request] = []
         for index in range(wire.n):
             siblings.append(self._make_request(wire, prompt_ids, siblings, index))
-            if self.drafter is not None and prediction is not None:
+            if prediction is not None:
                 siblings[-1].prediction = prediction.copy()
         self._recall_links(siblings[0])
         self._requests[wire.rid] = list(siblings)
@@ -150,8 +149,7 @@ class SchedulerCore:
 
     def next_step(self) -> PlannedStep | None:
         """Plan a step, which the caller must send to every rank; None if nothing can run now."""
-        if self.drafter is not None:
-            self.drafter.offer(self.state)
+        self.proposer.offer(self.state)
         step = policy.plan(self.state)
         if step is not None:
             self._last_progress = now = time.monotonic()
@@ -196,7 +194,7 @@ class SchedulerCore:
         if not self._requests:
             assert is_idle(self.state) and not self._in_flight and not num_waiting(self.state)
             assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0
-            assert self.drafter is None or not self.drafter.num_sources
+            assert not self.proposer.num_sources
 
     def stats(self) -> EngineStats:
         state = self.state
@@ -285,7 +283,6 @@ class SchedulerCore:
             self._give_up(step)
         rank0 = next(result for result in results if result.rank == 0)
         token_ids, logprobs, counts = iter(rank0.token_ids), iter(rank0.logprobs), iter(rank0.num_tokens)
-        head_drafts = iter(rank0.head_drafts)
         num_sampled = 0
         for index, (request, chunk) in enumerate(zip(step.requests, step.plan.chunks, strict=True)):
             ids: list[int] = []
@@ -296,11 +293,17 @@ class SchedulerCore:
                 ids = list(islice(token_ids, count))
                 if rank0.logprobs:
                     known = [entry for entry in islice(logprobs, count) if entry is not None]
-            kept, reason = self.state.land(request, chunk, ids, next(head_drafts, []) if chunk.sample else [])
+            kept, reason = self.state.land(request, chunk, ids)
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
                 continue
-            details = self._note_drafts(request, chunk, len(ids) - 1, len(kept)) if chunk.drafts else None
+            if chunk.sample and rank0.proposed:
+                self.proposer.take(request, rank0.proposed[num_sampled - 1])
+            details = None
+            if chunk.proposed:
+                details = TokenDetails(len(chunk.proposed), min(len(ids) - 1, len(kept)))
+                details.count_in(self.state.counters)
+                self.proposer.note(request, len(ids) - 1)
             if step.requests[index + 1 : index + 2] != [request]:
                 _note_stages(request, chunk.sample, results)
             if index in rank0.reports:
@@ -329,13 +332,6 @@ class SchedulerCore:
         self._outputs.append(output)
         if reason is not None:
             self._end(request)
-
-    def _note_drafts(self, request: Request, chunk: Chunk, num_accepted: int, num_kept: int) -> TokenDetails:
-        details = TokenDetails(len(chunk.drafts), min(num_accepted, num_kept))
-        details.count_in(self.state.counters)
-        if self.drafter is not None:
-            self.drafter.note(request, num_accepted)
-        return details
 
     def _give_up(self, step: PlannedStep) -> None:
         """Fail the requests of a step that was not computed, and those whose plans in flight use blocks or images of that step. The caches
@@ -371,8 +367,7 @@ class SchedulerCore:
     def _release_if_landed(self, request: Request) -> None:
         if request.num_in_flight == 0:
             self.state.release(request)
-            if self.drafter is not None:
-                self.drafter.release(request)
+            self.proposer.release(request)
             siblings = self._requests[request.rid]
             siblings.remove(request)
             if len(request.hasher.links) >= MIN_REMEMBERED_LINKS:

@@ -26,7 +26,6 @@ from engine.scheduler.state import Limits, State
 from engine.updates.control import UpdateControl
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import (
-    MAX_HEAD_DRAFTS,
     PROCESSOR_ARENA,
     Abort,
     EngineOutputs,
@@ -104,15 +103,15 @@ class Scheduler:
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready))
         limits = make_limits(config, ready[0])
         state = State(limits, blocks, images, AdapterDirectory(config.num_adapter_slots), free_rows=list(range(config.max_num_seqs)))
-        drafter = make_drafter(config.draft, limits.verify_rows)
+        proposer = make_drafter(config.draft, limits.step_sizes.verify_rows)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
-        return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, drafter)
+        return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, proposer)
 
     def _receive(self, core: SchedulerCore, control: UpdateControl) -> None:
         """Wait for a message and process all that have arrived. After an idle second, check the state once, in parts: a request that
         arrives meanwhile waits for one part."""
         message = None
-        while core.drafter is not None and (message := self._inbox.recv_ready()) is None and core.drafter.use_spare_time():
+        while (message := self._inbox.recv_ready()) is None and core.proposer.use_spare_time():
             pass
         for _ in self._checks if message is None else ():
             if (message := self._inbox.recv_ready()) is not None:
@@ -186,8 +185,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         step_sizes=sizes,
         prefix_cache=config.prefix_cache,
         snapshot_blocks=worker.snapshot_blocks,
-        verify_rows=0 if config.draft == "off" else sizes.verify_rows,
-        num_lookahead=MAX_HEAD_DRAFTS if config.draft == "mtp" else 0,
+        num_lookahead=config.proposals.max_tokens if config.proposals.reads_head else 0,
     )
 
 

@@ -106,7 +106,7 @@ class _StepBuilder:
             encodes=self.encodes,
             chunks=[chunk for _, chunk in members],
             loads=self.state.slots.take_loads(),
-            num_head_drafts=self.state.num_head_drafts,
+            num_proposed=self.state.num_proposed,
         )
         self.state.note_plan(step)
         return PlannedStep(step, [request for request, _ in members], self.made)
@@ -228,14 +228,14 @@ class _StepBuilder:
         return self.state.blocks.match(request.hasher.chain(ids, usable))
 
     def _decode(self, request: Request) -> None:
-        """Schedule the last token, already deducted from the budget, and the draft tokens that fit without preemption."""
-        drafts = request.drafts
-        if drafts:
-            drafts = drafts[: max(0, min(self.budget, request.max_tokens - request.num_output - 1))]
-            lacking = self.state.blocks.num_needed(request.num_computed + 1 + len(drafts)) - len(request.blocks)
-            drafts = drafts if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else ()
-        if self._schedule(request, 1 + len(drafts), drafts):
-            self.budget -= len(drafts)
+        """Schedule the last token, already deducted from the budget, and the proposed tokens that fit without preemption."""
+        proposed = request.proposed
+        if proposed:
+            proposed = proposed[: max(0, min(self.budget, request.max_tokens - request.num_output - 1))]
+            lacking = self.state.blocks.num_needed(request.num_computed + 1 + len(proposed)) - len(request.blocks)
+            proposed = proposed if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else ()
+        if self._schedule(request, 1 + len(proposed), proposed):
+            self.budget -= len(proposed)
 
     def _compute(self, request: Request, length: int) -> int:
         """Schedule chunks of at most `length` known tokens and return their length or 0. A prompt continues after a snapshot in the same
@@ -256,7 +256,7 @@ class _StepBuilder:
         lacking = self.state.blocks.num_needed(request.num_computed + length) - len(request.blocks)
         return length if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else 0
 
-    def _schedule(self, request: Request, length: int, drafts: tuple[int, ...] = ()) -> int:
+    def _schedule(self, request: Request, length: int, proposed: tuple[int, ...] = ()) -> int:
         """Add a chunk of at most `length` tokens, preempting younger requests (finally itself) for space. Return its length, or 0."""
         if (point := request.next_snapshot(request.num_computed, request.num_computed + length)) is not None:
             length = point - request.num_computed
@@ -266,7 +266,7 @@ class _StepBuilder:
                 return 0  # encoder budget used up, or pixels not available
             lacking = self.state.blocks.num_needed(request.num_computed + fitting) - len(request.blocks)
             if fitting and (new_blocks := self.state.blocks.alloc(max(0, lacking))) is not None:
-                self._add_chunk(request, fitting, new_blocks + self._lookahead_blocks(request, fitting, len(new_blocks)), drafts)
+                self._add_chunk(request, fitting, new_blocks + self._lookahead_blocks(request, fitting, len(new_blocks)), proposed)
                 return fitting
             if self.state.saving:
                 return 0  # snapshot blocks are released when their steps land
@@ -277,7 +277,7 @@ class _StepBuilder:
         return 0
 
     def _lookahead_blocks(self, request: Request, length: int, num_new: int) -> list[int]:
-        """Return free blocks for the head's entries after a chunk; no request is preempted for them."""
+        """Return free blocks for the entries of `num_lookahead` tokens after a chunk; no request is preempted for them."""
         if not self.limits.num_lookahead:
             return []
         end = request.num_computed + length + self.limits.num_lookahead
@@ -317,14 +317,14 @@ class _StepBuilder:
             encoder_tokens += cost
         return length, False
 
-    def _add_chunk(self, request: Request, length: int, new_blocks: list[int], drafts: tuple[int, ...]) -> None:
+    def _add_chunk(self, request: Request, length: int, new_blocks: list[int], proposed: tuple[int, ...]) -> None:
         start, end = request.num_computed, request.num_computed + length
         visual: list[VisualRef] = []
         num_images = 0
         if request.first_needed < len(request.images):
             visual, num_images = self._take_images(request, start, end)
-        sample = end - len(drafts) == request.num_tokens
-        chunk = Chunk(request.row, start, length, sample, new_blocks, visual, drafts, self._snapshot_blocks(request, start, end))
+        sample = end - len(proposed) == request.num_tokens
+        chunk = Chunk(request.row, start, length, sample, new_blocks, visual, proposed, self._snapshot_blocks(request, start, end))
         (self.decodes if chunk.is_decode else self.prefills).append((request, chunk))
         self.state.advance(request, chunk, num_images)
 

@@ -33,7 +33,7 @@ class Request:
         |-- prompt ids --|-- output ids, known --|-- sampled on the device, in flight --|
         |-------- num_computed: K/V exists after all plans sent so far -------|
 
-    Drafts in flight are in neither number.
+    Proposed tokens in flight are in neither number.
     Invariants: num_computed <= num_tokens; blocks cover num_computed; pins are images that the sequence is in the middle of.
     """
 
@@ -52,10 +52,9 @@ class Request:
     slot: int = -1  # -1 without a row, or if it needs no slot
     num_computed: int = 0
     num_committed: int = 0  # blocks offered to the block directory
-    num_sampled: int = 0  # sampled by plans in flight, without drafts
-    drafts: tuple[int, ...] = ()  # drafts after the last known token
-    head_drafts: list[int] = field(default_factory=list)  # drafts of the model's head after the last known token
-    is_held: bool = False  # waits for tokens in flight, to get drafts after them
+    num_sampled: int = 0  # sampled by plans in flight, without proposed tokens
+    proposed: tuple[int, ...] = ()  # tokens proposed after the last known one
+    is_held: bool = False  # waits for tokens in flight: some will be proposed after them
     prediction: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # client's predicted output
     last_step: int = 0  # last step that computed a part of it
     num_in_flight: int = 0  # plans in flight that name this request
@@ -95,8 +94,8 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """False if enough tokens are sampled, or if present or future drafts must wait for the results."""
-        return self.num_output < self.max_tokens and not (self.num_sampled and (self.drafts or self.is_held))
+        """False if enough tokens are sampled, or if tokens proposed now or later must wait for the results."""
+        return self.num_output < self.max_tokens and not (self.num_sampled and (self.proposed or self.is_held))
 
     @property
     def is_decoding(self) -> bool:

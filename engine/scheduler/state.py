@@ -35,8 +35,7 @@ class Limits:
     step_sizes: StepSizes
     prefix_cache: bool = True
     snapshot_blocks: int = 0  # blocks per snapshot of a row's recurrent states; 0: the model has none
-    verify_rows: int = 0  # query rows of a step with drafts; 0: no drafts
-    num_lookahead: int = 0  # tokens after a row for which it gets blocks, if any are free: those of the model's head
+    num_lookahead: int = 0  # tokens after a row for which it gets blocks, if any are free
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class State:
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
     saving: list[list[int]] = field(default_factory=list)  # snapshot blocks written by plans in flight
     counters: EngineStats = field(default_factory=EngineStats)  # only its totals are used
-    num_head_drafts: int = 0  # draft tokens per row that the model's head makes after the next step
+    num_proposed: int = 0  # tokens per row that workers propose after the next step
     num_steps: int = 0
 
     def add(self, request: Request) -> None:
@@ -92,7 +91,7 @@ class State:
         self.running.remove(request)
         self._take_all(request)
         request.num_computed = request.num_committed = request.first_needed = 0
-        request.drafts, request.head_drafts, request.is_held = (), [], False
+        request.proposed, request.is_held = (), False
         self._queue(request)
         self.counters.preemptions += 1
 
@@ -161,7 +160,7 @@ class State:
         request.blocks.extend(chunk.blocks)
         if chunk.snapshot:
             self.saving.append(chunk.snapshot)
-        request.num_computed = chunk.start + chunk.length - len(chunk.drafts)
+        request.num_computed = chunk.start + chunk.length - len(chunk.proposed)
         request.num_sampled += chunk.sample
         request.first_needed += num_images
         request.num_in_flight += 1
@@ -172,9 +171,9 @@ class State:
         self.counters.images_encoded += len(plan.encodes)
         self.counters.computed_tokens += sum([chunk.length for chunk in plan.chunks])
 
-    def land(self, request: Request, chunk: Chunk, sampled: list[int], head_drafts: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Land a chunk that sampled these ids; all but the last were drafts, and `head_drafts` are the next ones. Return the ids up to an
-        end, and the finish reason if the request ends."""
+    def land(self, request: Request, chunk: Chunk, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Land a chunk that sampled these ids; all but the last were proposed. Return the ids up to an end, and the finish
+        reason if the request ends."""
         request.num_in_flight -= 1
         if chunk.snapshot:
             self._keep_snapshot(request, chunk)
@@ -186,10 +185,10 @@ class State:
             if reason is not None:
                 kept = sampled[: i + 1]
                 break
-        num_computed = chunk.start + chunk.length - len(chunk.drafts)
+        num_computed = chunk.start + chunk.length - len(chunk.proposed)
         if chunk.sample:
             request.num_sampled -= 1
-            request.drafts, request.head_drafts = (), head_drafts
+            request.proposed = ()
             num_computed += len(kept) - 1
         if request.status is Status.RUNNING:
             request.num_computed = max(request.num_computed, num_computed)

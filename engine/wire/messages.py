@@ -34,8 +34,7 @@ API_ARENA = 0
 PROCESSOR_ARENA = 1
 
 MAX_EARLY_TOKENS = 2048  # size limit of an image encoded before a plan requests it: 1080p
-MAX_DRAFTS = 7  # per chunk
-MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
+MAX_PROPOSED = 7  # tokens per chunk
 Load = LoadAdapter  # order of a plan to load a slot
 AnyRef = MediaRef | VideoRef  # reference to a medium of any kind
 DEPTH = 2  # steps launched by a worker without a result yet: one runs, one waits
@@ -303,7 +302,7 @@ class VisualRef(msgspec.Struct, frozen=True, array_like=True):
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens `start : start + length` of row `row`; if `sample`, sample the next one. `blocks` are appended to the row's table. All
-    tokens but the first may be `drafts`; the result has those that the model would have sampled, and one more token. After the last
+    tokens but the first may be `proposed`; the result has those that the model would have sampled, and one more token. After the last
     token the row's states are written to the blocks of `snapshot`."""
 
     row: int
@@ -312,18 +311,18 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     blocks: list[int]
     visual: list[VisualRef]
-    drafts: tuple[int, ...] = ()
+    proposed: tuple[int, ...] = ()
     snapshot: list[int] = []
 
     @property
     def num_samples(self) -> int:
         """Number of samples of the chunk."""
-        return self.sample and 1 + len(self.drafts)
+        return self.sample and 1 + len(self.proposed)
 
     @property
     def is_decode(self) -> bool:
-        """True if the chunk holds the row's last token and drafts."""
-        return self.sample and self.length == 1 + len(self.drafts) and not self.visual
+        """True if the chunk holds the row's last token and proposed ones."""
+        return self.sample and self.length == 1 + len(self.proposed) and not self.visual
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True):
@@ -334,15 +333,15 @@ class Encode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, frozen=True):
-    """Plan of one step, executed in this order: load adapters, evict, admit, encode, forward, snapshot, sample, draft. Decode chunks come
-    last. A row with drafts in flight is not planned."""
+    """Plan of one step, executed in this order: load adapters, evict, admit, encode, forward, snapshot, sample, propose. Decode chunks
+    come last. A row with proposed tokens in flight is not planned."""
 
     step: int
     evict: list[int]
     admits: list[Admit]
     encodes: list[Encode]
     chunks: list[Chunk]
-    num_head_drafts: int = 0  # drafts by the model's head after each sampled chunk
+    num_proposed: int = 0  # tokens that workers propose after each sampled chunk
     loads: Sequence[Load] = ()
 
 
@@ -374,7 +373,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     starved_images: tuple[int, ...] = ()  # images for which this rank had no memory: zeros, like failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_samples: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
-    head_drafts: list[list[int]] = []  # head's drafts after each sampled chunk
+    proposed: list[list[int]] = []  # after each sampled chunk, see `StepPlan.num_proposed`
     failed_loads: list[int] = []  # numbers of the adapters of `StepPlan.loads` that this rank could not read
 
 

@@ -19,7 +19,6 @@ from engine.launch.memory import (
     Needs,
     decoder_format,
     early_image_bytes,
-    max_drafts,
     max_hidden,
     max_samples,
     plan_memory,
@@ -30,11 +29,11 @@ from engine.launch.memory import (
 from engine.updates.worker import UpdateWorker
 from engine.wire.arena import ArenaView
 from engine.wire.ipc import Outbox
-from engine.wire.messages import MAX_DRAFTS, MAX_HEAD_DRAFTS, PROCESSOR_ARENA, Prefetch, WorkerReady
+from engine.wire.messages import MAX_PROPOSED, PROCESSOR_ARENA, Prefetch, WorkerReady
 from engine.worker.adapters import WorkerAdapters
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
-from engine.worker.head import DraftHead
+from engine.worker.head import make_head
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.profile import free_bytes, profile_peak
@@ -54,7 +53,7 @@ from models.kernels.backend import Backend
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.make import make_backend
 from models.kernels.ops import KVPool
-from models.kernels.paged import AttentionBackend, allocate_pools
+from models.kernels.paged import allocate_pools
 from models.kernels.sampling import SamplingOps
 from models.kernels.step_sizes import StepSizes
 from models.parallel.group import TensorParallel
@@ -97,7 +96,7 @@ def build_runner(
     memory = plan_memory(config, spec, measure_needs(loaded, config, captured, free), free)
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, model.dtype, device)  # the last block is scratch
     attention = backend.attention(pools, text.num_heads // loaded.tp.size)
-    max_blocks = -(-(child.runtime.max_model_len + MAX_DRAFTS) // config.block_size) + 1
+    max_blocks = -(-(child.runtime.max_model_len + MAX_PROPOSED) // config.block_size) + 1
     rows = make_rows(loaded, config, pools, hidden_TD, max_blocks)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
     if graphs is not None:
@@ -118,7 +117,7 @@ def build_runner(
         prompts=arena,
         tp=loaded.tp,
         agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
-        head=make_head(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged, device)) if text.has_head else None,
+        head=make_head(model, attention, rows, staged) if text.has_head else None,
         handlers={**handlers, **UpdateWorker(child, rank, model, images.forget_early).handlers},
         slots=loaded.slots,
     )
@@ -167,7 +166,7 @@ def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: 
 def make_rows(loaded: Loaded, config: EngineConfig, pools: list[KVPool], hidden_TD: torch.Tensor | None, max_blocks: int) -> Rows:
     """Block tables and recurrent states; the pools' last block is scratch."""
     model = loaded.model
-    states = tuple(RowStates(group, config.max_num_seqs, model.device, max_drafts(config)) for group in model.cache_spec.states)
+    states = tuple(RowStates(group, config.max_num_seqs, model.device, config.proposals.max_tokens) for group in model.cache_spec.states)
     return Rows(
         max_num_seqs=config.max_num_seqs,
         max_blocks=max_blocks,
@@ -189,12 +188,6 @@ def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
     costs = None if vision is None or vision.num_heads % tp.size else loaded.backend.split_costs
     reader = ImageReader(arena, loaded.decoder, model.device)
     return ImageCache(model.tower, reader, tp, loaded.tower_stream, costs, loaded.slots)
-
-
-def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> DraftHead:
-    head = DraftHead(model, attention, rows, staging)
-    head.warm_up()
-    return head
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.samples import Int64s, Samples
 from engine.worker.staging import Staging
@@ -39,14 +40,13 @@ class DraftHead:
             found_SD = self._predictor.predict(hidden_TD[:count], hidden_TD[:count], tokens, self._attention, index)
             self._predictor.top_tokens(found_SD)
 
-    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, samples: Samples, num_head_drafts: int) -> torch.Tensor:
-        """Return (S, num_head_drafts) drafts after each sample of the step. The final hidden states of the step's tokens are at
-        `indices_T` of `Rows.hidden_TD`. A chunk that ends before an image is followed by its placeholder."""
+    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, samples: Samples, count: int) -> torch.Tensor:
+        """See `Head`. A chunk that ends before an image is followed by its placeholder."""
         put = self._staging.put
         self._staging.begin()
         next_T, hidden_T, sampled_S = put(step.next_ids), put(indices_T), put(step.logits_indices)
         passes = [(put(step.positions), self._staged(step.attention))]
-        for distance in range(1, num_head_drafts if len(step.logits_indices) else 0):
+        for distance in range(1, count if len(step.logits_indices) else 0):
             positions, layout = self._rows.after(step.samples, distance)
             passes.append((put(positions), self._staged(layout)))
         self._staging.copy()
@@ -58,8 +58,8 @@ class DraftHead:
             embedded_TD[item.start : item.start + len(rest_ND)] = rest_ND
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]
-        hidden_TD, wanted_S = self._rows.hidden(hidden_T), sampled_S if num_head_drafts else sampled_S[:0]
-        is_last_S = None if samples.drafts is None else samples.drafts.keep(tokens_S)[1]
+        hidden_TD, wanted_S = self._rows.hidden(hidden_T), sampled_S if count else sampled_S[:0]
+        is_last_S = None if samples.proposed is None else samples.proposed.keep(tokens_S)[1]
         head_drafts: list[torch.Tensor] = []
         for positions_3T, layout in passes:
             slots_T = layout.slot_mapping_T
@@ -76,6 +76,13 @@ class DraftHead:
     def _staged(self, layout: AttentionLayout) -> AttentionLayout:
         pages, slots_T = (self._staging.put(tensor.numpy()) for tensor in (layout.pages, layout.slot_mapping_T))
         return replace(layout, pages=pages, slot_mapping_T=slots_T)
+
+
+def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, staged_bytes: int) -> DraftHead:
+    """Return a warm head. `staged_bytes` of a step suffice for each pass."""
+    head = DraftHead(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged_bytes, model.device))
+    head.warm_up()
+    return head
 
 
 def run_head(model: LanguageModel, batch: ForwardBatch, attention: AttentionBackend) -> None:

@@ -1,10 +1,10 @@
 """Per-sequence state of a worker, and conversion of a plan's chunks to the input of a forward pass. Rows are permanent slots. Their last
-sampled token stays on the device, so the only token values in a plan are drafts.
+sampled token stays on the device, so the only token values in a plan are proposed tokens.
 
-A step's layout is rows of q tokens. Prompt chunks come first; their ids come from the host. A decode row is the last sampled token and its
-drafts, if any; the device finds their ids in a table:
+A step's layout is rows of q tokens. Prompt chunks come first; their ids come from the host. A decode row is the last sampled token and the
+proposed tokens, if any, which the step verifies; the device finds their ids in a table:
 
-    last token of each permanent row | scratch | drafts of the step
+    last token of each permanent row | scratch | proposed tokens of the step
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.wire.messages import MAX_DRAFTS, Admit, Chunk, SamplingParams
-from engine.worker.sampling.drafts import HostDrafts
+from engine.wire.messages import MAX_PROPOSED, Admit, Chunk, SamplingParams
 from engine.worker.sampling.prompt import Scoring
 from engine.worker.sampling.reports import NO_REPORTS, StepReports
 from engine.worker.sampling.samples import HostSamples, Int64s, Samples, SampleTable
+from engine.worker.sampling.verify import HostProposed
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout, offsets_of
 from models.cache.states import RowStates, Snapshots
@@ -58,7 +58,7 @@ class HostStep:
     visual: tuple[VisualSlice, ...]
     logits_indices: Int64s  # (S,) ascending
     samples: HostSamples  # S, or none if the caller samples
-    known: Int64s  # (2, A): indices in `Rows.last_tokens` and their new values: last tokens of new rows, drafts
+    known: Int64s  # (2, A): indices in `Rows.last_tokens` and their new values: last tokens of new rows, proposed ones
     next_ids: Int64s  # (P + D,) known ids after each token, for the model's head
     reports: StepReports = NO_REPORTS
     adapters: Int32s = field(default_factory=lambda: NO_ADAPTERS)  # (P + D,) slots, -1: no adapter; empty: none of the tokens has one
@@ -101,7 +101,7 @@ class Rows:
     ):
         self.block_size = block_size
         self.scratch_row = max_num_seqs
-        self.last_tokens = torch.zeros(max_num_seqs + 1 + MAX_DRAFTS * max_num_seqs, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_num_seqs + 1 + MAX_PROPOSED * max_num_seqs, dtype=torch.int64, device=device)
         self.states = states
         self.transfers = transfers or Transfers()
         self.hidden_TD = hidden_TD
@@ -148,14 +148,16 @@ class Rows:
         num_prefills = len(chunks) - sum(chunk.is_decode for chunk in chunks)
         prefills, decodes = chunks[:num_prefills], chunks[num_prefills:]
         ids, positions = self._tokens(prefills, decodes)
-        has_drafts = positions.shape[1] - len(ids) > len(decodes)
+        has_proposed = positions.shape[1] - len(ids) > len(decodes)
         rows = np.asarray([chunk.row for chunk in chunks], dtype=np.int64)
-        logits_indices, samples = self._sampled(chunks, has_drafts)
+        logits_indices, samples = self._sampled(chunks, has_proposed)
         known = [(admit.row, self._row(admit.row).known_ids[-1]) for admit in admits]
         gather = rows[num_prefills:]
-        if has_drafts:
-            known += enumerate((token for chunk in decodes for token in chunk.drafts), self.scratch_row + 1)
-            gather = self._gather_indices(decodes)
+        if has_proposed:
+            known += enumerate((token for chunk in decodes for token in chunk.proposed), self.scratch_row + 1)
+            of_row = np.repeat(np.arange(len(decodes)), [chunk.length for chunk in decodes])
+            indices = self.scratch_row + np.arange(len(of_row)) - of_row  # of the proposed tokens
+            gather = np.where(np.diff(of_row, prepend=-1), gather[of_row], indices)
         return HostStep(
             ids=ids,
             gather=gather,
@@ -222,7 +224,7 @@ class Rows:
 
     def after(self, samples: HostSamples, distance: int) -> tuple[Int64s, AttentionLayout]:
         """Return M-RoPE positions and attention layout of the tokens at this distance after the sampling tokens, one per sample."""
-        counts = np.ones_like(samples.rows) if samples.drafts is None else samples.drafts.counts
+        counts = np.ones_like(samples.rows) if samples.proposed is None else samples.proposed.counts
         firsts = counts.cumsum() - counts
         rows, starts = samples.rows[firsts], samples.positions[firsts] - 1 + distance
         deltas = np.asarray([self._row(row).delta for row in rows.tolist()], dtype=np.int64)
@@ -237,9 +239,9 @@ class Rows:
     def deliver(self, tokens_S: torch.Tensor, samples: Samples) -> torch.Tensor:
         """Store the last accepted token of each row. Return host memory that will receive all tokens."""
         rows_S, num_accepted_S = samples.rows_S, None
-        if samples.drafts is not None:
-            _, is_last_S = samples.drafts.keep(tokens_S)
-            rows_S, num_accepted_S = torch.where(is_last_S, rows_S, self.scratch_row), samples.drafts.offsets_S
+        if samples.proposed is not None:
+            _, is_last_S = samples.proposed.keep(tokens_S)
+            rows_S, num_accepted_S = torch.where(is_last_S, rows_S, self.scratch_row), samples.proposed.offsets_S
         for group in self.states:
             group.accept(rows_S, num_accepted_S)
         return self.transfers.deliver_(tokens_S, rows_S, self.last_tokens)
@@ -266,28 +268,20 @@ class Rows:
         assert found is not None, f"row {row} was never admitted"
         return found
 
-    def _sampled(self, chunks: Sequence[Chunk], has_drafts: bool) -> tuple[Int64s, HostSamples]:
+    def _sampled(self, chunks: Sequence[Chunk], has_proposed: bool) -> tuple[Int64s, HostSamples]:
         """Return the tokens of the step that sample, and their parameters."""
         ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
         sampled = np.asarray([chunk.sample for chunk in chunks], dtype=bool)
         ends_of_rows = [(chunk.row, chunk.start + chunk.length) for chunk in chunks if chunk.sample]
         rows, positions = np.asarray(ends_of_rows, dtype=np.int64).reshape(-1, 2).T
         last = ends[sampled] - 1
-        if not has_drafts:
+        if not has_proposed:
             return last, self._samples.samples(rows, positions)
-        drafts = HostDrafts(tuple(chunk.drafts for chunk in chunks if chunk.sample))
-        counts = drafts.counts
+        proposed = HostProposed(tuple(chunk.proposed for chunk in chunks if chunk.sample))
+        counts = proposed.counts
         before_end = np.repeat(counts.cumsum(), counts) - np.arange(counts.sum()) - 1
         rows, positions, last = (np.repeat(values, counts) for values in (rows, positions, last))
-        return last - before_end, self._samples.samples(rows, positions - before_end, drafts)
-
-    def _gather_indices(self, decodes: Sequence[Chunk]) -> Int64s:
-        """Return the table indices of the tokens of decode rows."""
-        indices, first_draft = [], self.scratch_row + 1
-        for chunk in decodes:
-            indices += [chunk.row, *range(first_draft, first_draft + len(chunk.drafts))]
-            first_draft += len(chunk.drafts)
-        return np.asarray(indices, dtype=np.int64)
+        return last - before_end, self._samples.samples(rows, positions - before_end, proposed)
 
     def _tokens(self, prefills: Sequence[Chunk], decodes: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
         """Return ids of the prefill tokens, and M-RoPE positions of all tokens."""

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,13 +15,12 @@ from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo, StepPlan, StepResult
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
-from engine.worker.head import DraftHead
 from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
 from engine.worker.profile import StepMemory
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.reports import NOTHING_READ, Readings
 from engine.worker.sampling.sampler import Sampled, Sampler
-from engine.worker.sampling.samples import HostSamples, Samples
+from engine.worker.sampling.samples import HostSamples, Int64s, Samples
 from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
@@ -50,7 +49,7 @@ class LaunchedStep:
     out_of_memory: bool = False
     failed_samples: dict[int, ErrorInfo] = field(default_factory=dict)
     samples: HostSamples = NO_SAMPLES
-    head_drafts_SG: torch.Tensor | None = None  # int64, as `sampled`: drafts after the samples
+    proposed_SG: torch.Tensor | None = None  # int64, as `sampled`: tokens proposed after the samples
     failed_loads: list[int] = field(default_factory=list)
 
     def result(self) -> StepResult:
@@ -58,9 +57,9 @@ class LaunchedStep:
         self.watch.wait()
         token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_sample()
         num_tokens: list[int] = []
-        drafts, head_drafts = self.samples.drafts, self.head_drafts_SG
-        kept = [*self.samples.kept(token_ids)] if not self.rank and (drafts or head_drafts is not None) else []
-        if kept and drafts:
+        verified, proposed = self.samples.proposed, self.proposed_SG
+        kept = [*self.samples.kept(token_ids)] if not self.rank and (verified or proposed is not None) else []
+        if kept and verified:
             token_ids, logprobs = ([values[i] for run in kept for i in run if values] for values in (token_ids, logprobs))
             num_tokens = [len(run) for run in kept]
         return StepResult(
@@ -79,9 +78,16 @@ class LaunchedStep:
             reports={} if self.rank else self.readings.by_chunk(),
             out_of_memory=self.out_of_memory,
             failed_samples=self.failed_samples,
-            head_drafts=[] if head_drafts is None or self.rank else head_drafts[[run[-1] for run in kept]].tolist(),
+            proposed=[] if proposed is None or self.rank else proposed[[run[-1] for run in kept]].tolist(),
             failed_loads=self.failed_loads,
         )
+
+
+class Head(Protocol):
+    """Prediction head, which proposes tokens."""
+
+    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, samples: Samples, count: int) -> torch.Tensor:
+        """Return (S, count) tokens after each sample. The step's hidden states are at `indices_T` of `Rows.hidden_TD`."""
 
 
 @dataclass(eq=False, repr=False)
@@ -98,7 +104,7 @@ class Runner:
     prompts: ArenaView
     tp: TensorParallel
     agreement: Agreement | None = None
-    head: DraftHead | None = None
+    head: Head | None = None
     handlers: Mapping[type, Callable[[Any], object]] = field(default_factory=dict)  # of messages other than plans
     slots: FixedWeights = field(default_factory=FixedWeights)
 
@@ -133,12 +139,12 @@ class Runner:
         encoded = self.images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         step = self.rows.build(plan.admits, plan.chunks, self.images.tensors)
-        sampled, readings, drafts_SG = self._sample(step, plan)
+        sampled, readings, proposed_SG = self._sample(step, plan)
         watch.mark()
         failed = self.sampler.rules.note(step.samples, sampled.tokens_S, watch)
         if self._on_gpu:
             self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), watch.events[-1])
-        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples, drafts_SG)
+        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples, proposed_SG)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
         """Return whether all ranks have memory. Each of several ranks makes a high estimate: running out later ends the engine. Decode rows
@@ -184,7 +190,7 @@ class Runner:
         logits_SV, samples, readings = self._forward(step)
         self.rows.save_snapshots(step, plan.chunks)
         if not len(samples.rows_S):
-            self._head_drafts(step, samples.rows_S, samples, 0)
+            self._propose(step, samples.rows_S, samples, 0)
             return NOTHING_SAMPLED, readings, None
         if self.tp.rank == 0:
             sampled = self.sampler.sample(logits_SV, samples, self.sampler.rules.masks(step.samples))
@@ -192,16 +198,16 @@ class Runner:
             sampled = Sampled(torch.empty_like(samples.rows_S), None)
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's samples count: logits are not bit-equal on every rank
         tokens_S = self.rows.deliver(sampled.tokens_S, samples)
-        head_drafts_SG = self._head_drafts(step, sampled.tokens_S, samples, plan.num_head_drafts)
-        return sampled.on_host(tokens_S), readings, None if head_drafts_SG is None else to_host(head_drafts_SG)
+        proposed_SG = self._propose(step, sampled.tokens_S, samples, plan.num_proposed)
+        return sampled.on_host(tokens_S), readings, None if proposed_SG is None else to_host(proposed_SG)
 
-    def _head_drafts(self, step: HostStep, tokens_S: torch.Tensor, samples: Samples, num_head_drafts: int) -> torch.Tensor | None:
+    def _propose(self, step: HostStep, tokens_S: torch.Tensor, samples: Samples, count: int) -> torch.Tensor | None:
         if self.head is None:
             return None
         indices_T = np.arange(step.positions.shape[1])
         if self.graphs is not None and self.graphs.fits(step):
             indices_T = self.graphs.indices_of(step)
-        return self.head.run(step, indices_T, tokens_S, samples, num_head_drafts)
+        return self.head.run(step, indices_T, tokens_S, samples, count)
 
     def _forward(self, step: HostStep) -> tuple[torch.Tensor, Samples, Readings]:
         if self.graphs is not None and self.graphs.fits(step):

@@ -245,7 +245,7 @@ class Intake:
             prompt = self._prompts.cut_last_text(prompt, submit.last_text_tokens)
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         ids = self._prompts.encode(prompt, [medium.kind for medium in request.media], limit, submit.pooled_words is not None)
-        is_used = bool(submit.prediction) and self.config.reads_predictions
+        is_used = bool(submit.prediction) and self.config.proposals.reads_predictions
         predicted = self._prompts.predicted(submit.prediction, limit) if is_used else []
         return Encoded(ids, predicted, self._echo(prompt) if submit.output.echo else "")
 

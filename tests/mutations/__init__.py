@@ -119,9 +119,12 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "tokens after an end are kept": ("kept = sampled[: i + 1]", "kept = sampled"),
     },
-    ("engine/worker/sampling/drafts.py", WORKER): {
-        "a refused draft is kept": ("yield range(first, first + count + 1)", "yield range(first, first + min(count + 2, 1 + len(drafts)))"),
-        "the device keeps one draft too many": (
+    ("engine/worker/sampling/verify.py", WORKER): {
+        "a refused token is kept": (
+            "yield range(first, first + count + 1)",
+            "yield range(first, first + min(count + 2, 1 + len(proposed)))",
+        ),
+        "the device keeps one token too many": (
             "is_kept = before == before[self.firsts_S]",
             "is_kept = before <= before[self.firsts_S] + 1",
         ),

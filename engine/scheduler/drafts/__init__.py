@@ -1,22 +1,19 @@
-"""Drafters: `drafter.py` has the protocol and the shared code; each other module has one drafter."""
+"""Drafters: `drafter.py` has the shared code; each other module has one drafter."""
 
 import logging
 from collections.abc import Callable
 
-from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.drafts.lookup import LookupDrafter
 from engine.scheduler.drafts.mtp import HeadDrafter
+from engine.scheduler.proposer import Proposer
 
 logger = logging.getLogger(__name__)
 
-DRAFTERS: dict[str, Callable[[int], Drafter]] = {"lookup": LookupDrafter, "mtp": HeadDrafter}
+DRAFTERS: dict[str, Callable[[int], Proposer]] = {"lookup": LookupDrafter, "mtp": HeadDrafter}
 
 
-def make_drafter(name: str, verify_rows: int) -> Drafter | None:
+def make_drafter(name: str, verify_rows: int) -> Proposer | None:
     """Return the drafter of `--draft`. `verify_rows`: query rows that a step of the backend can verify; 0 disables drafts."""
-    if name == "off":
-        return None
-    if not verify_rows:
+    if name != "off" and not verify_rows:
         logger.warning("--draft %s has no effect: this backend cannot verify draft tokens", name)
-        return None
-    return DRAFTERS[name](verify_rows)
+    return DRAFTERS[name](verify_rows) if name != "off" and verify_rows else None

@@ -1,17 +1,16 @@
-"""Shared code of drafters: the protocol, the choice of rows that get drafts, and the trust in a request's drafts.
+"""Shared code of drafters: the choice of rows that get drafts, and the trust in a request's drafts.
 
 A row is verified in one step with its drafts, so its next step can be planned only when the result is known: other rows are planned ahead
 meanwhile. A row is held back only if its drafts should gain more than the wait costs. There are no drafts while a prompt waits or is
 computed, nor with many rows, where each verified token takes time.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
-from engine.wire.messages import MAX_DRAFTS
+from engine.wire.messages import MAX_PROPOSED
 
 LEAST_PROBABILITY = 0.2  # least probability that a draft and all before it are accepted
 LEAST_GAIN = 0.4  # expected tokens that outweigh the cost of waiting for the previous result
@@ -29,26 +28,6 @@ class Offer:
     request: Request
     drafts: list[int] = field(default_factory=list)
     gain: float = 0.0
-
-
-class Drafter(Protocol):
-    """Proposes draft tokens for all requests."""
-
-    @property
-    def num_sources(self) -> int:
-        """Number of requests with drafter state; 0 when all have ended."""
-
-    def offer(self, state: State) -> None:
-        """Before a plan: set the drafts of rows whose results are complete, and hold back rows that should get some later."""
-
-    def note(self, request: Request, num_accepted: int) -> None:
-        """Record the verified drafts of a row."""
-
-    def release(self, request: Request) -> None:
-        """Release the state of a request that has ended."""
-
-    def use_spare_time(self) -> bool:
-        """Do a small part of the pending work. Return False if there is none."""
 
 
 @dataclass(slots=True)
@@ -86,31 +65,23 @@ class Trust:
             self.resumes_at = request.num_known + min(MAX_PAUSE, 1 << (self.num_failures - 2))
 
 
-def most_drafts(rows: Iterable[Request], verify_rows: int) -> int:
-    """Most drafts per row. `verify_rows`: query rows of a step that cost little more than one."""
-    num_rows = len([*rows])
-    return min(MAX_DRAFTS, verify_rows // num_rows - 1) if num_rows else 0
-
-
 def give_drafts(state: State, verify_rows: int, make_offer: Callable[[Request, int], Offer]) -> None:
-    """Implement `Drafter.offer`; `make_offer` gets the most drafts of a row, 0 if prompts come first."""
+    """Implement `Proposer.offer`. `verify_rows`: query rows of a step that cost little more than one. `make_offer` gets the most drafts of
+    a row, 0 if prompts come first."""
     rows = [request for request in state.running if request.num_output < request.max_tokens]
-    most = most_drafts(rows, verify_rows)
+    most = min(MAX_PROPOSED, verify_rows // max(1, len(rows)) - 1)
     is_quiet = not state.waiting and all(request.is_decoding for request in rows)
-    offers, num_steady = [], 0
+    offers = []
     for request in rows:
-        if request.drafts and request.num_sampled:
+        if request.proposed and request.num_sampled:
             continue  # its drafts are in flight
-        request.drafts, request.is_held = (), False
-        offer = make_offer(request, most if is_quiet else 0) if most > 0 else Offer(request)
-        if offer.gain >= LEAST_GAIN:
-            offers.append(offer)
-        else:
-            num_steady += 1
-    if num_steady:
-        offers = [offer for offer in offers if offer.gain >= LEAST_GAIN_ALTERNATING]
-    for offer in offers:
+        request.proposed, request.is_held = (), False
+        offers.append(make_offer(request, most if is_quiet else 0) if most > 0 else Offer(request))
+    good = [offer for offer in offers if offer.gain >= LEAST_GAIN]
+    if len(good) < len(offers):
+        good = [offer for offer in good if offer.gain >= LEAST_GAIN_ALTERNATING]
+    for offer in good:
         if offer.request.num_sampled:
             offer.request.is_held = True
         else:
-            offer.request.drafts = tuple(offer.drafts)
+            offer.request.proposed = tuple(offer.drafts)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Proposal, Trust, give_drafts
+from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 
@@ -119,7 +120,7 @@ class Source:
             self._num_read += len(more)
 
 
-class LookupDrafter:
+class LookupDrafter(Proposer):
     """Drafter that looks up each request's own text."""
 
     def __init__(self, verify_rows: int):

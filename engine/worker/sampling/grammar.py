@@ -57,19 +57,19 @@ class Session:
         elif token_id == self.after:
             self.after = None
 
-    def look_ahead(self, drafts: Sequence[int]) -> Iterator[bool]:
-        """Yield whether the grammar restricts the next token, then each one after a draft, assuming the drafts before it, up to an
-        impossible draft. Masks may be filled during the iteration, which restores the state at its end."""
+    def look_ahead(self, proposed: Sequence[int]) -> Iterator[bool]:
+        """Yield whether the grammar restricts the next token, then the one after each proposed token, assuming those before it, up to
+        an impossible one. Masks may be filled during the iteration, which restores the state at its end."""
         after, is_over, num_taken = self.after, self.is_over, 0
         yield self.restricts
-        for draft in drafts:
+        for token in proposed:
             is_restricted = self.restricts
-            self.take(draft)
+            self.take(token)
             if is_restricted and self.is_over and not self.matcher.is_terminated():
                 break
             num_taken += is_restricted
             yield self.restricts
-        if drafts:
+        if proposed:
             self.matcher.rollback(num_taken)
             self.after, self.is_over = after, is_over
 
@@ -155,15 +155,15 @@ class TokenRules:
         if not any(map(self._is_limited.__getitem__, samples.rows.tolist())):
             return None
         found = [
-            (first, self._sessions[row], self._allowed[row], drafts) for first, row, drafts in samples.per_row() if self._is_limited[row]
+            (first, self._sessions[row], self._allowed[row], tokens) for first, row, tokens in samples.per_row() if self._is_limited[row]
         ]
         if any(session is not None for _, session, _, _ in found):
             while self._pending:
                 self._take(self._pending.popleft())
         limited: list[int] = []
-        words = torch.full((sum(1 + len(drafts) for *_, drafts in found), self._num_words), -1, dtype=torch.int32)
-        for first, session, allowed, drafts in found:
-            restricted = repeat(False, 1 + len(drafts)) if session is None else session.look_ahead(drafts)
+        words = torch.full((sum(1 + len(tokens) for *_, tokens in found), self._num_words), -1, dtype=torch.int32)
+        for first, session, allowed, proposed in found:
+            restricted = repeat(False, 1 + len(proposed)) if session is None else session.look_ahead(proposed)
             for index, is_restricted in enumerate(restricted, first):
                 if is_restricted and session is not None:
                     session.fill(words, len(limited))

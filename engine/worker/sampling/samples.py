@@ -15,7 +15,7 @@ import torch
 
 from engine.launch.config import MIB
 from engine.wire.params import PARAMETERS, PENALISING, SamplingParams
-from engine.worker.sampling.drafts import Drafts, HostDrafts
+from engine.worker.sampling.verify import HostProposed, Proposed
 from engine.worker.staging import Staging
 from models.kernels.paged import Int32s
 from models.kernels.sampling import INTEGERS, OFF, RowParams, SampleParams
@@ -31,7 +31,7 @@ LAST_SHIFT = np.uint64(31)
 
 NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"), RowParams._fields.index("top_k")
 NUM_WORDS = NUM_PARAMS + 3
-BYTES_PER_SAMPLE = 4 * NUM_PARAMS + 8 * 8  # upper bound for `HostSamples.stage`: also row, position, three indices, draft, offset, first
+BYTES_PER_SAMPLE = 4 * NUM_PARAMS + 8 * 8  # upper bound for `HostSamples.stage`: also row, position, six indices and ids
 PENALTIES, EDITS, WORDS = 1, 2, 4  # how a row changes its logits
 # ENCODERS: conversion of a parameter's value for its kernel slot. NAMES: the parameter of each slot.
 ENCODERS: dict[str, Callable[[float], float]] = {
@@ -54,7 +54,7 @@ class Samples:
     positions_A: torch.Tensor  # int64, of the tokens to sample, in their sequences
     reported_L: torch.Tensor  # int64 indices of samples
     num_top: tuple[int, ...]  # L: number of log-probabilities in addition to the token's own
-    drafts: Drafts | None  # None: one sample per row
+    proposed: Proposed | None  # None: one sample per row
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,19 @@ class HostSamples:
     rows: Int64s  # (S,)
     positions: Int64s  # (S,)
     words: Int32s  # (NUM_WORDS, S), see `SampleTable`
-    drafts: HostDrafts | None = None
+    proposed: HostProposed | None = None
 
     def per_row(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Return (first sample, row, drafts) of each row."""
-        if self.drafts is None:
+        """Return (first sample, row, proposed) of each row."""
+        if self.proposed is None:
             yield from zip(range(len(self.rows)), self.rows.tolist(), repeat(()), strict=False)
         else:
-            firsts = self.drafts.counts.cumsum() - self.drafts.counts
-            yield from zip(firsts.tolist(), self.rows[firsts].tolist(), self.drafts.rows, strict=True)
+            firsts = self.proposed.counts.cumsum() - self.proposed.counts
+            yield from zip(firsts.tolist(), self.rows[firsts].tolist(), self.proposed.rows, strict=True)
 
     def kept(self, tokens: Sequence[int]) -> Iterator[range]:
         """Yield the indices of the kept samples of each row."""
-        return (range(i, i + 1) for i in range(len(tokens))) if self.drafts is None else self.drafts.kept(tokens)
+        return (range(i, i + 1) for i in range(len(tokens))) if self.proposed is None else self.proposed.kept(tokens)
 
     @classmethod
     def empty(cls) -> "HostSamples":
@@ -99,8 +99,8 @@ class HostSamples:
         if num_logprobs.any():
             reported = num_logprobs.nonzero()[0]
             reported_L, num_top = staging.put(reported), tuple((num_logprobs[reported] - 1).tolist())
-        drafts = None if self.drafts is None else self.drafts.stage(staging)
-        return Samples(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top, drafts)
+        proposed = None if self.proposed is None else self.proposed.stage(staging)
+        return Samples(rows_S, params, int(np.bitwise_or.reduce(changes)), changed_A, positions_A, reported_L, num_top, proposed)
 
 
 class SampleTable:
@@ -126,22 +126,22 @@ class SampleTable:
         self._words[:, row] = *bits, is_wide, changes_of(params), num_logprobs
         self._seeds[row] = params.seed & MASK64
 
-    def samples(self, rows: Int64s, positions: Int64s, drafts: HostDrafts | None = None) -> HostSamples:
+    def samples(self, rows: Int64s, positions: Int64s, proposed: HostProposed | None = None) -> HostSamples:
         """Return the inputs for sampling these rows' tokens at these positions of their sequences."""
         words = self._words[:, rows]
         words[KEY] = sample_keys(self._seeds[rows], positions)
-        return HostSamples(rows, positions, words, drafts)
+        return HostSamples(rows, positions, words, proposed)
 
 
 def samples_of(params: Sequence[SamplingParams], positions: Sequence[int], max_top_k: int, device: torch.device) -> Samples:
-    """Return samples of rows 0, 1, ... with these parameters, one position each, without a worker. A single row may have more: drafts."""
+    """Return samples of rows 0, 1, ... with these parameters, one position each, without a worker. A single row may have more."""
     table, staging, rows = SampleTable(len(params), max_top_k), Staging(MIB, device), np.arange(len(params))
     for row, one in enumerate(params):
         table.set(row, one)
     staging.begin()
-    drafts = HostDrafts(((0,) * (len(positions) - 1),)) if len(positions) > len(params) else None
-    rows = rows if drafts is None else np.repeat(rows, drafts.counts)
-    samples = table.samples(rows, np.asarray(positions), drafts).stage(staging)
+    proposed = HostProposed(((0,) * (len(positions) - 1),)) if len(positions) > len(params) else None
+    rows = rows if proposed is None else np.repeat(rows, proposed.counts)
+    samples = table.samples(rows, np.asarray(positions), proposed).stage(staging)
     staging.copy()
     return samples
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.wire.messages import MAX_DRAFTS
+from engine.wire.messages import MAX_PROPOSED
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_EDITS, PENALISING, SamplingParams
-from engine.worker.sampling.drafts import NONE, Drafts
 from engine.worker.sampling.samples import EDITS, PENALTIES, WORDS, Samples, changes_of
+from engine.worker.sampling.verify import NONE, Proposed
 from models.kernels.paged import Int32s
 from models.kernels.sampling import IN_PROMPT, SamplingOps
 from models.kernels.transfers import to_device
@@ -69,7 +69,9 @@ class LogitState:
             values_AE = torch.where(samples.positions_A[:, None] < self._fields["until"][rows_A], self._fields["values"][rows_A], 0.0)
             flat.index_add_(0, (starts_A1 + self._fields["edited"][rows_A]).flatten(), values_AE.flatten())
         if samples.changes & PENALTIES:
-            counts = (self._counts_RV, rows_A) if samples.drafts is None else self._counts_after(samples.drafts, samples.changed_A, rows_A)
+            counts = self._counts_RV, rows_A
+            if samples.proposed is not None:
+                counts = self._counts_after(samples.proposed, samples.changed_A, rows_A)
             ops.penalise_(logits_SV, samples.changed_A, *counts, self._fields["penalties"][rows_A])
         if samples.changes & WORDS:
             words_AWN, tails_AN = self._fields["words"][rows_A], self._tails_of(samples, rows_A)
@@ -82,30 +84,30 @@ class LogitState:
         """Count the accepted tokens sampled by `samples.changed_A`."""
         rows_A, tokens_A = samples.rows_S[samples.changed_A], tokens_S[samples.changed_A]
         counting_A, last_rows_A = torch.ones_like(tokens_A, dtype=torch.int32), rows_A
-        if samples.drafts is not None:
-            is_kept_A, is_last_A = (flags_S[samples.changed_A] for flags_S in samples.drafts.keep(tokens_S))
+        if samples.proposed is not None:
+            is_kept_A, is_last_A = (flags_S[samples.changed_A] for flags_S in samples.proposed.keep(tokens_S))
             counting_A, last_rows_A = is_kept_A.int(), torch.where(is_last_A, rows_A, len(self._records) - 1)
         if samples.changes & PENALTIES:
             self._counts_RV.view(-1).index_add_(0, rows_A * self._vocab_size + tokens_A, counting_A)
         if samples.changes & WORDS:
             self._fields["tail"][last_rows_A] = torch.cat((self._tails_of(samples, rows_A)[:, 1:], tokens_A.int()[:, None]), dim=1)
 
-    def _counts_after(self, drafts: Drafts, index_A: torch.Tensor, rows_A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (A, V) counts as if the drafts before each sample were accepted, and the index of each."""
-        counts_AV, before_AX = self._counts_RV[rows_A], drafts.before(index_A)
+    def _counts_after(self, proposed: Proposed, index_A: torch.Tensor, rows_A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (A, V) counts as if the proposed tokens before each sample were accepted, and the index of each."""
+        counts_AV, before_AX = self._counts_RV[rows_A], proposed.before(index_A)
         counts_AV.scatter_add_(1, before_AX.clamp(min=0), (before_AX != NONE).int())
         return counts_AV, torch.arange(len(index_A), device=self._device)
 
     def _tails_of(self, samples: Samples, rows_A: torch.Tensor) -> torch.Tensor:
         """Return (A, N) last tokens before each sample of `samples.changed_A`."""
         tails_AN = self._fields["tail"][rows_A]
-        if samples.drafts is None:
+        if samples.proposed is None:
             return tails_AN
-        num_tail, offsets_A1 = tails_AN.shape[1], samples.drafts.offsets_S[samples.changed_A][:, None]
-        with_drafts = torch.cat((tails_AN, samples.drafts.before(samples.changed_A).int()), dim=1)
+        num_tail, offsets_A1 = tails_AN.shape[1], samples.proposed.offsets_S[samples.changed_A][:, None]
+        tokens = torch.cat((tails_AN, samples.proposed.before(samples.changed_A).int()), dim=1)
         place_N = torch.arange(num_tail, device=self._device)
         is_old_AN = offsets_A1 + place_N < num_tail
-        return with_drafts.gather(1, torch.where(is_old_AN, offsets_A1 + place_N, MAX_DRAFTS + place_N))
+        return tokens.gather(1, torch.where(is_old_AN, offsets_A1 + place_N, MAX_PROPOSED + place_N))
 
 
 def make_record(params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> npt.NDArray[np.void]:

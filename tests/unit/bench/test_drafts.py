@@ -13,7 +13,7 @@ from tests.unit.scheduler.simulation import Simulation, make_core
 def run_twice(probability: float, num_drafts: int) -> tuple[Simulation, EngineStats]:
     """The same prompts, of which the first time makes a record."""
     core = make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=32)
-    core.drafter = AcceptingDrafter(32, probability, num_drafts)
+    core.proposer = AcceptingDrafter(32, probability, num_drafts)
     sim = Simulation(core)
     sim.worker.refuse_rate = 0.0
     for rid in range(6):

@@ -13,6 +13,8 @@ from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.drafts import make_drafter
+from engine.scheduler.drafts.lookup import LookupDrafter
+from engine.scheduler.drafts.mtp import HeadDrafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Request, Status
@@ -47,7 +49,8 @@ NOTHING: State = (0, b"")
 
 
 def make_core(
-    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, num_slots: int = 0, **limits: object
+    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, num_slots: int = 0, verify_rows: int = 0,
+    **limits: object,
 ) -> SchedulerCore:
     defaults: dict[str, object] = {
         "max_num_seqs": 4,
@@ -61,8 +64,8 @@ def make_core(
     merged = Limits(**{**defaults, **limits})
     images, adapters = ImageDirectory(image_tokens * TOKEN_BYTES), AdapterDirectory(num_slots)
     state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, adapters, free_rows=list(range(merged.max_num_seqs)))
-    drafter = make_drafter("mtp" if merged.num_lookahead else "lookup", merged.verify_rows) if merged.verify_rows else None
-    return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]), drafter=drafter)
+    drafter = make_drafter("mtp" if merged.num_lookahead else "lookup", verify_rows) if verify_rows else None
+    return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]), proposer=drafter)
 
 
 def make_source(digest: bytes, encoding: Literal["rgb", "file"]) -> ImageSource:
@@ -155,20 +158,20 @@ class SimulatedWorker:
             assert self.adapters[self.row_slots[chunk.row]] == number_of(request.wire.adapter), "computed with another adapter"
             sequence = sequences[key_of(request.rid, request.index)]
             self.tables[chunk.row].extend(chunk.blocks)
-            end = chunk.start + chunk.length - len(chunk.drafts)
+            end = chunk.start + chunk.length - len(chunk.proposed)
             self._compute(sequence, chunk.row, chunk.start, end)
             self._save(plan.step, chunk)
-            self._write_drafts(sequence, chunk.row, end, chunk.drafts)
+            self._write_drafts(sequence, chunk.row, end, chunk.proposed)
             covered = {ref.start + i: (self.images[ref.image_id], ref.offset + i) for ref in chunk.visual for i in range(ref.length)}
             wanted = {p: v for p, v in sequence.visual.items() if chunk.start <= p < chunk.start + chunk.length}
             assert covered == wanted, "the chunk's image tokens are not exactly those of the prompt"
             if chunk.sample:
                 assert end == len(sequence.ids)
-                tokens.append(self._verify(sequence, chunk.drafts))
+                tokens.append(self._verify(sequence, chunk.proposed))
                 if self.is_stateful:  # the drafts that hold are repeated before the row's next token
                     self.states[chunk.row] = end + len(tokens[-1]) - 1, sequence.meanings()[end + len(tokens[-1]) - 2]
         sampled = [request for request, chunk in pairs(step) if chunk.sample]
-        self.head_drafts.append([sequences[key_of(one.rid, one.index)].peek(plan.num_head_drafts) for one in sampled])
+        self.head_drafts.append([sequences[key_of(one.rid, one.index)].peek(plan.num_proposed) for one in sampled])
         return tokens
 
     @staticmethod
@@ -329,9 +332,9 @@ class Simulation:
         if self.core.state.running and self.rng.random() < self.preempt_rate:
             self.core.state.preempt(self.core.state.running[-1])
         for request in self.core.state.running:
-            if not request.drafts and self.rng.random() < self.draft_rate:
-                request.drafts = self.sequences[key_of(request.rid, request.index)].propose(self.rng)
-        while self.core.drafter is not None and self.core.drafter.use_spare_time() and self.rng.random() < 0.9:
+            if not request.proposed and self.rng.random() < self.draft_rate:
+                request.proposed = self.sequences[key_of(request.rid, request.index)].propose(self.rng)
+        while self.core.proposer.use_spare_time() and self.rng.random() < 0.9:
             pass
         while self.core.num_in_flight < self.core.depth and (planned := self._plan()) is not None:
             step, num_waiting = planned
@@ -360,7 +363,7 @@ class Simulation:
             ids = flat if rank == 0 else []
             times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if step.plan.step // TURN % 2 else 9.0}
             drafts = self.worker.head_drafts[step.plan.step] if rank == 0 else []
-            result = StepResult(rank, step.plan.step, ids, bad, **times, num_tokens=counts, starved_images=starved, head_drafts=drafts)
+            result = StepResult(rank, step.plan.step, ids, bad, **times, num_tokens=counts, starved_images=starved, proposed=drafts)
             if step.plan.step in self.given_up:
                 result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)
             self.core.collect(result)
@@ -401,30 +404,30 @@ class Simulation:
     def _count_drafts(self, step: PlannedStep, tokens: list[list[int]]) -> None:
         accepted = sum(len(sampled) - 1 for sampled in tokens)
         self.num_accepted += accepted
-        self.num_refused += sum(len(chunk.drafts) for chunk in step.plan.chunks) - accepted
+        self.num_refused += sum(len(chunk.proposed) for chunk in step.plan.chunks) - accepted
         requests = (request for request, chunk in pairs(step) if chunk.sample)
         for request, sampled in zip(requests, tokens, strict=True):
             self.num_cut += request.status is Status.STOPPING and EOS in sampled[:-1]
 
     def _check_drafts(self, step: PlannedStep, num_waiting: int) -> None:
         """How many of a row's drafts hold is known before the row goes on."""
-        drafting = {request for before, *_ in list(self.in_flight)[:-1] for request, chunk in pairs(before) if chunk.drafts}
+        drafting = {request for before, *_ in list(self.in_flight)[:-1] for request, chunk in pairs(before) if chunk.proposed}
         assert not drafting & set(step.requests), "a row goes on although its drafts are in flight"
-        if self.core.state.limits.verify_rows and any(chunk.drafts for chunk in step.plan.chunks):
+        if isinstance(self.core.proposer, LookupDrafter | HeadDrafter) and any(chunk.proposed for chunk in step.plan.chunks):
             assert not num_waiting, "drafts before prompts"
-            self._check_drafter(step)
+            self._check_drafter(step, self.core.proposer._verify_rows)
 
     def _plan(self) -> tuple[PlannedStep, int] | None:
         num_waiting = len(self.core.state.waiting)
         return (step, num_waiting) if (step := self.core.next_step()) is not None else None
 
-    def _check_drafter(self, step: PlannedStep) -> None:
+    def _check_drafter(self, step: PlannedStep, verify_rows: int) -> None:
         """Drafts come beside rows that decode, all of them but those that wait for their own drafts, and few enough."""
         state, chunks = self.core.state, step.plan.chunks
         assert all(chunk.start >= request.num_prompt for request, chunk in pairs(step)), "drafts beside prompts"
-        assert all(chunk.sample and chunk.length == 1 + len(chunk.drafts) <= 8 for chunk in chunks)
-        assert sum(chunk.length for chunk in chunks) <= max(state.limits.verify_rows, len(chunks))
-        waiting = {request for request in state.running if request.num_sampled and (request.drafts or request.is_held)}
+        assert all(chunk.sample and chunk.length == 1 + len(chunk.proposed) <= 8 for chunk in chunks)
+        assert sum(chunk.length for chunk in chunks) <= max(verify_rows, len(chunks))
+        waiting = {request for request in state.running if request.num_sampled and (request.proposed or request.is_held)}
         done = {request for request in state.running if request.num_output >= request.max_tokens}
         if not state.limits.step_sizes.max_read_tokens:  # else some rest
             assert set(state.running) == set(step.requests) | waiting | done, "a row is delayed by others' drafts"
@@ -444,7 +447,7 @@ class Simulation:
         assert sum(encode.grid[2] // 2 for encode in plan.encodes) <= limits.max_num_encoder_tokens, "too many image tokens"
         new_rows = {admit.row for admit in plan.admits}
         outputs = [chunk for request, chunk in pairs(step) if chunk.start >= request.num_prompt and chunk.sample]
-        streams = [chunk for chunk in outputs if chunk.length == 1 + len(chunk.drafts)]
+        streams = [chunk for chunk in outputs if chunk.length == 1 + len(chunk.proposed)]
         if any(chunk.row not in new_rows for chunk in streams):
             others = sum(chunk.length for chunk in plan.chunks) - len(streams)
             assert others <= limits.max_num_mixed_tokens, "streams stall"

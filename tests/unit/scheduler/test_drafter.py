@@ -1,21 +1,17 @@
 """Which rows get drafts, how many, and from which texts."""
 
 import random
-from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.launch.config import EngineConfig
+from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.scheduler.drafts import lookup
 from engine.scheduler.drafts.drafter import Offer
 from engine.scheduler.drafts.lookup import CONTEXTS, Contexts, LookupDrafter, Source
-from engine.scheduler.main import make_limits
 from engine.scheduler.request import Request
-from engine.wire.messages import MAX_HEAD_DRAFTS, WorkerReady
-from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 
 LONG = list(range(1000, 1200))
@@ -81,7 +77,7 @@ def test_a_head_with_wrong_drafts_is_rarely_used() -> None:
     add(sim, 0, max_tokens=400)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sequence, "peek", lambda self, count: [777] * count)
-        asked = [sim.core.state.num_head_drafts for _ in range(300) if sim.step()]
+        asked = [sim.core.state.num_proposed for _ in range(300) if sim.step()]
     sim.run()
     assert 1 < sim.core.state.counters.drafts < 10 and asked[0] == MAX_HEAD_DRAFTS and {*asked[50:]} == {1}
 
@@ -92,7 +88,7 @@ def test_a_head_is_not_asked_by_many_rows() -> None:
         add(sim, rid, max_tokens=30 + 20 * rid)
     seen = set()
     while sim.step():
-        seen.add((len(sim.core.state.running), sim.core.state.num_head_drafts))
+        seen.add((len(sim.core.state.running), sim.core.state.num_proposed))
     assert (6, 0) in seen and (2, 3) in seen and not any(rows > 4 and drafts for rows, drafts in seen)
 
 
@@ -205,14 +201,10 @@ class Weak(LookupDrafter):
 @pytest.mark.parametrize(("rids", "drafted"), [((1,), True), ((1, 3), True), ((0, 1), False)])
 def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool) -> None:
     sim = simulate()
-    sim.core.drafter = Weak(32)
+    sim.core.proposer = Weak(32)
     for rid in rids:
         add(sim, rid)
     sim.run()
     assert (sim.core.state.counters.drafts > 50) == drafted and (sim.core.state.counters.drafts > 0) == drafted
 
 
-@pytest.mark.parametrize(("draft", "snapshot_blocks", "expected"), [("off", 0, 0), ("lookup", 0, 160), ("lookup", 1, 160)])
-def test_a_worker_says_how_many_rows_it_verifies(draft: Literal["off", "lookup"], snapshot_blocks: int, expected: int) -> None:
-    worker = WorkerReady(0, 10, 1 << 20, 10, HOPPER_STEP_SIZES, snapshot_blocks=snapshot_blocks)
-    assert make_limits(EngineConfig(draft=draft), worker).verify_rows == expected

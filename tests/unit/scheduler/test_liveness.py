@@ -10,6 +10,7 @@ from engine.scheduler import core
 from engine.scheduler.blocks import CHECKED_AT_ONCE, BlockPool
 from engine.scheduler.liveness import LATE_S, MAX_S, Workers
 from engine.scheduler.main import HEARTBEAT_S, Scheduler
+from engine.scheduler.proposer import Proposer
 from engine.wire.ipc import Inbox
 from engine.wire.messages import Activity, Forget, Heartbeat, ToScheduler
 from engine.worker import heartbeat
@@ -136,7 +137,7 @@ class ScriptedInbox:
 
 
 class Core:
-    drafter, num_requests, num_checked, num_forgotten = None, 0, 0, 0
+    proposer, num_requests, num_checked, num_forgotten = Proposer(), 0, 0, 0
 
     def checks(self) -> Any:
         for _ in range(10):
@@ -155,7 +156,7 @@ def idle_scheduler(num_polls: int) -> Any:
 
 
 def test_a_message_waits_for_one_part_of_the_check() -> None:
-    scheduler, core = idle_scheduler(num_polls=3), Core()
+    scheduler, core = idle_scheduler(num_polls=5), Core()
     scheduler._receive(core, None)
     assert core.num_checked == 0
     scheduler._receive(core, None)

@@ -8,20 +8,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
-from engine.scheduler.drafts.drafter import Drafter
 from engine.scheduler.images import ImageDirectory
 from engine.scheduler.policy import PlannedStep
+from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
 from engine.wire.adapters import AdapterRef
 from engine.wire.arena import Arena, create_memfd
 from engine.wire.grammar import CompiledGrammar
 from engine.wire.messages import (
-    MAX_DRAFTS,
-    MAX_HEAD_DRAFTS,
+    MAX_PROPOSED,
     EngineRequest,
     ImageSource,
     ImageSpan,
@@ -117,7 +117,7 @@ class Engine:
         image_tokens: int = 4096,
         graphs: bool = False,
         sizes: StepSizes = CPU_STEP_SIZES,
-        drafter: Drafter | None = None,
+        drafter: Proposer | None = None,
         slots: FixedWeights | None = None,
         num_slots: int = 0,
         **limits: int | bool,
@@ -139,11 +139,11 @@ class Engine:
         directory = ImageDirectory(image_tokens * per_token)
         blocks, places = BlockPool(num_blocks, 16), AdapterDirectory(num_slots)
         state = State(merged, blocks, directory, places, free_rows=list(range(merged.max_num_seqs)))
-        self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids), drafter=drafter)
+        self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids), proposer=drafter)
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
         tp = TensorParallel.single()
         pools = allocate_pools(spec.paged, num_blocks + 1, 16, torch.float32, CPU)
-        states = tuple(RowStates(group, merged.max_num_seqs, CPU, MAX_DRAFTS) for group in spec.states)
+        states = tuple(RowStates(group, merged.max_num_seqs, CPU, MAX_PROPOSED) for group in spec.states)
         snapshots = Snapshots(pools, states) if states else None
         hidden_TD = torch.zeros((merged.max_num_batched_tokens + 256, config.text.hidden_size)) if config.text.has_head else None
         kept = states, snapshots, hidden_TD, num_blocks
@@ -155,7 +155,7 @@ class Engine:
         def make_fixed(*_: int) -> PlannedAttention:
             return PlannedAttention(pools)
 
-        num_seqs, max_samples = merged.max_num_seqs, (1 + MAX_DRAFTS) * merged.max_num_seqs
+        num_seqs, max_samples = merged.max_num_seqs, (1 + MAX_PROPOSED) * merged.max_num_seqs
         recorder = run_again, num_slots > 0
         self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_samples, *recorder) if graphs else None
         if self.graphs is not None:
@@ -165,7 +165,7 @@ class Engine:
         staging, more = Staging(1 << 22, CPU), {"head": head, "slots": slots}
         self._runner = Runner(model, attention, rows, sampler, images, staging, self.graphs, self._arena, tp, **more)
         self.alter: Callable[[PlannedStep, StepResult], StepResult] = lambda step, result: result
-        self._config = config
+        self._config, self._is_free = config, drafter is None
         self.tokens: dict[Key, list[int]] = {}
         self.errors: dict[int, str] = {}
         self.logprobs: dict[Key, list[TokenLogprobs]] = {}
@@ -206,8 +206,8 @@ class Engine:
             self.tokens[key_of(rid, index)], self.logprobs[key_of(rid, index)] = [], []
 
     def step(self) -> bool:
-        for request in self.core.state.running if self.core.drafter is None else ():
-            request.drafts = self.propose(request) if request.is_decoding else ()
+        for request in self.core.state.running if self._is_free else ():
+            request.proposed = self.propose(request) if request.is_decoding else ()
         step = self.core.next_step()
         if step is None:
             return False

@@ -16,8 +16,8 @@ from engine.grammar.compile import compiled as compile_grammar
 from engine.grammar.vocabulary import read_vocabulary
 from engine.scheduler.request import Request
 from engine.wire.grammar import Grammar
-from engine.wire.messages import MAX_DRAFTS
-from engine.worker.sampling.drafts import NONE, HostDrafts
+from engine.wire.messages import MAX_PROPOSED
+from engine.worker.sampling.verify import NONE, HostProposed
 from engine.worker.staging import Staging
 from models.checkpoint.load import init_dummy_weights
 from models.decoders.qwen3_vl import Qwen3VL
@@ -102,11 +102,11 @@ def ask_everything(engine: Engine, regex: bytes, free: list[int]) -> None:
 
 
 def proposer(known: dict[Key, list[int]], rng: random.Random, share: float) -> Callable[[Request], tuple[int, ...]]:
-    """Up to MAX_DRAFTS of what an answer is known to go on with; each is right with probability `share`."""
+    """Up to MAX_PROPOSED of what an answer is known to go on with; each is right with probability `share`."""
 
     def propose(request: Request) -> tuple[int, ...]:
         done = request.num_known - request.num_prompt
-        right = known[key_of(request.rid, request.index)][done : done + rng.randrange(MAX_DRAFTS + 1)]
+        right = known[key_of(request.rid, request.index)][done : done + rng.randrange(MAX_PROPOSED + 1)]
         return tuple(token if rng.random() < share else rng.randrange(300) for token in right)
 
     return propose
@@ -151,10 +151,10 @@ def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], pl
 @in_gate_on("attention")
 def test_right_drafts_save_steps(model: Qwen3VL, free: list[int]) -> None:
     engine = Engine(model)
-    engine.propose = lambda request: tuple(free[request.num_known - request.num_prompt :][:MAX_DRAFTS])
+    engine.propose = lambda request: tuple(free[request.num_known - request.num_prompt :][:MAX_PROPOSED])
     engine.add(0, [text(20, 0)], max_tokens=OUTPUT, seed=5, **ANY)
     engine.run()
-    assert engine.tokens[0] == free and engine.core.state.num_steps == 1 + -(-(OUTPUT - 1) // (MAX_DRAFTS + 1))
+    assert engine.tokens[0] == free and engine.core.state.num_steps == 1 + -(-(OUTPUT - 1) // (MAX_PROPOSED + 1))
 
 
 @in_gate_on("Qwen3.5")
@@ -179,7 +179,7 @@ def test_what_is_kept() -> None:
     """Red if device and host part over which samples count, or which drafts stand before a sample."""
     rng = random.Random(0)
     for _ in range(50):
-        host = HostDrafts(tuple(tuple(rng.randrange(2) for _ in range(rng.randrange(MAX_DRAFTS + 1))) for _ in range(6)))
+        host = HostProposed(tuple(tuple(rng.randrange(2) for _ in range(rng.randrange(MAX_PROPOSED + 1))) for _ in range(6)))
         staging = Staging(4096, torch.device("cpu"))
         staging.begin()
         drafts = host.stage(staging)
@@ -190,4 +190,4 @@ def test_what_is_kept() -> None:
         assert is_last.nonzero().flatten().tolist() == [run[-1] for run in runs]
         before = drafts.before(torch.arange(len(tokens))).tolist()
         expected = [row[:offset] for row in host.rows for offset in range(1 + len(row))]
-        assert before == [[NONE] * (MAX_DRAFTS - len(row)) + list(row) for row in expected]
+        assert before == [[NONE] * (MAX_PROPOSED - len(row)) + list(row) for row in expected]

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.scheduler.drafts.mtp import HeadDrafter
 from engine.scheduler.policy import PlannedStep
-from engine.wire.messages import MAX_HEAD_DRAFTS, StepResult
+from engine.wire.messages import StepResult
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.qwen3_vl import Qwen3VL
@@ -93,12 +94,12 @@ class Telling:
     def alter(self, step: PlannedStep, result: StepResult) -> StepResult:
         sampled = [request for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.sample]
         altered = []
-        for request, count, drafts in zip(sampled, result.num_tokens or [1] * len(sampled), result.head_drafts, strict=True):
+        for request, count, drafts in zip(sampled, result.num_tokens or [1] * len(sampled), result.proposed, strict=True):
             done = request.num_known - request.num_prompt + count
             self.noted.append((request, done, drafts))
             right = self._known[key_of(request.rid, request.index)][done : done + len(drafts)]
             altered.append([token if self._rng.random() < self._share else self._rng.randrange(300) for token in right])
-        return msgspec.structs.replace(result, head_drafts=altered)
+        return msgspec.structs.replace(result, proposed=altered)
 
 
 def prompts(config: ModelConfig) -> list[list[list[int] | Picture]]:

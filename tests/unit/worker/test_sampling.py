@@ -6,8 +6,8 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.wire.messages import SamplingParams
-from engine.worker.sampling.drafts import HostDrafts
 from engine.worker.sampling.samples import BYTES_PER_SAMPLE, Samples, SampleTable, samples_of
+from engine.worker.sampling.verify import HostProposed
 from engine.worker.staging import ALIGNMENT, Staging
 from models.kernels.reference.sampling import MASK32, TorchSampling, gumbel_noise, kept, to_uniform
 from models.kernels.sampling import SampleParams
@@ -99,7 +99,7 @@ def test_staged_samples_take_no_more_than_is_said() -> None:
     for row in range(num_rows):
         table.set(row, everything)
     staging.begin()
-    drafts = HostDrafts(((1,),) * (num_rows // 2))
+    drafts = HostProposed(((1,),) * (num_rows // 2))
     table.samples(np.arange(num_rows), np.arange(num_rows), drafts).stage(staging)
     left = len(staging.rest(torch.uint8))
     assert abs(num_rows * BYTES_PER_SAMPLE - ((1 << 20) - left)) < 8 * ALIGNMENT

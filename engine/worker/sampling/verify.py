@@ -1,5 +1,5 @@
-"""Verification of draft tokens. A row with k drafts samples k + 1 tokens in one step: after its last token and after each draft. The first
-is kept, and each further one as long as all samples before it equal the drafts.
+"""Verification of proposed tokens. A row with k of them samples k + 1 tokens in one step: after its last token and after each of
+them. The first is kept, and each further one as long as all samples before it equal the proposed tokens.
 
 A sample depends only on the tokens before it and on its position (`samples.py`), so the kept tokens equal those of single steps.
 """
@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.wire.messages import MAX_DRAFTS
+from engine.wire.messages import MAX_PROPOSED
 from engine.worker.staging import Staging
 
-NONE = -1  # no draft
+NONE = -1  # no token
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """Drafts of a step with S samples. `next_S`: the draft after each sample's position, NONE after a row's last; `offsets_S`: the number
-    of the row's drafts before it; `firsts_S`: the index of the row's first sample."""
+class Proposed:
+    """Proposed tokens of a step with S samples. `next_S`: the one after each sample, NONE after a row's last; `offsets_S`: the number of
+    the row's proposed tokens before it; `firsts_S`: the index of the row's first sample."""
 
     next_S: torch.Tensor  # int64
     offsets_S: torch.Tensor  # int64
@@ -34,34 +34,34 @@ class Drafts:
         return is_kept, is_kept & is_miss
 
     def before(self, index_A: torch.Tensor) -> torch.Tensor:
-        """Return (A, MAX_DRAFTS) drafts before these samples, right-aligned and padded with NONE."""
-        distance = torch.arange(MAX_DRAFTS, 0, -1, device=index_A.device)
+        """Return (A, MAX_PROPOSED) proposed tokens before these samples, right-aligned and padded with NONE."""
+        distance = torch.arange(MAX_PROPOSED, 0, -1, device=index_A.device)
         found = self.next_S[(index_A[:, None] - distance).clamp(min=0)]
         return torch.where(distance <= self.offsets_S[index_A][:, None], found, NONE)
 
 
 @dataclass(frozen=True, slots=True)
-class HostDrafts:
-    """Drafts on the host, by row."""
+class HostProposed:
+    """Proposed tokens on the host, by row."""
 
     rows: tuple[tuple[int, ...], ...]
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
         """Number of samples per row."""
-        return np.asarray([1 + len(drafts) for drafts in self.rows], dtype=np.int64)
+        return np.asarray([1 + len(tokens) for tokens in self.rows], dtype=np.int64)
 
-    def stage(self, staging: Staging) -> Drafts:
+    def stage(self, staging: Staging) -> Proposed:
         """Put the arrays into `staging`, to be copied later."""
-        following = [token for drafts in self.rows for token in (*drafts, NONE)]
+        following = [token for tokens in self.rows for token in (*tokens, NONE)]
         counts = self.counts
         firsts = np.repeat(counts.cumsum() - counts, counts)
-        return Drafts(*staging.put(np.stack((following, np.arange(len(firsts)) - firsts, firsts))))
+        return Proposed(*staging.put(np.stack((following, np.arange(len(firsts)) - firsts, firsts))))
 
     def kept(self, tokens: Sequence[int]) -> Iterator[range]:
         """Yield the indices of the kept samples of each row."""
         first = 0
-        for drafts in self.rows:
-            count = next((i for i, draft in enumerate(drafts) if tokens[first + i] != draft), len(drafts))
+        for proposed in self.rows:
+            count = next((i for i, token in enumerate(proposed) if tokens[first + i] != token), len(proposed))
             yield range(first, first + count + 1)
-            first += 1 + len(drafts)
+            first += 1 + len(proposed)

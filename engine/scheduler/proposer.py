@@ -1,0 +1,29 @@
+"""Tokens proposed for running requests, which steps verify."""
+
+from engine.scheduler.request import Request
+from engine.scheduler.state import State
+
+
+class Proposer:
+    """Interface for the core. This class proposes no tokens; others override its methods."""
+
+    @property
+    def num_sources(self) -> int:
+        """Number of requests with state; 0 when all have ended."""
+        return 0
+
+    def offer(self, state: State) -> None:
+        """Before a plan: set `Request.proposed` where the results are complete, and hold back rows that should get some later."""
+
+    def take(self, request: Request, proposed: list[int]) -> None:
+        """Take the tokens that workers propose after a request's last one."""
+
+    def note(self, request: Request, num_accepted: int) -> None:
+        """Record how many of a row's proposed tokens were accepted."""
+
+    def release(self, request: Request) -> None:
+        """Release the state of a request that has ended."""
+
+    def use_spare_time(self) -> bool:
+        """Do a small part of the pending work. Return False if there is none."""
+        return False
