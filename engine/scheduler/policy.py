@@ -228,7 +228,7 @@ class _StepBuilder:
         return self.state.blocks.match(request.hasher.chain(ids, usable))
 
     def _decode(self, request: Request) -> None:
-        """Schedule the last token, already deducted from the budget, and the proposed tokens that fit without preemption."""
+        """Schedule the last token, already deducted from the budget, and proposed tokens that fit without preemption."""
         proposed = request.proposed
         if proposed:
             proposed = proposed[: max(0, min(self.budget, request.max_tokens - request.num_output - 1))]

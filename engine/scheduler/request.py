@@ -53,7 +53,7 @@ class Request:
     num_computed: int = 0
     num_committed: int = 0  # blocks offered to the block directory
     num_sampled: int = 0  # sampled by plans in flight, without proposed tokens
-    proposed: tuple[int, ...] = ()  # tokens proposed after the last known one
+    proposed: tuple[int, ...] = ()  # after the last known token; steps verify them
     is_held: bool = False  # waits for tokens in flight: some will be proposed after them
     prediction: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # client's predicted output
     last_step: int = 0  # last step that computed a part of it

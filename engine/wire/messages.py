@@ -373,7 +373,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     starved_images: tuple[int, ...] = ()  # images for which this rank had no memory: zeros, like failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_samples: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
-    proposed: list[list[int]] = []  # after each sampled chunk, see `StepPlan.num_proposed`
+    proposed: list[list[int]] = []  # tokens after each sampled chunk
     failed_loads: list[int] = []  # numbers of the adapters of `StepPlan.loads` that this rank could not read
 
 

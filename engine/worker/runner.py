@@ -49,7 +49,7 @@ class LaunchedStep:
     out_of_memory: bool = False
     failed_samples: dict[int, ErrorInfo] = field(default_factory=dict)
     samples: HostSamples = NO_SAMPLES
-    proposed_SG: torch.Tensor | None = None  # int64, as `sampled`: tokens proposed after the samples
+    proposed_SG: torch.Tensor | None = None  # int64, as `sampled`: proposed after the samples
     failed_loads: list[int] = field(default_factory=list)
 
     def result(self) -> StepResult:
