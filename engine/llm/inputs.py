@@ -14,6 +14,7 @@ from PIL import Image
 
 from engine.llm.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from engine.wire.params import PARAMETERS
+from models.config.types import MEDIA_KINDS
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")
@@ -76,7 +77,7 @@ class Ask:
             return {**fields, "messages": [_message_json(message) for message in messages]}
         if isinstance(prompt, Mapping):
             if set(data := prompt.get("multi_modal_data") or {}) - {"image"}:
-                raise ValueError("multi_modal_data supports only images (key `image`): use `chat` for videos")
+                raise ValueError("multi_modal_data supports only images (key `image`): use `chat` for others")
             fields["images"] = [media_url(image) for image in _list_of(data.get("image", ()))]
             prompt = prompt["prompt_token_ids"] if prompt.get("prompt") is None else prompt["prompt"]
         if not isinstance(prompt, str | Sequence):
@@ -110,12 +111,12 @@ def _part_json(part: Any) -> dict[str, Any]:
     if isinstance(part, str) and not _names_picture(part):
         return {"type": "text", "text": part}
     others = dict(part) if isinstance(part, Mapping) else {"image": part}
-    kind = "video" if str(others.get("type", "")).startswith("video") else "image"
+    kind = next((kind for kind in MEDIA_KINDS if str(others.get("type", "")).startswith(kind)), "image")
     for key in (f"{kind}_url", "image_pil", kind, "url", "path"):
         if key in others:
             value = others.pop(key)
-            if kind == "video" and isinstance(value, list | tuple):
-                return {**others, "video": [media_url(frame) for frame in value]}
+            if kind != "image" and isinstance(value, list | tuple):
+                return {**others, kind: [media_url(frame) for frame in value]}
             url = {**value, "url": media_url(value.get("url"))} if isinstance(value, Mapping) else media_url(value)
             return {**others, "type": f"{kind}_url", f"{kind}_url": url}
     return others

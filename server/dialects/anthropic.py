@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NotEmpty, TokenCount, TopK
+from models.config.types import MEDIA_KINDS, MediaKind
 from server.http.scan import Scanner
 from server.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 from server.http.validate import OneOf, Strict, bad_value
@@ -47,7 +48,7 @@ class UrlSource(Strict):
 
 
 class MediaBlock(Strict):
-    type: Literal["image", "video"]
+    type: MediaKind
     source: Annotated[Base64Source | UrlSource, OneOf("must be of type 'base64' or 'url'")]
 
 
@@ -65,7 +66,7 @@ class ToolUseBlock(Strict):
     input: dict[str, Any]
 
 
-ResultBlock = Annotated[TextBlock | MediaBlock, OneOf("blocks of a result are of type 'text', 'image' or 'video'")]
+ResultBlock = Annotated[TextBlock | MediaBlock, OneOf(f"blocks of a result are of type 'text', {' or '.join(map(repr, MEDIA_KINDS))}")]
 
 
 class ToolResultBlock(Strict):
@@ -78,11 +79,11 @@ class ToolResultBlock(Strict):
 
 Block = Annotated[
     TextBlock | MediaBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
-    OneOf("content blocks are of type 'text', 'image', 'video', 'tool_use', 'tool_result', 'thinking' or 'redacted_thinking'"),
+    OneOf(f"content blocks are of type 'text', {str(MEDIA_KINDS)[1:-1]}, 'tool_use', 'tool_result', 'thinking' or 'redacted_thinking'"),
 ]
 OF_ROLES = {
     "system": ("text",),
-    "user": ("text", "image", "video", "tool_result"),
+    "user": ("text", *MEDIA_KINDS, "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 

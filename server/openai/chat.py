@@ -227,7 +227,7 @@ def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[st
 
 
 def conversation_of(request: MediaRequest, messages: list[Message], body: Body) -> Conversation:
-    return read_conversation(messages, body, salt=request.cache_salt, limits=request.mm_processor_kwargs, io=request.media_io_kwargs)
+    return read_conversation(messages, body, request.cache_salt, request)
 
 
 def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Gathering:

@@ -6,11 +6,9 @@ from typing import Any
 
 from engine.wire.messages import AnyRef
 from server.http.body import Body
-from server.openai.media import ImagePart
 from server.openai.media_refs import MediaRefs
-from server.openai.parts import Message, RefusalPart, TextPart
+from server.openai.parts import MEDIA, MediaOptions, Message, ProcessorKwargs, RefusalPart, TextPart
 from server.openai.tools import CustomCall, ToolCall
-from server.openai.video import MediaIoKwargs, ProcessorKwargs, VideoIo, reference
 
 
 @dataclass(slots=True)
@@ -22,20 +20,18 @@ class Conversation:
     used_references: set[int]  # indices of the scanner's references
 
 
-def read_conversation(
-    messages: list[Message], body: Body, salt: str | None, limits: ProcessorKwargs | None, io: MediaIoKwargs | None = None
-) -> Conversation:
-    """Replace every part with a medium by an index into the media; `limits` and `io` are those of the whole request. RequestError 400."""
+def read_conversation(messages: list[Message], body: Body, salt: str | None, options: MediaOptions) -> Conversation:
+    """Replace every part with a medium by an index into the media. RequestError 400."""
     refs, media = MediaRefs(body, salt), list[AnyRef]()
-    limits, video_io = limits or ProcessorKwargs(), (io and io.video) or VideoIo()
+    limits = options.mm_processor_kwargs or ProcessorKwargs()
 
     def read(part: Any, name: str) -> dict[str, object]:
         """Return the part as the template gets it."""
         if isinstance(part, TextPart | RefusalPart):
             return {"type": "text", "text": part.text}
-        is_image = isinstance(part, ImagePart)
-        media.append(part.reference(name, refs, limits) if is_image else reference(part, name, refs, limits, video_io))
-        return {"type": "image" if is_image else "video", "media": len(media) - 1}
+        kind, reference = MEDIA[type(part)]
+        media.append(reference(part, name, refs, limits, options.media_io_kwargs))
+        return {"type": kind, "media": len(media) - 1}
 
     shown: list[dict[str, object]] = []
     for i, message in enumerate(messages):

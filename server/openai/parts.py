@@ -1,13 +1,15 @@
-"""Messages of chat completions and their parts, as strict types."""
+"""Messages of chat completions and their parts, as strict types. Kinds of media are registered here."""
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from server.http.validate import OneOf, Strict
-from server.openai.media import ImagePart
+from engine.wire.messages import AnyRef
+from server.http.validate import OneOf, Open, Strict
+from server.openai.media import ImagePart, PixelSizes
 from server.openai.tools import CALLS, CustomCall, ToolCall
-from server.openai.video import FramesPart, VideoPart
+from server.openai.video import FramesPart, MediaIoKwargs, VideoOptions, VideoPart, reference
 
 MAX_TOOLS = 1024
 
@@ -28,6 +30,28 @@ class RefusalPart(Strict):
     text: str = Field(alias="refusal")
 
 
+class ProcessorKwargs(VideoOptions):
+    """Options of all media of a request. Options of other models are rejected."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    size: PixelSizes | None = None
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "ProcessorKwargs":
+        if self.size is not None:
+            self.min_pixels = self.min_pixels or self.size.shortest_edge
+            self.max_pixels = self.max_pixels or self.size.longest_edge
+        return self
+
+
+class MediaOptions(Open):
+    """Options of all media of a request."""
+
+    mm_processor_kwargs: ProcessorKwargs | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
+
+
 def _usual(part: object) -> object:
     """Convert `image` parts of the Python API and `file` parts with data to `image_url` parts."""
     if isinstance(part, dict) and part.get("type") == "image":
@@ -36,6 +60,9 @@ def _usual(part: object) -> object:
     return {"type": "image_url", "image_url": file["file_data"]} if isinstance(file, dict) and file.get("file_data") else part
 
 
+MEDIA: dict[type, tuple[str, Callable[..., AnyRef]]] = {  # kinds of parts, and how their references are made
+    ImagePart: ("image", ImagePart.reference), VideoPart: ("video", reference), FramesPart: ("video", reference),
+}  # fmt: skip
 Part = Annotated[
     TextPart | RefusalPart | ImagePart | VideoPart | FramesPart,
     OneOf("parts are of type 'text', 'image_url', 'video_url' or 'video', or 'input_text', 'input_image' or 'input_video'"),

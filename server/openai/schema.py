@@ -10,9 +10,8 @@ from pydantic import BeforeValidator, Field, create_model
 
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
-from server.openai.parts import FIRST, Message, TextPart, ToolList
+from server.openai.parts import FIRST, MediaOptions, Message, TextPart, ToolList
 from server.openai.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
-from server.openai.video import MediaIoKwargs, ProcessorKwargs
 
 MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # every token is compared with all of them
@@ -117,11 +116,8 @@ class AnyRequest(Open):
             raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
 
-class MediaRequest(AnyRequest):
+class MediaRequest(MediaOptions, AnyRequest):
     """Fields of requests with conversations."""
-
-    mm_processor_kwargs: ProcessorKwargs | None = None
-    media_io_kwargs: MediaIoKwargs | None = None
 
 
 # Fields that hold a grammar: its kind, and the type.

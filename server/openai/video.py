@@ -1,4 +1,4 @@
-"""Videos in the content of messages, and options of all videos of a request."""
+"""Videos in the content of messages, and their options."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from engine.wire.messages import MediaRef, VideoRef
 from server.http.validate import OneOf, Open, Strict, bad_value
-from server.openai.media import NO_URL, PixelLimits, PixelSizes, Uuid, merged, url_object
+from server.openai.media import NO_URL, PixelLimits, Uuid, merged, url_object
 from server.openai.media_refs import MediaRefs, check_extra
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's format: images separated by commas, and their default rate
@@ -36,21 +36,6 @@ class VideoOptions(PixelLimits):
     def _one_way(self) -> "VideoOptions":
         if self.fps is not None and self.num_frames is not None:
             raise ValueError("takes `fps` or `num_frames`, not both")
-        return self
-
-
-class ProcessorKwargs(VideoOptions):
-    """Options of all images and videos of a request. Options of other models are rejected."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    size: PixelSizes | None = None
-
-    @model_validator(mode="after")
-    def _sizes(self) -> "ProcessorKwargs":
-        if self.size is not None:
-            self.min_pixels = self.min_pixels or self.size.shortest_edge
-            self.max_pixels = self.max_pixels or self.size.longest_edge
         return self
 
 
@@ -111,25 +96,25 @@ def _merged(options: Sequence[VideoOptions]) -> dict[str, Any]:
     return merged(options, VideoOptions.model_fields.keys(), RATES)
 
 
-def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: ProcessorKwargs, io: VideoIo) -> VideoRef:
+def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: VideoOptions, io: MediaIoKwargs | None) -> VideoRef:
     """Return the reference for the processor. Options next to the URL take precedence, then the part's, then `limits`, then `io`."""
-    sources: list[VideoOptions] = [part, limits]
+    sources, video_io = [part, limits], (io and io.video) or VideoIo()
     if isinstance(part, FramesPart):
         check_extra(part, part, f"{name}.video")
         if isinstance(part.video, list):
             frames = [refs.of(url, None, f"{name}.video.{i}") for i, url in enumerate(part.video)]
-            return _frames(part, name, sources, io, VideoRef(frames=frames))
+            return _frames(part, name, sources, video_io, VideoRef(frames=frames))
         file = refs.of(part.video, part.uuid, f"{name}.video")
     else:
         sources.insert(0, part.video_url)
         check_extra(part, part.video_url, f"{name}.video_url")
         file = refs.of(part.video_url.url, part.uuid, f"{name}.video_url", ".url")
     if refs.has_type(file, JOINED_TYPE):
-        return _frames(part, name, sources, io, VideoRef(file=file, holds_frames=True, source_fps=JOINED_FPS))
+        return _frames(part, name, sources, video_io, VideoRef(file=file, holds_frames=True, source_fps=JOINED_FPS))
     for field, values in (("frames_indices", part.frames_indices), ("timestamps", part.timestamps)):
         if values is not None:
             raise bad_value(f"{name}.{field}", "is only supported for a list of frames")
-    return _sampled(sources, file, io)
+    return _sampled(sources, file, video_io)
 
 
 def _sampled(sources: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoRef:
@@ -142,7 +127,7 @@ def _sampled(sources: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoR
     return VideoRef(file=file, samples=samples, max_frame_tokens=options.pop("max_tokens_per_frame", None), **options)
 
 
-def _frames(part: VideoPart | FramesPart, name: str, sources: list[VideoOptions], io: VideoIo, ref: VideoRef) -> VideoRef:
+def _frames(part: FrameOptions, name: str, sources: list[VideoOptions], io: VideoIo, ref: VideoRef) -> VideoRef:
     """Complete a reference to a list of frames; `fps` is the rate of their source. RequestError 400."""
     if any(one.do_sample_frames for one in sources) or io.do_sample_frames:
         raise bad_value(f"{name}.do_sample_frames", "may only be false for a list of frames, all of which are used")

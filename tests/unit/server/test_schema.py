@@ -23,7 +23,6 @@ from server.openai.endpoint import sampling_params
 from server.openai.fields import HARMLESS, LIMITED, UnknownFields
 from server.openai.grammar import read_grammar
 from server.openai.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
-from server.openai.video import ProcessorKwargs
 
 SEED = 5
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)
@@ -33,9 +32,9 @@ URL = "https://x.org/a"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0, limits: ProcessorKwargs | None = None) -> Conversation:
+def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0) -> Conversation:
     body: Any = SimpleNamespace(scanner=scanner, region=SimpleNamespace(offset=offset), credentials=b"")
-    return read_conversation(request.messages, body, None, limits)
+    return read_conversation(request.messages, body, None, request)
 
 
 def parse(**fields: object) -> ChatRequest:
@@ -313,5 +312,5 @@ def test_limits_on_pixels() -> None:
         {"type": "image_url", "image_url": {"url": "https://a", "detail": "high"}},
     ]
     request = parse(messages=[{"role": "user", "content": parts}], mm_processor_kwargs={"min_pixels": 7, "max_pixels": 8})
-    media = read_messages(request, Scanner("nonce", 4), limits=request.mm_processor_kwargs).media
+    media = read_messages(request, Scanner("nonce", 4)).media
     assert [(ref.min_pixels, ref.max_pixels, ref.cap) for ref in media] == [(50, 100, None), (7, 9, 512 * 512), (7, 8, None)]
