@@ -77,7 +77,7 @@ class Ask:
             return {**fields, "messages": [_message_json(message) for message in messages]}
         if isinstance(prompt, Mapping):
             if set(data := prompt.get("multi_modal_data") or {}) - {"image"}:
-                raise ValueError("multi_modal_data supports only images (key `image`): use `chat` for others")
+                raise ValueError("multi_modal_data supports only images (key `image`): use `chat` for other media")
             fields["images"] = [media_url(image) for image in _list_of(data.get("image", ()))]
             prompt = prompt["prompt_token_ids"] if prompt.get("prompt") is None else prompt["prompt"]
         if not isinstance(prompt, str | Sequence):

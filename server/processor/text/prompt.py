@@ -4,8 +4,8 @@ A rendered text is cut at its special tokens, which are the template's own; then
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 from tokenizers import Tokenizer
@@ -31,54 +31,19 @@ def too_long(limit: int, num_tokens: str) -> RequestError:
     return RequestError(400, words, PROMPT, "context_length_exceeded")
 
 
-@dataclass(frozen=True, slots=True)
-class Visual:
-    """Placeholders of a medium in a prompt: the number of tokens of each of its items. Items with captions are enclosed each in start and
-    end tokens, after their captions."""
+class Visual(NamedTuple):
+    """Numbers of placeholders of a medium's items. An item with a caption follows it, between a start and an end token."""
 
     kind: MediaKind
     lengths: list[int]
     captions: list[str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Placeholders:
-    """Placeholder token ids by kind of medium, and the ids around an item with a caption."""
+class ExpandedPrompt(NamedTuple):
+    """int32 ids with placeholders of all items of media. Item k of medium i begins at `starts[i][k]`."""
 
-    ids: Mapping[MediaKind, int]
-    ends: tuple[int, int]
-
-    def shown(self, ids: Sequence[int]) -> list[MediaKind]:
-        """Return the kind of each medium in the ids."""
-        kinds = {placeholder: kind for kind, placeholder in self.ids.items()}
-        return [kinds[token_id] for token_id in ids if token_id in kinds]
-
-
-class ExpandedPrompt:
-    """int32 ids in which the placeholder of each medium is replaced by those of all its items. Item k of medium i begins at `starts[i][k]`.
-
-    `write` converts captions to ids. The start and end tokens of items are inside those of the medium that the template has written, as in
-    transformers 5.10 and later."""
-
-    def __init__(self, ids: Sequence[int], placeholders: Placeholders, visuals: Sequence[Visual], write: Callable[[str], list[int]]):
-        self.ids = array("i")
-        self.starts: list[list[int]] = []
-        position = 0
-        for visual in visuals:
-            placeholder = placeholders.ids[visual.kind]
-            slot = ids.index(placeholder, position)
-            self.ids.extend(ids[position:slot])
-            starts = []
-            for k, length in enumerate(visual.lengths):
-                if visual.captions is not None:
-                    self.ids.extend([*write(visual.captions[k]), placeholders.ends[0]])
-                starts.append(len(self.ids))
-                self.ids.extend(array("i", [placeholder]) * length)
-                if visual.captions is not None:
-                    self.ids.append(placeholders.ends[1])
-            self.starts.append(starts)
-            position = slot + 1
-        self.ids.extend(ids[position:])
+    ids: "array[int]"
+    starts: list[list[int]]
 
 
 class PromptBuilder:
@@ -88,7 +53,8 @@ class PromptBuilder:
         self.tokenizer = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal.encode_special_tokens = True  # special tokens in its input are text
-        self._placeholders = Placeholders(checkpoint.placeholder_ids, checkpoint.vision_token_ids)
+        self._placeholders, self._ends = checkpoint.placeholder_ids, checkpoint.vision_token_ids
+        self._kinds = {placeholder: kind for kind, placeholder in self._placeholders.items()}
         self._frame = _frame_of(self.tokenizer)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -112,7 +78,7 @@ class PromptBuilder:
         """Return token ids with one placeholder per medium of these kinds. With `is_framed`, a chat gets the tokens that the
         tokenizer puts around a text. Raises RequestError 400 if the template refuses the messages or does not show every medium, or, before
         the whole text is encoded, if it has far more tokens than `limit`."""
-        if kinds and not self._placeholders.ids:
+        if kinds and not self._placeholders:
             raise no_vision()
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
@@ -126,7 +92,7 @@ class PromptBuilder:
         else:
             self._check_size(prompt.text, limit)
             ids = [*self._frame[0], *self._encode_piece(prompt.text)]
-        shown = self._placeholders.shown(ids)
+        shown = [self._kinds[token_id] for token_id in ids if token_id in self._kinds]
         if len(shown) > len(kinds) == 0 and not is_chat:
             raise RequestError(400, "The prompt contains an image placeholder, which only messages can add.", PROMPT, "invalid_value")
         if shown != list(kinds) and not is_chat:
@@ -139,7 +105,7 @@ class PromptBuilder:
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """Replace a run of placeholders, one for each of an image's tokens, by a single one: images are never adjacent."""
-        pairs, image = zip(ids, [None, *ids], strict=False), self._placeholders.ids["image"]
+        pairs, image = zip(ids, [None, *ids], strict=False), self._placeholders["image"]
         return [token_id for token_id, before in pairs if not (token_id == before == image)]
 
     def first_tokens(self, words: list[str]) -> tuple[int, ...]:
@@ -206,7 +172,25 @@ class PromptBuilder:
         return ids
 
     def expand(self, ids: Sequence[int], visuals: Sequence[Visual]) -> ExpandedPrompt:
-        return ExpandedPrompt(ids, self._placeholders, visuals, self._encode_piece)
+        """Expand ids with one placeholder per medium. Items' start and end tokens are inside those that the template has written, as in
+        transformers 5.10 and later."""
+        prompt, position = ExpandedPrompt(array("i"), []), 0
+        for visual in visuals:
+            placeholder = self._placeholders[visual.kind]
+            slot = ids.index(placeholder, position)
+            prompt.ids.extend(ids[position:slot])
+            starts = []
+            for k, length in enumerate(visual.lengths):
+                if visual.captions is not None:
+                    prompt.ids.extend([*self._encode_piece(visual.captions[k]), self._ends[0]])
+                starts.append(len(prompt.ids))
+                prompt.ids.extend(array("i", [placeholder]) * length)
+                if visual.captions is not None:
+                    prompt.ids.append(self._ends[1])
+            prompt.starts.append(starts)
+            position = slot + 1
+        prompt.ids.extend(ids[position:])
+        return prompt
 
 
 def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -178,7 +178,7 @@ def test_ids_are_counted_before_they_are_decoded() -> None:
 
 def test_a_prompt_of_too_many_ids_is_refused_by_its_length(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = PromptBuilder(checkpoint)
-    monkeypatch.setattr(prompts, "_placeholders", None)  # which looks at each id
+    monkeypatch.setattr(prompts, "_kinds", None)  # which looks at each id
     with pytest.raises(RequestError, match="it has 11 tokens") as caught:
         prompts.encode(TokenPrompt([1] * 11), [], limit=10)
     assert caught.value.info.code == "context_length_exceeded"

@@ -115,13 +115,13 @@ def test_special_tokens_in_texts_stay_text(builder: PromptBuilder) -> None:
 def test_images_in_every_role(builder: PromptBuilder) -> None:
     for role in ("system", "assistant", "user"):
         messages = [{"role": role, "content": [IMAGE, text("x")]}, *user(IMAGE, text("y"))]
-        assert encode(builder, messages, 2).count(builder._placeholders.ids["image"]) == 2
+        assert encode(builder, messages, 2).count(builder._placeholders["image"]) == 2
 
 
 def test_placeholders_expand_in_place(builder: PromptBuilder) -> None:
     ids = encode(builder, user(text("a"), IMAGE, text("b"), IMAGE), 2)
     prompt = builder.expand(ids, [Visual("image", [3]), Visual("image", [5])])
-    pad = builder._placeholders.ids["image"]
+    pad = builder._placeholders["image"]
     assert len(prompt.ids) == len(ids) - 2 + 8
     for (start,), length in zip(prompt.starts, [3, 5], strict=True):
         assert list(prompt.ids[start : start + length]) == [pad] * length
