@@ -42,7 +42,6 @@ class Interrupted(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
     config = parse_args(argv)
     setup_logging("launcher", config.log_level)
     try:
@@ -206,7 +205,6 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
 
 
 def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu], backend: str) -> EngineConfig:
-    """Smaller steps where one of these GPUs is small."""
     memory = config.gpu_memory or min(gpu.total_memory for gpu in gpus)
     fitted = fit(config, model, memory, backend)
     if smaller := cuts(config, fitted):
@@ -232,7 +230,6 @@ def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
 
 
 def write_out(text: str) -> None:
-    """On stdout. Raises OSError."""
     try:
         print(text, flush=True)
     except OSError as problem:

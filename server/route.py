@@ -235,7 +235,6 @@ def _is_full(error: Exception) -> bool:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Serve until SIGINT or SIGTERM."""
     config = EngineConfig(**{name: getattr(args, name) for name in FLAGS})
     proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound, read_api_keys(config))
     server = make_server(proxy, ConnectionLimiter(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)

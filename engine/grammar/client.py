@@ -65,7 +65,6 @@ class GrammarCompiler:
         return compiled.data
 
     async def close(self) -> None:
-        """End the guests."""
         await self.pool.close()
 
     async def _compile(self, grammar: Grammar, client: bytes) -> Compiled:

@@ -45,7 +45,6 @@ def check(schema: object) -> None:
 
 
 def parts_of(schema: Json) -> Iterator[Any]:
-    """Return the schemas within a schema."""
     for name, value in schema.items():
         if name in SINGLE:
             yield value

@@ -56,8 +56,6 @@ class Runtime(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """Status report of a child to the launcher."""
-
     role: str
     state: Literal["progress", "ready"]
     text: str = ""
@@ -99,7 +97,6 @@ class Child:
         return cls(role, runtime)
 
     def arena_view(self, arena: int, writable: bool = False) -> ArenaView:
-        """Return the view of API_ARENA or PROCESSOR_ARENA."""
         return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena), writable)
 
     def arena_size(self, arena: int) -> int:
@@ -112,7 +109,6 @@ class Child:
         return Path(self.run_dir) / f"{COMPILING}{self.role}"
 
     def is_compiling(self) -> bool:
-        """Return whether any process compiles kernels."""
         return any(Path(self.run_dir).glob(f"{COMPILING}*"))
 
     def progress(self, text: str) -> None:
@@ -129,7 +125,6 @@ class Child:
             Path(self.run_dir, self.role + FAILED).write_text(text)
 
     def close(self) -> None:
-        """Close the connection to the launcher."""
         self._status.close()
 
     def on_orphaned(self, stop: Callable[[], None], grace: float = 5.0) -> None:

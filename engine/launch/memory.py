@@ -106,7 +106,6 @@ def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
 
 
 def adapter_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes of the slots for adapters on each GPU."""
     return config.num_adapter_slots * slot_bytes(model, config.tp, config.max_lora_rank, VALUE_BYTES)
 
 
@@ -157,7 +156,6 @@ def dequantized_bytes(text: TextConfig, tp: int, format: Format) -> int:
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
-    """Peak bytes of a forward pass."""
     text = model.text
     of_token = 3 * text.intermediate_size // tp
     if text.moe is not None:

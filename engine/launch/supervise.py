@@ -112,7 +112,6 @@ class Supervisor:
         return None
 
     def _failures(self) -> list[str]:
-        """Return the reasons that children reported before they ended."""
         reasons = [(path.stem, path.read_text()) for path in sorted(self.run_dir.glob(f"*{FAILED}"))]
         return [f"{role}: {reason}" for role, reason in reasons if reason]
 

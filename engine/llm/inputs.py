@@ -58,7 +58,6 @@ class Ask:
     number: int = 0
 
     def output(self, num_answers: int = 0, error: Exception | None = None) -> RequestOutput | EmbeddingRequestOutput:
-        """Return an output without results."""
         if self.path == EMBEDDINGS:
             return EmbeddingRequestOutput(self.prompt, self.number, error=error)
         return RequestOutput(self.prompt, self.number, [CompletionOutput(index) for index in range(num_answers)], error=error)

@@ -174,7 +174,6 @@ class SchedulerCore:
             self._last_progress = time.monotonic()
 
     def take_outputs(self, stats: EngineStats | None, heartbeat: float) -> EngineOutputs:
-        """Return the outputs since the last call."""
         outputs = EngineOutputs(self._outputs, self._released, stats, heartbeat, self.state.wanted)
         self._outputs, self._released, self.state.wanted = [], [], []
         return outputs

@@ -30,7 +30,6 @@ class ImageDirectory:
         self._evicted_ids: list[int] = []
 
     def get(self, digest: bytes) -> ImageEntry | None:
-        """Return the entry of an image on the device, if any."""
         return self._entries.get(digest)
 
     def pin(self, digest: bytes) -> ImageEntry:

@@ -10,8 +10,6 @@ MAX_S: dict[str, dict[Activity, float]] = {  # that an activity may take without
 
 
 class Workers:
-    """Last heartbeat of each worker."""
-
     def __init__(self, device: str) -> None:
         self._max_s = MAX_S[device]
         self._beats: dict[int, tuple[float, Heartbeat]] = {}

@@ -65,7 +65,6 @@ class Scheduler:
         self._checks: Iterator[None] = iter(())  # remaining checks
 
     def run(self) -> None:
-        """Run until `stopping` is set."""
         ready = self._await_workers()
         if ready is None:
             return

@@ -91,7 +91,6 @@ class UpdateControl:
         self._done(number)
 
     def _note(self, job: Job, problems: list[str]) -> None:
-        """Process the answers of all ranks."""
         if not self._is_executing:
             self._is_executing = not problems
             self._states = []
@@ -118,7 +117,6 @@ class UpdateControl:
             self._is_mixed = is_refused and self._num_partial > 0
 
     def _rename(self, version: str) -> None:
-        """Name the weights from now on."""
         self._version, self._core.state.metadata = version, metadata_of(version)
 
     def _close(self, drain: Drain) -> None:

@@ -55,7 +55,6 @@ class UpdateWorker:
 
     @torch.inference_mode()
     def conclude(self, verdict: Verdict) -> None:
-        """Execute the prepared job, or drop it."""
         if verdict.is_granted:
             try:
                 self._synchronize()
@@ -150,7 +149,6 @@ class UpdateWorker:
         return self._model.config.architecture.names_of(tensors)
 
     def _known(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return the tensors by the model's names."""
         return {known: tensors[name] for known, name in self._names(tensors).items()}
 
     @staticmethod

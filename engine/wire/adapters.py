@@ -21,8 +21,6 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
-    """Adapter of --lora-modules."""
-
     name: str
     ref: AdapterRef
 
@@ -33,5 +31,4 @@ def number_of(adapter: AdapterRef | None) -> int:
 
 
 def image_key(digest: bytes, adapter: AdapterRef) -> bytes:
-    """Return a hash of an image's hash and of the adapter."""
     return hashlib.blake2b(digest, digest_size=len(digest), key=b"%d" % adapter.number, person=b"image-of-adapter").digest()

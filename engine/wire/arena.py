@@ -83,12 +83,10 @@ class Regions:
         return not self._allocated
 
     def offsets(self) -> set[int]:
-        """Offsets of the allocated regions."""
         return set(self._allocated)
 
     @property
     def num_free(self) -> int:
-        """Number of free bytes."""
         return sum(self._free_ends) - sum(self._free_starts)
 
     def can_hold(self, length: int) -> bool:
@@ -147,7 +145,6 @@ class Regions:
             self.free(keep)
 
     def check(self) -> None:
-        """Assert the invariant."""
         ranges = sorted([*self._allocated.items(), *zip(self._free_starts, self._free_ends, strict=True)])
         cursor = 0
         for start, end in ranges:

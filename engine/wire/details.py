@@ -39,7 +39,6 @@ class TokenDetails(msgspec.Struct, array_like=True):
         self.num_accepted += index < output.num_accepted
 
     def count_in(self, stats: DetailTotals) -> None:
-        """Add the details of a verified row to the totals."""
         stats.drafts += 1
         stats.draft_tokens += self.num_drafts
         stats.accepted_draft_tokens += self.num_accepted

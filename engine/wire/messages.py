@@ -66,8 +66,6 @@ class Payload(msgspec.Struct, tag=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """A validated request."""
-
     rid: int
     prompt: ChatPrompt | TextPrompt | TokenPrompt
     media: list[AnyRef]
@@ -316,7 +314,6 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of the chunk."""
         return self.sample and 1 + len(self.proposed)
 
     @property

@@ -35,7 +35,6 @@ class PromptLogprobs(msgspec.Struct, tag=True, frozen=True, array_like=True):
         return self.start + len(self.logprobs) // 4
 
     def beginning_at(self, start: int) -> "PromptLogprobs":
-        """Return the part without the tokens before `start`."""
         skipped = 4 * (start - self.start)
         num_top = self.num_top
         tops = self.top_ids[skipped * num_top :], self.top_logprobs[skipped * num_top :]
@@ -81,5 +80,4 @@ def joined(parts: Sequence[Report]) -> Report | None:
 
 
 def ranked_tokens(reports: Iterable[ShownReport]) -> list[list[RankedToken]]:
-    """Join the tokens of a prompt."""
     return [place for report in reports if isinstance(report, RankedTokens) for place in report.places]

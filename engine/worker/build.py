@@ -258,7 +258,6 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend:
 
 
 def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> LanguageModel:
-    """Return the model with its weights, read or random."""
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
     format = decoder_format(child.config, model_config.text)

@@ -73,8 +73,6 @@ class HostStep:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step on the device."""
-
     batch: ForwardBatch  # its logits_indices include the scored tokens
     samples: Samples
     indices_S: torch.Tensor  # int64: indices of the step's logits_indices among these
@@ -137,14 +135,12 @@ class Rows:
                 self._snapshots.clear(chunk.blocks)
 
     def save_snapshots(self, step: HostStep, chunks: Sequence[Chunk]) -> None:
-        """Save the states after a computed step's chunks."""
         if self._snapshots is not None and any(chunk.snapshot for chunk in chunks):
             for row, chunk in zip(self.state_arrays(step)[0].tolist(), chunks, strict=True):
                 if chunk.snapshot:
                     self._snapshots.save(row, chunk.snapshot)
 
     def build(self, admits: Sequence[Admit], chunks: Sequence[Chunk], images: Mapping[int, torch.Tensor]) -> HostStep:
-        """Return a plan's chunks as arrays."""
         num_prefills = len(chunks) - sum(chunk.is_decode for chunk in chunks)
         prefills, decodes = chunks[:num_prefills], chunks[num_prefills:]
         ids, positions = self._tokens(prefills, decodes)
@@ -313,7 +309,6 @@ class Rows:
         return next_ids
 
     def _extents(self, chunks: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
-        """Return the starts and lengths of chunks."""
         starts, lengths = np.asarray([(chunk.start, chunk.length) for chunk in chunks], dtype=np.int64).T
         return starts, lengths
 

@@ -92,8 +92,6 @@ class Head(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """Executor of plans for one rank."""
-
     model: LanguageModel
     attention: AttentionBackend
     rows: Rows

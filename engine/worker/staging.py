@@ -50,7 +50,6 @@ class Staging:
         return self._device[self._used : len(self._device) // ALIGNMENT * ALIGNMENT].view(dtype)
 
     def copy(self) -> None:
-        """Enqueue the transfer on the current stream."""
         if self._device is not self._hosts[self._index]:
             self._transfers.fetch_(self._device[: self._used], self._hosts[self._index][: self._used])
 

@@ -76,7 +76,6 @@ class WeightRoute:
         self.orders = orders
 
     async def run(self, asked: Any) -> Json:
-        """Return the document. RequestError."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,8 +124,6 @@ class ResumeRoute(WeightRoute):
 
 
 class Options(Strict):
-    """Fields of every update."""
-
     abort_all_requests: bool | None = None
     weight_version: str | None = None
     load_format: Literal["auto", "safetensors"] | None = None

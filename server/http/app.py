@@ -57,8 +57,6 @@ MAX_SCRAPERS = 64  # connections of the port for metrics
 
 
 class Api:
-    """Routes and their shared state."""
-
     def __init__(self, child: Child):
         self._child = child
         self.arena = Arena(child.runtime.arena_fds[API_ARENA], child.arena_size(API_ARENA))
@@ -223,7 +221,6 @@ async def serve(child: Child) -> None:
 
 
 def main() -> None:
-    """Entry point."""
     child = Child.attach("api")
     try:
         uvloop.run(serve(child))

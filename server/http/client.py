@@ -72,8 +72,6 @@ class Stream:
 
 
 class EngineHealth:
-    """State of the engine according to its heartbeats."""
-
     def __init__(self) -> None:
         self.heartbeat = 0.0  # time of the last heartbeat
         self.refusal: ErrorInfo | None = None  # error of new requests while the server stops
@@ -195,7 +193,6 @@ class Client:
         self.health.heartbeat = max(self.health.heartbeat, message.heartbeat)
 
     def _free(self, stream: Stream) -> None:
-        """Free the stream's place in the request limit."""
         for rid in {rid for rid, _ in stream.choices}:
             self._streams.pop(rid, None)
 

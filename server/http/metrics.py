@@ -40,8 +40,6 @@ ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # finish reasons with a
 
 
 class StatsCollector(Collector):
-    """Collector of the latest EngineStats."""
-
     def __init__(self, client: Client, model_name: str, block_size: int):
         self._client, self._block_size, self._model_name = client, block_size, model_name
 
@@ -72,8 +70,6 @@ class StatsCollector(Collector):
 
 
 class Metrics:
-    """Counters and histograms of requests."""
-
     def __init__(self, client: Client, model_name: str, block_size: int):
         self._registry = CollectorRegistry()
         self._registry.register(StatsCollector(client, model_name, block_size))
@@ -102,7 +98,6 @@ class Metrics:
         self._responses.labels(self._name, str(status)).inc()
 
     def note_refusal(self, info: ErrorInfo) -> None:
-        """Count a rejected request."""
         self.note_response(info.status)
         self._refusals.labels(self._name, info.code or str(info.status)).inc()
 

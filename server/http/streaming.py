@@ -21,8 +21,6 @@ STAGES = {
 
 
 class Usage(msgspec.Struct):
-    """Token counts of a choice so far."""
-
     num_prompt: int = 0
     num_cached: int = 0
     num_generated: int = 0
@@ -89,8 +87,6 @@ class Call:
 
 @dataclass(slots=True)
 class Choice:
-    """State of one choice."""
-
     index: int
     usage: Usage = field(default_factory=Usage)
     content: list[str] = field(default_factory=list)
@@ -203,7 +199,6 @@ class BlockFormat(Format):
         """Return a piece of the open block from this event."""
 
     def kind_of(self, call: Call) -> str:
-        """Return the kind of a call's block."""
         return "call"
 
     def token_chunk(self, choice: Choice, event: Event) -> bytes:

@@ -221,7 +221,6 @@ def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> Chat
 
 
 def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a message of the assistant for a history."""
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 

@@ -98,8 +98,6 @@ class Job(ABC):
 
 @dataclass(slots=True, kw_only=True)
 class Generation(Job):
-    """Job whose answer is generated text."""
-
     request: GenerationRequest
     options: ReplyOptions
     format: Callable[[ReplyOptions], Format]
@@ -225,8 +223,6 @@ class Endpoint(ABC):
 
 
 class GenerationEndpoint(Endpoint):
-    """An endpoint that answers with generated text."""
-
     format: type[Format]
 
     def job_of(self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, **output: Any) -> Generation:

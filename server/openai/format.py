@@ -135,8 +135,6 @@ class ChatFormat(OpenAIFormat):
 
 
 class CompletionFormat(OpenAIFormat):
-    """Format of text completions."""
-
     id_prefix, chunk_object, document_object = "cmpl", "text_completion", "text_completion"
 
     def first_chunk(self, choice: Choice) -> bytes:

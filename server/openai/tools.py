@@ -73,8 +73,6 @@ class CustomDefinition(Strict):
 
 
 class CustomTool(Strict):
-    """A tool that takes one text."""
-
     type: Literal["custom"]
     custom: CustomDefinition
 

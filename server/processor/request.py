@@ -28,8 +28,6 @@ class Preface(Protocol):
 
 
 class PendingToken(NamedTuple):
-    """Data of a token whose text is from `begin` to `end`."""
-
     begin: int
     end: int
     token_id: int
@@ -48,8 +46,6 @@ class Answer:
 
 @dataclass(slots=True)
 class Request:
-    """Request from Submit until its memory is released."""
-
     submit: Submit
     media: list[Medium]
     answers: list[Answer]

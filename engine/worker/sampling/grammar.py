@@ -38,8 +38,6 @@ SLOW_S = 0.1  # thread time for one token of one row; tens of microseconds are u
 
 @dataclass(slots=True)
 class Session:
-    """Matcher of one request."""
-
     matcher: "GrammarMatcher"
     after: int | None  # the grammar applies after this token; None once it has been sampled
     is_over: bool = False  # the text is complete, or another rule made it violate the grammar
@@ -50,7 +48,6 @@ class Session:
         return self.after is None and not self.is_over and not self.is_slow
 
     def take(self, token_id: int) -> None:
-        """Accept a sampled token of the request."""
         if self.restricts:
             with self._watched():
                 self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()

@@ -30,8 +30,6 @@ NOTHING_READ = Readings({})
 
 @dataclass(frozen=True, slots=True)
 class StepReports:
-    """Reports that a step has to make."""
-
     scored: tuple[ScoredChunk, ...] = ()
     pooled: tuple[PooledRow, ...] = ()
 

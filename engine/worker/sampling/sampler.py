@@ -35,8 +35,6 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Sampled tokens of a step."""
-
     tokens_S: torch.Tensor  # int64
     logprobs: Logprobs | None
 

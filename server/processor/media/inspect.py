@@ -57,8 +57,6 @@ class Allowance:
 
 
 class Inspector:
-    """Immutable checks and geometry of images."""
-
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, gpu_decodes: bool):
         self._max_jpeg_pixels = MAX_JPEG_PIXELS if gpu_decodes else MAX_JPEG_PIXELS_HOST
         self.geometry: VisionGeometry = checkpoint.geometry

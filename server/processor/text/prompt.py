@@ -65,7 +65,6 @@ class PromptBuilder:
 
     @property
     def template(self) -> str:
-        """Source of the chat template."""
         return self._template.source
 
     def size(self, prompt: Prompt) -> int:

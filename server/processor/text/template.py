@@ -41,8 +41,6 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Rendered text with markers in place of `originals`."""
-
     text: str
     originals: dict[str, str]
 
