@@ -35,7 +35,7 @@ ATTRIBUTE = re.compile(r"(\w+)(?:\s*=\s*(?:\"(?:[^\"\\]|\\.)*\"|[^,]*))?\s*(?:,|
 LLGUIDANCE = re.compile(r"^\s*%llguidance\s*\{[^\n]*\}\s*$", re.MULTILINE)
 NUM_FOLLOWED = 64
 MAX_TOKEN_S = 0.05  # CPU time per token; usual grammars take a hundredth of it
-NUM_MEASUREMENTS = 3
+NUM_MEASUREMENTS = 3  # a slow one may be due to the load of the machine
 
 
 def prepare(model_folder: str) -> Callable[[bytes], bytes]:
@@ -45,27 +45,27 @@ def prepare(model_folder: str) -> Callable[[bytes], bytes]:
 
 
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
-    kinds: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
-        "json_object": lambda text: compile_schema(compiler, {"type": "object"}),
-        "json_schema": lambda text: compile_schema(compiler, msgspec.json.decode(text)),
-        "regex": compiler.compile_regex,
-        "ebnf": lambda text: compiler.compile_grammar(ebnf_of(text)),
-        "choice": lambda text: compiler.compile_grammar(choice_grammar(msgspec.json.decode(text, type=list[str]))),
-        "structural_tag": lambda text: compiler.compile_grammar(xgrammar.Grammar.from_structural_tag(with_ebnf(text))),
+    kinds: dict[str, Callable[[str], str | xgrammar.Grammar]] = {
+        "json_object": lambda text: schema_grammar({"type": "object"}),
+        "json_schema": lambda text: schema_grammar(msgspec.json.decode(text)),
+        "regex": xgrammar.Grammar.from_regex,
+        "ebnf": ebnf_of,
+        "choice": lambda text: "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)),
+        "structural_tag": lambda text: xgrammar.Grammar.from_structural_tag(with_ebnf(text)),
     }
     try:
-        done = kinds[grammar.kind](grammar.text)
+        done = compiler.compile_grammar(kinds[grammar.kind](grammar.text))
         follow(done)
         return Compiled(done.serialize_json().encode())
     except (RuntimeError, ValueError, TypeError, MemoryError, msgspec.DecodeError) as problem:
         return Compiled(error=PLACE_IN_SOURCE.sub("", str(problem)).strip()[:MAX_REASON] or "the grammar takes too much memory to compile")
 
 
-def compile_schema(compiler: xgrammar.GrammarCompiler, schema: object) -> xgrammar.CompiledGrammar:
-    """Compile a schema without white space, which a model could repeat forever. Raises ValueError."""
+def schema_grammar(schema: object, separators: tuple[str, str] = (",", ":")) -> xgrammar.Grammar:
+    """Return the grammar of a schema without other white space, which a model could repeat forever. Raises ValueError."""
     check(schema)
-    grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=(",", ":"))
-    return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(bounded(grammar)))
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=separators)
+    return xgrammar.Grammar.from_ebnf(bounded(grammar))
 
 
 def bounded(grammar: xgrammar.Grammar) -> str:
@@ -108,11 +108,8 @@ def ebnf_of(grammar: str) -> str:
 def lark_schema(schema: dict[str, object]) -> xgrammar.Grammar:
     """Return the grammar of a schema with the separators that its `x-guidance` member asks for, by default without white space."""
     spaces = schema.pop("x-guidance", {})
-    check(schema)
     options = spaces if isinstance(spaces, dict) else {}
-    separators = str(options.get("item_separator", ",")), str(options.get("key_separator", ":"))
-    grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False, separators=separators)
-    return xgrammar.Grammar.from_ebnf(bounded(grammar))
+    return schema_grammar(schema, (str(options.get("item_separator", ",")), str(options.get("key_separator", ":"))))
 
 
 def with_ebnf(tag: str) -> str:
@@ -133,16 +130,8 @@ def with_ebnf(tag: str) -> str:
     return json.dumps(walked(json.loads(tag)))
 
 
-def choice_grammar(choices: list[str]) -> str:
-    """Return the grammar of a choice; JSON strings are valid xgrammar EBNF. ValueError if there are no choices."""
-    if not choices:
-        raise ValueError("the list of choices is empty")
-    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-
-
 def follow(grammar: xgrammar.CompiledGrammar) -> None:
-    """Raise ValueError if a worker cannot evaluate the grammar fast enough. A slow measurement is repeated, as the machine's load may be
-    the cause."""
+    """Raise ValueError if a worker cannot evaluate the grammar fast enough."""
     if all(slowest_token(grammar) > MAX_TOKEN_S for _ in range(NUM_MEASUREMENTS)):
         raise ValueError("the grammar takes too long to evaluate")
 
