@@ -152,8 +152,8 @@ def _tools(tool: Any, namespace: str | None = None) -> Iterator[Any]:
             yield from _tools(inner, tool.name)
     elif isinstance(tool, FlatTool):
         definition = tool.model_dump(exclude={"type"}, exclude_unset=True) | {"name": joined(namespace, tool.name)}
-        if tool.format and tool.format.get("type") == "grammar":
-            definition["format"] = {"type": "grammar", "grammar": tool.format}
+        if tool.format and (shape := tool.format.get("type")):
+            definition["format"] = {"type": shape, str(shape): tool.format}
         yield {"type": tool.type, tool.type: definition}
     elif namespace is None:
         yield tool

@@ -3,24 +3,23 @@
 import functools
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
 from starlette.responses import JSONResponse, Response
 
 from engine.wire.messages import ChatPrompt, Event, MediaRef, TextPrompt, TokenPrompt
-from engine.wire.params import OutputOptions, SamplingParams, Temperature, TopP
+from engine.wire.params import Temperature, TopP
 from server.http.body import Body
 from server.http.scan import Scanner
 from server.http.streaming import Format, ReplyOptions, encode
 from server.http.validate import Open, bad_value, check
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.openai.conversation import Conversation, read_conversation
-from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Prompt, Service, json_response, submits_of
+from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Service, Show, counted, json_response
 from server.openai.fields import Limits, check_limited
 from server.openai.format import ChatFormat, CompletionFormat
-from server.openai.grammar import check_strict_tools, read_grammar
 from server.openai.media_refs import locate
 from server.openai.parts import Message
 from server.openai.schema import (
@@ -29,12 +28,9 @@ from server.openai.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     MediaRequest,
     TokenizeRequest,
 )
-
-Show = Callable[[list[Event]], Response]
 
 
 class ChatEndpoint(GenerationEndpoint):
@@ -68,10 +64,8 @@ class ChatEndpoint(GenerationEndpoint):
             must_call=request.uses_tools and request.tool_choice not in (None, "auto"),
             called=request.called,
         )
-        check_strict_tools(request)
         submit = job.submits[0]
         submit.media, job.used = conversation.media, conversation.used_references
-        submit.grammar_field = submit.grammar_field or "tools"
         return job
 
 
@@ -227,13 +221,6 @@ def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[st
 
 def conversation_of(request: MediaRequest, messages: list[Message], body: Body) -> Conversation:
     return read_conversation(messages, body, request.cache_salt, request)
-
-
-def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Gathering:
-    """Return a job that only counts tokens and ends in the processor; `field` contains the prompts. RequestError 400."""
-    read_grammar(request)  # to report its errors
-    submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
-    return Gathering(request=request, submits=submits, show=show)
 
 
 def counted_chat(request: ChatRequest, body: Body, show: Show) -> Gathering:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
 from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
-from engine.wire.params import PARAMETERS, SamplingParams
+from engine.wire.params import PARAMETERS, OutputOptions, SamplingParams
 from engine.wire.stats import Stages
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
@@ -41,6 +41,7 @@ from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 
 Checked = TypeVar("Checked", bound=AnyRequest)
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
+Show = Callable[[list[Event]], Response]  # makes an answer of one event per choice, in order
 Variant = Callable[[Submit], None]  # lets a request use a variant of the model
 
 MAX_WARNINGS = 20  # limit of warnings on unknown fields
@@ -108,9 +109,9 @@ class Generation(Job):
 
 @dataclass(slots=True, kw_only=True)
 class Gathering(Job):
-    """Job whose answer is one document, made by `show` from one event per choice, in order."""
+    """Job whose answer is one document."""
 
-    show: Callable[[list[Event]], Response]
+    show: Show
 
     def reply(self, stream: Stream, service: Service) -> ASGIApp:
         return GatheredReply(show=self.show, **self._exchange(stream, service))
@@ -246,6 +247,13 @@ class GenerationEndpoint(Endpoint):
             cut_warning=CUT_OFF if grammar is not None or rules.must_call else "",
         )  # fmt: skip
         return Generation(request=request, submits=submits, options=options, format=self.format)
+
+
+def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Gathering:
+    """Return a job that only counts tokens and ends in the processor; `field` contains the prompts. RequestError 400."""
+    read_grammar(request)  # to report its errors
+    submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
+    return Gathering(request=request, submits=submits, show=show)
 
 
 def unknown_model(name: str, served: Sequence[str]) -> RequestError:

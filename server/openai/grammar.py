@@ -19,7 +19,8 @@ ALREADY = ("disable_any_whitespace", "disable_fallback")  # accepted: the defaul
 
 
 def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
-    """Return the grammar and the field that contains it. RequestError 400 for several grammars or an invalid one."""
+    """Return the grammar and the field that contains it. RequestError 400 for several grammars, an invalid one, or a strict
+    function whose parameters cannot be enforced."""
     values = {name: getattr(request, name) for name in GRAMMARS}
     grammars = {name: _grammar_of(GRAMMARS[name][0], value, name) for name, value in values.items() if value is not None}
     if request.structured_outputs is not None:
@@ -32,14 +33,10 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
         grammars["response_format"] = grammar
     if len(set(grammars.values())) > 1:  # the guidance library sends the same grammar in two fields
         raise bad_value(list(grammars)[1], f"excludes {next(iter(grammars))}: an answer can follow one of them only")
-    return next(((grammar, name) for name, grammar in grammars.items()), (None, ""))
-
-
-def check_strict_tools(request: ChatRequest) -> None:
-    """Raise RequestError 400 for a strict function whose parameters cannot be enforced."""
-    for tool in request.functions if request.uses_tools else ():
+    for tool in request.functions if isinstance(request, ChatRequest) and request.uses_tools else ():
         if tool.function.strict:
             _check_schema(tool.function.parameters, "tools", f"the parameters of the strict function '{tool.function.name}': ")
+    return next(((grammar, name) for name, grammar in grammars.items()), (None, ""))
 
 
 def _of_response_format(request: GenerationRequest) -> Grammar | None:

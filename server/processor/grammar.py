@@ -67,13 +67,13 @@ class AnswerGrammars:
         grammar = answer_grammar(submit.grammar, tools_of(submit), submit.output, self._template)
         if grammar is None:
             return
+        field = submit.grammar_field or "tools"
         try:
             data = await self.compiler.compile(grammar, submit.client)
         except GrammarError as error:
-            field = submit.grammar_field
             raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
         except CompilerBusy as busy:
-            raise overloaded(f"{submit.grammar_field}: {busy}") from None
+            raise overloaded(f"{field}: {busy}") from None
 
         region = request.regions["grammar"] = self._allocator.allocate(len(data))
         region.append(data)
