@@ -59,21 +59,30 @@ def make_low_rank(
     )
 
 
+@dataclass(slots=True)
+class TokenSlots:
+    """Slots of the tokens of a forward pass."""
+
+    slots_T: torch.Tensor  # int32, -1: no adapter
+    tiles: object = None  # what an implementation of `LowRankOps` derives from them, once per pass
+
+
 class LowRankOps(Protocol):
     """Operations of a backend on low-rank matrices."""
 
-    def shrink(self, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
-        """Return A @ x with A of each token's slot, int32 (-1: none), in parts: (parts, T, groups * ranks). Other values are undefined."""
+    def shrink(self, x_TK: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> torch.Tensor:
+        """Return A @ x with A of each token's slot in parts: (parts, T, groups * ranks), or with tokens in another order. Other values
+        are undefined."""
 
-    def expand_(self, out_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
+    def expand_(self, out_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> None:
         """out += B of each token's slot @ the sum of the parts."""
 
-    def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
+    def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> torch.Tensor:
         """Return silu(g) * u of the halves g and u of what `expand_` makes of `gate_up_TN`, which may change. Its blocks of rows of both
         halves are alike."""
 
     def fused(
-        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots_T: torch.Tensor, out: Out
+        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots: TokenSlots, out: Out
     ) -> torch.Tensor | None:
         """Return a product of `Matrix` with the adapters if one kernel computes both, otherwise None and change nothing. `out` is the
         result, or the residual stream to which it is added; None: a new tensor."""
@@ -88,28 +97,28 @@ def _tokens_of(slots_T: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 class TorchLowRank:
     """See `LowRankOps`: the reference. Products are float32."""
 
-    def shrink(self, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
+    def shrink(self, x_TK: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> torch.Tensor:
         shrunk_TGR = x_TK.new_zeros((len(x_TK), *low_rank.a_SGRK.shape[1:3]), dtype=torch.float32)
-        for slot, tokens in _tokens_of(slots_T):
+        for slot, tokens in _tokens_of(slots.slots_T):
             for group, rank in enumerate(low_rank.ranks_SG[slot].tolist()):
                 shrunk_TGR[tokens, group, :rank] = x_TK[tokens].float() @ low_rank.a_SGRK[slot, group, :rank].float().t()
         return shrunk_TGR.flatten(1)[None]
 
-    def expand_(self, out_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
+    def expand_(self, out_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> None:
         shrunk_TGR = shrunk_PTR.sum(0).unflatten(1, low_rank.a_SGRK.shape[1:3])
-        for slot, tokens in _tokens_of(slots_T):
+        for slot, tokens in _tokens_of(slots.slots_T):
             for first, last, group in low_rank.ranges:
                 rank = int(low_rank.ranks_SG[slot, group])
                 change = shrunk_TGR[tokens, group, :rank] @ low_rank.b_SNR[slot, first:last, :rank].float().t()
                 out_TN[tokens, first:last] = (out_TN[tokens, first:last].float() + change).to(out_TN.dtype)
 
-    def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> torch.Tensor:
-        self.expand_(gate_up_TN, shrunk_PTR, low_rank, slots_T)
+    def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> torch.Tensor:
+        self.expand_(gate_up_TN, shrunk_PTR, low_rank, slots)
         gate, up = gate_up_TN.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def fused(
-        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots_T: torch.Tensor, out: Out
+        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots: TokenSlots, out: Out
     ) -> torch.Tensor | None:
         return None
 

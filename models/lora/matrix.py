@@ -4,7 +4,7 @@ import torch
 
 from models.kernels.ops import Ops
 from models.kernels.stream import Activation, Normed, Residual, Rounded, RowClass
-from models.lora.low_rank import PENDING, LowRank, LowRankOps, Product
+from models.lora.low_rank import PENDING, LowRank, LowRankOps, Product, TokenSlots
 from models.weights.matrix import Matrix
 
 
@@ -13,7 +13,7 @@ class StepSlots:
 
     def __init__(self, scratch_XR: torch.Tensor | None = None) -> None:
         """`scratch_XR` has `LowRank.shrunk_GR` of all matrices."""
-        self._by_length: dict[int, torch.Tensor] = {}
+        self._by_length: dict[int, TokenSlots] = {}
         self._scratch_XR = scratch_XR
 
     def begin(self, slots_T: torch.Tensor | None, wanted_S: torch.Tensor) -> None:
@@ -21,12 +21,12 @@ class StepSlots:
         only, which are then fewer: the number of a product's inputs tells which tokens they are."""
         if self._scratch_XR is not None and slots_T is not None and 1 in (len(slots_T), len(wanted_S)):
             self._scratch_XR.fill_(PENDING)
-        self._by_length = {} if slots_T is None else {len(wanted_S): slots_T[wanted_S], len(slots_T): slots_T}
+        self._by_length = {} if slots_T is None else {len(tokens_X): TokenSlots(tokens_X) for tokens_X in (slots_T[wanted_S], slots_T)}
 
     def end(self) -> None:
         self._by_length = {}
 
-    def of(self, num_tokens: int) -> torch.Tensor:
+    def of(self, num_tokens: int) -> TokenSlots:
         return self._by_length[num_tokens]
 
     def __bool__(self) -> bool:
@@ -45,10 +45,10 @@ class AdaptedMatrix(Matrix):
             return super().product(x_TX, rows, out_TN)
         if (fused_TN := self._fused("product", x_TX, rows, out_TN)) is not None:
             return fused_TN
-        x_TK, slots_T = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
-        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots_T)
+        x_TK, slots = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
+        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots)
         out_TN = super().product(x_TK, rows, out_TN)
-        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self.low_rank, slots_T)
+        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self.low_rank, slots)
         return out_TN
 
     def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
@@ -56,9 +56,9 @@ class AdaptedMatrix(Matrix):
             return super().swiglu(x_TX, rows)
         if (fused_TN := self._fused("swiglu", x_TX, rows, None)) is not None:
             return fused_TN
-        x_TK, slots_T = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
-        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots_T)
-        return self._low_rank_ops.expand_swiglu(super().product(x_TK, rows), shrunk_PTR, self.low_rank, slots_T)
+        x_TK, slots = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
+        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots)
+        return self._low_rank_ops.expand_swiglu(super().product(x_TK, rows), shrunk_PTR, self.low_rank, slots)
 
     def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         if not self._slots:
@@ -67,15 +67,14 @@ class AdaptedMatrix(Matrix):
         assert residual.parts_STD is None, "the parts of the product before were not added"
         if self._fused("add_to", x_TX, rows, residual.sum_TD) is not None:
             return
-        x_TK, slots_T = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
-        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots_T)
+        x_TK, slots = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
+        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots)
         super().add_to(residual, x_TK, rows)
         out_TN = residual.sum_TD if residual.parts_STD is None else residual.parts_STD[0]
-        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self.low_rank, slots_T)
+        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self.low_rank, slots)
 
     def _fused(self, product: Product, x_TX: Activation, rows: RowClass, out: torch.Tensor | None) -> torch.Tensor | None:
-        slots_T = self._slots.of(_num_tokens(x_TX))
-        return self._low_rank_ops.fused(product, x_TX, self.storage, self.low_rank, rows, slots_T, out)
+        return self._low_rank_ops.fused(product, x_TX, self.storage, self.low_rank, rows, self._slots.of(_num_tokens(x_TX)), out)
 
     def _values(self, x_TX: Activation) -> torch.Tensor:
         """Return the inputs; those of a norm are computed once for both products."""

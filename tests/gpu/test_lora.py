@@ -12,7 +12,7 @@ from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
 from models.kernels.stream import Activation, Normed, Residual, RowClass
 from models.lora.adapter import read_adapter
-from models.lora.low_rank import OPS, LowRank, LowRankOps, TorchLowRank, make_low_rank
+from models.lora.low_rank import OPS, LowRank, LowRankOps, TokenSlots, TorchLowRank, make_low_rank
 from models.lora.matrix import AdaptedMatrix, StepSlots
 from models.lora.slots import AdapterSlots, read_weights
 from models.parallel.group import TensorParallel
@@ -51,7 +51,8 @@ def random_slots(num_tokens: int, kinds: int) -> torch.Tensor:
 
 
 def add_(ops: LowRankOps, out_TN: torch.Tensor, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
-    ops.expand_(out_TN, ops.shrink(x_TK, low_rank, slots_T), low_rank, slots_T)
+    slots = TokenSlots(slots_T)
+    ops.expand_(out_TN, ops.shrink(x_TK, low_rank, slots), low_rank, slots)
 
 
 def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ from torch.nn.functional import silu
 
 from models.kernels.reference.norms import values_of
 from models.kernels.stream import Activation, Normed, RowClass
-from models.lora.low_rank import LowRank, LowRankOps, Product, TorchLowRank, make_low_rank
+from models.lora.low_rank import LowRank, LowRankOps, Product, TokenSlots, TorchLowRank, make_low_rank
 from models.weights.plain import Plain
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
@@ -50,7 +50,8 @@ def test_low_rank_products(num_tokens: int, inputs: int, ranges: tuple[tuple[int
     ours = torch.randn((num_tokens, outputs + 3), generator=generator)
     expected = ours.clone()
     for ops, found in ((TritonLowRank(), ours), (TorchLowRank(), expected)):
-        ops.expand_(found[:, :outputs], ops.shrink(x_TK, low_rank, slots_T), low_rank, slots_T)
+        slots = TokenSlots(slots_T)
+        ops.expand_(found[:, :outputs], ops.shrink(x_TK, low_rank, slots), low_rank, slots)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -66,7 +67,10 @@ def test_swiglu(num_tokens: int) -> None:
     x_TK, gate_up = torch.randn((num_tokens, 72), generator=generator), torch.randn((num_tokens, 160), generator=generator)
     slots_T = torch.randint(-1, len(RANKS), (num_tokens,), generator=generator, dtype=torch.int32)
     both: tuple[LowRankOps, ...] = (TritonLowRank(), TorchLowRank())
-    found = [ops.expand_swiglu(gate_up.clone(), ops.shrink(x_TK, low_rank, slots_T), low_rank, slots_T) for ops in both]
+    found = []
+    for ops in both:
+        slots = TokenSlots(slots_T)
+        found.append(ops.expand_swiglu(gate_up.clone(), ops.shrink(x_TK, low_rank, slots), low_rank, slots))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
 
 
@@ -82,7 +86,7 @@ def test_products_of_one_token(product: Product, slot: int, inputs: int) -> None
     ranges = ((0, 96, 0), (96, 192, 1)) if product == "swiglu" else ((0, 80, 0), (80, 120, 1), (120, 192, 0))
     low_rank = random_low_rank(inputs, ranges, generator)
     stream, norm, residual = (torch.randn(shape, generator=generator) for shape in ((1, inputs), (inputs,), (1, 192)))
-    weight, slots = torch.randn((192, inputs), generator=generator), torch.tensor([slot], dtype=torch.int32)
+    weight, slots = torch.randn((192, inputs), generator=generator), TokenSlots(torch.tensor([slot], dtype=torch.int32))
     x: Activation = stream if product == "add_to" else Normed(stream, None, norm, 1e-3)
     expected = values_of(x) @ weight.t()
     reference = TorchLowRank()

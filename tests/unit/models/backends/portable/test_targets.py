@@ -254,20 +254,20 @@ def launch_lora() -> None:
     """Queries, keys and values of 8B; one token, streams, and a prompt."""
     from models.kernels.triton.lora import TritonLowRank
     from models.kernels.triton.lora_single import adapted_gemv
-    from models.lora.low_rank import make_low_rank
+    from models.lora.low_rank import TokenSlots, make_low_rank
 
     ranges = (0, 4096, 0), (4096, 5120, 1), (5120, 6144, 2)
     low_rank = make_low_rank(4, 64, 4096, ranges, torch.device("cpu"), torch.bfloat16)
     for num_tokens in (1, 64, 2000):
         out_TN = bf16(num_tokens, 6144) if num_tokens > 1 else torch.zeros(1, 6144)
-        slots_T = torch.zeros(num_tokens, dtype=torch.int32)
-        TritonLowRank().expand_(out_TN, TritonLowRank().shrink(bf16(num_tokens, 4096), low_rank, slots_T), low_rank, slots_T)
+        slots = TokenSlots(torch.zeros(num_tokens, dtype=torch.int32))
+        TritonLowRank().expand_(out_TN, TritonLowRank().shrink(bf16(num_tokens, 4096), low_rank, slots), low_rank, slots)
     slot, norm = torch.zeros(1, dtype=torch.int32), (bf16(4096), 1e-6)
     adapted_gemv(bf16(1, 4096), bf16(6144, 4096), bf16(1, 6144), low_rank, slot, norm)
     halves = make_low_rank(4, 64, 4096, ((0, 12_288, 0), (12_288, 24_576, 1)), torch.device("cpu"), torch.bfloat16)
     for num_tokens in (64, 2000):
-        slots_T, gate_up_TN = torch.zeros(num_tokens, dtype=torch.int32), bf16(num_tokens, 24_576)
-        TritonLowRank().expand_swiglu(gate_up_TN, TritonLowRank().shrink(bf16(num_tokens, 4096), halves, slots_T), halves, slots_T)
+        slots, gate_up_TN = TokenSlots(torch.zeros(num_tokens, dtype=torch.int32)), bf16(num_tokens, 24_576)
+        TritonLowRank().expand_swiglu(gate_up_TN, TritonLowRank().shrink(bf16(num_tokens, 4096), halves, slots), halves, slots)
     adapted_gemv(bf16(1, 4096), bf16(24_576, 4096), bf16(1, 12_288), halves, slot, norm, gated=True)
     down = make_low_rank(4, 64, 12_288, ((0, 4096, 0),), torch.device("cpu"), torch.bfloat16)
     adapted_gemv(bf16(1, 12_288), bf16(4096, 12_288), bf16(1, 4096), down, slot, adds=True)
