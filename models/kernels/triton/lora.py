@@ -16,9 +16,11 @@ from models.kernels.stream import Activation, RowClass
 from models.kernels.triton.activations import single_of
 from models.kernels.triton.launch import await_previous_kernel, early_launch, floats, num_multiprocessors
 from models.kernels.triton.lora_single import adapted_gemv
+from models.lora import targets
 from models.lora.low_rank import BLOCK_ROWS, LowRank, Out, Product, TokenSlots
 from models.weights.plain import Plain
 
+RANK_STEP = tl.constexpr(targets.RANK_STEP)
 MOST_VALUES = 1 << 31  # of the matrices, whose offsets are int32
 TILE_TOKENS = ((256, 16), (1024, 32), (1 << 30, 64))  # up to so many tokens: tokens of a tile
 RANKS = 64  # most ranks of one product of tiles
@@ -118,7 +120,7 @@ def _plus_low_rank(
     num_places: tensor, OUT: constexpr, GROUPS: constexpr, RANK: constexpr, RANKS: constexpr, SPLITS: constexpr, SIZE: constexpr,
 ) -> tensor:  # fmt: skip
     """Return `total` + B @ (the sum of `shrunk`) for rows of one group."""
-    for first in range(0, num_ranks, RANKS):
+    for first in tl.range(0, num_ranks, RANKS, num_stages=1):  # mostly once
         rank = first + tl.arange(0, RANKS)
         values = tl.zeros((SIZE, RANKS), tl.float32)
         for split in tl.static_range(SPLITS):
@@ -144,19 +146,19 @@ def _expand(
     last_block = tl.where((kind if GATED else slot) < 0, first_block, min(first_block + BLOCKS, num_blocks))
     token = tl.load(tokens + place, place < tl.where(last_block > first_block, num_places, 0), -1)
     await_previous_kernel(OVERLAP)
-    for block in range(first_block, last_block):
+    for block in tl.range(first_block, last_block, num_stages=1):
         begin = tl.multiple_of(tl.load(blocks + block * 3), ALIGNMENT)
         end, group = tl.multiple_of(tl.load(blocks + block * 3 + 1), ALIGNMENT), tl.load(blocks + block * 3 + 2)
         row = begin + tl.arange(0, ROWS)
         inside, values = (token >= 0)[:, None] & (row < end)[None, :], product + tl.maximum(token, 0)[:, None] * stride + row[None, :]
         total, width = floats(values, inside), stride
-        num_ranks = tl.load(ranks + slot * GROUPS + group, slot >= 0, 0)
+        num_ranks = tl.multiple_of(tl.load(ranks + slot * GROUPS + group, slot >= 0, 0), RANK_STEP)
         total = _plus_low_rank(
             total, shrunk, b, num_ranks, slot, row, end, group, place, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
         )
         if GATED:
             up, group = floats(values + OUT // 2, inside), tl.load(groups + begin + OUT // 2)
-            num_ranks = tl.load(ranks + slot * GROUPS + group, slot >= 0, 0)
+            num_ranks = tl.multiple_of(tl.load(ranks + slot * GROUPS + group, slot >= 0, 0), RANK_STEP)
             up = _plus_low_rank(
                 up, shrunk, b, num_ranks, slot, row + OUT // 2, end + OUT // 2, group, place, num_places, OUT, GROUPS, RANK, RANKS, SPLITS,
                 SIZE,
