@@ -22,11 +22,11 @@ from models.weights.plain import Plain
 
 RANK_STEP = tl.constexpr(targets.RANK_STEP)
 MOST_VALUES = 1 << 31  # of the matrices, whose offsets are int32
-TILE_TOKENS = ((256, 16), (1024, 32), (1 << 30, 64))  # up to so many tokens: tokens of a tile
+TILE_TOKENS = ((128, 16), (1 << 30, 64))  # up to so many tokens: tokens of a tile
 RANKS = 64  # most ranks of one product of tiles
 COLUMNS = 128  # inputs of one product of tiles
-LEAST_SPLIT, MOST_SPLITS, SHRINK_PROGRAMS = 512, 8, 2  # inputs of a program; parts of the inputs; programs per multiprocessor
-MOST_BLOCKS, EXPAND_PROGRAMS = 8, 8  # blocks of rows of a program; programs per multiprocessor
+LEAST_SPLIT, MOST_SPLITS = 1024, 4  # inputs of a program; parts of the inputs, whose results each program of `_expand` adds
+SHRINK_PROGRAMS, EXPAND_PROGRAMS = 2, 8  # per multiprocessor
 GROUPED_TOKENS = 256  # tokens that are grouped at once
 WARPS = 4
 BESIDE_TOKENS = 304  # up to here A @ x is computed beside the product, whose time is mostly that of reading its matrix
@@ -37,14 +37,15 @@ class Tiles:
     """Tokens of a step in tiles of one slot."""
 
     tokens_X: torch.Tensor  # int32: indices of the tokens of the tiles, -1 at the end of a slot's last tile
-    slots_Y: torch.Tensor  # int32: slot of each tile; -1: unused, and the number of slots: tokens without an adapter
+    slots_Y: torch.Tensor  # int32: slot of each tile, ascending; the number of slots: tokens without an adapter; last, -1: unused
+    used_2: torch.Tensor  # int32: number of tiles with an adapter, and of all that are used
     size: int  # tokens of a tile
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _group(
-    slots: tensor, tokens: tensor, slots_of_tiles: tensor, num_tokens: tensor, num_tiles: tensor, NUM_SLOTS: constexpr, KINDS: constexpr,
-    SIZE: constexpr, BLOCK: constexpr,
+    slots: tensor, tokens: tensor, slots_of_tiles: tensor, used: tensor, num_tokens: tensor, num_tiles: tensor, NUM_SLOTS: constexpr,
+    KINDS: constexpr, SIZE: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """A single program: count the tokens of each slot, and assign each token a place in the tiles of its slot."""
     kind, index = tl.arange(0, KINDS), tl.arange(0, BLOCK)
@@ -55,6 +56,8 @@ def _group(
         counts += tl.sum((slot[:, None] == kind[None, :]).to(tl.int32), 0)
     last = tl.cumsum((counts + SIZE - 1) // SIZE, 0)
     first = last - (counts + SIZE - 1) // SIZE
+    tl.store(used, tl.sum(tl.where(kind < NUM_SLOTS, last - first, 0), 0))
+    tl.store(used + 1, tl.sum(last - first, 0))
     for start in range(0, num_tiles, BLOCK):
         tile = start + index
         is_of = (tile[:, None] >= first[None, :]) & (tile[:, None] < last[None, :])
@@ -77,11 +80,12 @@ def _tiles_of(slots: TokenSlots, num_slots: int) -> Tiles:
         num_tokens, device = len(slots.slots_T), slots.slots_T.device
         size = next(size for most, size in TILE_TOKENS if num_tokens <= most)
         num_tiles = (num_tokens + min(num_slots + 1, num_tokens) * (size - 1)) // size
-        made = (torch.empty(length, dtype=torch.int32, device=device) for length in (num_tiles * size, num_tiles))
+        made = (torch.empty(length, dtype=torch.int32, device=device) for length in (num_tiles * size, num_tiles, 2))
         slots.tiles = tiles = Tiles(*made, size)
         _group[(1,)](
-            slots.slots_T, tiles.tokens_X, tiles.slots_Y, num_tokens, num_tiles, NUM_SLOTS=num_slots,
-            KINDS=triton.next_power_of_2(num_slots + 1), SIZE=size, BLOCK=min(GROUPED_TOKENS, triton.next_power_of_2(num_tokens)),
+            slots.slots_T, tiles.tokens_X, tiles.slots_Y, tiles.used_2, num_tokens, num_tiles,
+            NUM_SLOTS=num_slots, KINDS=triton.next_power_of_2(num_slots + 1), SIZE=size,
+            BLOCK=min(GROUPED_TOKENS, triton.next_power_of_2(num_tokens)),
         )  # fmt: skip
     return slots.tiles
 
@@ -120,6 +124,7 @@ def _plus_low_rank(
     num_places: tensor, OUT: constexpr, GROUPS: constexpr, RANK: constexpr, RANKS: constexpr, SPLITS: constexpr, SIZE: constexpr,
 ) -> tensor:  # fmt: skip
     """Return `total` + B @ (the sum of `shrunk`) for rows of one group."""
+    num_ranks = num_ranks // RANK_STEP * RANK_STEP  # as it is: the compiler learns how many ranks a load may combine
     for first in tl.range(0, num_ranks, RANKS, num_stages=1):  # mostly once
         rank = first + tl.arange(0, RANKS)
         values = tl.zeros((SIZE, RANKS), tl.float32)
@@ -132,38 +137,45 @@ def _plus_low_rank(
     return total
 
 
-@triton.jit(do_not_specialize=["num_places", "num_blocks"])
+@triton.jit
+def _ranks_of(ranks: tensor, slot: tensor, group: tensor, NUM_SLOTS: constexpr, GROUPS: constexpr) -> tensor:
+    return tl.load(ranks + slot * GROUPS + group, tl.where(slot < NUM_SLOTS, slot, -1) >= 0, 0)
+
+
+@triton.jit(do_not_specialize=["num_places"])
 def _expand(
-    shrunk: tensor, b: tensor, tokens: tensor, slots: tensor, ranks: tensor, blocks: tensor, groups: tensor, product: tensor, out: tensor,
-    num_places: tensor, num_blocks: tensor, stride: tensor, OUT: constexpr, NUM_SLOTS: constexpr, GROUPS: constexpr, RANK: constexpr,
-    RANKS: constexpr, SPLITS: constexpr, SIZE: constexpr, ROWS: constexpr, BLOCKS: constexpr, ALIGNMENT: constexpr, GATED: constexpr,
-    OVERLAP: constexpr,
+    shrunk: tensor, b: tensor, tokens: tensor, slots: tensor, used: tensor, ranks: tensor, blocks: tensor, groups: tensor, product: tensor,
+    out: tensor, num_places: tensor, stride: tensor, OUT: constexpr, NUM_SLOTS: constexpr, GROUPS: constexpr, RANK: constexpr,
+    RANKS: constexpr, SPLITS: constexpr, SIZE: constexpr, ROWS: constexpr, ALIGNMENT: constexpr, GATED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """Program (blocks, tile): out = product + B @ (the sum of `shrunk`) for the tile's tokens. If GATED, silu(g) * u of the halves g and u
-    of that, for tokens without an adapter too."""
-    kind, place = tl.load(slots + tl.program_id(1)), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    slot, first_block = tl.where(kind < NUM_SLOTS, kind, -1), tl.program_id(0) * BLOCKS
-    last_block = tl.where((kind if GATED else slot) < 0, first_block, min(first_block + BLOCKS, num_blocks))
-    token = tl.load(tokens + place, place < tl.where(last_block > first_block, num_places, 0), -1)
+    """Program (block, first tile): out = product + B @ (the sum of `shrunk`) for rows of one group and the tokens of every n-th tile. If
+    GATED, silu(g) * u of the halves g and u of that, for tokens without an adapter too."""
+    begin = tl.multiple_of(tl.load(blocks + tl.program_id(0) * 3), ALIGNMENT)
+    end = tl.multiple_of(tl.load(blocks + tl.program_id(0) * 3 + 1), ALIGNMENT)
+    group, row = tl.load(blocks + tl.program_id(0) * 3 + 2), begin + tl.arange(0, ROWS)
+    group_up = tl.load(groups + begin + OUT // 2) if GATED else group
+    num_tiles = tl.load(used + GATED)
+    slot = tl.load(slots + tl.program_id(1), tl.program_id(1) < num_tiles, -1)
+    num_ranks, num_ranks_up = _ranks_of(ranks, slot, group, NUM_SLOTS, GROUPS), _ranks_of(ranks, slot, group_up, NUM_SLOTS, GROUPS)
     await_previous_kernel(OVERLAP)
-    for block in tl.range(first_block, last_block, num_stages=1):
-        begin = tl.multiple_of(tl.load(blocks + block * 3), ALIGNMENT)
-        end, group = tl.multiple_of(tl.load(blocks + block * 3 + 1), ALIGNMENT), tl.load(blocks + block * 3 + 2)
-        row = begin + tl.arange(0, ROWS)
+    for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=1):
+        place, next_tile = tile * SIZE + tl.arange(0, SIZE), tile + tl.num_programs(1)
+        token = tl.load(tokens + place)
+        next_slot = tl.load(slots + next_tile, next_tile < num_tiles, -1)
         inside, values = (token >= 0)[:, None] & (row < end)[None, :], product + tl.maximum(token, 0)[:, None] * stride + row[None, :]
         total, width = floats(values, inside), stride
-        num_ranks = tl.multiple_of(tl.load(ranks + slot * GROUPS + group, slot >= 0, 0), RANK_STEP)
         total = _plus_low_rank(
             total, shrunk, b, num_ranks, slot, row, end, group, place, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
         )
         if GATED:
-            up, group = floats(values + OUT // 2, inside), tl.load(groups + begin + OUT // 2)
-            num_ranks = tl.multiple_of(tl.load(ranks + slot * GROUPS + group, slot >= 0, 0), RANK_STEP)
+            up = floats(values + OUT // 2, inside)
             up = _plus_low_rank(
-                up, shrunk, b, num_ranks, slot, row + OUT // 2, end + OUT // 2, group, place, num_places, OUT, GROUPS, RANK, RANKS, SPLITS,
-                SIZE,
+                up, shrunk, b, num_ranks_up, slot, row + OUT // 2, end + OUT // 2, group_up, place, num_places, OUT, GROUPS, RANK, RANKS,
+                SPLITS, SIZE,
             )  # fmt: skip
             total, width = total / (1 + tl.exp(-total)) * up, stride * 0 + OUT // 2
+            num_ranks_up = _ranks_of(ranks, next_slot, group_up, NUM_SLOTS, GROUPS)
+        num_ranks, slot = _ranks_of(ranks, next_slot, group, NUM_SLOTS, GROUPS), next_slot
         tl.store(out + tl.maximum(token, 0)[:, None] * width + row[None, :], total.to(out.dtype.element_ty), inside)
 
 
@@ -213,17 +225,16 @@ class TritonLowRank:
     ) -> None:
         num_slots, groups, rank, _ = low_rank.a_SGRK.shape
         tiles, num_blocks = _tiles_of(slots, num_slots), len(low_rank.blocks_B3) // (1 + is_gated)
-        programs = triton.cdiv(len(product_TN), tiles.size) * num_blocks // (EXPAND_PROGRAMS * num_multiprocessors(product_TN.device))
-        blocks = min(MOST_BLOCKS, triton.next_power_of_2(max(1, programs)))
+        programs = min(len(tiles.slots_Y), max(1, EXPAND_PROGRAMS * num_multiprocessors(product_TN.device) // num_blocks))
         assert product_TN.stride(1) == 1 and low_rank.b_SNR.numel() < MOST_VALUES
         if self._is_beside(product_TN):
             assert self._second_stream is not None
             torch.cuda.current_stream(product_TN.device).wait_stream(self._second_stream)
-        _expand[(triton.cdiv(num_blocks, blocks), len(tiles.slots_Y))](
-            shrunk_PXR, low_rank.b_SNR, tiles.tokens_X, tiles.slots_Y, low_rank.ranks_SG, low_rank.blocks_B3, low_rank.groups_N, product_TN,
-            out_TX, len(tiles.tokens_X), num_blocks, product_TN.stride(0), OUT=low_rank.b_SNR.shape[1], NUM_SLOTS=num_slots, GROUPS=groups,
-            RANK=rank, RANKS=min(RANKS, triton.next_power_of_2(rank)), SPLITS=len(shrunk_PXR), SIZE=tiles.size, ROWS=BLOCK_ROWS,
-            BLOCKS=blocks, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS, **early_launch(product_TN),
+        _expand[(num_blocks, programs)](
+            shrunk_PXR, low_rank.b_SNR, tiles.tokens_X, tiles.slots_Y, tiles.used_2, low_rank.ranks_SG, low_rank.blocks_B3,
+            low_rank.groups_N, product_TN, out_TX, len(tiles.tokens_X), product_TN.stride(0), OUT=low_rank.b_SNR.shape[1],
+            NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=min(RANKS, triton.next_power_of_2(rank)), SPLITS=len(shrunk_PXR),
+            SIZE=tiles.size, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS, **early_launch(product_TN),
         )  # fmt: skip
 
     def _beside(self, x_TK: torch.Tensor) -> AbstractContextManager[object]:
