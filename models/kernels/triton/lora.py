@@ -20,10 +20,10 @@ from models.lora import targets
 from models.lora.low_rank import BLOCK_ROWS, LowRank, Out, Product, TokenSlots
 from models.weights.plain import Plain
 
-RANK_STEP = tl.constexpr(targets.RANK_STEP)
+RANK_STEP = targets.RANK_STEP  # ranks of one product of tiles when expanding: every slot's rank is a multiple
 MOST_VALUES = 1 << 31  # of the matrices, whose offsets are int32
 TILE_TOKENS = ((128, 16), (1 << 30, 64))  # up to so many tokens: tokens of a tile
-RANKS = 64  # most ranks of one product of tiles
+RANKS = 64  # most ranks of one product of tiles when shrinking
 COLUMNS = 128  # inputs of one product of tiles
 LEAST_SPLIT, MOST_SPLITS = 1024, 4  # inputs of a program; parts of the inputs, whose results each program of `_expand` adds
 SHRINK_PROGRAMS, EXPAND_PROGRAMS = 2, 8  # per multiprocessor
@@ -119,27 +119,25 @@ def _shrink(
 
 
 @triton.jit
-def _plus_low_rank(
-    total: tensor, shrunk: tensor, b: tensor, num_ranks: tensor, slot: tensor, row: tensor, end: tensor, group: tensor, place: tensor,
-    num_places: tensor, OUT: constexpr, GROUPS: constexpr, RANK: constexpr, RANKS: constexpr, SPLITS: constexpr, SIZE: constexpr,
-) -> tensor:  # fmt: skip
-    """Return `total` + B @ (the sum of `shrunk`) for rows of one group."""
-    num_ranks = num_ranks // RANK_STEP * RANK_STEP  # as it is: the compiler learns how many ranks a load may combine
-    for first in tl.range(0, num_ranks, RANKS, num_stages=1):  # mostly once
-        rank = first + tl.arange(0, RANKS)
-        values = tl.zeros((SIZE, RANKS), tl.float32)
-        for split in tl.static_range(SPLITS):
-            inputs = (split * num_places + place)[:, None] * (GROUPS * RANK) + (group * RANK + rank)[None, :]
-            values += tl.load(shrunk + inputs, (rank < num_ranks)[None, :], 0.0)
-        factors = b + slot * (OUT * RANK) + row[None, :] * RANK + rank[:, None]
-        weights = tl.load(factors, (rank < num_ranks)[:, None] & (row < end)[None, :], 0.0)
-        total = tl.dot(values.to(weights.dtype), weights, total, input_precision="ieee")
-    return total
+def _factors(
+    shrunk: tensor, b: tensor, slot: tensor, group: tensor, first: tensor, place: tensor, row: tensor, end: tensor, num_places: tensor,
+    OUT: constexpr, GROUPS: constexpr, RANK: constexpr, RANKS: constexpr, SPLITS: constexpr, SIZE: constexpr,
+) -> tuple[tensor, tensor]:  # fmt: skip
+    """Return A @ x of the tokens and rows of B, both for ranks from `first`."""
+    rank = first + tl.arange(0, RANKS)
+    low = tl.zeros((SIZE, RANKS), tl.float32)
+    for split in tl.static_range(SPLITS):
+        low += tl.load(shrunk + (split * num_places + place)[:, None] * (GROUPS * RANK) + (group * RANK + rank)[None, :])
+    factors = tl.load(b + slot * (OUT * RANK) + row[None, :] * RANK + rank[:, None], (row < end)[None, :], 0.0)
+    return low, factors
 
 
 @triton.jit
-def _ranks_of(ranks: tensor, slot: tensor, group: tensor, NUM_SLOTS: constexpr, GROUPS: constexpr) -> tensor:
-    return tl.load(ranks + slot * GROUPS + group, tl.where(slot < NUM_SLOTS, slot, -1) >= 0, 0)
+def _plus(total: tensor, low: tensor, factors: tensor, first: tensor, num_ranks: tensor, RANKS: constexpr) -> tensor:
+    """Return `total` + B @ (A @ x); values beyond the rank are undefined."""
+    rank = first + tl.arange(0, RANKS)
+    low = tl.where((rank < num_ranks)[None, :], low, 0.0).to(factors.dtype)
+    return tl.dot(low, tl.where((rank < num_ranks)[:, None], factors, 0.0), total, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["num_places"])
@@ -149,34 +147,48 @@ def _expand(
     RANKS: constexpr, SPLITS: constexpr, SIZE: constexpr, ROWS: constexpr, ALIGNMENT: constexpr, GATED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """Program (block, first tile): out = product + B @ (the sum of `shrunk`) for rows of one group and the tokens of every n-th tile. If
-    GATED, silu(g) * u of the halves g and u of that, for tokens without an adapter too."""
+    GATED, silu(g) * u of the halves g and u of that, for tokens without an adapter too. Latencies are what takes time: loads do not wait
+    for a slot's rank, and the next tile's tokens are loaded in advance."""
+    place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    slot, token, num_tiles = tl.load(slots + tl.program_id(1)), tl.load(tokens + place), tl.load(used + GATED)
     begin = tl.multiple_of(tl.load(blocks + tl.program_id(0) * 3), ALIGNMENT)
     end = tl.multiple_of(tl.load(blocks + tl.program_id(0) * 3 + 1), ALIGNMENT)
     group, row = tl.load(blocks + tl.program_id(0) * 3 + 2), begin + tl.arange(0, ROWS)
     group_up = tl.load(groups + begin + OUT // 2) if GATED else group
-    num_tiles = tl.load(used + GATED)
-    slot = tl.load(slots + tl.program_id(1), tl.program_id(1) < num_tiles, -1)
-    num_ranks, num_ranks_up = _ranks_of(ranks, slot, group, NUM_SLOTS, GROUPS), _ranks_of(ranks, slot, group_up, NUM_SLOTS, GROUPS)
     await_previous_kernel(OVERLAP)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=1):
-        place, next_tile = tile * SIZE + tl.arange(0, SIZE), tile + tl.num_programs(1)
-        token = tl.load(tokens + place)
-        next_slot = tl.load(slots + next_tile, next_tile < num_tiles, -1)
         inside, values = (token >= 0)[:, None] & (row < end)[None, :], product + tl.maximum(token, 0)[:, None] * stride + row[None, :]
-        total, width = floats(values, inside), stride
-        total = _plus_low_rank(
-            total, shrunk, b, num_ranks, slot, row, end, group, place, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
-        )
+        results = out + tl.maximum(token, 0)[:, None] * (OUT // 2 if GATED else stride) + row[None, :]
+        own = tl.where(slot < NUM_SLOTS, slot, 0)
+        num_ranks = tl.load(ranks + own * GROUPS + group, slot < NUM_SLOTS, 0)
+        total = floats(values, inside)
+        low, factors = _factors(shrunk, b, own, group, 0, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE)
+        up, low_up, factors_up, num_ranks_up = total, low, factors, num_ranks
         if GATED:
+            num_ranks_up = tl.load(ranks + own * GROUPS + group_up, slot < NUM_SLOTS, 0)
             up = floats(values + OUT // 2, inside)
-            up = _plus_low_rank(
-                up, shrunk, b, num_ranks_up, slot, row + OUT // 2, end + OUT // 2, group_up, place, num_places, OUT, GROUPS, RANK, RANKS,
-                SPLITS, SIZE,
-            )  # fmt: skip
-            total, width = total / (1 + tl.exp(-total)) * up, stride * 0 + OUT // 2
-            num_ranks_up = _ranks_of(ranks, next_slot, group_up, NUM_SLOTS, GROUPS)
-        num_ranks, slot = _ranks_of(ranks, next_slot, group, NUM_SLOTS, GROUPS), next_slot
-        tl.store(out + tl.maximum(token, 0)[:, None] * width + row[None, :], total.to(out.dtype.element_ty), inside)
+            low_up, factors_up = _factors(
+                shrunk, b, own, group_up, 0, place, row + OUT // 2, end + OUT // 2, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
+            )
+        next_tile = tile + tl.num_programs(1)
+        next_place = next_tile * SIZE + tl.arange(0, SIZE)
+        slot = tl.load(slots + next_tile, next_tile < num_tiles, 0)
+        token = tl.load(tokens + next_place, next_place < tl.where(next_tile < num_tiles, num_places, 0), -1)
+        total = _plus(total, low, factors, 0, num_ranks, RANKS)
+        for first in tl.range(RANKS, num_ranks, RANKS, num_stages=1):
+            low, factors = _factors(shrunk, b, own, group, first, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE)
+            total = _plus(total, low, factors, first, num_ranks, RANKS)
+        if GATED:
+            up = _plus(up, low_up, factors_up, 0, num_ranks_up, RANKS)
+            for first in tl.range(RANKS, num_ranks_up, RANKS, num_stages=1):
+                low, factors = _factors(
+                    shrunk, b, own, group_up, first, place, row + OUT // 2, end + OUT // 2, num_places, OUT, GROUPS, RANK, RANKS, SPLITS,
+                    SIZE,
+                )  # fmt: skip
+                up = _plus(up, low, factors, first, num_ranks_up, RANKS)
+            total = total / (1 + tl.exp(-total)) * up
+        tl.store(results, total.to(out.dtype.element_ty), inside)
+        place = next_place
 
 
 class TritonLowRank:
@@ -233,7 +245,7 @@ class TritonLowRank:
         _expand[(num_blocks, programs)](
             shrunk_PXR, low_rank.b_SNR, tiles.tokens_X, tiles.slots_Y, tiles.used_2, low_rank.ranks_SG, low_rank.blocks_B3,
             low_rank.groups_N, product_TN, out_TX, len(tiles.tokens_X), product_TN.stride(0), OUT=low_rank.b_SNR.shape[1],
-            NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=min(RANKS, triton.next_power_of_2(rank)), SPLITS=len(shrunk_PXR),
+            NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=RANK_STEP, SPLITS=len(shrunk_PXR),
             SIZE=tiles.size, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS, **early_launch(product_TN),
         )  # fmt: skip
 
