@@ -80,8 +80,8 @@ def _tiles_of(slots: TokenSlots, num_slots: int) -> Tiles:
         num_tokens, device = len(slots.slots_T), slots.slots_T.device
         size = next(size for most, size in TILE_TOKENS if num_tokens <= most)
         num_tiles = (num_tokens + min(num_slots + 1, num_tokens) * (size - 1)) // size
-        made = (torch.empty(length, dtype=torch.int32, device=device) for length in (num_tiles * size, num_tiles, 2))
-        slots.tiles = tiles = Tiles(*made, size)
+        tokens_X, slots_Y, used_2 = (torch.empty(n, dtype=torch.int32, device=device) for n in (num_tiles * size, num_tiles, 2))
+        slots.tiles = tiles = Tiles(tokens_X, slots_Y, used_2, size)
         _group[(1,)](
             slots.slots_T, tiles.tokens_X, tiles.slots_Y, tiles.used_2, num_tokens, num_tiles,
             NUM_SLOTS=num_slots, KINDS=triton.next_power_of_2(num_slots + 1), SIZE=size,
@@ -140,6 +140,20 @@ def _plus(total: tensor, low: tensor, factors: tensor, first: tensor, num_ranks:
     return tl.dot(low, tl.where((rank < num_ranks)[:, None], factors, 0.0), total, input_precision="ieee")
 
 
+@triton.jit
+def _plus_all(
+    total: tensor, low: tensor, factors: tensor, num_ranks: tensor, shrunk: tensor, b: tensor, slot: tensor, group: tensor, place: tensor,
+    row: tensor, end: tensor, num_places: tensor, OUT: constexpr, GROUPS: constexpr, RANK: constexpr, RANKS: constexpr, SPLITS: constexpr,
+    SIZE: constexpr,
+) -> tensor:  # fmt: skip
+    """Return `_plus` for all ranks; `low` and `factors` are those of the first ranks."""
+    total = _plus(total, low, factors, 0, num_ranks, RANKS)
+    for first in tl.range(RANKS, num_ranks, RANKS, num_stages=1):
+        low, factors = _factors(shrunk, b, slot, group, first, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE)
+        total = _plus(total, low, factors, first, num_ranks, RANKS)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_places"])
 def _expand(
     shrunk: tensor, b: tensor, tokens: tensor, slots: tensor, used: tensor, ranks: tensor, blocks: tensor, groups: tensor, product: tensor,
@@ -174,18 +188,14 @@ def _expand(
         next_place = next_tile * SIZE + tl.arange(0, SIZE)
         slot = tl.load(slots + next_tile, next_tile < num_tiles, 0)
         token = tl.load(tokens + next_place, next_place < tl.where(next_tile < num_tiles, num_places, 0), -1)
-        total = _plus(total, low, factors, 0, num_ranks, RANKS)
-        for first in tl.range(RANKS, num_ranks, RANKS, num_stages=1):
-            low, factors = _factors(shrunk, b, own, group, first, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE)
-            total = _plus(total, low, factors, first, num_ranks, RANKS)
+        total = _plus_all(
+            total, low, factors, num_ranks, shrunk, b, own, group, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
+        )
         if GATED:
-            up = _plus(up, low_up, factors_up, 0, num_ranks_up, RANKS)
-            for first in tl.range(RANKS, num_ranks_up, RANKS, num_stages=1):
-                low, factors = _factors(
-                    shrunk, b, own, group_up, first, place, row + OUT // 2, end + OUT // 2, num_places, OUT, GROUPS, RANK, RANKS, SPLITS,
-                    SIZE,
-                )  # fmt: skip
-                up = _plus(up, low, factors, first, num_ranks_up, RANKS)
+            up = _plus_all(
+                up, low_up, factors_up, num_ranks_up, shrunk, b, own, group_up, place, row + OUT // 2, end + OUT // 2, num_places, OUT,
+                GROUPS, RANK, RANKS, SPLITS, SIZE,
+            )  # fmt: skip
             total = total / (1 + tl.exp(-total)) * up
         tl.store(results, total.to(out.dtype.element_ty), inside)
         place = next_place
