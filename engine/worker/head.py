@@ -7,13 +7,14 @@ entries. A row without a block for them uses the scratch block, too; only its dr
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.samples import Int64s, Samples
+from engine.worker.sampling.samples import HostSamples, Int64s, Samples
 from engine.worker.staging import Staging
-from models.cache.layout import AttentionLayout
+from models.cache.layout import AttentionLayout, offsets_of
 from models.decoders.batch import ForwardBatch, HeadTokens
 from models.decoders.contract import LanguageModel
 from models.kernels.paged import AttentionBackend
@@ -23,18 +24,19 @@ class DraftHead:
     """Draft head. It only launches work, and its attention is not part of a captured graph."""
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> None:
-        assert model.predictor is not None
-        self._model, self._predictor = model, model.predictor
+        assert model.predictor is not None and rows.hidden_TD is not None
+        self._model, self._predictor, self._hidden_TD = model, model.predictor, rows.hidden_TD
         self._attention, self._rows, self._staging = attention, rows, staging
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run passes of one and of two tokens in the scratch block, so that no request waits for a compiler."""
-        hidden_TD = self._rows.hidden(torch.zeros(2, dtype=torch.int64, device=self._model.device))
+        hidden_TD, one = self._hidden_TD[[0, 0]], np.ones(1, dtype=np.int32)
         for count in (1, 2):
             index = torch.arange(count, device=self._model.device)
-            layout = self._rows.scratch_layout(count)
-            layout = replace(layout, pages=layout.pages.to(index.device), slot_mapping_T=layout.slot_mapping_T.to(index.device))
+            pages = (self._rows.scratch_slot // self._rows.block_size + index[:1]).int()
+            lengths = offsets_of(count * one), torch.from_numpy(count * one), offsets_of(one)
+            layout = AttentionLayout(*lengths, pages, self._rows.scratch_slot + index, 0)
             self._attention.plan(layout)
             tokens = HeadTokens(index.expand(3, -1).contiguous(), layout.slot_mapping_T)
             found_SD = self._predictor.predict(hidden_TD[:count], hidden_TD[:count], tokens, self._attention, index)
@@ -44,10 +46,10 @@ class DraftHead:
         """See `Head`. A chunk that ends before an image is followed by its placeholder."""
         put = self._staging.put
         self._staging.begin()
-        next_T, hidden_T, sampled_S = put(step.next_ids), put(indices_T), put(step.logits_indices)
+        next_T, hidden_T, sampled_S = put(self._next_ids(step)), put(indices_T), put(step.logits_indices)
         passes = [(put(step.positions), self._staged(step.attention))]
         for distance in range(1, count if len(step.logits_indices) else 0):
-            positions, layout = self._rows.after(step.samples, distance)
+            positions, layout = self._after(step.samples, distance)
             passes.append((put(positions), self._staged(layout)))
         self._staging.copy()
         next_T[sampled_S] = tokens_S
@@ -58,7 +60,7 @@ class DraftHead:
             embedded_TD[item.start : item.start + len(rest_ND)] = rest_ND
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]
-        hidden_TD, wanted_S = self._rows.hidden(hidden_T), sampled_S if count else sampled_S[:0]
+        hidden_TD, wanted_S = self._hidden_TD[hidden_T], sampled_S if count else sampled_S[:0]
         is_last_S = None if samples.proposed is None else samples.proposed.keep(tokens_S)[1]
         head_drafts: list[torch.Tensor] = []
         for positions_3T, layout in passes:
@@ -72,6 +74,24 @@ class DraftHead:
                 head_drafts.append(self._predictor.top_tokens(hidden_TD))
                 self._model.tp.broadcast_(head_drafts[-1])
         return torch.stack(head_drafts, dim=1) if head_drafts else tokens_S[:, None][:, :0]
+
+    def _next_ids(self, step: HostStep) -> Int64s:
+        """Return the known ids after the step's tokens; zeros for tokens to be sampled."""
+        next_ids, starts = np.zeros(step.positions.shape[1], dtype=np.int64), step.attention.qo_indptr_cpu.tolist()
+        ends = step.attention.kv_lens_cpu[: step.attention.num_prefill_rows].tolist()
+        for row, end, first, stop in zip(step.rows.tolist(), ends, starts, starts[1:], strict=False):
+            known = self._rows.row(row).known_ids[end - stop + first + 1 : end + 1]
+            next_ids[first : first + len(known)] = known
+        return next_ids
+
+    def _after(self, samples: HostSamples, distance: int) -> tuple[Int64s, AttentionLayout]:
+        """Return M-RoPE positions and attention layout of the tokens at this distance after the sampling tokens, one per sample."""
+        counts = np.ones_like(samples.rows) if samples.proposed is None else samples.proposed.counts
+        firsts = counts.cumsum() - counts
+        rows, starts = samples.rows[firsts], samples.positions[firsts] - 1 + distance
+        deltas = np.asarray([self._rows.row(row).delta for row in rows.tolist()], dtype=np.int64)
+        positions = samples.positions - 1 + distance + np.repeat(deltas, counts)
+        return np.broadcast_to(positions, (3, len(positions))), self._rows.layout(rows, starts, counts, 0)
 
     def _staged(self, layout: AttentionLayout) -> AttentionLayout:
         pages, slots_T = (self._staging.put(tensor.numpy()) for tensor in (layout.pages, layout.slot_mapping_T))

@@ -59,7 +59,6 @@ class HostStep:
     logits_indices: Int64s  # (S,) ascending
     samples: HostSamples  # S, or none if the caller samples
     known: Int64s  # (2, A): indices in `Rows.last_tokens` and their new values: last tokens of new rows, proposed ones
-    next_ids: Int64s  # (P + D,) known ids after each token, for the model's head
     reports: StepReports = NO_REPORTS
     adapters: Int32s = field(default_factory=lambda: NO_ADAPTERS)  # (P + D,) slots, -1: no adapter; empty: none of the tokens has one
 
@@ -68,7 +67,7 @@ class HostStep:
         nothing, no_pages = np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int32)
         layout = AttentionLayout(offsets_of(nothing), no_pages, offsets_of(nothing), no_pages, torch.from_numpy(nothing), 0)
         pairs, positions = np.zeros((2, 0), dtype=np.int64), np.zeros((3, 0), dtype=np.int64)
-        return cls(nothing, nothing, nothing, positions, layout, (), nothing, HostSamples.empty(), pairs, nothing)
+        return cls(nothing, nothing, nothing, positions, layout, (), nothing, HostSamples.empty(), pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,7 @@ class Rows:
         has_proposed = positions.shape[1] - len(ids) > len(decodes)
         rows = np.asarray([chunk.row for chunk in chunks], dtype=np.int64)
         logits_indices, samples = self._sampled(chunks, has_proposed)
-        known = [(admit.row, self._row(admit.row).known_ids[-1]) for admit in admits]
+        known = [(admit.row, self.row(admit.row).known_ids[-1]) for admit in admits]
         gather = rows[num_prefills:]
         if has_proposed:
             known += enumerate((token for chunk in decodes for token in chunk.proposed), self.scratch_row + 1)
@@ -159,13 +158,12 @@ class Rows:
             gather=gather,
             rows=rows,
             positions=positions,
-            attention=self._layout(rows, *self._extents(chunks), num_prefills),
+            attention=self.layout(rows, *self._extents(chunks), num_prefills),
             visual=_visual_slices(prefills, images),
             logits_indices=logits_indices,
             samples=samples,
             known=np.asarray(known, dtype=np.int64).reshape(-1, 2).T,
-            next_ids=self._next_ids(prefills, positions.shape[1]),
-            reports=StepReports.of(chunks, num_prefills, self._row),
+            reports=StepReports.of(chunks, num_prefills, self.row),
             adapters=self._adapters_of(rows, chunks),
         )
 
@@ -213,20 +211,6 @@ class Rows:
         """Return the output buffer for the hidden states of so many tokens, if they are needed."""
         return None if self.hidden_TD is None else self.hidden_TD[:num_tokens]
 
-    def hidden(self, indices_T: torch.Tensor) -> torch.Tensor:
-        """Return the (T, D) hidden states of the last forward pass."""
-        assert self.hidden_TD is not None
-        return self.hidden_TD[indices_T]
-
-    def after(self, samples: HostSamples, distance: int) -> tuple[Int64s, AttentionLayout]:
-        """Return M-RoPE positions and attention layout of the tokens at this distance after the sampling tokens, one per sample."""
-        counts = np.ones_like(samples.rows) if samples.proposed is None else samples.proposed.counts
-        firsts = counts.cumsum() - counts
-        rows, starts = samples.rows[firsts], samples.positions[firsts] - 1 + distance
-        deltas = np.asarray([self._row(row).delta for row in rows.tolist()], dtype=np.int64)
-        positions = samples.positions - 1 + distance + np.repeat(deltas, counts)
-        return np.broadcast_to(positions, (3, len(positions))), self._layout(rows, starts, counts, 0)
-
     def remember(self, known: torch.Tensor) -> None:
         """Write `HostStep.known` on the device before anything reads it."""
         if known.shape[1]:
@@ -242,13 +226,6 @@ class Rows:
             group.accept(rows_S, num_accepted_S)
         return self.transfers.deliver_(tokens_S, rows_S, self.last_tokens)
 
-    def scratch_layout(self, num_tokens: int) -> AttentionLayout:
-        """Layout of a scratch row of so many tokens."""
-        slots_T = self.scratch_slot + torch.arange(num_tokens)
-        block, count, one = self.scratch_slot // self.block_size, np.asarray([num_tokens], dtype=np.int32), np.ones(1, dtype=np.int32)
-        pages = torch.tensor([block], dtype=torch.int32)
-        return AttentionLayout(offsets_of(count), torch.from_numpy(count), offsets_of(one), pages, slots_T, 0)
-
     def _adapters_of(self, rows: Int64s, chunks: Sequence[Chunk]) -> Int32s:
         """Return `HostStep.adapters` for these rows and chunks."""
         slots = self._adapters[rows]
@@ -259,7 +236,7 @@ class Rows:
         self._tables[row, count : count + len(blocks)] = blocks
         self._num_blocks[row] += len(blocks)
 
-    def _row(self, row: int) -> Row:
+    def row(self, row: int) -> Row:
         found = self._rows[row]
         assert found is not None, f"row {row} was never admitted"
         return found
@@ -284,7 +261,7 @@ class Rows:
         ids: list[npt.NDArray[np.integer]] = [np.empty(0, dtype=np.int64)]
         positions = [np.empty((3, 0), dtype=np.int64)]
         for chunk in prefills:
-            row = self._row(chunk.row)
+            row = self.row(chunk.row)
             end = chunk.start + chunk.length
             ids.append(row.known_ids[chunk.start : end])
             num_prompt = row.prompt_positions.shape[1]
@@ -292,27 +269,19 @@ class Rows:
             if end > num_prompt:  # recomputed output after a preemption
                 later = np.arange(max(chunk.start, num_prompt), end) + row.delta
                 positions.append(np.broadcast_to(later, (3, len(later))))
-        last = np.asarray([chunk.start + self._row(chunk.row).delta for chunk in decodes], dtype=np.int64)
+        last = np.asarray([chunk.start + self.row(chunk.row).delta for chunk in decodes], dtype=np.int64)
         counts = [chunk.length for chunk in decodes]
         if sum(counts) > len(decodes):
             last = np.repeat(last - np.cumsum(counts) + counts, counts) + np.arange(sum(counts))
         positions.append(np.broadcast_to(last, (3, len(last))))
         return np.concatenate(ids).astype(np.int64), np.concatenate(positions, axis=1)
 
-    def _next_ids(self, prefills: Sequence[Chunk], num_tokens: int) -> Int64s:
-        """Return known next ids; zeros for tokens to be sampled."""
-        next_ids, first = np.zeros(num_tokens if self.hidden_TD is not None else 0, dtype=np.int64), 0
-        for chunk in prefills if len(next_ids) else ():
-            known = self._row(chunk.row).known_ids[chunk.start + 1 : chunk.start + chunk.length + 1]
-            next_ids[first : first + len(known)] = known
-            first += chunk.length
-        return next_ids
-
     def _extents(self, chunks: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
         starts, lengths = np.asarray([(chunk.start, chunk.length) for chunk in chunks], dtype=np.int64).T
         return starts, lengths
 
-    def _layout(self, rows: Int64s, starts: Int64s, lengths: Int64s, num_prefill_rows: int) -> AttentionLayout:
+    def layout(self, rows: Int64s, starts: Int64s, lengths: Int64s, num_prefill_rows: int) -> AttentionLayout:
+        """Return the layout of a step that computes tokens `starts : starts + lengths` of these rows."""
         kv_lens = starts + lengths
         num_pages = -(-kv_lens // self.block_size)
         tables = self._tables[rows, : num_pages.max()]

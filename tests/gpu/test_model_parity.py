@@ -134,7 +134,6 @@ def host_step(batch: ForwardBatch) -> HostStep:
         logits_indices=batch.logits_indices.cpu().numpy(),
         samples=HostSamples.empty(),
         known=np.stack((places, ids[num_prefill:])),
-        next_ids=np.zeros(0, dtype=np.int64),
     )
 
 
