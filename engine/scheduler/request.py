@@ -17,9 +17,8 @@ ANSWER_OPENING = 8  # most tokens of a template's answer opening: a next turn ne
 
 class Status(enum.Enum):
     """Request status. WAITING (new or preempted) has no row and no blocks; RUNNING has both; STOPPING waits for its plans in flight to
-    land. PARKED is like WAITING, while no request may start."""
+    land."""
 
-    PARKED = "parked"
     WAITING = "waiting"
     RUNNING = "running"
     STOPPING = "stopping"

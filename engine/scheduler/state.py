@@ -63,7 +63,6 @@ class State:
         if self.is_open:
             self._queue(request)
         else:
-            request.status = Status.PARKED
             self.parked.append(request)
 
     def start(self, request: Request, hits: Sequence[int], num_equal: int) -> None:
@@ -97,8 +96,8 @@ class State:
 
     def stop(self, request: Request) -> None:
         """Stop a request. It keeps its resources until its plans in flight have landed."""
-        queues = {Status.PARKED: self.parked, Status.WAITING: self.waiting, Status.RUNNING: self.running}
-        queues[request.status].remove(request)
+        queue = self.running if request.status is Status.RUNNING else self.waiting
+        (self.parked if request in self.parked else queue).remove(request)
         request.status = Status.STOPPING
         self.stopping.add(request)
 

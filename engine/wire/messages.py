@@ -11,7 +11,7 @@
 | scheduler -> worker    | StepPlan, the same bytes to all      |
 | worker -> scheduler    | WorkerReady, StepResult, Heartbeat   |
 
-Messages of weight updates are in `engine.wire.updates`. All times are `time.monotonic()` seconds: one clock for all processes of a host.
+Other messages of annexes are in their own files. All times are `time.monotonic()` seconds: one clock for all processes of a host.
 """
 
 from collections.abc import Sequence

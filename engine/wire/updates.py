@@ -134,3 +134,6 @@ Order = Pause | Resume | Job
 def metadata_of(version: str) -> dict[str, str]:
     """Return the metadata of answers: the version of the weights."""
     return {"weight_version": version}
+
+
+FIRST_METADATA = metadata_of(FIRST_VERSION)

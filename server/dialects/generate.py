@@ -14,7 +14,7 @@ from engine.launch.config import VERSION
 from engine.wire.messages import Abort, Event, Events, MediaRef, TextPrompt, TokenPrompt
 from engine.wire.params import NumLogprobs
 from engine.wire.reports import RankedToken, ranked_tokens
-from engine.wire.updates import FIRST_VERSION
+from engine.wire.updates import FIRST_METADATA
 from server.http.body import Body
 from server.http.streaming import Choice, ReplyOptions, Usage, encode
 from server.http.validate import OneOf, Worded, bad_value
@@ -140,7 +140,7 @@ class GenerateFormat(CompletionFormat):
         meta: Json = {
             "id": self._id, "finish_reason": reason and {"type": reason, **endings.get(reason, {})}, "matched_stop": matched,
             "prompt_tokens": usage.num_prompt, "completion_tokens": usage.num_generated, "cached_tokens": usage.num_cached,
-            "weight_version": FIRST_VERSION, **extra.get("metadata", {}), **self._logprobs(choice),
+            **FIRST_METADATA, **extra.get("metadata", {}), **self._logprobs(choice),
         }  # fmt: skip
         if reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._received
@@ -206,9 +206,9 @@ class Native:
 
     async def model_info(self) -> Any:
         """The served model, in SGLang's form."""
-        model, version = self._service.config.model, self._service.client.metadata.get("weight_version", FIRST_VERSION)
+        model, metadata = self._service.config.model, FIRST_METADATA | self._service.client.metadata
         can = {"is_generation": True, "has_image_understanding": True, "has_audio_understanding": False}
-        return {"model_path": model, "tokenizer_path": model, "weight_version": version, "preferred_sampling_params": None, **can}
+        return {"model_path": model, "tokenizer_path": model, **metadata, "preferred_sampling_params": None, **can}
 
     async def server_info(self) -> Any:
         """Statistics for SGLang's benchmark."""
