@@ -7,7 +7,7 @@ import asyncio
 from typing import Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -43,21 +43,12 @@ PICKLE = "is a pickle, which is not accepted: send names, dtypes, shapes and pla
 UPDATE_PATHS = "/update_weights_from_"  # SGLang's
 
 
-class Changed(BaseModel):
-    """Answer of vLLM's routes."""
+class Done(BaseModel):
+    """Answer of all routes: vLLM's have a `status` or nothing else, SGLang's have `success`."""
 
     message: str
-
-
-class Succeeded(BaseModel):
-    """Answer of SGLang's routes."""
-
-    success: bool
-    message: str
-
-
-class State(BaseModel):
-    status: str
+    status: str | None = None
+    success: bool | None = None
 
 
 class Nothing(Strict):
@@ -68,7 +59,7 @@ class WeightRoute:
     """ASGI application that gives one order."""
 
     takes: ClassVar[type[Strict]] = Nothing
-    gives: ClassVar[type[BaseModel]] = Succeeded
+    gives: ClassVar[type[BaseModel]] = Done
     streams: Any = None
     last_data = ""
 
@@ -103,7 +94,7 @@ class Mode(Strict):
 class PauseRoute(WeightRoute):
     """Start no further requests. Running ones end (`abort`), finish (`wait`) or continue after the resume (`keep`)."""
 
-    takes, gives = Mode, State
+    takes = Mode
 
     async def run(self, asked: Mode) -> Json:
         waits = asked.mode is None and str(asked.wait_for_inflight_requests).lower() == "true"
@@ -114,8 +105,6 @@ class PauseRoute(WeightRoute):
 
 class ResumeRoute(WeightRoute):
     """Start requests again."""
-
-    gives = State
 
     async def run(self, asked: Nothing) -> Json:
         await self.orders.give(Resume)
@@ -209,9 +198,8 @@ class BroadcastRoute(WeightRoute):
         return await self.update(FromGroup(asked.group_name, specs), asked)
 
 
-class Version(Strict):
-    new_version: str
-    abort_all_requests: bool | None = None
+class Version(Options):
+    weight_version: str = Field(alias="new_version")
 
 
 class RenameRoute(WeightRoute):
@@ -220,8 +208,7 @@ class RenameRoute(WeightRoute):
     takes = Version
 
     async def run(self, asked: Version) -> Json:
-        options = Options(abort_all_requests=asked.abort_all_requests, weight_version=asked.new_version)
-        return await self.update(Rename(), options)
+        return await self.update(Rename(), asked)
 
 
 class Start(Strict):
@@ -231,7 +218,7 @@ class Start(Strict):
 class MarkRoute(WeightRoute):
     """vLLM's markers of an update's first and last request. They have no effect: between pause and resume updates belong together."""
 
-    takes, gives = Start, Changed
+    takes = Start
 
     async def run(self, asked: Start) -> Json:
         return {"message": "Weight update noted"}
@@ -244,16 +231,12 @@ class InitInfo(Strict):
 class InitRoute(WeightRoute):
     """vLLM's route for joining a group; without an address it has no effect."""
 
-    takes, gives = InitInfo, Changed
+    takes = InitInfo
 
     async def run(self, asked: InitInfo) -> Json:
         if asked.init_info:
             await JoinRoute(self.orders).run(check(Group, asked.init_info))
         return {"message": "Weight transfer initialized"}
-
-
-class UpdateInfo(Options):
-    update_info: Json
 
 
 class Transfer(Strict):
@@ -266,13 +249,17 @@ class Transfer(Strict):
     group_name: str = GROUP
 
 
+class UpdateInfo(Options):
+    update_info: Transfer
+
+
 class UpdateRoute(WeightRoute):
     """vLLM's route for an update: from handles if there are any, otherwise from the group that was joined."""
 
-    takes, gives = UpdateInfo, Changed
+    takes = UpdateInfo
 
     async def run(self, asked: UpdateInfo) -> Json:
-        info = check(Transfer, asked.update_info)
+        info = asked.update_info
         if info.ipc_handles_pickled is not None:
             raise bad_value("update_info.ipc_handles_pickled", PICKLE)
         specs = _zipped(info.names, info.dtype_names, info.shapes, info.ipc_handles or [{}] * len(info.names))
