@@ -46,7 +46,6 @@ def prepare(model_folder: str) -> Callable[[bytes], bytes]:
 
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
     kinds: dict[str, Callable[[str], str | xgrammar.Grammar]] = {
-        "json_object": lambda text: schema_grammar({"type": "object"}),
         "json_schema": lambda text: schema_grammar(msgspec.json.decode(text)),
         "regex": xgrammar.Grammar.from_regex,
         "ebnf": ebnf_of,

@@ -10,8 +10,8 @@ from engine.wire.media import Region
 class Grammar(msgspec.Struct, frozen=True):
     """Grammar of an answer. `text` of a "choice" is a JSON list of strings."""
 
-    kind: Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
-    text: str = ""
+    kind: Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    text: str
 
 
 class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):

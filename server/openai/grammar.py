@@ -12,9 +12,10 @@ from server.openai.schema import GRAMMARS, ChatRequest, GenerationRequest, Plain
 CUT_OFF = "the answer was cut off by the token limit before its grammar was complete: raise max_tokens"
 # Kinds of grammars by members of `structured_outputs`.
 MEMBERS = {
-    "json_": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf", "json_object": "json_object",
+    "json_": "json_schema", "json_object": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }  # fmt: skip
+ANY_OBJECT = {"type": "object"}
 ALREADY = ("disable_any_whitespace", "disable_fallback")  # accepted: the default here, or not applicable
 
 
@@ -28,6 +29,7 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
         if len(members) != 1 or not members.keys() <= MEMBERS.keys():
             raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar, json_object and structural_tag")
         for name, value in members.items():
+            value = ANY_OBJECT if name == "json_object" else value
             grammars["structured_outputs"] = _grammar_of(MEMBERS[name], value, f"structured_outputs.{name.strip('_')}")
     if (grammar := _of_response_format(request)) is not None:
         grammars["response_format"] = grammar
@@ -42,7 +44,7 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
 def _of_response_format(request: GenerationRequest) -> Grammar | None:
     shape = request.response_format
     if shape is None or isinstance(shape, PlainFormat):
-        return Grammar("json_object") if shape is not None and shape.type == "json_object" else None
+        return Grammar("json_schema", json.dumps(ANY_OBJECT)) if shape is not None and shape.type == "json_object" else None
     if isinstance(shape, StructuralTag):
         return _grammar_of("structural_tag", shape.model_dump(), "response_format")
     schema = shape.of if shape.json_schema is None else shape.json_schema.of
@@ -52,8 +54,6 @@ def _of_response_format(request: GenerationRequest) -> Grammar | None:
 
 
 def _grammar_of(kind: Any, value: Any, path: str) -> Grammar:
-    if kind == "json_object":
-        return Grammar(kind)
     if kind in ("json_schema", "structural_tag"):
         value = _object_of(value, path)
         for place, schema in _schemas_of(value, path) if kind == "structural_tag" else ((path, value),):

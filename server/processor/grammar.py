@@ -23,7 +23,6 @@ Json = dict[str, Any]
 LARGE_BYTES = 1 << 16  # compiled grammars from this size on are sent in advance: rank 0 reads 20 MB/s
 LOAD_S = 10.0
 XML_MARK = "<function="  # in a template: the coder models' notation of calls
-JSON_KINDS = ("json_object", "json_schema")
 DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
 MAX_WHITESPACE = 1  # consecutive characters, as models write JSON
 
@@ -89,7 +88,7 @@ class AnswerGrammars:
     def default_limit(self, request: Request) -> int | None:
         """Return a token limit for JSON, since a model may continue inside a string forever."""
         grammar = request.submit.grammar
-        is_json = grammar is not None and grammar.kind in JSON_KINDS and not request.answers[0].text.is_thinking
+        is_json = grammar is not None and grammar.kind == "json_schema" and not request.answers[0].text.is_thinking
         return DEFAULT_JSON_TOKENS if is_json else None
 
 
@@ -100,22 +99,19 @@ def answer_grammar(request_grammar: Grammar | None, tools: list[Json], options: 
     is_xml = XML_MARK in template
     functions = [tool["function"] for tool in tools if options.called in (None, tool["function"]["name"])]
     tags = [_tag(function, is_xml) for function in functions]
-    calls: Json = {
-        "type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True,
-        "stop_after_first": options.calls == "one" or options.called is not None,
-    }  # fmt: skip
+    calls: Json = {"tags": tags, "stop_after_first": options.calls == "one" or options.called is not None}
+    only_calls = {**calls, "type": "tags_with_separator", "separator": "\n", "at_least_one": True}
     if options.must_call:
-        return _grammar(calls)
+        return _grammar(only_calls)
     if request_grammar is not None:
-        return _grammar({"type": "or", "elements": [_format_of(request_grammar), calls]})
+        return _grammar({"type": "or", "elements": [_format_of(request_grammar), only_calls]})
     if any(function.get("strict") for function in functions):
-        return _grammar({**calls, "type": "triggered_tags", "triggers": ["<tool_call>"], "at_least_one": False, "separator": None})
+        return _grammar({**calls, "type": "triggered_tags", "triggers": ["<tool_call>"]})
     return None
 
 
 def _grammar(content: Json) -> Grammar:
-    given = {name: value for name, value in content.items() if value is not None}
-    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": given}))
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": content}))
 
 
 def _tag(function: Json, is_xml: bool) -> Json:
@@ -132,9 +128,8 @@ def _tag(function: Json, is_xml: bool) -> Json:
 
 def _format_of(grammar: Grammar) -> Json:
     match grammar.kind:
-        case "json_object" | "json_schema":
-            schema = json.loads(grammar.text or '{"type": "object"}')
-            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": json.loads(grammar.text), "max_whitespace_cnt": MAX_WHITESPACE}
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "ebnf":

@@ -168,6 +168,7 @@ TOOLS: list[dict[str, Any]] = [
 LOOSE: list[dict[str, Any]] = [{"type": "function", "function": {"name": "g"}}]
 F = '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'
 G = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+OBJECT = Grammar("json_schema", '{"type": "object"}')
 XML = "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>"
 BAD = F.replace("1", '"x"')
 
@@ -197,7 +198,7 @@ CASES = [
     ("required, one", options("one", must_call=True), None, [F, G], [f"{F}\n{G}", "hello"]),
     ("named", options(must_call=True, called="g"), None, [G], [F, f"{G}\n{G}", "hello"]),
     ("auto, strict", options(), None, ["hello", f"hello {F}", F, G, "a <tool", f"{F}\n{G}"], [BAD, f"hello {BAD}"]),
-    ("auto, a format", options(), Grammar("json_object"), ['{"a":1}', F, f"{F}\n{G}"], ["hello", BAD, f'{{"a":1}}{F}']),
+    ("auto, a format", options(), OBJECT, ['{"a":1}', F, f"{F}\n{G}"], ["hello", BAD, f'{{"a":1}}{F}']),
     ("auto, choices", options(), Grammar("choice", '["yes", "no"]'), ["yes", "no", G], ["maybe", "hello"]),
     ("auto, a pattern", options(), Grammar("regex", "a+"), ["aa", G], ["b"]),
     ("auto, rules", options(), Grammar("ebnf", 'root ::= "ab"'), ["ab", G], ["a"]),

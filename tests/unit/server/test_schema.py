@@ -278,11 +278,12 @@ def test_bad_completions() -> None:
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 HELD = Grammar("json_schema", json.dumps(SCHEMA))
 CHOICE, REGEX = Grammar("choice", '["a", "b"]'), Grammar("regex", "a+")
+OBJECT = Grammar("json_schema", '{"type": "object"}')
 GRAMMARS: list[tuple[Grammar | None, dict[str, object]]] = [
     (HELD, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}),
     *((HELD, {"guided_json": one}) for one in (SCHEMA, json.dumps(SCHEMA))), (HELD, {"json_schema": json.dumps(SCHEMA)}),
     (HELD, {"structured_outputs": {"json": SCHEMA, "regex": None}}), (CHOICE, {"structured_outputs": {"choice": ["a", "b"]}}),
-    (Grammar("json_object"), {"response_format": {"type": "json_object"}}), (CHOICE, {"guided_choice": ["a", "b"]}),
+    (OBJECT, {"response_format": {"type": "json_object"}}), (CHOICE, {"guided_choice": ["a", "b"]}),
     (REGEX, {"structured_outputs": {"regex": "a+", "disable_any_whitespace": True, "disable_fallback": True}}),
     (Grammar("ebnf", 'root ::= "a"'), {"guided_grammar": 'root ::= "a"'}), (REGEX, {"response_format": {"type": "text"}, "regex": "a+"}),
     (None, {"response_format": {"type": "text"}}), (None, {}),
