@@ -207,7 +207,7 @@ ANNEXES = {
     "Anthropic's dialect": (r"anthropic", r"anthropic", 1),
     "Responses": (r"/v1/responses|dialects\.responses", r"responses", 0),
     "SGLang's dialect": (r"sglang|dialects\.generate", r"generate|updates", 2),
-    "weight updates": (r"weight.updates?|weight_version|\bupdates\.|parked", r"updates?[/.]", 8),
+    "weight updates": (r"weight.updates?|weight_version|\bupdates\.|parked", r"updates?[/.]", 6),
 }
 
 

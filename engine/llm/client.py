@@ -5,7 +5,6 @@ Ask ──▶ JSON ──▶ HTTP on a Unix socket ──▶ engine.serve, a chi
 
 import asyncio
 import contextlib
-import os
 import warnings
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
@@ -18,8 +17,8 @@ from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
 from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, SamplingParams, words_of
 from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
+from engine.llm.updates import pause_requests, replace_weights, resume_requests
 from engine.wire.params import UNSTREAMED
-from engine.wire.updates import Drain
 
 RETRY_S = 0.05
 OURS = {"api_key": None, "api_key_file": None, "allowed_hosts": None, "root_path": "", "shutdown_timeout": 0}
@@ -70,28 +69,12 @@ class AsyncLLM:
         (output,) = [output async for output in self._outputs(Ask(EMBEDDINGS, prompt, None, fields))]
         return output
 
-    async def pause(self, mode: Drain = "abort") -> None:
-        """Start no further requests until `resume`. Running ones end ("abort"), finish ("wait") or are continued later ("keep")."""
-        await self._order("/pause", {"mode": mode})
+    pause = pause_requests
+    resume = resume_requests
+    update_weights = replace_weights
 
-    async def resume(self) -> None:
-        await self._order("/resume", {})
-
-    async def update_weights(self, source: Any, weight_version: str | None = None) -> None:
-        """Replace weights by those of a checkpoint's folder, or by tensors (a mapping from names in checkpoints). Requests wait meanwhile.
-        Needs the flag `enable_weight_updates`. Raises ValueError if names, shapes or formats differ; nothing has changed then."""
-        version = {"weight_version": weight_version}
-        if isinstance(source, str | os.PathLike):
-            await self._order("/update_weights_from_disk", {"model_path": os.path.abspath(source), **version})
-            return
-        from engine.updates.memory import shared  # imports torch
-
-        with contextlib.ExitStack() as stack:
-            specs = await asyncio.to_thread(stack.enter_context, shared(source))
-            tensors = [msgspec.to_builtins(spec) for spec in specs]
-            await self._order("/update_weights_from_tensor", {"named_tensors": tensors, **version})
-
-    async def _order(self, path: str, body: dict[str, Any]) -> None:
+    async def post(self, path: str, body: dict[str, Any]) -> None:
+        """Wait for the answer to a request, which may be empty. Raises ValueError."""
         async for _ in self._documents(path, msgspec.json.encode(body)):
             pass
 
