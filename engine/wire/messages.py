@@ -55,7 +55,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_error", code="timeout")
 
-# ---- api <-> processor -------------------------------------------------------------------------------------------------------------
+# api <-> processor
 
 
 class Payload(msgspec.Struct, tag=True, frozen=True):
@@ -141,7 +141,7 @@ class Events(msgspec.Struct, frozen=True):
     heartbeat: float = 0.0  # when the engine last made progress or was idle
 
 
-# ---- processor <-> scheduler -------------------------------------------------------------------------------------------------------
+# processor <-> scheduler
 
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
@@ -264,7 +264,7 @@ class Prefetch(msgspec.Struct, tag=True, frozen=True):
     grid: tuple[int, int, int]
 
 
-# ---- scheduler <-> worker ----------------------------------------------------------------------------------------------------------
+# scheduler <-> worker
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True):

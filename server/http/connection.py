@@ -83,7 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stall: asyncio.TimerHandle | None = None  # timer while the client does not read
         self._num_unsent = 0  # unsent bytes when that timer was started
 
-    # ---- called by the event loop ----------------------------------------------------------------------------------------------------
+    # called by the event loop
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -132,7 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._stop_stall()
 
-    # ---- called by the parser and the application ------------------------------------------------------------------------------------
+    # called by the parser and the application
 
     def on_headers_complete(self) -> None:
         codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
@@ -187,7 +187,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
 
-    # ---- private ---------------------------------------------------------------------------------------------------------------------
+    # private
 
     @property
     def _is_answering(self) -> bool:

@@ -85,7 +85,7 @@ class DirectReader(asyncio.BufferedProtocol):
         self._http.cycle.disconnected = True
         self._http.transport.abort()
 
-    # ---- called by the event loop ----------------------------------------------------------------------------------------------------
+    # called by the event loop
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer[: self._rest]
@@ -114,7 +114,7 @@ class DirectReader(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._http.resume_writing()
 
-    # ---- private ---------------------------------------------------------------------------------------------------------------------
+    # private
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
