@@ -91,6 +91,7 @@ class Child:
         setup_logging(role, runtime.config.log_level)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent with SIGCONT by the kernel if the launcher dies while a process is stopped
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
         die_with_parent(signal.SIGTERM)
         raise_file_limit()
         faulthandler.register(DUMP_SIGNAL, all_threads=True)

@@ -195,7 +195,6 @@ def main() -> None:
     model = read_config(Path(child.runtime.model_folder))
     scheduler = Scheduler(child, frozenset(model.eos_token_ids))
     signal.signal(signal.SIGTERM, lambda *_: scheduler.stopping.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(scheduler.stopping.set)
     scheduler.run()
 

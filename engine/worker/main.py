@@ -77,7 +77,6 @@ def main() -> None:
     child = Child.attach(f"worker-{rank}")
     stopping = StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stopping.set)
     plans: Inbox[ToWorker] = Inbox(child.run_dir, child.role, ToWorker)
     results: Outbox[WorkerReady | StepResult] = Outbox(child.run_dir, "scheduler")

@@ -203,7 +203,6 @@ async def serve(child: Child) -> None:
     loop.add_signal_handler(signal.SIGTERM, stop)
     draining: list[asyncio.Task[None]] = []  # the event loop keeps only weak references to tasks
     loop.add_signal_handler(signal.SIGUSR1, lambda: draining.append(asyncio.create_task(drain())))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     child.on_orphaned(stop_from_thread, grace=GRACE_S + 5)
     pump = asyncio.create_task(api.pump(inbox, url_of(listener, bool(child.config.ssl_certfile))))
     pump.add_done_callback(lambda task: stop())

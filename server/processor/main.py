@@ -141,7 +141,6 @@ async def _serve(child: Child) -> None:
 def main() -> None:
     child = Child.attach("processor")
     warnings.filterwarnings("ignore", module="PIL")  # errors of an image concern its client only
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     try:
         uvloop.run(serve(child))
     except Exception as error:
