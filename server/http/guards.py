@@ -2,6 +2,7 @@
 
 import hmac
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 from starlette._utils import get_route_path
@@ -58,65 +59,67 @@ def is_authorised(scope: Scope, keys: list[bytes]) -> bool:
     return any([hmac.compare_digest(word, start + key) for word, start in pairs for key in keys])  # compare all keys, in constant time
 
 
-class ApiKeyGuard:
-    """Requires `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of the keys, for all paths except OPEN_PATHS."""
-
-    def __init__(self, app: ASGIApp, api_keys: list[str]):
-        self._app = app
-        self._keys = [key.encode() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not is_open(scope) and not is_authorised(scope, self._keys):
-            error = ErrorInfo(401, "A valid API key is required.", error_type(401), code="invalid_api_key")
-            response = error_response(error, scope)
-            response.headers["WWW-Authenticate"] = "Bearer"
-            await response(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-class HostGuard:
-    """Accepts only requests with one of these Host names, as protection against DNS rebinding."""
-
-    def __init__(self, app: ASGIApp, hosts: str):
-        self._app = app
-        self._hosts = [host.strip().lower() for host in hosts.split(",")]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and get_route_path(scope) not in OPEN_PATHS - {"/"} and not self._is_allowed(scope):
-            error = ErrorInfo(421, "The Host header does not name this server.", error_type(421), code="host_not_allowed")
-            await error_response(error, scope)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        host = PORT.sub("", Headers(scope=scope).get("host", "").lower())
-        return any(host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in self._hosts)
-
-
-class JsonGuard:
-    """Requires a body to be uncompressed and declared as JSON: a web page cannot send this without a CORS preflight. A request without a
-    body needs no Content-Type unless a web page sends it."""
+class Guard(ABC):
+    """Middleware that rejects some requests."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._find_problem(Headers(scope=scope)) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if problem is None:
-            await self._app(scope, receive, send)
-        else:
-            error = ErrorInfo(415, problem, error_type(415), code="unsupported_media_type")
-            await error_response(error, scope)(scope, receive, send)
+    @abstractmethod
+    def problem_of(self, scope: Scope) -> Response | None: ...
 
-    @staticmethod
-    def _find_problem(headers: Headers) -> str | None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = self.problem_of(scope) if scope["type"] == "http" else None
+        await (response or self._app)(scope, receive, send)
+
+
+class ApiKeyGuard(Guard):
+    """Requires `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of the keys, for all paths except OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, api_keys: list[str]):
+        super().__init__(app)
+        self._keys = [key.encode() for key in api_keys]
+
+    def problem_of(self, scope: Scope) -> Response | None:
+        if is_open(scope) or is_authorised(scope, self._keys):
+            return None
+        response = _refusal(401, "A valid API key is required.", "invalid_api_key", scope)
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return response
+
+
+class HostGuard(Guard):
+    """Accepts only requests with one of these Host names, as protection against DNS rebinding."""
+
+    def __init__(self, app: ASGIApp, hosts: str):
+        super().__init__(app)
+        self._hosts = [host.strip().lower() for host in hosts.split(",")]
+
+    def problem_of(self, scope: Scope) -> Response | None:
+        host = PORT.sub("", Headers(scope=scope).get("host", "").lower())
+        is_allowed = any(host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in self._hosts)
+        if is_allowed or get_route_path(scope) in OPEN_PATHS - {"/"}:
+            return None
+        return _refusal(421, "The Host header does not name this server.", "host_not_allowed", scope)
+
+
+class JsonGuard(Guard):
+    """Requires a body to be uncompressed and declared as JSON: a web page cannot send this without a CORS preflight. A request without a
+    body needs no Content-Type unless a web page sends it."""
+
+    def problem_of(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
         has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        if not (has_body or "content-type" in headers or "origin" in headers):
+        if scope["method"] != "POST" or not (has_body or "content-type" in headers or "origin" in headers):
             return None
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            return "The Content-Type of a request must be application/json."
-        if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            return "The Content-Encoding of a request must be identity: compressed bodies are not read."
-        return None
+            return _refusal(415, "The Content-Type of a request must be application/json.", "unsupported_media_type", scope)
+        if headers.get("content-encoding", "identity").strip().lower() == "identity":
+            return None
+        words = "The Content-Encoding of a request must be identity: compressed bodies are not read."
+        return _refusal(415, words, "unsupported_media_type", scope)
+
+
+def _refusal(status: int, words: str, code: str, scope: Scope) -> Response:
+    return error_response(ErrorInfo(status, words, error_type(status), code=code), scope)
