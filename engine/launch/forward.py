@@ -1,12 +1,13 @@
 """Forwarding of requests of an ASGI server to a server on a Unix socket."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 
-import httpx
+import aiohttp
+from multidict import CIMultiDict
 from starlette.types import Receive, Scope, Send
-
-from engine.launch.unix import UnixClients
+from yarl import URL
 
 STOPS = b'{"error":{"message":"The server is shutting down.","type":"server_error","param":null,"code":"shutting_down"}}'
 HOP = (b"connection", b"date")  # the server in front sends its own
@@ -16,7 +17,17 @@ class Forwarder:
     """ASGI application that sends each request to a server on a Unix socket, and streams the answer to the client."""
 
     def __init__(self, path: str):
-        self._path, self._clients = path, UnixClients()
+        self._path = path
+
+    @functools.cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(self._path, limit=0), timeout=aiohttp.ClientTimeout(), auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        await self._session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request. It is aborted if the client disconnects."""
@@ -31,31 +42,25 @@ class Forwarder:
             watch.cancel()
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send, is_read: asyncio.Event) -> None:
-        query = b"?" + scope["query_string"] if scope["query_string"] else b""
-        url = httpx.URL("http://engine").copy_with(raw_path=scope["raw_path"] + query)
-        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
-        body = _body(receive, is_read) if has_body else None
+        target = (scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")).decode("latin-1")
+        headers = CIMultiDict((name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in scope["headers"])
+        is_chunked = headers.popall("Transfer-Encoding", None) is not None  # set again for a body without a length
+        body = _body(receive, is_read) if is_chunked or "Content-Length" in headers else None
         if body is None:
             is_read.set()
-        async with self._clients.client(self._path) as client:
-            await _exchange(client, client.build_request(scope["method"], url, headers=scope["headers"], content=body), send)
-
-
-async def _exchange(client: httpx.AsyncClient, request: httpx.Request, send: Send) -> None:
-    try:
-        response = await client.send(request, stream=True)
-    except httpx.TransportError:
-        await send({"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": STOPS})
-        return
-    try:
-        headers = [(name, value) for name, value in response.headers.raw if name.lower() not in HOP]
-        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-        async for data in response.aiter_raw():
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body"})
-    finally:
-        await response.aclose()
+        url = URL(f"http://engine{target}", encoded=True)
+        try:
+            response = await self._session.request(scope["method"], url, headers=headers, data=body, allow_redirects=False)
+        except aiohttp.ClientConnectionError:
+            await send({"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"application/json")]})
+            await send({"type": "http.response.body", "body": STOPS})
+            return
+        async with response:
+            kept = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in HOP]
+            await send({"type": "http.response.start", "status": response.status, "headers": kept})
+            async for data in response.content.iter_any():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body"})
 
 
 async def _body(receive: Receive, is_read: asyncio.Event) -> AsyncIterator[bytes]:

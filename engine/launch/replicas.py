@@ -49,10 +49,11 @@ class Replica:
         raise_file_limit()
         self._server = ServerProcess(size_arenas(config, memory_limit() // num_neighbours))
         await self._server.start()
+        self._forwarder = Forwarder(self._server.path)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application; the name is defined by Ray Serve."""
-        return Starlette(routes=[Mount("/", Forwarder(self._server.path))])
+        return Starlette(routes=[Mount("/", self._forwarder)])
 
     async def check_health(self) -> None:
         """Raise if the replica must be replaced; the name is defined by Ray Serve."""
@@ -62,6 +63,7 @@ class Replica:
     async def __del__(self) -> None:
         """End the engine. Ray Serve calls this when the running requests have ended."""
         await self._server.stop()
+        await self._forwarder.close()
 
 
 def application(config: EngineConfig, replicas: int, max_replicas: int) -> serve.Application:

@@ -60,3 +60,4 @@ async def test_requests_are_forwarded(tmp_path: Path) -> None:
         server.should_exit = True
         await serving
         assert (await client.get("/", headers={"x-key": ""})).status_code == 503
+        await forwarder.close()
