@@ -25,6 +25,7 @@ import msgspec
 
 from engine.launch import tethered
 from engine.launch.config import EngineConfig, child_environment, read_api_keys, settings_fd, share_environment
+from engine.launch.process import end_process
 from engine.launch.supervise import how_it_ended
 from models.kernels.choose import Gpu
 
@@ -133,7 +134,7 @@ class Fleet:
         try:
             yield process, output
         finally:
-            await _end(process, self._config.shutdown_timeout + KILL_GRACE_S)
+            await end_process(process, self._config.shutdown_timeout + KILL_GRACE_S)
             self._engines.discard(process)
             _, left = await asyncio.wait((log, output), timeout=GONE_S)
             for task in left:
@@ -175,7 +176,7 @@ class Fleet:
         except asyncio.CancelledError:
             while self._engines:
                 await asyncio.sleep(POLL_S)
-            await _end(process, KILL_GRACE_S)
+            await end_process(process, KILL_GRACE_S)
             raise
         raise Ended(1, f"the proxy {how_it_ended(code)}")
 
@@ -224,13 +225,3 @@ async def _copy(log: asyncio.StreamReader, prefix: str) -> None:
         if not line:
             return
         sys.stderr.write(prefix + line.decode(errors="replace"))
-
-
-async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
-    if process.returncode is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.wait_for(process.wait(), grace)
-    except TimeoutError:
-        process.kill()
-        await process.wait()

@@ -13,6 +13,17 @@ from engine.launch.supervise import ChildDied, how_it_ended
 KILL_S = 20  # the server waits 10 s for its own processes
 
 
+async def end_process(process: asyncio.subprocess.Process, grace: float) -> None:
+    """End a process, after `grace` seconds by SIGKILL."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), grace)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
 class ServerProcess:
     """`python -m engine.serve` as a child process. It ends by `stop`, or when the thread that started it ends."""
 
@@ -65,11 +76,6 @@ class ServerProcess:
 
     async def _end(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            try:
-                await asyncio.wait_for(self._process.wait(), KILL_S)
-            except TimeoutError:
-                self._process.kill()
+            await end_process(self._process, KILL_S)
         if self._ended is not None:
             await self._ended
