@@ -127,8 +127,9 @@ class UpdateControl:
             self._core.abort(None)
         while drain == "keep" and state.running:
             state.preempt(state.running[-1])
-        while drain == "keep" and state.waiting:
-            state.add(state.waiting.popleft())
+        if drain == "keep":
+            state.parked += state.waiting
+            state.waiting.clear()
 
     def _open(self) -> None:
         state = self._core.state

@@ -145,8 +145,8 @@ class Intake:
 
     def _medium(self, ref: AnyRef, early: dict[int, Image]) -> Medium:
         def image_of(ref: MediaRef, is_frame: bool = False) -> Image:
-            image = early.pop(ref.payload.offset, None) if ref.payload is not None else None
-            image = image or self.new_image(ref=ref, is_frame=is_frame)
+            known = early.pop(ref.payload.offset, None) if ref.payload else None
+            image = known or self.new_image(ref=ref, is_frame=is_frame)
             image.ref = ref  # an early one has no limits
             return image
 

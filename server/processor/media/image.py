@@ -13,7 +13,6 @@ import math
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import ClassVar
 
 import msgspec
 
@@ -38,7 +37,7 @@ AT_ONCE_BYTES = 1 << 20  # of base64 that the event loop decodes itself (in 0.3 
 class Image:
     """One image of one request: see `Medium`."""
 
-    kind: ClassVar[MediaKind] = "image"
+    kind: MediaKind = "image"
     # After `load`:
     hash: bytes  # hash of its encoded bytes and every processing parameter
     source: ImageSource

@@ -1,8 +1,8 @@
-"""Media of requests: what intake and output need of any kind of them."""
+"""What intake and output need of a medium of any kind."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from engine.wire.messages import ImageSource, ImageSpan
 from models.config.types import MediaKind
@@ -13,15 +13,14 @@ from server.processor.text.prompt import Visual
 class Medium(Protocol):
     """One medium of one request. `release` must be awaited exactly once, also after errors."""
 
-    kind: ClassVar[MediaKind]
+    kind: MediaKind
     num_bytes: int  # minimum arena bytes while it is loaded
 
     async def load(self, index: int, allowance: Allowance) -> None:
         """Load as medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
 
     @property
-    def counts(self) -> Mapping[str, int]:
-        """Return numbers for `Stages.counts`."""
+    def counts(self) -> Mapping[str, int]: ...  # for `Stages.counts`
 
     @property
     def visual(self) -> Visual: ...

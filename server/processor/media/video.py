@@ -13,7 +13,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -48,7 +48,7 @@ PIECE_BYTES = 1 << 20  # bytes that a thread searches without the interpreter lo
 class Video(ABC):
     """One video of one request: see `Medium`."""
 
-    kind: ClassVar[MediaKind] = "video"
+    kind: MediaKind = "video"
     plan: VideoPlan  # set, like the next two, by `load`
     hashes: list[bytes]
     sources: list[ImageSource]
