@@ -105,10 +105,6 @@ def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
     return int(decoder + embeddings + routers + head + (0 if vision is None else VALUE_BYTES * tower_parameters(vision)))
 
 
-def adapter_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    return config.num_adapter_slots * slot_bytes(model, config.tp, config.max_lora_rank, VALUE_BYTES)
-
-
 def patch_values(vision: VisionConfig) -> int:
     return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
@@ -232,8 +228,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
         logger.info("memory in GiB: %.1f free at startup; %s", free / GIB, ", ".join(map(" ".join, plan.parts.items())))
     if 0 < plan.kv_pool < block_bytes and (fixed or free == sys.maxsize):
         raise ValueError(f"a KV pool of {plan.kv_pool:,} bytes holds no block of {block_bytes:,}: raise --kv-cache-memory-bytes")
-    asked = plan.image_cache + plan.kv_pool  # may exceed --gpu-memory-utilization, but not the free memory
-    if plan.num_blocks < 1 or asked > free - sum(needs):
+    if plan.num_blocks < 1 or plan.image_cache + plan.kv_pool > free - sum(needs):  # may exceed --gpu-memory-utilization only
         first = "lower --kv-cache-memory-bytes or --num-gpu-blocks-override" if fixed else "raise --gpu-memory-utilization"
         others = "--image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
         raise ValueError(f"there is no memory for the KV pool: {first}, or lower {others}")
@@ -245,8 +240,9 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend
     spec = text.cache_spec(tp, VALUE_BYTES)
     sizes = sizes_for(config, text, spec, STEP_SIZES[backend])
     activations = Activations.estimate(model, config, sizes)
+    adapters = config.num_adapter_slots * slot_bytes(model, tp, config.max_lora_rank, VALUE_BYTES)
     needs = Needs(
-        weights=weight_bytes(model, tp, decoder_format(config, text)) + adapter_bytes(model, config),
+        weights=weight_bytes(model, tp, decoder_format(config, text)) + adapters,
         runtime=RUNTIME_BYTES + (RANKS_BYTES if tp > 1 else 0),
         activations=sum(activations),
         step_graphs=step_graph_bytes(model, sizes, config, activations.step),
