@@ -22,7 +22,7 @@ from engine.wire.reports import Numbers
 from server.http.body import Body
 from server.http.streaming import encode
 from server.http.validate import OneOf, Strict, bad_value
-from server.openai.chat import conversation_of
+from server.openai.conversation import read_conversation
 from server.openai.endpoint import Endpoint, Gathering, Job, json_response, submits_of
 from server.openai.parts import Message, Parts, TextPart
 from server.openai.schema import IdList, MediaRequest, MessageList, check_ids, prompts_of
@@ -97,7 +97,7 @@ class PoolingEndpoint(Endpoint):
         job = Gathering(request=request, submits=submits, show=functools.partial(self._answer, request))
         for submit, prompt in zip(submits, prompts, strict=True):
             if not isinstance(prompt[0], int):
-                conversation = conversation_of(request, prompt, body)
+                conversation = read_conversation(request, prompt, body)
                 submit.prompt, submit.media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
                 job.used |= conversation.used_references
         return job

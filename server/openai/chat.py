@@ -16,19 +16,17 @@ from server.http.scan import Scanner
 from server.http.streaming import Format, ReplyOptions, encode
 from server.http.validate import Open, bad_value, check
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
-from server.openai.conversation import Conversation, read_conversation
+from server.openai.conversation import read_conversation
 from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Service, Show, counted, json_response
 from server.openai.fields import Limits, check_limited
 from server.openai.format import ChatFormat, CompletionFormat
 from server.openai.media_refs import locate
-from server.openai.parts import Message
 from server.openai.schema import (
     MAX_PROMPTS,
     BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    MediaRequest,
     TokenizeRequest,
 )
 
@@ -52,7 +50,7 @@ class ChatEndpoint(GenerationEndpoint):
 
     def job(self, request: ChatRequest, body: Body) -> Generation:
         """Return the job of a checked request. RequestError 400."""
-        conversation = conversation_of(request, request.messages, body)
+        conversation = read_conversation(request, request.messages, body)
         for name in (request.chat_template_kwargs or {}).keys() - self._names:
             self._unknown.once(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
         job = self.job_of(
@@ -219,13 +217,9 @@ def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[st
     return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def conversation_of(request: MediaRequest, messages: list[Message], body: Body) -> Conversation:
-    return read_conversation(messages, body, request.cache_salt, request)
-
-
 def counted_chat(request: ChatRequest, body: Body, show: Show) -> Gathering:
     """Return a job that counts the tokens of messages with their images."""
-    conversation = conversation_of(request, request.messages, body)
+    conversation = read_conversation(request, request.messages, body)
     job = counted(request, body, [chat_prompt(request, conversation.messages)], "messages", show)
     job.submits[0].media, job.used = conversation.media, conversation.used_references
     return job

@@ -7,7 +7,8 @@ from typing import Any
 from engine.wire.messages import AnyRef
 from server.http.body import Body
 from server.openai.media_refs import MediaRefs
-from server.openai.parts import MEDIA, MediaOptions, Message, ProcessorKwargs, RefusalPart, TextPart
+from server.openai.parts import MEDIA, Message, ProcessorKwargs, RefusalPart, TextPart
+from server.openai.schema import MediaRequest
 from server.openai.tools import CustomCall, ToolCall
 
 
@@ -20,17 +21,17 @@ class Conversation:
     used_references: set[int]  # indices of the scanner's references
 
 
-def read_conversation(messages: list[Message], body: Body, salt: str | None, options: MediaOptions) -> Conversation:
+def read_conversation(request: MediaRequest, messages: list[Message], body: Body) -> Conversation:
     """Replace every part with a medium by an index into the media. RequestError 400."""
-    refs, media = MediaRefs(body, salt), list[AnyRef]()
-    limits = options.mm_processor_kwargs or ProcessorKwargs()
+    refs, media = MediaRefs(body, request.cache_salt), list[AnyRef]()
+    limits = request.mm_processor_kwargs or ProcessorKwargs()
 
     def read(part: Any, name: str) -> dict[str, object]:
         """Return the part as the template gets it."""
         if isinstance(part, TextPart | RefusalPart):
             return {"type": "text", "text": part.text}
         kind, reference = MEDIA[type(part)]
-        media.append(reference(part, name, refs, limits, options.media_io_kwargs))
+        media.append(reference(part, name, refs, limits, request.media_io_kwargs))
         return {"type": kind, "media": len(media) - 1}
 
     shown: list[dict[str, object]] = []

@@ -34,7 +34,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0) -> Conversation:
     body: Any = SimpleNamespace(scanner=scanner, region=SimpleNamespace(offset=offset), credentials=b"")
-    return read_conversation(request.messages, body, None, request)
+    return read_conversation(request, request.messages, body)
 
 
 def parse(**fields: object) -> ChatRequest:
