@@ -5,7 +5,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
@@ -48,6 +48,7 @@ class GenerateRequest(GenerationRequest):
     return_text_in_logprobs: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None  # -1: none of the prompt
     top_logprobs_num: NumLogprobs | None = None
+    logprobs: Annotated[Literal[False] | None, Worded("is not supported here: use `return_logprob`")] = None
     modalities: list[str] | None = None  # no effect
 
     @model_validator(mode="before")

@@ -66,6 +66,7 @@ def test_bad_requests(stack: Stack) -> None:
         ({"text": ["a", "b"], "image_data": [URL]}, "image_data"), ({"text": SLOT, "image_data": "x.png"}, "image_data[0]"),
         ({"text": "a", "sampling_params": [{}]}, "sampling_params"), ({"text": "a", "video_data": "x"}, "video_data"),
         ({"text": "a", "return_hidden_states": True}, "return_hidden_states"), ({"text": "a", "sampling_params": {"n": 99}}, "n"),
+        ({"text": "a", "logprobs": 5}, "logprobs"),
     ]  # fmt: skip
     for fields, param in cases:
         answer = stack.http.post("/generate", json=fields)
