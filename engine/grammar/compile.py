@@ -49,7 +49,7 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
         "json_schema": lambda text: schema_grammar(msgspec.json.decode(text)),
         "regex": xgrammar.Grammar.from_regex,
         "ebnf": ebnf_of,
-        "choice": lambda text: "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)),
+        "choice": lambda text: "root ::= " + " | ".join(quoted(choice) for choice in msgspec.json.decode(text, type=list[str])),
         "structural_tag": lambda text: xgrammar.Grammar.from_structural_tag(with_ebnf(text)),
     }
     try:
@@ -58,6 +58,11 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
         return Compiled(done.serialize_json().encode())
     except (RuntimeError, ValueError, TypeError, MemoryError, msgspec.DecodeError) as problem:
         return Compiled(error=PLACE_IN_SOURCE.sub("", str(problem)).strip()[:MAX_REASON] or "the grammar takes too much memory to compile")
+
+
+def quoted(choice: str) -> str:
+    """Return a choice as JSON, which is valid EBNF."""
+    return json.dumps(choice, ensure_ascii=False)
 
 
 def schema_grammar(schema: object, separators: tuple[str, str] = (",", ":")) -> xgrammar.Grammar:
