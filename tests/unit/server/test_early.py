@@ -117,6 +117,7 @@ def test_a_body_that_breaks_off_between_images(stack: Stack) -> None:
         for _ in range(3):
             with connect(stack) as connection:
                 connection.sendall(head_of(len(body)) + body[: int(share * len(body))])
+    eventually(lambda: ask(stack, body)[0] == 200, "memory of the broken-off bodies is free")
 
 
 def test_a_body_that_is_refused_at_its_end(stack: Stack) -> None:
