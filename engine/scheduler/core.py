@@ -296,8 +296,8 @@ class SchedulerCore:
             if request.status is Status.STOPPING:
                 self._release_if_landed(request)
                 continue
-            if chunk.sample and rank0.proposed:
-                self.proposer.take(request, rank0.proposed[num_sampled - 1])
+            if chunk.sample:
+                self.proposer.take(request, rank0.proposed[num_sampled - 1] if rank0.proposed else [])
             details = None
             if chunk.proposed:
                 details = TokenDetails(len(chunk.proposed), min(len(ids) - 1, len(kept)))

@@ -58,17 +58,18 @@ def test_drafts_change_no_answer(engine: Engine, folder: Path) -> None:
     questions = [f"Count {word}. " * 4 for word in ("up", "down", "stars", "on")]
     asked = [(question, {"temperature": heat, "seed": 3, "max_tokens": 40}) for question in questions for heat in (0, 0.7)]
 
-    def ask_all(engine: Engine) -> list[str]:
-        with ThreadPoolExecutor(len(asked)) as pool:
+    def ask_all(engine: Engine, num_streams: int = len(asked)) -> list[str]:
+        with ThreadPoolExecutor(num_streams) as pool:
             body = {"cache_salt": "ours", "chat_template_kwargs": {"enable_thinking": False}}
             answers = pool.map(lambda one: ask(engine, [{"role": "user", "content": one[0]}], **one[1], **body), asked)
             return [answer["choices"][0]["message"]["content"] for answer in answers]
 
     expected = ask_all(engine)
     with serve(folder, "--max-model-len", "4096", "--draft", "mtp", "--tp", "2") as drafting:
-        for _ in range(3):
-            assert ask_all(drafting) == expected
-        assert drafting.metric("vllm:spec_decode_num_draft_tokens_total") > 50
+        for num_streams in (len(asked), len(asked), 1):
+            assert ask_all(drafting, num_streams) == expected
+        # alone, a request gets drafts after its first token; the others' are trusted less by then
+        assert drafting.metric("vllm:spec_decode_num_draft_tokens_total") >= 3 * len(asked)
 
 
 @pytest.mark.gate

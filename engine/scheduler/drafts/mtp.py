@@ -28,7 +28,8 @@ class HeadDrafter(Proposer):
         state.num_proposed = max(0, min(most, max(1, max(worth, default=MAX_HEAD_DRAFTS))))
 
     def take(self, request: Request, proposed: list[int]) -> None:
-        if (trust := self._trust.get(request)) is not None:
+        if proposed or request in self._trust:
+            trust = self._trust.setdefault(request, Trust())
             trust.score(request)
             trust.proposal = [(token, 1.0) for token in proposed]
 
