@@ -1,7 +1,7 @@
 """Engine whose drafts are accepted with a given probability, with any weights: `python -m bench.accepting P K --model ... --draft lookup`,
 or `--draft mtp`, whose head computes its usual drafts, at most three, which are then replaced.
 
-The first answer to a prompt is greedy, without drafts, and recorded. Later each draft is the recorded token with probability P, otherwise
+The first answer to a prompt is greedy, without drafts, and kept. Later each draft is the recorded token with probability P, otherwise
 a wrong one. Every step has K drafts per row; with K = 0 the engine adapts as usual, with BELIEVED as each draft's probability.
 """
 
@@ -29,7 +29,7 @@ class AcceptingSource(Source):
 
     @property
     def lag(self) -> int:
-        """Return 0: the recorded answer needs no reading."""
+        """The recorded answer needs no reading."""
         return 0
 
     def _find(self, most: int) -> Proposal:

@@ -147,7 +147,7 @@ def captured(backend: Backend, pools: list[KVPool], text: TextConfig, num_tokens
 
 def attention(text: TextConfig, device: torch.device, backend: AttentionBackend, new: list[int], lengths: list[int]) -> Case:
     """Return a case whose row i has `new[i]` query tokens at the end of `lengths[i]` tokens. Calls use two layers in turn: no cache holds
-    the keys. A row of up to 1 + MAX_PROPOSED tokens is a decode row."""
+    the keys. Up to 1 + MAX_PROPOSED tokens are a decode row."""
     pages = [-(-length // PAGE) for length in lengths]
     layout = AttentionLayout(
         qo_indptr_cpu=indptr(new),
