@@ -29,7 +29,7 @@ LEAST_SPLIT, MOST_SPLITS = 1024, 4  # inputs of a program; parts of the inputs, 
 SHRINK_PROGRAMS, EXPAND_PROGRAMS = 2, 8  # per multiprocessor
 GROUPED_TOKENS = 256  # tokens that are grouped at once
 WARPS = 4
-BESIDE_TOKENS = 304  # up to here A @ x is computed beside the product, whose time is mostly that of reading its matrix
+PARALLEL_TOKENS = 304  # up to here A @ x is computed in parallel with the product, which mostly waits for its matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +215,12 @@ class TritonLowRank:
         splits = max(1, min(splits, MOST_SPLITS, width // LEAST_SPLIT))
         assert x_TK.is_contiguous() and len(slots.slots_T) == len(x_TK) and low_rank.a_SGRK.numel() < MOST_VALUES
         shrunk_PXR = torch.empty((splits, len(tiles.tokens_X), groups * rank), dtype=torch.float32, device=x_TK.device)
-        with self._beside(x_TK):
+        with self._parallel(x_TK):
             _shrink[(splits * groups * chunks, len(tiles.slots_Y))](
                 x_TK, low_rank.a_SGRK, tiles.tokens_X, tiles.slots_Y, low_rank.ranks_SG, shrunk_PXR, len(tiles.tokens_X), WIDTH=width,
                 NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=min(RANKS, triton.next_power_of_2(rank)),
                 SPLIT_WIDTH=triton.cdiv(triton.cdiv(width, splits), COLUMNS) * COLUMNS, SIZE=tiles.size, COLUMNS=COLUMNS, num_warps=WARPS,
-                **({"OVERLAP": False} if self._is_beside(x_TK) else early_launch(x_TK)),
+                **({"OVERLAP": False} if self._is_parallel(x_TK) else early_launch(x_TK)),
             )  # fmt: skip
         return shrunk_PXR
 
@@ -249,7 +249,7 @@ class TritonLowRank:
         tiles, num_blocks = _tiles_of(slots, num_slots), len(low_rank.blocks_B3) // (1 + is_gated)
         programs = min(len(tiles.slots_Y), max(1, EXPAND_PROGRAMS * num_multiprocessors(product_TN.device) // num_blocks))
         assert product_TN.stride(1) == 1 and low_rank.b_SNR.numel() < MOST_VALUES
-        if self._is_beside(product_TN):
+        if self._is_parallel(product_TN):
             assert self._second_stream is not None
             torch.cuda.current_stream(product_TN.device).wait_stream(self._second_stream)
         _expand[(num_blocks, programs)](
@@ -259,13 +259,13 @@ class TritonLowRank:
             SIZE=tiles.size, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS, **early_launch(product_TN),
         )  # fmt: skip
 
-    def _beside(self, x_TK: torch.Tensor) -> AbstractContextManager[object]:
+    def _parallel(self, x_TK: torch.Tensor) -> AbstractContextManager[object]:
         """Return the context of a second stream for few tokens, which `_expand` waits for."""
-        if not self._is_beside(x_TK):
+        if not self._is_parallel(x_TK):
             return nullcontext()
         self._second_stream = self._second_stream or torch.cuda.Stream(x_TK.device)
         self._second_stream.wait_stream(torch.cuda.current_stream(x_TK.device))
         return torch.cuda.stream(self._second_stream)
 
-    def _is_beside(self, x_TK: torch.Tensor) -> bool:
-        return x_TK.device.type == "cuda" and len(x_TK) <= BESIDE_TOKENS
+    def _is_parallel(self, x_TK: torch.Tensor) -> bool:
+        return x_TK.device.type == "cuda" and len(x_TK) <= PARALLEL_TOKENS
