@@ -202,7 +202,7 @@ def _expand(
 
 
 class TritonLowRank:
-    """See `LowRankOps`. For contiguous inputs and results with contiguous rows. `shrunk_PTR` has the places of `Tiles`, not tokens."""
+    """See `LowRankOps`. For contiguous inputs and results with contiguous rows. `shrunk_PXR` has the places of `Tiles`, not tokens."""
 
     def __init__(self) -> None:
         self._second_stream: torch.cuda.Stream | None = None

@@ -144,11 +144,10 @@ class Engine:
         tp = TensorParallel.single()
         pools = allocate_pools(spec.paged, num_blocks + 1, 16, torch.float32, CPU)
         states = tuple(RowStates(group, merged.max_num_seqs, CPU, MAX_PROPOSED) for group in spec.states)
-        snapshots = Snapshots(pools, states) if states else None
         hidden_TD = torch.zeros((merged.max_num_batched_tokens + 256, config.text.hidden_size)) if config.text.has_head else None
-        kept = states, snapshots, hidden_TD, num_blocks
+        kept = states, Snapshots(pools, states) if states else None, hidden_TD, num_blocks
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, 0, *kept)
-        slots = slots or FixedWeights()
+        slots, recorder = slots or FixedWeights(), (run_again, num_slots > 0)
         images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, slots=slots)
         attention = TORCH.attention(pools, config.text.num_heads)
 
@@ -156,7 +155,6 @@ class Engine:
             return PlannedAttention(pools)
 
         num_seqs, max_samples = merged.max_num_seqs, (1 + MAX_PROPOSED) * merged.max_num_seqs
-        recorder = run_again, num_slots > 0
         self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_samples, *recorder) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
