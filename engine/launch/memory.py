@@ -217,13 +217,15 @@ def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
 
 
 def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
-    """Plan a worker's memory: `needs` of a GPU with `free` bytes free, None on a CPU. ValueError if no block fits."""
+    """Plan a worker's memory: `needs` of a GPU with `free` bytes free, of which --gpu-memory may be used; None on a CPU. ValueError if
+    no block fits."""
     block_bytes = spec.block_bytes(config.block_size)
     fixed = fixed_kv_bytes(config, block_bytes)
     if needs is None:
         image_cache, needs, free = config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES, Needs(), sys.maxsize
         plan = Plan(needs, image_cache, fixed or CPU_KV_BYTES, block_bytes, 0)
     else:
+        free = min(free, config.gpu_memory or free)
         plan = divide(config, spec, needs, free)
         logger.info("memory in GiB: %.1f free at startup; %s", free / GIB, ", ".join(map(" ".join, plan.parts.items())))
     if 0 < plan.kv_pool < block_bytes and (fixed or free == sys.maxsize):
