@@ -6,6 +6,7 @@ as the tokens may need, and programs of unused ones end at once.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,14 +23,23 @@ from models.weights.plain import Plain
 
 RANK_STEP = targets.RANK_STEP  # ranks of one product of tiles when expanding: every slot's rank is a multiple
 MOST_VALUES = 1 << 31  # of the matrices, whose offsets are int32
-TILE_TOKENS = ((128, 16), (1 << 30, 64))  # up to so many tokens: tokens of a tile
 RANKS = 64  # most ranks of one product of tiles when shrinking
-COLUMNS = 128  # inputs of one product of tiles
-LEAST_SPLIT, MOST_SPLITS = 1024, 4  # inputs of a program; parts of the inputs, whose results each program of `_expand` adds
+LEAST_SPLIT, MOST_SPLITS = 1024, 8  # inputs of a program; parts of the inputs, whose results each program of `_expand` adds
 SHRINK_PROGRAMS, EXPAND_PROGRAMS = 2, 8  # per multiprocessor
 GROUPED_TOKENS = 256  # tokens that are grouped at once
 WARPS = 4
 PARALLEL_TOKENS = 304  # up to here A @ x is computed in parallel with the product, which mostly waits for its matrix
+
+
+class TileShape(NamedTuple):
+    """Shape of the products of tiles when shrinking."""
+
+    tokens: int
+    columns: int
+    num_stages: int  # products whose inputs are loaded in advance
+
+
+TILE_SHAPES = ((128, TileShape(16, 256, 3)), (1 << 30, TileShape(64, 64, 5)))  # up to so many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +49,7 @@ class Tiles:
     tokens_X: torch.Tensor  # int32: indices of the tokens of the tiles, -1 at the end of a slot's last tile
     slots_Y: torch.Tensor  # int32: slot of each tile, ascending; the number of slots: tokens without an adapter; last, -1: unused
     used_2: torch.Tensor  # int32: number of tiles with an adapter, and of all that are used
-    size: int  # tokens of a tile
+    shape: TileShape
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
@@ -78,10 +88,11 @@ def _tiles_of(slots: TokenSlots, num_slots: int) -> Tiles:
     """Return the tiles of a step, which are made by the first product that needs them."""
     if not isinstance(slots.tiles, Tiles):
         num_tokens, device = len(slots.slots_T), slots.slots_T.device
-        size = next(size for most, size in TILE_TOKENS if num_tokens <= most)
+        shape = next(shape for most, shape in TILE_SHAPES if num_tokens <= most)
+        size = shape.tokens
         num_tiles = (num_tokens + min(num_slots + 1, num_tokens) * (size - 1)) // size
         tokens_X, slots_Y, used_2 = (torch.empty(n, dtype=torch.int32, device=device) for n in (num_tiles * size, num_tiles, 2))
-        slots.tiles = tiles = Tiles(tokens_X, slots_Y, used_2, size)
+        slots.tiles = tiles = Tiles(tokens_X, slots_Y, used_2, shape)
         _group[(1,)](
             slots.slots_T, tiles.tokens_X, tiles.slots_Y, tiles.used_2, num_tokens, num_tiles,
             NUM_SLOTS=num_slots, KINDS=triton.next_power_of_2(num_slots + 1), SIZE=size,
@@ -210,8 +221,9 @@ class TritonLowRank:
     def shrink(self, x_TK: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> torch.Tensor:
         num_slots, groups, rank, width = low_rank.a_SGRK.shape
         tiles, chunks = _tiles_of(slots, num_slots), triton.cdiv(rank, RANKS)
+        size, columns, num_stages = tiles.shape
         most_programs = SHRINK_PROGRAMS * num_multiprocessors(x_TK.device)
-        splits = most_programs // (triton.cdiv(len(x_TK), tiles.size) * groups)
+        splits = most_programs // (triton.cdiv(len(x_TK), size) * groups)
         splits = max(1, min(splits, MOST_SPLITS, width // LEAST_SPLIT))
         assert x_TK.is_contiguous() and len(slots.slots_T) == len(x_TK) and low_rank.a_SGRK.numel() < MOST_VALUES
         shrunk_PXR = torch.empty((splits, len(tiles.tokens_X), groups * rank), dtype=torch.float32, device=x_TK.device)
@@ -219,8 +231,8 @@ class TritonLowRank:
             _shrink[(splits * groups * chunks, len(tiles.slots_Y))](
                 x_TK, low_rank.a_SGRK, tiles.tokens_X, tiles.slots_Y, low_rank.ranks_SG, shrunk_PXR, len(tiles.tokens_X), WIDTH=width,
                 NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=min(RANKS, triton.next_power_of_2(rank)),
-                SPLIT_WIDTH=triton.cdiv(triton.cdiv(width, splits), COLUMNS) * COLUMNS, SIZE=tiles.size, COLUMNS=COLUMNS, num_warps=WARPS,
-                **({"OVERLAP": False} if self._is_parallel(x_TK) else early_launch(x_TK)),
+                SPLIT_WIDTH=triton.cdiv(triton.cdiv(width, splits), columns) * columns, SIZE=size, COLUMNS=columns, num_warps=WARPS,
+                num_stages=num_stages, **({"OVERLAP": False} if self._is_parallel(x_TK) else early_launch(x_TK)),
             )  # fmt: skip
         return shrunk_PXR
 
@@ -256,7 +268,8 @@ class TritonLowRank:
             shrunk_PXR, low_rank.b_SNR, tiles.tokens_X, tiles.slots_Y, tiles.used_2, low_rank.ranks_SG, low_rank.blocks_B3,
             low_rank.groups_N, product_TN, out_TX, len(tiles.tokens_X), product_TN.stride(0), OUT=low_rank.b_SNR.shape[1],
             NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=RANK_STEP, SPLITS=len(shrunk_PXR),
-            SIZE=tiles.size, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS, **early_launch(product_TN),
+            SIZE=tiles.shape.tokens, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS,
+            **early_launch(product_TN),
         )  # fmt: skip
 
     def _parallel(self, x_TK: torch.Tensor) -> AbstractContextManager[object]:
