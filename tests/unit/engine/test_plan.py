@@ -86,6 +86,12 @@ def test_the_plan_is_for_the_backend_that_will_run(monkeypatch: pytest.MonkeyPat
     assert planned_backend(EngineConfig(backend="torch"), model, hopper) == "torch"
 
 
+def test_gpu_memory_limits_the_pool() -> None:
+    spec, needs = config_of("8B").text.cache_spec(1, 2), Needs(weights=16 * GIB)
+    plan = plan_memory(EngineConfig(gpu_memory=24 * GIB), spec, needs, 139 * GIB)
+    assert plan == plan_memory(EngineConfig(), spec, needs, 24 * GIB) and plan.kv_pool < 8 * GIB
+
+
 def test_advice_fits_the_cause() -> None:
     spec, needs = config_of("8B").text.cache_spec(1, 2), Needs(weights=20 * GIB)
     for flags, of_gpu, advice in (
