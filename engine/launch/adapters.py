@@ -6,24 +6,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine.launch.config import EngineConfig
-from engine.wire.adapters import AdapterRef, NamedAdapter
+from engine.wire.adapters import AdapterRef
 from models.config.types import ModelConfig
 from models.lora.adapter import read_adapter
 
 NEXT = re.compile(r"[\s,]+(?=[^\s,={\"]+=)|[\s,]+(?=\{)")  # what separates adapters in one text
 
 
-def named_adapters(config: EngineConfig, model: ModelConfig, served: Sequence[str]) -> tuple[NamedAdapter, ...]:
+def named_adapters(config: EngineConfig, model: ModelConfig, served: Sequence[str]) -> tuple[AdapterRef, ...]:
     """Return the adapters of the configuration. ValueError names the one that cannot be served, and why."""
-    found: list[NamedAdapter] = []
+    found: list[AdapterRef] = []
     for name, folder in _listed(config.lora_modules or ""):
         if name in served or any(name == other.name for other in found):
             raise ValueError(f"--lora-modules {name}: the name is already used")
-        found.append(NamedAdapter(name, checked(Path(folder), config, model, f"--lora-modules {name}", len(found) + 1)))
+        found.append(checked(name, Path(folder), config, model, f"--lora-modules {name}", len(found) + 1))
     return tuple(found)
 
 
-def checked(folder: Path, config: EngineConfig, model: ModelConfig, words: str, number: int) -> AdapterRef:
+def checked(name: str, folder: Path, config: EngineConfig, model: ModelConfig, words: str, number: int) -> AdapterRef:
     """Return the adapter of a folder. ValueError, which begins with `words`, if it cannot be served."""
     try:
         adapter = read_adapter(folder, model, config.max_lora_rank)
@@ -31,7 +31,7 @@ def checked(folder: Path, config: EngineConfig, model: ModelConfig, words: str, 
         raise ValueError(f"{words}: a file cannot be read: {problem.strerror}") from None
     except ValueError as problem:
         raise ValueError(f"{words}: {problem}") from None
-    return AdapterRef(number, str(folder.absolute()), adapter.has_tower)
+    return AdapterRef(number, name, str(folder.absolute()), adapter.has_tower)
 
 
 def _listed(text: str) -> Iterator[tuple[str, str]]:

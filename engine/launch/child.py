@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from engine.launch.config import EngineConfig
-from engine.wire.adapters import NamedAdapter
+from engine.wire.adapters import AdapterRef
 from engine.wire.arena import ArenaView
 from engine.wire.ipc import Outbox
 from engine.wire.messages import API_ARENA, PROCESSOR_ARENA
@@ -52,7 +52,7 @@ class Runtime(msgspec.Struct, frozen=True):
     max_model_len: int
     metrics_fd: int | None = None  # like the listener
     gpu_decodes_jpegs: bool = False
-    adapters: tuple[NamedAdapter, ...] = ()
+    adapters: tuple[AdapterRef, ...] = ()
 
 
 class Status(msgspec.Struct, frozen=True):

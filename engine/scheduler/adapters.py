@@ -5,14 +5,16 @@ use, a request whose adapter has no slot waits, and younger requests may overtak
 requests do not start, so that the slot becomes free.
 """
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.scheduler.request import Request
 from engine.scheduler.slots import NoSlots
 from engine.wire.adapters import AdapterRef, LoadAdapter, number_of
 from engine.wire.messages import EngineRequest, ErrorInfo
+from engine.wire.metric import Info
 
 UNREADABLE = ErrorInfo(503, "The adapter could not be read: load it again.", "server_error", code="adapter_unreadable")
 
@@ -80,6 +82,10 @@ class AdapterDirectory(NoSlots):
     def note_failed(self, numbers: set[int]) -> None:
         self._failed |= numbers
 
+    def infos(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Info]:
+        labels = {"max_lora": str(self._num_slots), "running_lora_adapters": _names(running), "waiting_lora_adapters": _names(waiting)}
+        return [Info("vllm:lora_requests_info", "adapters of running and waiting requests", labels, time.time())]
+
     def error_of(self, wire: EngineRequest) -> ErrorInfo | None:
         return UNREADABLE if number_of(wire.adapter) in self._failed else None
 
@@ -97,3 +103,7 @@ class AdapterDirectory(NoSlots):
         held = self._held[adapter.number] = Held(slot)
         self._loads.append(LoadAdapter(slot, adapter))
         return held
+
+
+def _names(requests: Iterable[Request]) -> str:
+    return ",".join(sorted({request.wire.adapter.name for request in requests if request.wire.adapter is not None}))

@@ -20,7 +20,7 @@ from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request, Status, snapshot_points
-from engine.scheduler.state import State, is_idle, num_waiting
+from engine.scheduler.state import State, is_idle, waiting_requests
 from engine.wire.details import TokenDetails
 from engine.wire.messages import (
     DEPTH,
@@ -191,17 +191,18 @@ class SchedulerCore:
         """Assert the invariants of the state, part by part; if no request is left, also that all resources are free."""
         yield from self.state.checks()
         if not self._requests:
-            assert is_idle(self.state) and not self._in_flight and not num_waiting(self.state)
+            assert is_idle(self.state) and not self._in_flight and not waiting_requests(self.state)
             assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0
             assert not self.proposer.num_sources
 
     def stats(self) -> EngineStats:
         state = self.state
+        waiting = waiting_requests(state)
         return msgspec.structs.replace(
             state.counters,
             max_model_len=self._capacity,
             num_running=len(state.running),
-            num_waiting=num_waiting(state),
+            num_waiting=len(waiting),
             num_blocks=state.blocks.num_blocks,
             num_free_blocks=state.blocks.num_free,
             num_pinned_images=state.images.num_pinned,
@@ -211,6 +212,7 @@ class SchedulerCore:
             prompt_tokens=self._num_prompt_tokens,
             generated_tokens=self._num_generated,
             images_evicted=state.images.num_evicted,
+            infos=state.slots.infos(state.running, waiting),
         )
 
     def _find_problem(self, wire: EngineRequest, num_prompt: int) -> ErrorInfo | None:

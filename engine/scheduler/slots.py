@@ -1,9 +1,10 @@
 """Slots on the device that some requests need in addition to a row, blocks and images."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.scheduler.request import Request
 from engine.wire.messages import EngineRequest, ErrorInfo, Load
+from engine.wire.metric import Info
 
 
 class NoSlots:
@@ -33,6 +34,10 @@ class NoSlots:
 
     def note_failed(self, numbers: set[int]) -> None:
         """Note the numbers of orders that a worker could not execute (`StepResult.failed_loads`)."""
+
+    def infos(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Info]:
+        """Return metrics about the slots of these requests."""
+        return []
 
     def error_of(self, wire: EngineRequest) -> ErrorInfo | None:
         """Return the reason why a request can never run, if there is one."""

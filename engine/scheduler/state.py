@@ -203,10 +203,10 @@ class State:
         for queue in (self.waiting, self.running):
             assert all(older.order < younger.order for older, younger in pairwise(queue)), "out of order"
         assert not (self.parked and self.is_open)
-        for request in (*self.waiting, *self.parked):
+        for request in waiting_requests(self):
             assert not request.blocks and not request.pins and request.row < 0
             assert request.leader is None or request.leader.order < request.order, "waits for a younger one"
-        for request in [*self.waiting, *self.parked, *holders]:
+        for request in [*waiting_requests(self), *holders]:
             assert not request.awaited & request.sources.keys() and request.awaited <= {span.hash for span in request.images}
         for request in self.running:
             assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
@@ -265,9 +265,9 @@ class State:
             request.row = request.slot = -1
 
 
-def num_waiting(state: State) -> int:
-    """Return the number of requests without a row that have not ended."""
-    return len(state.waiting) + len(state.parked)
+def waiting_requests(state: State) -> list[Request]:
+    """Return the requests without a row that have not ended."""
+    return [*state.waiting, *state.parked]
 
 
 def is_idle(state: State) -> bool:

@@ -9,6 +9,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     """Adapter of a request. `number` is positive and unique, even if an adapter of the same name is loaded again."""
 
     number: int
+    name: str
     folder: str
     has_tower: bool  # whether it changes embeddings of images
 
@@ -18,11 +19,6 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     adapter: AdapterRef
-
-
-class NamedAdapter(msgspec.Struct, frozen=True):
-    name: str
-    ref: AdapterRef
 
 
 def number_of(adapter: AdapterRef | None) -> int:

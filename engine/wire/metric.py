@@ -1,6 +1,8 @@
-"""Annotations of the fields of `EngineStats`."""
+"""Annotations of the fields of `EngineStats`, and metrics whose labels are what they tell."""
 
 from typing import NamedTuple
+
+import msgspec
 
 
 class Total(NamedTuple):
@@ -12,3 +14,12 @@ class Total(NamedTuple):
 
 class Gauge(Total):
     """A current value."""
+
+
+class Info(msgspec.Struct):
+    """A gauge whose value is the time in seconds since 1970 at which its labels held; `name` has its prefix."""
+
+    name: str
+    text: str
+    labels: dict[str, str]
+    value: float

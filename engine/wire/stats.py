@@ -5,7 +5,7 @@ from typing import Annotated, get_args, get_type_hints
 import msgspec
 
 from engine.wire.details import DetailTotals
-from engine.wire.metric import Gauge, Total
+from engine.wire.metric import Gauge, Info, Total
 
 
 class Stages(msgspec.Struct):
@@ -27,7 +27,7 @@ class Stages(msgspec.Struct):
 
 
 class EngineStats(DetailTotals):
-    """Gauges and counters of the scheduler, each of which is a metric. A list has a value per position."""
+    """Gauges and counters of the scheduler, each of which is a metric. A list of numbers has a value per position."""
 
     max_model_len: Annotated[int, Gauge("maximum tokens of a prompt and its output, limited by the KV pool")] = 0
     num_running: Annotated[int, Gauge("running requests", "num_requests_running")] = 0
@@ -48,6 +48,9 @@ class EngineStats(DetailTotals):
     images_evicted: Annotated[int, Total("embeddings evicted from the image cache")] = 0
     images_decoded: Annotated[int, Total("image files other than baseline JPEGs, decoded by the processor")] = 0
     preemptions: Annotated[int, Total("preemptions: requests that lost their KV blocks to others", "num_preemptions")] = 0
+    infos: list[Info] = msgspec.field(default_factory=list)
 
 
-METRICS: dict[str, Total] = {name: get_args(hint)[1] for name, hint in get_type_hints(EngineStats, include_extras=True).items()}
+METRICS: dict[str, Total] = {
+    name: get_args(hint)[1] for name, hint in get_type_hints(EngineStats, include_extras=True).items() if name != "infos"
+}

@@ -159,7 +159,7 @@ def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: 
         return FixedWeights()
     num_slots = config.num_adapter_slots
     adapters = WorkerAdapters(model, backend, num_slots, config.max_cpu_loras or num_slots, config.max_lora_rank, stream)
-    adapters.keep(adapter.ref for adapter in child.runtime.adapters)
+    adapters.keep(child.runtime.adapters)
     return adapters
 
 

@@ -69,7 +69,7 @@ class Api:
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._service = Service(
             config=config, checkpoint=checkpoint, model_names=runtime.model_names, max_model_len=runtime.max_model_len, arena=self.arena,
-            client=self.client, metrics=self._metrics, seeds=seeds, variants={each.name: variant_of(each.ref) for each in runtime.adapters},
+            client=self.client, metrics=self._metrics, seeds=seeds, variants={each.name: variant_of(each) for each in runtime.adapters},
         )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 

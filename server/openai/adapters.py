@@ -61,7 +61,7 @@ class AdapterRoutes:
             raise bad_value("lora_name", f"'{name[:100]}' is served already", "invalid_value")
         if not is_known and len(variants) >= MAX_ADAPTERS:
             raise bad_value("lora_name", f"at most {MAX_ADAPTERS} adapters are served: unload one", "invalid_value")
-        adapter = await asyncio.to_thread(self._read, asked.lora_path)
+        adapter = await asyncio.to_thread(self._read, name, asked.lora_path)
         variants[name] = variant_of(adapter)
         logger.info("loaded the adapter %s from %s", name, adapter.folder)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -72,7 +72,7 @@ class AdapterRoutes:
             raise RequestError(404, f"The adapter '{asked.lora_name[:100]}' does not exist.", "lora_name", "model_not_found")
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
-    def _read(self, path: str) -> AdapterRef:
+    def _read(self, name: str, path: str) -> AdapterRef:
         """Return the adapter of a folder below the root. RequestError 400 or 404."""
         config, folder = self._service.config, self._service.checkpoint.folder
         assert config.lora_root is not None
@@ -86,7 +86,7 @@ class AdapterRoutes:
         if not found.is_dir():
             raise RequestError(404, "lora_path: there is no such folder", "lora_path", "not_found")
         try:
-            return checked(found, config, read_config(folder), "lora_path", next(self._numbers))
+            return checked(name, found, config, read_config(folder), "lora_path", next(self._numbers))
         except ValueError as problem:
             raise RequestError(400, str(problem), "lora_path", "invalid_value") from None
 

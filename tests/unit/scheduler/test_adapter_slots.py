@@ -7,7 +7,7 @@ from tests.unit.scheduler.simulation import Simulation, make_core, make_request,
 def ask(sim: Simulation, rid: int, number: int, max_tokens: int = 6) -> None:
     prompt = [20 + rid % 7] * 5
     wire = make_request(rid, prompt, [], max_tokens, ignore_eos=True)
-    sim.add(with_adapter(wire, AdapterRef(number, "", False)) if number else wire, prompt)
+    sim.add(with_adapter(wire, AdapterRef(number, f"a{number}", "", False)) if number else wire, prompt)
 
 
 def running(sim: Simulation) -> set[int]:
@@ -26,6 +26,8 @@ def test_requests_without_a_slot_block_no_other() -> None:
     sim.step()
     assert 9 in running(sim), "the model itself needs no slot"
     assert 10 not in running(sim), "the slot is promised to the adapter that waits"
+    (info,) = sim.core.stats().infos
+    assert info.labels == {"max_lora": "1", "running_lora_adapters": "a1", "waiting_lora_adapters": "a1,a2"}
     sim.run()
     assert sim.worker.num_loads == 3
 

@@ -68,7 +68,7 @@ def drive(
         wire = make_request(rid, prompt, images, rng.randint(1, max_tokens), files, ignore_eos=rng.random() < 0.5)
         wire = msgspec.structs.replace(wire, cache_salt=salt, n=rng.choice([1, 1, 2, 5]), priority=rng.choice([0, 0, 1, -1]))
         if number := rng.randint(0, num_adapters):
-            wire = with_adapter(wire, AdapterRef(number, "", number % 2 == 0))
+            wire = with_adapter(wire, AdapterRef(number, f"a{number}", "", number % 2 == 0))
         sim.add(wire, prompt)
         for _ in range(rng.choice([0, 0, 0, 1, 2, 3])):
             sim.step()

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ref(folder: Path, number: int) -> AdapterRef | None:
-    return AdapterRef(number, str(folder / str(number)), number != 3) if number else None
+    return AdapterRef(number, f"adapter-{number}", str(folder / str(number)), number != 3) if number else None
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_prefix_is_never_used_by_another_adapter(folder: Path) -> None:
 
 def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(folder: Path, merged: list[Qwen3VL]) -> None:
     engine = adapted(folder, 2)
-    lost = AdapterRef(9, str(folder / "lost"), False)
+    lost = AdapterRef(9, "lost", str(folder / "lost"), False)
     for rid, adapter in enumerate((lost, ref(folder, 1), lost, None)):
         engine.add(rid, PROMPTS[0], max_tokens=12, adapter=adapter)
     tokens = engine.run()
