@@ -17,11 +17,12 @@ from engine.wire.reports import RankedToken, ranked_tokens
 from engine.wire.updates import FIRST_METADATA
 from server.http.body import Body
 from server.http.streaming import Choice, ReplyOptions, Usage, encode
-from server.http.validate import OneOf, Worded, bad_value
+from server.http.validate import OneOf, Strict, Worded, bad_value
+from server.openai.command import Command
 from server.openai.endpoint import Endpoint, GenerationEndpoint, Job, Service
 from server.openai.format import CompletionFormat
 from server.openai.media_refs import locate
-from server.openai.openapi import DescribedRoute
+from server.openai.openapi import BodyRoute, DescribedRoute
 from server.openai.parts import FIRST
 from server.openai.schema import GenerationRequest, Ids, check_prompts, prompts_of
 
@@ -97,7 +98,7 @@ class GenerateRequest(GenerationRequest):
         return [[images] if isinstance(images, str) else images or [] for images in entries]
 
 
-class AbortRequest(BaseModel):
+class AbortRequest(Strict):
     rid: str | None = None
     abort_all: bool | None = None
 
@@ -202,7 +203,7 @@ class Native:
             DescribedRoute("/get_model_info", self.model_info, "GET", Json),
             DescribedRoute("/model_info", self.model_info, "GET", Json),
             DescribedRoute("/get_server_info", self.server_info, "GET", Json),
-            DescribedRoute("/abort_request", self.abort_request, "POST", response_class=Response),
+            BodyRoute("/abort_request", Command(self.abort_request), response_class=Response),
         ]
 
     async def model_info(self) -> Any:

@@ -5,7 +5,7 @@ import itertools
 import logging
 from pathlib import Path
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from engine.launch.adapters import checked
@@ -13,9 +13,10 @@ from engine.wire.adapters import AdapterRef
 from engine.wire.messages import Submit
 from models.config.huggingface import read_config
 from server.errors import RequestError
-from server.http.validate import bad_value
+from server.http.validate import Strict, bad_value
+from server.openai.command import Command, Run
 from server.openai.endpoint import Service, Variant
-from server.openai.openapi import DescribedRoute
+from server.openai.openapi import BodyRoute, DescribedRoute
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +24,13 @@ MAX_ADAPTERS = 1024
 FIRST_NUMBER = 1 << 20  # larger than the numbers of --lora-modules
 
 
-class LoadRequest(BaseModel):
+class LoadRequest(Strict):
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1)
     load_inplace: bool = False  # replaces an adapter of this name
 
 
-class UnloadRequest(BaseModel):
+class UnloadRequest(Strict):
     lora_name: str = Field(min_length=1)
 
 
@@ -47,11 +48,8 @@ class AdapterRoutes:
         self._service, self._numbers = service, itertools.count(FIRST_NUMBER)
 
     def routes(self) -> list[DescribedRoute]:
-        kind = {"response_class": PlainTextResponse}
-        return [
-            DescribedRoute("/v1/load_lora_adapter", self.load, "POST", **kind),
-            DescribedRoute("/v1/unload_lora_adapter", self.unload, "POST", **kind),
-        ]
+        commands: dict[str, Run] = {"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload}
+        return [BodyRoute(path, Command(run), response_class=PlainTextResponse) for path, run in commands.items()]
 
     async def load(self, asked: LoadRequest) -> Response:
         """Serve the adapter of a folder below --lora-root under a new name."""

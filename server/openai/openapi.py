@@ -52,9 +52,9 @@ class DescribedRoute(APIRoute):
 
 
 class BodyRoute(DescribedRoute):
-    """A route to an `Endpoint`, which reads its body itself: FastAPI has the types for the document only."""
+    """A route to an `Endpoint` or a `Command`, which reads its body itself: FastAPI has the types for the document only."""
 
-    def __init__(self, path: str, app: Any):
+    def __init__(self, path: str, app: Any, **others: Any):
         async def endpoint(body: Any) -> None: ...
 
         endpoint.__annotations__ = {"body": app.takes}
@@ -67,7 +67,7 @@ class BodyRoute(DescribedRoute):
             event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
             description = "A document; with `stream: true`, events, each of this schema"
             responses[200] = {"description": description, "content": {"text/event-stream": {"schema": event}}}
-        super().__init__(path, endpoint, "POST", app.gives, responses=responses)
+        super().__init__(path, endpoint, "POST", app.gives, responses=responses, **others)
         if app.streams is not None:
             self.response_fields["stream"] = create_model_field("stream", app.streams, mode="serialization")  # for `reference`
         self.app = app

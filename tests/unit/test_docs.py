@@ -18,8 +18,7 @@ from engine.launch.flags import make_parser
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from server import route
 from server.dialects.generate import Native
-from server.dialects.updates import ROUTES as WEIGHT_ROUTES
-from server.dialects.updates import WeightStatus
+from server.dialects.updates import WeightUpdates
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
 from server.http.connection import MAX_HEAD_BYTES
@@ -194,8 +193,8 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     nothing: Any = None
     status = [route for route in Status(nothing, lambda: False).routes() if route.include_in_schema]
     routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
-    annexes = Native, WeightStatus, AdapterRoutes
-    routes |= {route.path for annex in annexes for route in annex(nothing).routes()} | set(WEIGHT_ROUTES)
+    annexes = Native, WeightUpdates, AdapterRoutes
+    routes |= {route.path for annex in annexes for route in annex(nothing).routes()}
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 
 

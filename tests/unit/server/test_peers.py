@@ -123,4 +123,6 @@ def test_abort_request(stack: Stack) -> None:
         assert stack.http.post("/abort_request", json={"rid": "other"}).status_code == 200
         assert stack.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
         last = [line for line in lines if line.startswith("data: {")][-1]
+    large = stack.http.post("/abort_request", json={"rid": "x" * (1 << 20)})
+    assert large.status_code == 413 and large.json()["error"]["message"] == "The body is larger than 1 MiB: send several requests."
     assert '"finish_reason":{"type":"abort"}' in last and '"output_ids":[65]' in last

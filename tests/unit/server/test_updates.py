@@ -22,7 +22,7 @@ from engine.wire.updates import (
     Segment,
     TensorSpec,
 )
-from server.dialects.updates import ROUTES, refusal_body
+from server.dialects.updates import WeightUpdates, refusal_body
 from server.errors import ABORTED, RequestError
 from server.http.client import Stream
 from server.http.reply import GatheredReply
@@ -45,8 +45,8 @@ class Noted:
 
 def order_of(path: str, body: dict[str, Any]) -> Order:
     noted: Any = Noted()
-    route = ROUTES[path](noted)
-    asyncio.run(route.run(check(route.takes, body)))
+    command: Any = next(route.app for route in WeightUpdates(noted).routes() if route.path == path)
+    asyncio.run(command.run(check(command.takes, body)))
     return noted.orders[0] if noted.orders else None
 
 
