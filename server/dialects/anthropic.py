@@ -27,7 +27,6 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 LIMITED = LIMITED_IN_DIALECTS | limits_of(
     ((), "container enable_thinking output_format parallel_tool_calls stop stream_options top_logprobs"),
 )
-DROPPED = ("context_management", "mcp_servers")  # fields of the vendor's own services
 HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
 
 
@@ -132,7 +131,7 @@ class CountRequest(DialectRequest):
     output_config: OutputConfig | None = None
 
     def chat_body(self, scanner: Scanner) -> dict[str, Any]:
-        chat = self.as_chat({"max_tokens", "top_k", "stop"}, LIMITED, (*HARMLESS, *DROPPED))
+        chat = self.as_chat({"max_tokens", "top_k", "stop"}, LIMITED, HARMLESS)
         chat["messages"] = list(_messages(self, scanner))
         last = chat["messages"][-1]
         if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
@@ -286,7 +285,7 @@ class MessagesEndpoint(TranslatedChat):
     """An answer to messages in Anthropic's dialect."""
 
     takes, gives, streams = MessagesRequest, MessageAnswer, MessageEvent
-    format, dropped = MessageFormat, DROPPED
+    format = MessageFormat
 
 
 class CountMessageTokens(TranslatedCount):

@@ -29,7 +29,6 @@ LIMITED = LIMITED_IN_DIALECTS | limits_of(
     ((False,), "background"),
     (("disabled",), "truncation"),
 )
-DROPPED = ("context_management",)  # fields of the vendor's own services
 HARMLESS = ("access_programs", "max_tool_calls", "store", "stream_options")
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
 LOGPROBS = "message.output_text.logprobs"
@@ -115,7 +114,7 @@ class ResponsesRequest(DialectRequest):
     metadata: Json | None = None
 
     def chat_body(self, scanner: Scanner) -> Json:
-        chat = self.as_chat({"max_tokens", "top_logprobs", "parallel_tool_calls"}, LIMITED, (*HARMLESS, *DROPPED))
+        chat = self.as_chat({"max_tokens", "top_logprobs", "parallel_tool_calls"}, LIMITED, HARMLESS)
         chat["logprobs"] = bool(self.top_logprobs) or LOGPROBS in (self.include or ()) or None
         messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input, scanner)
         chat["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *messages]
@@ -322,7 +321,7 @@ class ResponsesEndpoint(TranslatedChat):
     """An answer to items of OpenAI's newer dialect."""
 
     takes, gives, streams = ResponsesRequest, ResponseAnswer, ResponseEvent
-    format, prompt_field, dropped = ResponseFormat, "input", DROPPED
+    format, prompt_field = ResponseFormat, "input"
 
     def format_of(self, request: ResponsesRequest, job: Generation) -> Callable[[ReplyOptions], Format]:
         repeated = request.model_dump(include=REPEATED, by_alias=True)

@@ -52,7 +52,7 @@ class ChatEndpoint(GenerationEndpoint):
         """Return the job of a checked request. RequestError 400."""
         conversation = read_conversation(request, request.messages, body)
         for name in (request.chat_template_kwargs or {}).keys() - self._names:
-            self._unknown.once(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
+            self._log.note(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
         job = self.job_of(
             request,
             body,
@@ -91,12 +91,10 @@ class TranslatedChat(ChatEndpoint):
     """An answer to a request in another dialect."""
 
     last_data = ""
-    dropped: Collection[str] = ()  # fields of a vendor's own services
 
     def read(self, value: dict[str, Any], body: Body) -> Generation:
         request: DialectRequest = check(self.takes, value)
         job = self.job(self.check(ChatRequest, request.chat_body(body.scanner)), body)
-        job.options.warnings.extend(self.note_dropped(value.keys() & self.dropped))
         job.format = self.format_of(request, job)
         return job
 

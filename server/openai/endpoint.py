@@ -34,7 +34,7 @@ from server.http.metrics import Metrics
 from server.http.reply import GatheredReply, Reply
 from server.http.streaming import Format, ReplyOptions
 from server.http.validate import check, read_object
-from server.openai.fields import UnknownFields
+from server.openai.fields import LogOnce
 from server.openai.grammar import CUT_OFF, read_grammar
 from server.openai.openapi import BodyRoute
 from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
@@ -44,7 +44,6 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 Show = Callable[[list[Event]], Response]  # makes an answer of one event per choice, in order
 Variant = Callable[[Submit], None]  # lets a request use a variant of the model
 
-MAX_WARNINGS = 20  # limit of warnings on unknown fields
 MAX_NAMES = 20  # limit of model names in an error
 LARGE_JSON_BYTES = 1 << 16  # larger bodies are parsed in a thread
 
@@ -128,7 +127,7 @@ class Endpoint(ABC):
 
     def __init__(self, service: Service):
         self.service = service
-        self._unknown = UnknownFields()
+        self._log = LogOnce()
 
     @abstractmethod
     def read(self, value: dict[str, Any], body: Body) -> Job:
@@ -140,22 +139,10 @@ class Endpoint(ABC):
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         """Return the validated request. RequestError 400."""
         request = check(model, value)
-        self.note_unknown(request.model_extra)
         request.check_together(self.service.checkpoint.vocab_size)
-        for words in request.remarks:
-            self._unknown.once(words)
+        for words in request.warnings:
+            self._log.note(words)
         return request
-
-    def note_unknown(self, extra: dict[str, Any] | None) -> list[str]:
-        """Return warnings of unknown fields. RequestError 400 for a field that would change the answer."""
-        names = self._unknown.check(extra or {})
-        return [f"The field '{name[:100]}' is unknown to this server, which ignored it." for name in names[:MAX_WARNINGS]]
-
-    def note_dropped(self, names: Iterable[str]) -> list[str]:
-        """Return warnings about fields that only a vendor's own service supports."""
-        for name in names:
-            self._unknown.once(f"dropping the vendor-specific field '{name}' of requests")
-        return [f"The vendor-specific field '{name}' was dropped." for name in names]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.service.client.check_open()
@@ -242,8 +229,7 @@ class GenerationEndpoint(Endpoint):
             model=request.model or self.service.model_names[0], created=int(time.time()), started=body.started, received=body.received,
             is_streamed=bool(request.stream), include_usage=bool(wanted.include_usage), timings=bool(request.timings),
             continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, max_tokens=params.max_tokens,
-            warnings=[*request.warnings, *self.note_unknown(request.model_extra)],
-            custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
+            warnings=request.warnings, custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
             cut_warning=CUT_OFF if grammar is not None or rules.must_call else "",
         )  # fmt: skip
         return Generation(request=request, submits=submits, options=options, format=self.format)

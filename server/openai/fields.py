@@ -12,7 +12,7 @@ from server.http.validate import UNSUPPORTED, bad_value
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGGED_FIELDS = 100
+MAX_LOGGED = 100
 Limits = dict[str, tuple[object, ...]]
 
 
@@ -76,22 +76,17 @@ def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> N
         raise bad_value(prefix + name, f"may only be {values} on this server; or leave it out.", "unsupported_value")
 
 
-class UnknownFields:
-    """Log of unknown fields: each is logged once, and at most MAX_LOGGED_FIELDS, since clients choose the names."""
+def unknown_fields(extra: dict[str, Any]) -> list[str]:
+    return [name for name in extra if name not in LIMITED and name not in HARMLESS]
+
+
+class LogOnce:
+    """Log of lines about requests: each is logged once, and at most MAX_LOGGED, since clients choose the names in them."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def check(self, extra: dict[str, Any]) -> list[str]:
-        """Return the names of unknown fields. RequestError 400 as in `check_limited`."""
-        check_limited(extra, LIMITED)
-        names = [name for name in extra if name not in LIMITED and name not in HARMLESS]
-        for name in names:
-            self.once(f"requests carry the unknown field {name[:100]!r}, which is ignored")
-        return names
-
-    def once(self, words: str) -> None:
-        """Log a line once, within MAX_LOGGED_FIELDS."""
-        if words not in self._seen and len(self._seen) < MAX_LOGGED_FIELDS:
+    def note(self, words: str) -> None:
+        if words not in self._seen and len(self._seen) < MAX_LOGGED:
             self._seen.add(words)
             logger.info("%s", words)

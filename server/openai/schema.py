@@ -10,10 +10,12 @@ from pydantic import BeforeValidator, Field, create_model
 
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
+from server.openai.fields import LIMITED, check_limited, unknown_fields
 from server.openai.parts import FIRST, MediaOptions, Message, TextPart, ToolList
 from server.openai.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
 
 MAX_MESSAGES = 10_000
+MAX_WARNINGS = 20  # limit of warnings on unknown fields
 MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # every token is compared with all of them
 MAX_VARIABLES = 64  # in chat_template_kwargs
 MAX_TIMEOUT_S = 86_400
@@ -106,12 +108,14 @@ class AnyRequest(Open):
     rid: str | None = None  # request id given by the client
 
     @property
-    def remarks(self) -> list[str]:
-        """Return lines for the log; each is logged once."""
-        return []
+    def warnings(self) -> list[str]:
+        """Return warnings about parts of the request that have no effect."""
+        names = unknown_fields(self.model_extra or {})[:MAX_WARNINGS]
+        return [f"The field '{name[:100]}' is unknown to this server, which ignored it." for name in names]
 
     def check_together(self, vocab_size: int) -> None:
-        """Check fields against each other and against the vocabulary. RequestError 400."""
+        """Check fields against each other and against the vocabulary, and unsupported fields. RequestError 400."""
+        check_limited(self.model_extra or {}, LIMITED)
         if self.truncate_prompt_tokens == 0:
             raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
@@ -175,11 +179,6 @@ class GenerationRequest(ListedFields):
             prompt_logprobs=self.prompt_logprobs is not None,
             **{"names": "ids" if self.return_tokens_as_token_ids else "texts", **others},
         )  # fmt: skip
-
-    @property
-    def warnings(self) -> list[str]:
-        """Return warnings about requested features that the answer lacks."""
-        return []
 
     @property
     def custom_tools(self) -> frozenset[str]:
@@ -249,19 +248,8 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def warnings(self) -> list[str]:
-        return [f"The tool '{kind}' is available from its vendor only and was dropped." for kind in self._dropped]
-
-    @property
-    def _dropped(self) -> list[str]:
-        return list(dict.fromkeys(tool.type[:64] for tool in self.tools or () if isinstance(tool, HostedTool)))
-
-    @property
-    def remarks(self) -> list[str]:
-        lines = [f"dropping the vendor's tool {words!r} of requests" for words in self._dropped]
-        if self.reasoning_effort is not None:
-            switch = "on" if EFFORTS[self.reasoning_effort] else "off"
-            lines.append(f"requests ask for the effort '{self.reasoning_effort}': thinking is {switch} if the template has a switch")
-        return lines
+        kinds = dict.fromkeys(tool.type[:64] for tool in self.tools or () if isinstance(tool, HostedTool))
+        return [*(f"The tool '{kind}' is available from its vendor only and was dropped." for kind in kinds), *super().warnings]
 
     @property
     def called(self) -> str | None:

@@ -20,7 +20,7 @@ from server.http.scan import Scanner
 from server.http.validate import check, read_object
 from server.openai.conversation import Conversation, read_conversation
 from server.openai.endpoint import sampling_params
-from server.openai.fields import HARMLESS, LIMITED, UnknownFields
+from server.openai.fields import HARMLESS, LIMITED, LogOnce
 from server.openai.grammar import read_grammar
 from server.openai.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 
@@ -38,13 +38,12 @@ def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0) -> Co
 
 
 def parse(**fields: object) -> ChatRequest:
-    return parse_body(json.dumps({"messages": HELLO, **fields}).encode(), UnknownFields())
+    return parse_body(json.dumps({"messages": HELLO, **fields}).encode())
 
 
-def parse_body(body: bytes, unknown: UnknownFields, model: type[GenerationRequest] = ChatRequest) -> Any:
+def parse_body(body: bytes, model: type[GenerationRequest] = ChatRequest) -> Any:
     """As an endpoint does it."""
     request = check(model, read_object(body))
-    unknown.check(request.model_extra or {})
     request.check_together(VOCAB_SIZE)
     return request
 
@@ -61,7 +60,7 @@ def refusal(model: type[GenerationRequest] = ChatRequest, **fields: object) -> E
     """The error of a chat, which may be left out, or of a text completion."""
     needed = {"messages": HELLO} if model is ChatRequest else {}
     with pytest.raises(RequestError) as caught:
-        request = parse_body(json.dumps({**needed, **fields}).encode(), UnknownFields(), model)
+        request = parse_body(json.dumps({**needed, **fields}).encode(), model)
         if isinstance(request, ChatRequest):
             read_messages(request, Scanner("nonce", 4))
         pytest.fail(f"accepted: {str(fields)[:200]}")
@@ -122,7 +121,7 @@ def test_very_many_bad_values_are_one_error() -> None:
         body = json.dumps({"messages": HELLO, **fields}).encode()
         tracemalloc.start()
         with pytest.raises(RequestError):
-            parse_body(body, UnknownFields())
+            parse_body(body)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 10e6
@@ -132,7 +131,7 @@ def test_what_is_no_json_object_is_a_400() -> None:
     nested = b'{"messages": ' + b"[" * 1000 + b"]" * 1000 + b"}"
     for body in (b"", b"{", b"[]", b"null", b'"x"', nested, b'{"x": ' + b"[" * 100_000, b"\xff\xfe"):
         with pytest.raises(RequestError) as caught:
-            parse_body(body, UnknownFields())
+            parse_body(body)
         assert caught.value.info.status == 400, body[:20]
         assert body is not nested or "nested too deeply" in caught.value.info.message
 
@@ -146,17 +145,16 @@ def test_fields_that_change_nothing_are_accepted() -> None:
     for given, stops in ((None, []), ("x", ["x"]), (["x", "y"], ["x", "y"]), ([], [])):
         assert parse(stop=given).stop == stops
     for prompt, prompts in (("x", ["x"]), (["x", "y"], ["x", "y"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])):
-        assert parse_body(json.dumps({"prompt": prompt}).encode(), UnknownFields(), CompletionRequest).prompts == prompts
+        assert parse_body(json.dumps({"prompt": prompt}).encode(), CompletionRequest).prompts == prompts
 
 
 def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    unknown = UnknownFields()
+    log, warnings = LogOnce(), parse(frobnicate=1, **{f"field{i}": 1 for i in range(1000)}).warnings
+    assert len(warnings) == 20 and "frobnicate" in warnings[0]
     with caplog.at_level(logging.INFO):
-        for _ in range(3):
-            parse_body(json.dumps({"messages": HELLO, "frobnicate": 1}).encode(), unknown)
+        for words in (*warnings * 3, *map(str, range(1000))):
+            log.note(words)
         assert caplog.text.count("frobnicate") == 1
-        for i in range(1000):
-            unknown.check({f"field{i}": 1})
     assert len(caplog.records) <= 100
 
 
@@ -215,7 +213,7 @@ def test_references_are_honoured_in_urls_only() -> None:
     body = json.dumps({"messages": messages}).encode()
     scanner = Scanner("nonce", 4)
     scanner.feed(body)
-    request = parse_body(scanner.json(memoryview(b"")), UnknownFields())
+    request = parse_body(scanner.json(memoryview(b"")))
     conversation = read_messages(request, scanner, 4096)
     assert conversation.used_references == {1}
     assert conversation.media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
@@ -227,7 +225,7 @@ def test_limited_fields() -> None:
     for name, allowed in LIMITED.items():
         model, needed = (ChatRequest, {"messages": HELLO}) if name not in ChatRequest.model_fields else (CompletionRequest, {"prompt": "x"})
         for value in (*allowed, None):
-            parse_body(json.dumps({**needed, name: value}).encode(), UnknownFields(), model)
+            parse_body(json.dumps({**needed, name: value}).encode(), model)
         for value in ("something", 17, ["x"], {"a": 1}):
             info = refusal(model, **needed, **{name: value})
             assert (info.status, info.param) == (400, name)
@@ -253,13 +251,12 @@ def test_one_table_of_efforts() -> None:
         assert parse(reasoning_effort=effort, verbosity="low").template_kwargs == {"enable_thinking": thinks}
     assert parse(reasoning_effort="high", enable_thinking=False).template_kwargs == {"enable_thinking": False}
     assert parse(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}).template_kwargs == {"enable_thinking": True}
-    assert parse().template_kwargs == {} and parse().remarks == []
+    assert parse().template_kwargs == {}
     scanner, value = Scanner("nonce", 4), {"messages": HELLO, "max_tokens": 5}
     for effort in ("low", "medium", "high", "xhigh", "max"):
         asked = check(anthropic.MessagesRequest, {**value, "output_config": {"effort": effort}}).chat_body(scanner)
         response = check(responses.ResponsesRequest, {"input": "x", "reasoning": {"effort": effort}}).chat_body(scanner)
         assert asked["reasoning_effort"] == response["reasoning_effort"] == effort
-    assert len(parse(reasoning_effort="high").remarks) == 1
 
 
 BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [
