@@ -131,7 +131,7 @@ class Api:
                 self._child.ready(url)
             if message.stats is not None:
                 self._metrics.note_stats(message.stats)
-            if message.stats is not None and not (self.client.num_bodies or self.client.num_reading):
+            if message.stats is not None and not self.client.has_bodies:
                 assert self.arena.is_empty(), "a request body was never released"
                 self.arena.trim()
 

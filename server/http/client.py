@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import msgspec
@@ -105,8 +105,7 @@ class Client:
     def __init__(self, outbox: Outbox[ToProcessor], arena: Arena, max_requests: int):
         self._max_requests = max_requests
         self.stats = EngineStats()
-        self.num_bodies = 0  # bodies that the processor owns, counted per request
-        self._num_readers: dict[int, int] = {}  # requests that read a body, by its offset
+        self._num_readers: Counter[int] = Counter()  # requests for which the processor owns a body, by its offset
         self.num_reading = 0  # bodies that the api is reading
         self._outbox, self._arena = outbox, arena
         self._rids = itertools.count(1)
@@ -120,6 +119,11 @@ class Client:
     def num_streams(self) -> int:
         return len(self._streams)
 
+    @property
+    def has_bodies(self) -> bool:
+        """Return whether the api or the processor holds a body in the arena."""
+        return bool(self._num_readers or self.num_reading)
+
     def new_rid(self) -> int:
         return next(self._rids)
 
@@ -130,7 +134,7 @@ class Client:
     def abandon(self, rid: int, body: int) -> None:
         """Cancel an announced request; the processor releases its body."""
         self._outbox.send(Abort(rid, body))
-        self.num_bodies += 1
+        self._num_readers[body] += 1
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -149,8 +153,7 @@ class Client:
         for message in messages:
             self._outbox.send(message)
             if message.body is not None:
-                self.num_bodies += 1
-                self._num_readers[message.body] = self._num_readers.get(message.body, 0) + 1
+                self._num_readers[message.body] += 1
             self._streams[message.rid] = stream
         return stream
 
@@ -180,11 +183,9 @@ class Client:
                 if not stream.open:
                     self._free(stream)  # even if the client does not read
         for offset in message.released_bodies:
-            self.num_bodies -= 1
-            num_readers = self._num_readers.pop(offset, 1) - 1
-            if num_readers:
-                self._num_readers[offset] = num_readers
-            else:
+            self._num_readers[offset] -= 1
+            if not self._num_readers[offset]:
+                del self._num_readers[offset]
                 self._arena.free(offset)
         if message.stats is not None:
             self.stats = message.stats

@@ -44,7 +44,6 @@ class MediaRefs:
         self._body = body
         self._owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((salt or "").encode()).digest()
         self.used: set[int] = set()  # references of the scanner
-        self._mimes: dict[int, str] = {}  # payloads by offset
 
     def of(self, url: str | None, uuid: str | None, name: str, field: str = "") -> MediaRef:
         """Return the reference to a medium in the part `name`. RequestError 400."""
@@ -52,16 +51,14 @@ class MediaRefs:
             raise bad_value(name, "may be null only with a `uuid`")
         payload = None
         if url is not None:
-            index = self._body.scanner.index_of(url)
             payload, url = locate(url, f"{name}{field}", self._body, self.used)
-            if index is not None and payload is not None:
-                self._mimes[payload.offset] = self._body.scanner.references[index].mime
         return MediaRef(payload, url, name=None if uuid is None else hashlib.sha256(self._owner + uuid.encode()).digest())
 
-    def has_type(self, ref: MediaRef, mime: str) -> bool:
-        if ref.payload is not None:
-            return self._mimes[ref.payload.offset].lower() == mime
-        return (ref.url or "").lower().startswith(f"data:{mime};")
+    def has_type(self, url: str, mime: str) -> bool:
+        """Return whether `url` is a payload of this type."""
+        scanner = self._body.scanner
+        index = scanner.index_of(url)
+        return url.lower().startswith(f"data:{mime};") if index is None else scanner.references[index].mime.lower() == mime
 
 
 def check_extra(part: Open, place: Open, name: str) -> None:

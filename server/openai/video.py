@@ -104,12 +104,14 @@ def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: 
         if isinstance(part.video, list):
             frames = [refs.of(url, None, f"{name}.video.{i}") for i, url in enumerate(part.video)]
             return _frames(part, name, sources, video_io, VideoRef(frames=frames))
-        file = refs.of(part.video, part.uuid, f"{name}.video")
+        url: str | None = part.video
+        file = refs.of(url, part.uuid, f"{name}.video")
     else:
         sources.insert(0, part.video_url)
         check_extra(part, part.video_url, f"{name}.video_url")
-        file = refs.of(part.video_url.url, part.uuid, f"{name}.video_url", ".url")
-    if refs.has_type(file, JOINED_TYPE):
+        url = part.video_url.url
+        file = refs.of(url, part.uuid, f"{name}.video_url", ".url")
+    if refs.has_type(url or "", JOINED_TYPE):
         return _frames(part, name, sources, video_io, VideoRef(file=file, holds_frames=True, source_fps=JOINED_FPS))
     for field, values in (("frames_indices", part.frames_indices), ("timestamps", part.timestamps)):
         if values is not None:
