@@ -14,7 +14,7 @@ from server.http.scan import Scanner
 from server.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 from server.http.validate import OneOf, Strict, bad_value
 from server.openai.chat import DialectRequest, TranslatedChat, TranslatedCount, assistant_message
-from server.openai.endpoint import Endpoint
+from server.openai.endpoint import Endpoint, MakeFormat
 from server.openai.fields import LIMITED_IN_DIALECTS, limits_of
 from server.openai.media_refs import check_url
 from server.openai.parts import FIRST, ToolList
@@ -285,7 +285,9 @@ class MessagesEndpoint(TranslatedChat):
     """An answer to messages in Anthropic's dialect."""
 
     takes, gives, streams = MessagesRequest, MessageAnswer, MessageEvent
-    format = MessageFormat
+
+    def format_of(self, request: MessagesRequest) -> MakeFormat:
+        return MessageFormat
 
 
 class CountMessageTokens(TranslatedCount):

@@ -175,13 +175,12 @@ class GenerateEndpoint(GenerationEndpoint):
     """Continuations of texts or token ids, with images: SGLang's native endpoint."""
 
     takes, gives, streams = GenerateRequest, Generated | list[Generated], Generated
-    last_data, format = "[DONE]", GenerateFormat
+    last_data = "[DONE]"
 
     def read(self, value: Json, body: Body) -> Job:
         request = self.check(GenerateRequest, value)
         prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in request.prompts]
-        job = self.job_of(request, body, prompts, request.field, names="both")
-        job.format = functools.partial(GenerateFormat, asked=request)
+        job = self.job_of(request, body, prompts, request.field, functools.partial(GenerateFormat, asked=request), names="both")
         for submit, images in zip(job.submits, request.images(), strict=True):
             for i, image in enumerate(images):
                 url = f"data:image/any;base64,{image}" if BARE.fullmatch(image) else image

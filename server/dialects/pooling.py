@@ -20,10 +20,11 @@ from engine.wire.messages import ChatPrompt, Event, TokenPrompt
 from engine.wire.params import OutputOptions, SamplingParams, TokenCount
 from engine.wire.reports import Numbers
 from server.http.body import Body
+from server.http.reply import GatheredReply
 from server.http.streaming import encode
 from server.http.validate import OneOf, Strict, bad_value
 from server.openai.conversation import read_conversation
-from server.openai.endpoint import Endpoint, Gathering, Job, json_response, submits_of
+from server.openai.endpoint import Endpoint, Job, json_response, submits_of
 from server.openai.parts import Message, Parts, TextPart
 from server.openai.schema import IdList, MediaRequest, MessageList, check_ids, prompts_of
 
@@ -94,7 +95,8 @@ class PoolingEndpoint(Endpoint):
             truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
             last_text_tokens=request.max_tokens_per_doc,
         )  # fmt: skip
-        job = Gathering(request=request, submits=submits, show=functools.partial(self._answer, request))
+        reply = functools.partial(GatheredReply, show=functools.partial(self._answer, request))
+        job = Job(request=request, submits=submits, reply=reply)
         for submit, prompt in zip(submits, prompts, strict=True):
             if not isinstance(prompt[0], int):
                 conversation = read_conversation(request, prompt, body)

@@ -5,7 +5,7 @@ Answers are not stored, so a request contains the whole conversation. A stream c
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NumLogprobs, TokenCount
 from server.http.scan import Scanner
-from server.http.streaming import BlockFormat, Call, Choice, Format, ReplyOptions, Usage, encode, named_event
+from server.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 from server.http.validate import OneOf, Strict, Worded, bad_value
 from server.openai.chat import DialectRequest, TranslatedChat, TranslatedCount, assistant_message
-from server.openai.endpoint import Endpoint, Generation
+from server.openai.endpoint import Endpoint, MakeFormat
 from server.openai.fields import LIMITED_IN_DIALECTS, limits_of
 from server.openai.format import logprobs_json
 from server.openai.media_refs import check_urls
@@ -211,6 +211,7 @@ class ResponseFormat(BlockFormat):
             "id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": options.created, "model": options.model,
             "background": False, "truncation": "disabled", "store": False, "previous_response_id": None, "error": None,
             "completed_at": None, "incomplete_details": None, "usage": None, **repeated,
+            "temperature": options.params.temperature, "top_p": options.params.top_p,
             **({"warnings": options.warnings} if options.warnings else {}),
         }  # fmt: skip
         self._custom_tools = options.custom_tools
@@ -321,14 +322,13 @@ class ResponsesEndpoint(TranslatedChat):
     """An answer to items of OpenAI's newer dialect."""
 
     takes, gives, streams = ResponsesRequest, ResponseAnswer, ResponseEvent
-    format, prompt_field = ResponseFormat, "input"
+    prompt_field = "input"
 
-    def format_of(self, request: ResponsesRequest, job: Generation) -> Callable[[ReplyOptions], Format]:
+    def format_of(self, request: ResponsesRequest) -> MakeFormat:
         repeated = request.model_dump(include=REPEATED, by_alias=True)
-        params = job.submits[0].params
         repeated |= {"tool_choice": repeated["tool_choice"] or "auto", "parallel_tool_calls": request.parallel_tool_calls is not False}
         repeated["tools"] = [tool.model_dump() for tool in request.tools or () if not isinstance(tool, HostedTool)]
-        return functools.partial(ResponseFormat, repeated=repeated | {"temperature": params.temperature, "top_p": params.top_p})
+        return functools.partial(ResponseFormat, repeated=repeated)
 
 
 class CountResponseTokens(TranslatedCount):

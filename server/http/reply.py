@@ -89,9 +89,9 @@ class Answer(ABC):
 class Reply(Answer):
     """Response with the model's output, as a stream or as one document."""
 
-    def __init__(self, *, format: Format, options: ReplyOptions, **exchange: Any):
+    def __init__(self, *, format: Callable[[ReplyOptions], Format], options: ReplyOptions, **exchange: Any):
         super().__init__(**exchange)
-        self._options, self._format = options, format
+        self._options, self._format = options, format(options)
         self._choices = {answer: Choice(number) for answer, number in self._stream.choices.items()}
         self._stages = Stages(received=options.received)
         self._reason = "disconnect"  # replaced when all choices have ended
@@ -107,7 +107,7 @@ class Reply(Answer):
     def finish(self) -> None:
         super().finish()
         now, total = time.monotonic(), self._total()
-        self._metrics.note_finish(self._reason, now - self._options.received, self._options.n, self._options.max_tokens)
+        self._metrics.note_finish(self._reason, now - self._options.received, self._options.n, self._options.params.max_tokens)
         if self._has_first_token:
             lengths = [choice.usage.num_generated for choice in self._choices.values()]
             self._metrics.note_work(total.num_prompt, lengths, self._stages, now)

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.wire.details import TokenDetails
 from engine.wire.messages import ErrorInfo, Event, Logprob
+from engine.wire.params import SamplingParams
 from engine.wire.reports import ShownReport
 from engine.wire.stats import Stages
 
@@ -147,7 +148,7 @@ class ReplyOptions:
     continuous_usage: bool = False
     timings: bool = False
     n: int = 1
-    max_tokens: int | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
     warnings: list[str] = field(default_factory=list)  # unsupported parts of the request
     custom_tools: frozenset[str] = frozenset()  # tools that take one text
     cut_warning: str = ""  # added if the token limit ends the answer

@@ -3,21 +3,21 @@
 import functools
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 from starlette.responses import JSONResponse, Response
 
-from engine.wire.messages import ChatPrompt, Event, MediaRef, TextPrompt, TokenPrompt
+from engine.wire.messages import ChatPrompt, Event, MediaRef, Submit, TextPrompt, TokenPrompt
 from engine.wire.params import Temperature, TopP
 from server.http.body import Body
 from server.http.scan import Scanner
-from server.http.streaming import Format, ReplyOptions, encode
+from server.http.streaming import encode
 from server.http.validate import Open, bad_value, check
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.openai.conversation import read_conversation
-from server.openai.endpoint import Endpoint, Gathering, Generation, GenerationEndpoint, Job, Service, Show, counted, json_response
+from server.openai.endpoint import Endpoint, GenerationEndpoint, Job, MakeFormat, Service, Show, counted, json_response
 from server.openai.fields import Limits, check_limited
 from server.openai.format import ChatFormat, CompletionFormat
 from server.openai.media_refs import locate
@@ -38,17 +38,16 @@ class ChatEndpoint(GenerationEndpoint):
     gives: Any = ChatCompletion
     streams: Any = ChatChunk
     last_data = "[DONE]"
-    format: type[Format] = ChatFormat
     prompt_field = "messages"
 
     def __init__(self, service: Service):
         super().__init__(service)
         self._names = frozenset(re.findall(r"\w+", service.checkpoint.chat_template))
 
-    def read(self, value: dict[str, Any], body: Body) -> Generation:
-        return self.job(self.check(ChatRequest, value), body)
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        return self.job(self.check(ChatRequest, value), body, ChatFormat)
 
-    def job(self, request: ChatRequest, body: Body) -> Generation:
+    def job(self, request: ChatRequest, body: Body, format: MakeFormat) -> Job:
         """Return the job of a checked request. RequestError 400."""
         conversation = read_conversation(request, request.messages, body)
         for name in (request.chat_template_kwargs or {}).keys() - self._names:
@@ -58,6 +57,7 @@ class ChatEndpoint(GenerationEndpoint):
             body,
             [chat_prompt(request, conversation.messages)],
             self.prompt_field,
+            format,
             calls="none" if not request.uses_tools else "one" if request.parallel_tool_calls is False else "all",
             must_call=request.uses_tools and request.tool_choice not in (None, "auto"),
             called=request.called,
@@ -92,14 +92,12 @@ class TranslatedChat(ChatEndpoint):
 
     last_data = ""
 
-    def read(self, value: dict[str, Any], body: Body) -> Generation:
-        request: DialectRequest = check(self.takes, value)
-        job = self.job(self.check(ChatRequest, request.chat_body(body.scanner)), body)
-        job.format = self.format_of(request, job)
-        return job
+    @abstractmethod
+    def format_of(self, request: Any) -> MakeFormat: ...
 
-    def format_of(self, request: Any, job: Generation) -> Callable[[ReplyOptions], Format]:
-        return self.format
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request: DialectRequest = check(self.takes, value)
+        return self.job(self.check(ChatRequest, request.chat_body(body.scanner)), body, self.format_of(request))
 
 
 class TranslatedCount(Endpoint):
@@ -117,7 +115,7 @@ class BatchChatEndpoint(ChatEndpoint):
 
     takes: Any = BatchChatRequest
 
-    def read(self, value: dict[str, Any], body: Body) -> Generation:
+    def read(self, value: dict[str, Any], body: Body) -> Job:
         conversations = value.get("messages")
         if not isinstance(conversations, list) or not 1 <= len(conversations) <= MAX_PROMPTS:
             raise bad_value("messages", f"must be a list of 1 to {MAX_PROMPTS} conversations")
@@ -127,7 +125,7 @@ class BatchChatEndpoint(ChatEndpoint):
             submit.rid = body.new_rid()
             first.submits.append(submit)
             first.used |= job.used
-        _vary_seeds(first)
+        _vary_seeds(first.submits, value.get("seed"))
         return first
 
 
@@ -138,13 +136,12 @@ class CompletionEndpoint(GenerationEndpoint):
     gives = Completion
     streams = Completion
     last_data = "[DONE]"
-    format = CompletionFormat
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(CompletionRequest, value)
         prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in request.prompts]
-        job = self.job_of(request, body, prompts, "prompt", echo=bool(request.echo))
-        _vary_seeds(job)
+        job = self.job_of(request, body, prompts, "prompt", CompletionFormat, echo=bool(request.echo))
+        _vary_seeds(job.submits, request.seed)
         for i, url in enumerate(request.images or ()):
             job.submits[0].media.append(MediaRef(*locate(url, f"images.{i}", body, job.used)))
         return job
@@ -186,9 +183,9 @@ class DetokenizeEndpoint(Endpoint):
         return json_response(encode({"prompt": text, "text": text}))
 
 
-def _vary_seeds(job: Generation) -> None:
-    """Give equal prompts different seeds, unless the request has a seed."""
-    for i, submit in enumerate(job.submits if job.request.seed is None else ()):
+def _vary_seeds(submits: list[Submit], seed: int | None) -> None:
+    """Give equal prompts different seeds, unless the request has a `seed`."""
+    for i, submit in enumerate(submits if seed is None else ()):
         submit.params = msgspec.structs.replace(submit.params, seed=(submit.params.seed + i) % (1 << 63))
 
 
@@ -215,7 +212,7 @@ def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[st
     return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def counted_chat(request: ChatRequest, body: Body, show: Show) -> Gathering:
+def counted_chat(request: ChatRequest, body: Body, show: Show) -> Job:
     """Return a job that counts the tokens of messages with their images."""
     conversation = read_conversation(request, request.messages, body)
     job = counted(request, body, [chat_prompt(request, conversation.messages)], "messages", show)

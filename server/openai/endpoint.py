@@ -7,6 +7,7 @@ body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──�
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import random
 import time
@@ -42,6 +43,7 @@ from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 Checked = TypeVar("Checked", bound=AnyRequest)
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 Show = Callable[[list[Event]], Response]  # makes an answer of one event per choice, in order
+MakeFormat = Callable[[ReplyOptions], Format]
 Variant = Callable[[Submit], None]  # lets a request use a variant of the model
 
 MAX_NAMES = 20  # limit of model names in an error
@@ -76,44 +78,18 @@ class Service:
 
 
 @dataclass(slots=True, kw_only=True)
-class Job(ABC):
-    """A validated request: one Submit per prompt. `used`: indices of its references in the scanner."""
+class Job:
+    """A validated request: one Submit per prompt. `used`: indices of its references in the scanner. `reply`: makes the response, which
+    always closes its stream."""
 
     request: AnyRequest
     submits: list[Submit]
     used: set[int] = field(default_factory=set)
+    reply: Callable[..., ASGIApp]
 
     @property
     def num_images(self) -> int:
         return sum(len(submit.media) for submit in self.submits)
-
-    @abstractmethod
-    def reply(self, stream: Stream, service: Service) -> ASGIApp:
-        """Return the response, which always closes the stream."""
-
-    def _exchange(self, stream: Stream, service: Service) -> dict[str, Any]:
-        counted = {"num_images": self.num_images, "deadline": self.submits[0].deadline}
-        return {"stream": stream, "client": service.client, "metrics": service.metrics, **counted}
-
-
-@dataclass(slots=True, kw_only=True)
-class Generation(Job):
-    request: GenerationRequest
-    options: ReplyOptions
-    format: Callable[[ReplyOptions], Format]
-
-    def reply(self, stream: Stream, service: Service) -> ASGIApp:
-        return Reply(format=self.format(self.options), options=self.options, **self._exchange(stream, service))
-
-
-@dataclass(slots=True, kw_only=True)
-class Gathering(Job):
-    """Job whose answer is one document."""
-
-    show: Show
-
-    def reply(self, stream: Stream, service: Service) -> ASGIApp:
-        return GatheredReply(show=self.show, **self._exchange(stream, service))
 
 
 class Endpoint(ABC):
@@ -165,7 +141,9 @@ class Endpoint(ABC):
             body.credentials = credentials_of(request.scope)
             body.client = hashlib.sha256(body.credentials + b"\0" + address_of(request.scope).encode()).digest()
             stream, job = await self.submit(body)
-            return job.reply(stream, service)
+            return job.reply(
+                stream=stream, client=service.client, metrics=service.metrics, num_images=job.num_images, deadline=job.submits[0].deadline
+            )
 
     async def submit(self, body: Body) -> tuple[Stream, Job]:
         """Parse the body and pass it to the processor. After a RequestError the body has been released."""
@@ -211,9 +189,9 @@ class Endpoint(ABC):
 
 
 class GenerationEndpoint(Endpoint):
-    format: type[Format]
-
-    def job_of(self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, **output: Any) -> Generation:
+    def job_of(
+        self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, format: MakeFormat, **output: Any
+    ) -> Job:
         """Return the job of these prompts; `output`: OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.sampling, body.seed)
@@ -228,18 +206,18 @@ class GenerationEndpoint(Endpoint):
         options = ReplyOptions(
             model=request.model or self.service.model_names[0], created=int(time.time()), started=body.started, received=body.received,
             is_streamed=bool(request.stream), include_usage=bool(wanted.include_usage), timings=bool(request.timings),
-            continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, max_tokens=params.max_tokens,
+            continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, params=params,
             warnings=request.warnings, custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
             cut_warning=CUT_OFF if grammar is not None or rules.must_call else "",
         )  # fmt: skip
-        return Generation(request=request, submits=submits, options=options, format=self.format)
+        return Job(request=request, submits=submits, reply=functools.partial(Reply, format=format, options=options))
 
 
-def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Gathering:
+def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Job:
     """Return a job that only counts tokens and ends in the processor; `field` contains the prompts. RequestError 400."""
     read_grammar(request)  # to report its errors
     submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
-    return Gathering(request=request, submits=submits, show=show)
+    return Job(request=request, submits=submits, reply=functools.partial(GatheredReply, show=show))
 
 
 def unknown_model(name: str, served: Sequence[str]) -> RequestError:
