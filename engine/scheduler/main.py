@@ -39,7 +39,7 @@ from engine.wire.messages import (
     ToScheduler,
     WorkerReady,
 )
-from engine.wire.updates import UPDATES_INBOX, Job, JobState, OrderDone, Pause, Resume
+from engine.wire.updates import UPDATES_INBOX, Job, JobState, OrderDone, Pause, Resume, Verdict
 from models.config.huggingface import read_config
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Scheduler:
         if ready is None:
             return
         core = self._make_core(ready)
-        control = UpdateControl(core, self._child.config.tp, self._send_bytes, self._api.send)
+        control = UpdateControl(core, self._child.config.tp, self._send_workers, self._api.send)
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
             if core.num_in_flight:
@@ -146,19 +146,20 @@ class Scheduler:
         return np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32)
 
     def _send(self, step: PlannedStep) -> None:
-        """Send the same bytes to every rank."""
-        data = self._encoder.encode(step.plan)
-        self._send_bytes(data)
+        num_bytes = self._send_workers(step.plan)
         if logger.isEnabledFor(logging.DEBUG):
             plan = step.plan
             num_tokens = sum(chunk.length for chunk in plan.chunks)
             num_hit = len({ref.image_id for chunk in plan.chunks for ref in chunk.visual}) - len(plan.encodes)
-            sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), num_hit, len(data))
+            sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), num_hit, num_bytes)
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d hit, plan of %d bytes", *sizes)
 
-    def _send_bytes(self, data: bytes) -> None:
+    def _send_workers(self, message: StepPlan | Job | Verdict) -> int:
+        """Send the same bytes to every rank and return their number."""
+        data = self._encoder.encode(message)
         for worker in self._workers:
             worker.send_bytes(data)
+        return len(data)
 
     def _flush(self, core: SchedulerCore) -> None:
         """Send outputs; once per second, or when all requests are done, also statistics."""

@@ -8,8 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.state import is_idle
 from engine.wire.updates import (
@@ -39,9 +37,8 @@ MIXED = (
 class UpdateControl:
     """Executes orders of the api, one job at a time. `send` reaches every worker, `answer` the api."""
 
-    def __init__(self, core: SchedulerCore, num_ranks: int, send: Callable[[bytes], None], answer: Callable[[OrderDone], None]):
+    def __init__(self, core: SchedulerCore, num_ranks: int, send: Callable[[Job | Verdict], object], answer: Callable[[OrderDone], None]):
         self._core, self._num_ranks, self._send, self._answer = core, num_ranks, send, answer
-        self._encode = msgspec.msgpack.Encoder().encode
         self._is_paused = False
         self._pauses: list[int] = []  # orders that wait for the last request
         self._jobs: deque[Job] = deque()
@@ -77,7 +74,7 @@ class UpdateControl:
         self._pauses.clear()
         if self._jobs and self._states is None:
             self._states = []
-            self._send(self._encode(self._jobs[0]))
+            self._send(self._jobs[0])
 
     def _resume(self, number: int) -> None:
         if self._is_mixed:
@@ -94,7 +91,7 @@ class UpdateControl:
         if not self._is_executing:
             self._is_executing = not problems
             self._states = []
-            self._send(self._encode(Verdict(job.number, not problems)))
+            self._send(Verdict(not problems))
             if not problems:
                 return
         elif isinstance(job.task, FromFolder | FromMemory | FromGroup):

@@ -8,22 +8,17 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
 from torch.distributed.rendezvous import rendezvous
 
-TIMEOUT_S = 300
+TIMEOUT = timedelta(seconds=300)
 
 
-def join(name: str, backend: str, address: str, port: int, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> dist.ProcessGroup:
+def join(name: str, backend: str, address: str, port: int, rank: int, size: int) -> dist.ProcessGroup:
     """Return the group when all ranks have joined; rank 0 listens at the address. RuntimeError or ValueError after the timeout."""
-    timeout = timedelta(seconds=timeout_s)
     host = f"[{address}]" if ":" in address else address
-    store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timeout))
-    store.set_timeout(timeout)
-    group, _ = _new_process_group_helper(size, rank, [], backend, dist.PrefixStore(name, store), GroupName(name), timeout=timeout)
+    store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    group, _ = _new_process_group_helper(size, rank, [], backend, dist.PrefixStore(name, store), GroupName(name), timeout=TIMEOUT)
     dist.distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}  # for the functions of torch.distributed
     return group
-
-
-def leave(group: dist.ProcessGroup) -> None:
-    dist.destroy_process_group(group)
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -79,20 +80,10 @@ def _read_segment(spec: TensorSpec, segment: Segment, dtype: torch.dtype) -> tor
 @contextmanager
 def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorSpec]]:
     """Yield descriptions of tensors for another process, valid within the context. Tensors on the CPU are copied to a segment."""
-    on_cpu = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_cuda}
-    offsets, end = {}, 0
-    for name, tensor in on_cpu.items():
-        offsets[name] = end
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     path = FOLDER / f"weights-{os.getpid()}-{os.urandom(8).hex()}"
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     kept: list[torch.Tensor] = []
     try:
-        os.truncate(file, end + 1)
-        with mmap.mmap(file, end + 1) as memory:
-            for name, tensor in on_cpu.items():
-                data = tensor.contiguous().flatten().view(torch.uint8).numpy()
-                memory[offsets[name] : offsets[name] + tensor.nbytes] = data.tobytes()
+        offsets = _write_segment(path, {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_cuda})
         specs = []
         for name, tensor in tensors.items():
             if name in offsets:
@@ -103,8 +94,16 @@ def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorSpec]]:
             specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), places))
         yield specs
     finally:
-        os.close(file)
-        path.unlink()
+        path.unlink(missing_ok=True)
+
+
+def _write_segment(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Copy tensors to a new file and return their offsets in it."""
+    *offsets, end = accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()), initial=0)
+    memory = torch.from_file(str(path), shared=True, size=end + 1, dtype=torch.uint8)
+    for offset, tensor in zip(offsets, tensors.values(), strict=True):
+        memory[offset : offset + tensor.nbytes] = tensor.contiguous().flatten().view(torch.uint8)
+    return dict(zip(tensors, offsets, strict=True))
 
 
 def cuda_memory(tensor: torch.Tensor) -> CudaMemory:

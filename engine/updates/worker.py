@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from engine.launch.child import Child
-from engine.updates import group as groups
+from engine.updates.group import broadcast, join
 from engine.updates.memory import dtype_of, opened_tensor
 from engine.wire.ipc import Outbox
 from engine.wire.updates import FromFolder, FromGroup, FromMemory, Job, JobState, JoinGroup, LeaveGroup, Rename, TensorSpec, Verdict
@@ -51,7 +51,7 @@ class UpdateWorker:
         except FAILURES as failure:
             self._drop()
             problem = explain(failure)
-        self._scheduler.send(JobState(self._rank, job.number, problem))
+        self._scheduler.send(JobState(problem))
 
     @torch.inference_mode()
     def conclude(self, verdict: Verdict) -> None:
@@ -64,7 +64,7 @@ class UpdateWorker:
                 self._child.failed(f"some weights were already replaced, so the engine exits: {explain(failure)}")
                 os._exit(1)
             self._forget()
-            self._scheduler.send(JobState(self._rank, verdict.number))
+            self._scheduler.send(JobState())
         self._drop()
 
     def _prepared(self, task: FromFolder | FromMemory | FromGroup | JoinGroup | LeaveGroup | Rename) -> Callable[[], None]:
@@ -86,7 +86,7 @@ class UpdateWorker:
 
                 def leave() -> None:
                     del self._groups[task.group]
-                    groups.leave(group)
+                    dist.destroy_process_group(group)
 
                 return leave
 
@@ -115,7 +115,7 @@ class UpdateWorker:
             for spec in specs:
                 meta = announced[spec.name].tensor
                 tensor = buffer[: meta.nbytes].view(meta.dtype).view(meta.shape)
-                groups.broadcast(group, tensor)
+                broadcast(group, tensor)
                 if spec.name in known_of:
                     update.write(known_of[spec.name], InMemory(tensor))
             update.finish()
@@ -126,10 +126,10 @@ class UpdateWorker:
         if task.group in self._groups:
             raise ValueError(f"group {task.group} already exists")
         try:
-            group = groups.join(task.group, task.backend, task.address, task.port, task.first_rank + self._rank, task.size)
+            group = join(task.group, task.backend, task.address, task.port, task.first_rank + self._rank, task.size)
         except dist.DistError as problem:
             raise ValueError(f"the group could not be joined: is its rank 0 running? {str(problem).partition(chr(10))[0]}") from None
-        self._resources.callback(groups.leave, group)
+        self._resources.callback(dist.destroy_process_group, group)
 
         def keep() -> None:
             self._groups[task.group] = group

@@ -107,15 +107,12 @@ class Job(msgspec.Struct, tag=True, frozen=True):
 class Verdict(msgspec.Struct, tag=True, frozen=True):
     """Execute the prepared job, or drop it."""
 
-    number: int
     is_granted: bool
 
 
 class JobState(msgspec.Struct, tag=True, frozen=True):
-    """A rank has prepared or executed a job. `problem`: the reason if it cannot."""
+    """A rank has prepared or executed the job, of which there is only one at a time. `problem`: the reason if it cannot."""
 
-    rank: int
-    number: int
     problem: str | None = None
 
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.updates.control import UpdateControl
-from engine.wire.messages import ToWorker
 from engine.wire.updates import Drain, FromFolder, FromGroup, FromMemory, Job, JobState, OrderDone, Pause, Resume, Verdict
 from tests.unit.scheduler.simulation import Simulation, make_core, make_request
 from tests.unit.scheduler.test_properties import random_prompt
@@ -24,15 +23,13 @@ class Workers:
         self.sim, self.refuses, self.num_executed = sim, False, 0
         self.done: dict[int, OrderDone] = {}
         self.control = UpdateControl(sim.core, NUM_RANKS, self.take, self.answer)
-        self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         self._replies: list[JobState] = []
 
     def answer(self, done: OrderDone) -> None:
         assert self.done.setdefault(done.number, done) is done, "answered twice"
 
-    def take(self, data: bytes) -> None:
-        message = self._decoder.decode(data)
-        assert isinstance(message, Job | Verdict) and not self.sim.in_flight
+    def take(self, message: Job | Verdict) -> None:
+        assert not self.sim.in_flight
         if isinstance(message, Job):
             problems = [None, "it does not fit" if self.refuses else None]
         elif message.is_granted:
@@ -44,7 +41,7 @@ class Workers:
             worker.images = dict.fromkeys(worker.images, b"of previous weights")
         else:
             problems = []
-        self._replies += [JobState(rank, message.number, problem) for rank, problem in enumerate(problems)]
+        self._replies += map(JobState, problems)
 
     def advance(self) -> None:
         """One pass of the scheduler's loop."""

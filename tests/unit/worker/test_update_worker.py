@@ -37,13 +37,13 @@ class Rank:
         """Return the problem of a job, if any; otherwise it is executed or dropped."""
         self.worker.prepare(Job(1, task))
         if (problem := self.state().problem) is None:
-            self.worker.conclude(Verdict(1, is_granted))
+            self.worker.conclude(Verdict(is_granted))
             assert not is_granted or self.state().problem is None
         return problem
 
     def state(self) -> JobState:
         state = self.inbox.recv(60)
-        assert isinstance(state, JobState) and (state.rank, state.number) == (0, 1)
+        assert isinstance(state, JobState)
         return state
 
 

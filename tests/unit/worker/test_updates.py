@@ -3,7 +3,6 @@
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -14,8 +13,6 @@ from tests.unit.models.test_updates import alter, living, update
 from tests.unit.worker.in_process import Engine, load_model
 from tests.unit.worker.test_graphs import SIZES
 from tests.unit.worker.test_steps import prompts
-
-DECODER: msgspec.msgpack.Decoder[Job | Verdict] = msgspec.msgpack.Decoder(Job | Verdict)
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +26,12 @@ def exchange(engine: Engine, folder: Path, drain: Drain) -> None:
     """Update from a folder as scheduler and worker do."""
     done: list[OrderDone] = []
 
-    def work(data: bytes) -> None:
-        if isinstance(message := DECODER.decode(data), Job):
-            states.append(JobState(0, message.number))
+    def work(message: Job | Verdict) -> None:
+        if isinstance(message, Job):
+            states.append(JobState())
         elif message.is_granted:
             update(engine._runner.model, folder)
-            states.append(JobState(0, message.number))
+            states.append(JobState())
 
     states: list[JobState] = []
     control = UpdateControl(engine.core, 1, work, done.append)
