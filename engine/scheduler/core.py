@@ -8,7 +8,6 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 import msgspec
@@ -45,12 +44,6 @@ MIN_REMEMBERED_LINKS = 64
 QUICK_MS = 3.0  # device time of a quick step: the host needs 1 to 2 ms from the end of a step to the launch of the step after next
 
 
-@dataclass(slots=True)
-class InFlight:
-    step: PlannedStep
-    results: list[StepResult] = field(default_factory=list)
-
-
 class SchedulerCore:
     """All requests of the engine. Single-threaded."""
 
@@ -71,7 +64,7 @@ class SchedulerCore:
         self._max_queue_seconds = max_queue_seconds
         self._limits: list[tuple[float, int, bool]] = []  # heap of (time, rid, applies only until the first step)
         self._requests: dict[int, list[Request]] = {}  # answers not yet released
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[PlannedStep] = deque()
         self.depth = DEPTH  # target number of plans in flight; one more after a quick step
         self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # requests with long hash chains
         self._outputs: list[RequestOutput] = []
@@ -153,7 +146,7 @@ class SchedulerCore:
         step = policy.plan(self.state)
         if step is not None:
             self._last_progress = now = time.monotonic()
-            self._in_flight.append(InFlight(step))
+            self._in_flight.append(step)
             for request in step.requests:
                 request.wire.stages.admitted = request.wire.stages.admitted or now
         return step
@@ -166,11 +159,11 @@ class SchedulerCore:
 
     def collect(self, result: StepResult) -> None:
         """Land the oldest steps whose results are complete."""
-        self._in_flight[result.step - self._in_flight[0].step.plan.step].results.append(result)
+        self._in_flight[result.step - self._in_flight[0].plan.step].results.append(result)
         while self._in_flight and len(self._in_flight[0].results) == self._num_ranks:
             landed = self._in_flight.popleft()
             self.depth = DEPTH + (max(rank.encode_ms + rank.forward_ms for rank in landed.results) < QUICK_MS)
-            self._land(landed.step, landed.results)
+            self._land(landed)
             self._last_progress = time.monotonic()
 
     def take_outputs(self, stats: EngineStats | None, heartbeat: float) -> EngineOutputs:
@@ -274,7 +267,8 @@ class SchedulerCore:
                 break
             request.hasher.adopt(other.hasher, min(num_links, request.num_shared_with(other) // size))
 
-    def _land(self, step: PlannedStep, results: Sequence[StepResult]) -> None:
+    def _land(self, step: PlannedStep) -> None:
+        results = step.results
         self._fail_images({step.made[image_id] for result in results for image_id in result.failed_images}, UNREADABLE)
         self._fail_images({step.made[image_id] for result in results for image_id in result.starved_images}, OUT_OF_MEMORY)
         if failed := {number for result in results for number in result.failed_loads}:
@@ -339,7 +333,7 @@ class SchedulerCore:
         drop these."""
         rids = {request.rid for request in step.requests}
         for later in self._in_flight:
-            pairs = zip(later.step.requests, later.step.plan.chunks, strict=True)
+            pairs = zip(later.requests, later.plan.chunks, strict=True)
             rids |= {request.rid for request, chunk in pairs if any(ref.image_id in step.made for ref in chunk.visual)}
         self.state.forget_images(set(step.made.values()))
         for rid in rids:

@@ -32,7 +32,7 @@ class ImageDirectory:
     def get(self, digest: bytes) -> ImageEntry | None:
         return self._entries.get(digest)
 
-    def pin(self, digest: bytes) -> ImageEntry:
+    def pin(self, digest: bytes) -> None:
         """Pin an image until `unpin`. Raises KeyError if it is not cached."""
         self._entries.move_to_end(digest)
         entry = self._entries[digest]
@@ -40,7 +40,6 @@ class ImageDirectory:
             self.num_pinned += 1
             self.pinned_bytes += entry.num_bytes
         entry.pins += 1
-        return entry
 
     def unpin(self, digest: bytes) -> None:
         entry = self._entries[digest]
@@ -50,13 +49,10 @@ class ImageDirectory:
             self.num_pinned -= 1
             self.pinned_bytes -= entry.num_bytes
 
-    def reserve(self, digest: bytes, num_bytes: int) -> ImageEntry | None:
-        """Add an entry, evicting unpinned ones as needed; None, without evictions, if too little space is unpinned."""
+    def reserve(self, digest: bytes, num_bytes: int) -> ImageEntry:
+        """Add an entry, evicting unpinned ones as needed; the caller has checked that enough space is unpinned."""
         assert digest not in self._entries
-        victims = self._victims(self.used_bytes + num_bytes - self.budget_bytes)
-        if victims is None:
-            return None
-        for victim in victims:
+        for victim in self._victims(self.used_bytes + num_bytes - self.budget_bytes):
             self._remove(victim)
             self.num_evicted += 1
         entry = ImageEntry(self._next_id, num_bytes)
@@ -87,7 +83,7 @@ class ImageDirectory:
         assert (self.num_pinned, self.pinned_bytes) == (len(pinned), sum(pinned))
         assert len({entry.image_id for entry in self._entries.values()}) == len(self._entries)
 
-    def _victims(self, excess: int) -> list[bytes] | None:
+    def _victims(self, excess: int) -> list[bytes]:
         victims = []
         for digest, entry in self._entries.items():
             if excess <= 0:
@@ -95,7 +91,8 @@ class ImageDirectory:
             if entry.pins == 0:
                 victims.append(digest)
                 excess -= entry.num_bytes
-        return victims if excess <= 0 else None
+        assert excess <= 0, "too little space is unpinned"
+        return victims
 
     def _remove(self, digest: bytes) -> None:
         entry = self._entries.pop(digest)

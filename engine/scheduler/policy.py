@@ -14,13 +14,13 @@ running request whose image was evicted computes the tokens before it and then s
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.scheduler.budget import prefill_budget, resting
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
-from engine.wire.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, VisualRef
+from engine.wire.messages import Admit, Chunk, Encode, ImageSpan, StepPlan, StepResult, VisualRef
 from models.cache.spec import SPARE_ROWS
 
 STEP_PART_WORTH_WAITING = 1 / 16  # least prefix to wait for, as a share of a step's tokens: waiting may cost a step with little work
@@ -32,11 +32,12 @@ AFTER_ALL = (math.inf, 0)
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan, and the scheduler's data about it until its result arrives."""
+    """A plan, and the scheduler's data about it until all ranks have sent their results."""
 
     plan: StepPlan
     requests: list[Request]  # of plan.chunks
     made: dict[int, bytes]  # image id -> hash of an encoded image
+    results: list[StepResult] = field(default_factory=list)
 
 
 def plan(state: State) -> PlannedStep | None:

@@ -2,12 +2,12 @@
 least recently loaded ones are dropped first."""
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from cachetools import LRUCache
 
 from engine.wire.adapters import AdapterRef, LoadAdapter
 from engine.worker.slots import FixedWeights
@@ -25,13 +25,13 @@ class WorkerAdapters(FixedWeights):
     def __init__(
         self, model: LanguageModel, backend: Backend, num_slots: int, num_kept: int, max_rank: int, stream: torch.cuda.Stream | None
     ) -> None:
-        self._model, self._max_rank, self._num_kept, self._stream = model, max_rank, num_kept, stream
+        self._model, self._max_rank, self._stream = model, max_rank, stream
         self._slots = AdapterSlots(model, backend, num_slots, max_rank)
-        self._kept: OrderedDict[int, Weights] = OrderedDict()
+        self._kept: LRUCache[int, Weights] = LRUCache(num_kept)
 
     def keep(self, adapters: Iterable[AdapterRef]) -> None:
-        """Read adapters to host memory in advance, as many as are kept. ValueError or OSError."""
-        for adapter in list(adapters)[: self._num_kept]:
+        """Read adapters to host memory in advance. ValueError or OSError."""
+        for adapter in adapters:
             self._read(adapter)
 
     @torch.inference_mode()
@@ -56,10 +56,7 @@ class WorkerAdapters(FixedWeights):
         if adapter.number not in self._kept:
             found, is_gpu = read_adapter(Path(adapter.folder), self._model.config, self._max_rank), self._model.device.type == "cuda"
             self._kept[adapter.number] = read_weights(found, self._model.dtype, is_pinned=is_gpu)
-        self._kept.move_to_end(adapter.number)
-        while len(self._kept) > self._num_kept:
-            self._kept.popitem(last=False)
-        return self._kept.get(adapter.number, {})
+        return self._kept[adapter.number]
 
     def _join_streams(self, orders: Sequence[LoadAdapter]) -> None:
         """Let the steps' stream and the tower's wait for each other: both read slots."""

@@ -157,9 +157,9 @@ def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: 
     config = child.config
     if not config.num_adapter_slots:
         return FixedWeights()
-    num_slots = config.num_adapter_slots
-    adapters = WorkerAdapters(model, backend, num_slots, config.max_cpu_loras or num_slots, config.max_lora_rank, stream)
-    adapters.keep(child.runtime.adapters)
+    num_slots, num_kept = config.num_adapter_slots, config.max_cpu_loras or config.num_adapter_slots
+    adapters = WorkerAdapters(model, backend, num_slots, num_kept, config.max_lora_rank, stream)
+    adapters.keep(child.runtime.adapters[:num_kept])
     return adapters
 
 
@@ -293,7 +293,7 @@ def make_progress(child: Child) -> Callable[[int, int], None]:
 def make_graphs(
     model: LanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, config: EngineConfig, max_blocks: int
 ) -> StepGraphs | None:
-    """Capture graphs of small steps if the backend supports any; the pool's last block is scratch."""
+    """Return graphs of small steps, not yet captured, if the backend supports any."""
     num_heads, num_samples = model.config.text.num_heads // model.tp.size, max_samples(config, sizes)
     most = MAX_PREFILL_ROWS + 1, num_samples + sizes.large_step
     make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_qk_norm)
@@ -304,7 +304,6 @@ def make_graphs(
         make_attention=make_attention,
         rows=rows,
         sizes=sizes,
-        scratch_block=pools[0][0].shape[0] - 1,
         max_num_seqs=config.max_num_seqs,
         max_samples=num_samples,
         has_adapters=config.enable_lora,

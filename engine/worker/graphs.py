@@ -69,7 +69,6 @@ class StepGraphs:
         make_attention: MakeFixed,
         rows: Rows,
         sizes: StepSizes,
-        scratch_block: int,
         max_num_seqs: int,
         max_samples: int,
         record: Record | None = None,
@@ -80,9 +79,6 @@ class StepGraphs:
         self._rows = rows
         self._record = record or CudaRecorder()
         self._device = rows.last_tokens.device
-        self._scratch_row = rows.scratch_row
-        self._scratch_block = scratch_block
-        self._padding_slot = scratch_block * rows.block_size
         self._decode_sizes = sizes.up_to(sizes.decodes, max_samples)
         self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
         largest_prompt = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
@@ -174,14 +170,14 @@ class StepGraphs:
         num_prefill, num_decode = len(step.ids), len(step.gather)
         if len(step.rows) == num_decode == size and not tokens:
             return step
-        ids_P, gather_D = np.zeros(tokens, dtype=np.int64), np.full(size, self._scratch_row, dtype=np.int64)
+        ids_P, gather_D = np.zeros(tokens, dtype=np.int64), np.full(size, self._rows.scratch_row, dtype=np.int64)
         ids_P[:num_prefill], gather_D[:num_decode] = step.ids, step.gather
         num_prompts, first_decode = step.attention.num_prefill_rows, _num_prefill_rows(shape)
-        rows_R = np.full(first_decode + size, self._scratch_row, dtype=np.int64)
+        rows_R = np.full(first_decode + size, self._rows.scratch_row, dtype=np.int64)
         rows_R[:num_prompts] = step.rows[:num_prompts]
         rows_R[first_decode : first_decode + len(step.rows) - num_prompts] = step.rows[num_prompts:]
         real = np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))  # see `indices_of`
-        slots_T = np.full(tokens + size, self._padding_slot, dtype=np.int64)
+        slots_T = np.full(tokens + size, self._rows.scratch_slot, dtype=np.int64)
         positions_3T = np.zeros((3, tokens + size), dtype=np.int64)
         slots_T[real], positions_3T[:, real] = step.attention.slot_mapping_T.numpy(), step.positions
         adapters_T = np.full(tokens + size if has_adapters else 0, -1, dtype=np.int32)
@@ -203,12 +199,12 @@ class StepGraphs:
         padding = np.zeros(shape.num_decode_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # rows after the decode rows
         padding[: shape.num_decode_tokens - (starts[-1] - starts[rows])] = 1
         page_counts = -(-lengths // self._rows.block_size)
-        scratch = np.full(page_counts.sum(), self._scratch_block, dtype=np.int32)
+        scratch = np.full(page_counts.sum(), self._rows.scratch_block, dtype=np.int32)
 
         def spliced(values: Int32s, index: int, between: Int32s, last: Int32s) -> Int32s:
             return np.concatenate((values[:index], between, values[index:], last))
 
-        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, np.full(padding.sum(), self._scratch_block, dtype=np.int32))
+        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, np.full(padding.sum(), self._rows.scratch_block, dtype=np.int32))
         return AttentionLayout(
             qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, padding)),
             kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, padding)),
@@ -235,7 +231,7 @@ class StepGraphs:
         def forward() -> torch.Tensor:
             sampled = self._rows.last_tokens[gather_D]
             ids_T = torch.cat([ids_P, sampled]) if len(ids_P) else sampled
-            states, padding_slot = self._rows.states, None if shape == UNPADDED else self._padding_slot
+            states, padding_slot = self._rows.states, None if shape == UNPADDED else self._rows.scratch_slot
             of_step = layout, visual, logits_indices_S, states, rows, padding_slot, self._rows.hidden_of(len(ids_T))
             batch = ForwardBatch(ids_T, positions_3T, *of_step, adapters_T=adapters_T if len(adapters_T) else None)
             hidden_SD = self._model(batch, attention)

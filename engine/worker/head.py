@@ -34,7 +34,7 @@ class Head:
         hidden_TD, one = self._hidden_TD[[0, 0]], np.ones(1, dtype=np.int32)
         for count in (1, 2):
             index = torch.arange(count, device=self._model.device)
-            pages = (self._rows.scratch_slot // self._rows.block_size + index[:1]).int()
+            pages = (self._rows.scratch_block + index[:1]).int()
             lengths = offsets_of(count * one), torch.from_numpy(count * one), offsets_of(one)
             layout = AttentionLayout(*lengths, pages, self._rows.scratch_slot + index, 0)
             self._attention.plan(layout)

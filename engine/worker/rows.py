@@ -102,7 +102,7 @@ class Rows:
         self.states = states
         self.transfers = transfers or Transfers()
         self.hidden_TD = hidden_TD
-        self.scratch_slot = scratch_block * block_size
+        self.scratch_block, self.scratch_slot = scratch_block, scratch_block * block_size
         self._snapshots = snapshots
         self._geometry = geometry
         self._samples = SampleTable(max_num_seqs, max_top_k)
@@ -120,7 +120,7 @@ class Rows:
         self._samples.set(admit.row, admit.params)
         self._adapters[admit.row] = admit.slot
         self._num_blocks[admit.row] = 0
-        self._tables[admit.row] = self.scratch_slot // self.block_size
+        self._tables[admit.row] = self.scratch_block
         self._append_blocks(admit.row, admit.blocks)
         if self._snapshots is not None:
             self._snapshots.load(admit.row, admit.snapshot)
@@ -144,7 +144,7 @@ class Rows:
         prefills, decodes = chunks[:num_prefills], chunks[num_prefills:]
         ids, positions = self._tokens(prefills, decodes)
         has_proposed = positions.shape[1] - len(ids) > len(decodes)
-        rows = np.asarray([chunk.row for chunk in chunks], dtype=np.int64)
+        rows, starts, lengths = np.asarray([(chunk.row, chunk.start, chunk.length) for chunk in chunks], dtype=np.int64).T
         logits_indices, samples = self._sampled(chunks, has_proposed)
         known = [(admit.row, self.row(admit.row).known_ids[-1]) for admit in admits]
         gather = rows[num_prefills:]
@@ -158,7 +158,7 @@ class Rows:
             gather=gather,
             rows=rows,
             positions=positions,
-            attention=self.layout(rows, *self._extents(chunks), num_prefills),
+            attention=self.layout(rows, starts, lengths, num_prefills),
             visual=_visual_slices(prefills, images),
             logits_indices=logits_indices,
             samples=samples,
@@ -275,10 +275,6 @@ class Rows:
             last = np.repeat(last - np.cumsum(counts) + counts, counts) + np.arange(sum(counts))
         positions.append(np.broadcast_to(last, (3, len(last))))
         return np.concatenate(ids).astype(np.int64), np.concatenate(positions, axis=1)
-
-    def _extents(self, chunks: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
-        starts, lengths = np.asarray([(chunk.start, chunk.length) for chunk in chunks], dtype=np.int64).T
-        return starts, lengths
 
     def layout(self, rows: Int64s, starts: Int64s, lengths: Int64s, num_prefill_rows: int) -> AttentionLayout:
         """Return the layout of a step that computes tokens `starts : starts + lengths` of these rows."""

@@ -144,12 +144,13 @@ def graph_logits(model: Qwen3VL, backend: Backend, decodes: tuple[int, ...] = (4
         HOPPER_STEP_SIZES, decodes=decodes, mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256
     )
     prompt, runner = Prompt.build(model.config, PROMPTS["text"]), runner_of(model, backend)
-    rows = Rows(15, 1024, 16, model.config.geometry, model.device, states=runner.states, transfers=backend.transfers)
     make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 4, 1024)
     assert make_attention is not None
     scratch = runner.start(Prompt(prompt.ids[:1], [], []))
     runner.step([(scratch, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch.pages[0], 4, 4)
+    options = {"states": runner.states, "scratch_block": scratch.pages[0], "transfers": backend.transfers}
+    rows = Rows(15, 1024, 16, model.config.geometry, model.device, **options)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, 4, 4)
     step_graphs.capture()
     session, found, ends = runner.start(prompt), [], []
     for count in [50, 130, *[1] * 40]:
@@ -165,12 +166,13 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
     sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed_decodes=(2,), small_chunks=(64,), largest_chunk=256)
     text, images = (Prompt.build(model.config, PROMPTS[name]) for name in ("text", "three images"))
     runner = runner_of(model, backend)
-    rows = Rows(2, 1024, 16, model.config.geometry, model.device, transfers=backend.transfers)
     make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 8, 1024)
     assert make_attention is not None
     scratch_block = runner.start(Prompt(text.ids[:1], [], []))
     runner.step([(scratch_block, 1)], num_prefill_rows=1)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, scratch_block.pages[0], 2, 8)
+    options = {"scratch_block": scratch_block.pages[0], "transfers": backend.transfers}
+    rows = Rows(2, 1024, 16, model.config.geometry, model.device, **options)
+    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, 2, 8)
     step_graphs.capture()
 
     def step(members: list[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:

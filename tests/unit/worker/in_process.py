@@ -155,7 +155,7 @@ class Engine:
             return PlannedAttention(pools)
 
         num_seqs, max_samples = merged.max_num_seqs, (1 + MAX_PROPOSED) * merged.max_num_seqs
-        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_blocks, num_seqs, max_samples, *recorder) if graphs else None
+        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_seqs, max_samples, *recorder) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
         sampler = Sampler(TorchSampling(), num_seqs, max_samples, config, CHECKPOINT, CPU)
