@@ -19,8 +19,7 @@ import msgspec
 from engine.launch.compat import ADVICE, BY_NAME, FLAGS, SAME_VALUES, settle
 from engine.launch.config import GIB, KIB, MIB, VERSION, EngineConfig, Words, find_problems, read_variables
 
-SUFFIXES = {"K": KIB, "M": MIB, "G": GIB}
-LENGTHS = {"k": 1000, "m": 1000**2, "K": KIB, "M": MIB}
+SUFFIXES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": KIB, "M": MIB, "G": GIB}
 NEGATIONS = ("--no-", "--disable-", "--without-")
 
 # Groups of --help: first field of each group, in the order of the fields.
@@ -95,14 +94,13 @@ def shown_default(value: object, metavar: str) -> str:
     """Format a default for the help: 536870912 -> '512M', True -> 'on'."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    suffix = next((suffix for suffix, size in reversed(SUFFIXES.items()) if metavar == "SIZE" and int(str(value)) % size == 0), "")
+    suffix = next((suffix for suffix in "GMK" if metavar == "SIZE" and int(str(value)) % SUFFIXES[suffix] == 0), "")
     return f"{int(str(value)) // SUFFIXES[suffix]}{suffix}" if suffix else str(value)
 
 
-def parse_bytes(text: str) -> int:
-    """'512M' -> 536870912. Raises ValueError."""
-    factor = SUFFIXES.get(text[-1:].upper())
-    return int(float(text[:-1]) * factor) if factor else int(text)
+def parse_number(text: str) -> int:
+    """Parse a number as vLLM does: '32k' -> 32000, '32K' -> 32768. Raises ValueError."""
+    return int(float(text[:-1]) * SUFFIXES[text[-1:]]) if text[-1:] in SUFFIXES else int(text)
 
 
 def make_parser() -> Parser:
@@ -122,11 +120,6 @@ def make_parser() -> Parser:
     add_flags(parser, EngineConfig.__struct_fields__, GROUPS, parser.problems)
     _add_flags_of_others(parser)
     return parser
-
-
-def parse_length(text: str) -> int:
-    """Parse a length as vLLM does: '32k' -> 32000, '32K' -> 32768. Raises ValueError."""
-    return int(float(text[:-1]) * LENGTHS[text[-1:]]) if text[-1:] in LENGTHS else int(text)
 
 
 def add_flags(
@@ -174,7 +167,7 @@ def _add_flag(group: Any, name: str, annotated: Any, default: Any, problems: lis
         return
     reads: Any = kind
     if kind is int and (metavar == "SIZE" or name.endswith(("_len", "_tokens"))):
-        reads = parse_bytes if metavar == "SIZE" else parse_length
+        reads = parse_number
     if kind is str:
         reads = functools.partial(_read_text, name, choices)
     group.add_argument(

@@ -9,7 +9,7 @@ import pytest
 
 from engine import serve
 from engine.launch.config import GIB, MIB, VERSION, EngineConfig, child_environment
-from engine.launch.flags import make_parser, parse_args, parse_bytes
+from engine.launch.flags import make_parser, parse_args, parse_number
 
 
 def test_every_field_is_a_flag_with_help() -> None:
@@ -34,7 +34,7 @@ def test_values_arrive_typed() -> None:
     config = parse_args(["--tp", "4", "--image-cache-bytes", "1.5G", "--no-prefix-cache", "--gpu-memory-utilization", "0.5", "--port", "0"])
     assert (config.tp, config.image_cache_bytes, config.prefix_cache) == (4, int(1.5 * GIB), False)
     assert (config.gpu_memory_utilization, config.port) == (0.5, 0)
-    assert parse_bytes("64M") == 64 * MIB and parse_bytes("17") == 17
+    assert [parse_number(text) for text in ("64M", "17", "1.5g")] == [64 * MIB, 17, 1_500_000_000]
 
 
 def test_bad_values_name_their_flag_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
