@@ -191,7 +191,7 @@ class Runner:
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's samples count: logits are not bit-equal on every rank
         tokens_S = self.rows.deliver(sampled.tokens_S, samples)
         proposed_SG = self._propose(step, sampled.tokens_S, samples, plan.num_proposed)
-        return sampled.on_host(tokens_S), readings, None if proposed_SG is None else to_host(proposed_SG)
+        return replace(sampled, tokens_S=tokens_S), readings, None if proposed_SG is None else to_host(proposed_SG)
 
     def _propose(self, step: HostStep, tokens_S: torch.Tensor, samples: Samples, count: int) -> torch.Tensor | None:
         if self.head is None:

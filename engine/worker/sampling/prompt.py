@@ -63,15 +63,12 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """(N,) log-probabilities, and (N, M) most likely tokens with theirs."""
+    """(N,) log-probabilities, and (N, M) most likely tokens with theirs, on the host when the step is done."""
 
     chunks: Sequence[ScoredChunk]
     logprobs_N: torch.Tensor
     top_ids_NM: torch.Tensor
     top_NM: torch.Tensor
-
-    def to_host(self) -> "PromptScores":
-        return PromptScores(self.chunks, *map(to_host, (self.logprobs_N, self.top_ids_NM, self.top_NM)))
 
     def per_chunk(self) -> dict[int, Report]:
         """Return scores by chunk index in the plan. The copies must have reached the host."""
@@ -95,4 +92,4 @@ def score_prompts(hidden_SD: torch.Tensor, scoring: Scoring, head: Callable[[tor
         norm = logits.logsumexp(dim=-1, keepdim=True)
         top, top_ids = logits.topk(num_top, dim=-1)
         parts.append((logits.gather(-1, targets[:, None])[:, 0] - norm[:, 0], top_ids.int(), top - norm))
-    return PromptScores(scoring.chunks, *(torch.cat(values) for values in zip(*parts, strict=True)))
+    return PromptScores(scoring.chunks, *(to_host(torch.cat(values)) for values in zip(*parts, strict=True)))

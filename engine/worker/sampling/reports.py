@@ -64,7 +64,7 @@ class StepReports:
         states, and `head` maps hidden states to logits."""
         scores = None
         if scoring is not None:
-            scores = score_prompts(hidden_SD, scoring, head).to_host()
+            scores = score_prompts(hidden_SD, scoring, head)
             hidden_SD = hidden_SD[indices_S]
         logits_SV = head(hidden_SD) if reads_logits(self.pooled, len(hidden_SD)) else None
         return logits_SV, self.read_samples(hidden_SD, logits_SV, scores)

@@ -21,26 +21,19 @@ WARM_UP = SamplingParams(presence_penalty=1.0, bad_words=((1,), (1, 2)), logprob
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of L samples, each with the N most likely tokens, the most likely first. Tensors on one device."""
+    """Log-probabilities of L samples, each with the N most likely tokens, the most likely first, on the host when the step is done."""
 
-    reported_L: torch.Tensor  # int64 indices of samples
     num_top: tuple[int, ...]  # L: how many of the N are requested
+    reported_L: torch.Tensor  # int64 indices of samples
     tokens_L: torch.Tensor  # float32, of the sampled tokens
     top_ids_LN: torch.Tensor  # int64
     top_LN: torch.Tensor  # float32
-
-    def to_host(self) -> "Logprobs":
-        return Logprobs(to_host(self.reported_L), self.num_top, *map(to_host, (self.tokens_L, self.top_ids_LN, self.top_LN)))
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     tokens_S: torch.Tensor  # int64
     logprobs: Logprobs | None
-
-    def on_host(self, tokens_S: torch.Tensor) -> "Sampled":
-        """Add copies on the host; the tokens are there already."""
-        return Sampled(tokens_S, self.logprobs and self.logprobs.to_host())
 
     def logprobs_per_sample(self) -> list[TokenLogprobs | None]:
         """Return log-probabilities per sample; empty if none are requested. The copies must have reached the host."""
@@ -99,4 +92,5 @@ def take_logprobs(raw_LV: torch.Tensor, tokens_S: torch.Tensor, samples: Samples
     norm_L1 = raw_LV.logsumexp(dim=-1, keepdim=True)
     tokens_L1 = tokens_S[samples.reported_L][:, None]
     top_LN, top_ids_LN = raw_LV.topk(max(samples.num_top), dim=-1)
-    return Logprobs(samples.reported_L, samples.num_top, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1)
+    found = samples.reported_L, (raw_LV.gather(-1, tokens_L1) - norm_L1)[:, 0], top_ids_LN, top_LN - norm_L1
+    return Logprobs(samples.num_top, *map(to_host, found))
