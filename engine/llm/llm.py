@@ -1,10 +1,11 @@
 """`LLM`: an `AsyncLLM` in a thread, for scripts with many prompts."""
 
 import contextlib
+import functools
 import queue
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec
 
 from anyio.from_thread import start_blocking_portal
 from tqdm import tqdm
@@ -12,11 +13,21 @@ from tqdm import tqdm
 from engine.llm.client import AsyncLLM
 from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, SamplingParams, listed
 from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
-from engine.wire.updates import Drain
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Errors = Literal["raise", "return"]
 Results = Generator[tuple[int, Any], None, None]
+P = ParamSpec("P")
+
+
+def _waiting(method: Callable[Concatenate[AsyncLLM, P], Awaitable[None]]) -> Callable[Concatenate["LLM", P], None]:
+    """Return a method of `LLM` that waits for one of `AsyncLLM`."""
+
+    @functools.wraps(method)
+    def call(self: "LLM", *args: P.args, **kwargs: P.kwargs) -> None:
+        self._thread.call(functools.partial(method, self._engine, *args, **kwargs))
+
+    return call
 
 
 class LLM:
@@ -61,16 +72,9 @@ class LLM:
         """Like `chat`, but yield the number of a conversation and its output, or its `error`, as soon as it is finished."""
         return self._results(_asks(CHAT, messages, sampling_params, fields))
 
-    def pause(self, mode: Drain = "abort") -> None:
-        """See `AsyncLLM.pause`."""
-        self._thread.call(self._engine.pause, mode)
-
-    def resume(self) -> None:
-        self._thread.call(self._engine.resume)
-
-    def update_weights(self, source: Any, weight_version: str | None = None) -> None:
-        """See `AsyncLLM.update_weights`."""
-        self._thread.call(self._engine.update_weights, source, weight_version)
+    pause = _waiting(AsyncLLM.pause)
+    resume = _waiting(AsyncLLM.resume)
+    update_weights = _waiting(AsyncLLM.update_weights)
 
     def _all(self, asks: list[Ask], use_tqdm: bool, errors: Errors) -> list[Any]:
         outputs: dict[int, Any] = {}
