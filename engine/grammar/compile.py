@@ -29,9 +29,8 @@ UNBOUNDED = re.compile(  # an unbounded repetition outside of literals and chara
 )
 EBNF_RULE = re.compile(r"^\s*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_]\w*(\[[^\]\n]*\])?(\.-?\d+)?\s*:", re.MULTILINE)
-LARK_ATTRIBUTES = re.compile(r"^(\s*[?!]?[A-Za-z_]\w*)\[([^\]\n]*)\](?=\s*:)", re.MULTILINE)
 LARK_SCHEMA = re.compile(r"%json\s*(?=\{)")
-ATTRIBUTE = re.compile(r"(\w+)(?:\s*=\s*(?:\"(?:[^\"\\]|\\.)*\"|[^,]*))?\s*(?:,|$)")
+TEMPERATURE = re.compile(r"^\w+\[[^\]\n]*\btemperature=", re.MULTILINE)  # in a rule of xgrammar's EBNF
 LLGUIDANCE = re.compile(r"^\s*%llguidance\s*\{[^\n]*\}\s*$", re.MULTILINE)
 NUM_FOLLOWED = 64
 MAX_TOKEN_S = 0.05  # CPU time per token; usual grammars take a hundredth of it
@@ -90,23 +89,20 @@ def bounded(grammar: xgrammar.Grammar) -> str:
 
 
 def ebnf_of(grammar: str) -> str:
-    """Return EBNF from EBNF or Lark, also in guidance's form. ValueError for unsupported rule attributes."""
+    """Return EBNF from EBNF or Lark, also in guidance's form. ValueError for the attribute `temperature`, which sampling does not apply."""
     if EBNF_RULE.search(grammar) or not LARK_RULE.search(grammar):
         return grammar
-
-    def without_attributes(rule: re.Match[str]) -> str:
-        if unknown := [name for name in ATTRIBUTE.findall(rule[2]) if name != "capture"]:
-            raise ValueError(f"the attribute '{unknown[0]}' of the Lark rule '{rule[1]}' is not supported")
-        return rule[1]
-
-    bare = LARK_ATTRIBUTES.sub(without_attributes, LLGUIDANCE.sub("", grammar)).replace("(?s:.*)", r"(.|\n)*")
+    bare = LLGUIDANCE.sub("", grammar).replace("(?s:.*)", r"(.|\n)*")
     schemas: dict[str, xgrammar.Grammar | str] = {}
     while found := LARK_SCHEMA.search(bare):
         schema, end = json.JSONDecoder().raw_decode(bare, found.end())
         name = f"schema_{len(schemas)}"
         schemas[name] = lark_schema(schema)
         bare = f"{bare[: found.start()]}@{name}{bare[end:]}"
-    return str(xgrammar.Grammar.from_lark(bare, named_grammars=schemas))
+    ebnf = str(xgrammar.Grammar.from_lark(bare, named_grammars=schemas))
+    if TEMPERATURE.search(ebnf):
+        raise ValueError("the attribute 'temperature' of a Lark rule is not supported")
+    return ebnf
 
 
 def lark_schema(schema: dict[str, object]) -> xgrammar.Grammar:

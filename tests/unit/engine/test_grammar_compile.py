@@ -118,8 +118,10 @@ def test_lark() -> None:
         assert accepts(grammar, '12 is {"x": 1, "y": "a"}')
         assert not accepts(grammar, '12 is {"x":  ') and not accepts(grammar, "1 ")
     assert accepts(Grammar("ebnf", 'start: "(" NUMBER+ ")"\nNUMBER: /[0-9]/'), "(123)")
-    for attribute in ("temperature=0.5", 'capture, stop="\\n"', "max_tokens=3"):
+    for attribute in ("temperature=0.5", 'capture="n", temperature=0', "priority=1"):
         assert attribute.rpartition(", ")[2].partition("=")[0] in refusal("ebnf", f"start: n\nn[{attribute}]: /a/")
+    limited = 'start: n "temperature=1"\nn[capture, stop="\\n", max_tokens=9]: /[^x]+/'
+    assert accepts(Grammar("ebnf", limited), "ab\ntemperature=1", is_whole=True)
     assert "uniqueItems" in refusal("ebnf", 'start: %json {"uniqueItems": true}')
 
 
