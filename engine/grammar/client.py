@@ -31,10 +31,6 @@ class GrammarError(ValueError):
     """The grammar cannot be compiled. Its text is for the client."""
 
 
-class CompilerBusy(RuntimeError):
-    """A compilation was killed or exceeded its wall-clock limit. Another attempt may succeed."""
-
-
 class GrammarCompiler:
     """Compiles grammars and caches results and rejections, but nothing that depends on the machine's load. `seconds`: CPU time limit per
     grammar."""
@@ -47,19 +43,17 @@ class GrammarCompiler:
 
     async def start(self) -> None:
         """Start a guest, which takes seconds, before the first grammar."""
-        with contextlib.suppress(RuntimeError):  # the pool has been closed, or the first grammar reports the error
+        with contextlib.suppress(RuntimeError, TimeoutError):  # the pool has been closed, or the first grammar reports the error
             await self.compile(Grammar("regex", "a"))
 
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
-        """Return the compiled grammar for rank 0. Raises GrammarError, CompilerBusy, or RuntimeError if no process starts."""
+        """Return the compiled grammar for rank 0. Raises GrammarError; GuestKilled or TimeoutError, after which another attempt may succeed;
+        or RuntimeError if no process starts."""
         if (compiled := self._cache.get(grammar)) is None:
             if grammar not in self._tasks:
                 task = self._tasks[grammar] = asyncio.create_task(self._compile(grammar, client))
                 task.add_done_callback(lambda done: self._end(grammar, done))
-            try:
-                compiled = await asyncio.shield(self._tasks[grammar])  # the result is cached even if this client disconnects
-            except (TimeoutError, GuestKilled):
-                raise CompilerBusy("the compilation of the grammar was interrupted because the server is busy") from None
+            compiled = await asyncio.shield(self._tasks[grammar])  # the result is cached even if this client disconnects
         if compiled.error is not None:
             raise GrammarError(compiled.error)
         return compiled.data

@@ -10,7 +10,8 @@ import contextlib
 import json
 from typing import Any
 
-from engine.grammar.client import CompilerBusy, GrammarCompiler, GrammarError
+from engine.grammar.client import GrammarCompiler, GrammarError
+from engine.guests import GuestKilled
 from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import Region
@@ -71,8 +72,8 @@ class AnswerGrammars:
             data = await self.compiler.compile(grammar, submit.client)
         except GrammarError as error:
             raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
-        except CompilerBusy as busy:
-            raise overloaded(f"{field}: {busy}") from None
+        except (TimeoutError, GuestKilled):
+            raise overloaded(f"{field}: the compilation of the grammar was interrupted because the server is busy") from None
 
         region = request.regions["grammar"] = self._allocator.allocate(len(data))
         region.append(data)
