@@ -47,8 +47,8 @@ class GrammarCompiler:
             await self.compile(Grammar("regex", "a"))
 
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
-        """Return the compiled grammar for rank 0. Raises GrammarError; GuestKilled or TimeoutError, after which another attempt may succeed;
-        or RuntimeError if no process starts."""
+        """Return the compiled grammar for rank 0. Raises GrammarError; GuestKilled or TimeoutError, after which another attempt may
+        succeed; or RuntimeError if no process starts."""
         if (compiled := self._cache.get(grammar)) is None:
             if grammar not in self._tasks:
                 task = self._tasks[grammar] = asyncio.create_task(self._compile(grammar, client))

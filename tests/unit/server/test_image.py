@@ -8,12 +8,10 @@ import json
 import threading
 import tracemalloc
 from collections.abc import Callable
-from functools import partial
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
@@ -24,7 +22,7 @@ from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media import inspect, sources
-from server.processor.media.base64_text import decode_base64, decode_data_url
+from server.processor.media.base64_text import decode_base64
 from server.processor.media.inspect import Allowance
 from tests.unit.server.loading import SIZE, Loading
 from tests.unit.server.media_corpus import BAD, CORPUS, patched
@@ -186,11 +184,8 @@ async def test_bad_data_is_a_4xx_also_in_a_hurry(loading: Loading) -> None:
 
 async def test_data_urls_that_the_scanner_leaves_alone(loading: Loading) -> None:
     data = DECODED["1x1"]
-    percent = "data:image/png," + "".join(f"%{byte:02x}" for byte in data)
     odd = "DATA:image/png;BASE64," + base64.b64encode(data).decode()
-    first, again = [await loading.load(MediaRef(url=url)) for url in (percent, odd)]
-    assert loading.bytes_of(first) == shown(data).tobytes()
-    assert (again.hash, loading.bytes_of(again)) == (first.hash, data)
+    assert loading.bytes_of(await loading.load(MediaRef(url=odd))) == shown(data).tobytes()
 
 
 async def test_identity_covers_bytes_and_parameters(loading: Loading, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,17 +293,15 @@ async def test_the_colour_transform_of_adobe(loading: Loading) -> None:
 def obvious(text: bytes) -> bytes:
     """All at once. ValueError."""
     text = json.loads(b'"' + text + b'"', strict=False).encode("ascii")
-    text = unquote_to_bytes(text).translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n\v\f").rstrip(b"=")
+    text = text.translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n\v\f").rstrip(b"=")
     return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
 
 
-ESCAPES = ["%2B", "%2b", "%", "%4", "%25", "%41", "\\/", "\\n", "\\u002B", "\\u0025", "\\u00", "\\\\"]
+ESCAPES = ["%2B", "\\/", "\\n", "\\u002B", "\\u0025", "\\u00", "\\\\"]
 PIECES = st.sampled_from(["QUJD", "+/", "=", "==", "-_", " ", *ESCAPES])
 
 
-@example(["\\u0025", " ", "2", "000"])
-@example(["\\u0025", "\n", "2", "000"])
-@given(st.lists(PIECES | st.text("ABab+/=%\\u0025", max_size=4), max_size=30))
+@given(st.lists(PIECES | st.text("ABab+/=%\\u002B", max_size=4), max_size=30))
 def test_every_spelling(parts: list[str]) -> None:
     text = "".join(parts).encode()
     try:
@@ -323,12 +316,11 @@ def test_every_spelling(parts: list[str]) -> None:
 
 
 def test_escapes_cost_no_more_than_a_few_times_their_size() -> None:
-    """Fails if a few megabytes of escaped base64, or of a percent-encoded data URL, take gigabytes to read."""
-    url = "data:image/png," + "%41" * 400_000
-    spelt = [(escape * (400_000 // len(escape) // 4 * 4)).encode() for escape in ("%2B", "\\u002b", "\\/")]
-    for read, num_bytes in ((partial(decode_data_url, url), len(url)), *((partial(decode_base64, text), len(text)) for text in spelt)):
+    """Fails if a few megabytes of escaped base64 take gigabytes to read."""
+    for escape in ("\\u002b", "\\/"):
+        text = (escape * (400_000 // len(escape) // 4 * 4)).encode()
         tracemalloc.start()
-        assert len(read()) >= num_bytes // 8
+        assert len(decode_base64(text)) >= len(text) // 8
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert peak < 4 * num_bytes
+        assert peak < 4 * len(text)
