@@ -88,7 +88,7 @@ class Intake:
         self._prompts = PromptBuilder(checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._think = ThinkTokens.of(self._prompts.tokenizer)
-        compiler, template = GrammarCompiler(model_folder, self.config.grammar_timeout), self._prompts.template
+        compiler, template = GrammarCompiler(model_folder, self.config.grammar_timeout), self._prompts.template.source
         self._grammars = AnswerGrammars(compiler, GrammarLoads(self.rank0), self.allocator, template, self._think.end)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # images of announced requests by the offset of their payload

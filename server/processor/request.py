@@ -2,29 +2,21 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from engine.wire.details import TokenDetails
 from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, Logprob, RequestOutput, Submit
-from engine.wire.reports import Report
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.medium import Medium, release_all
 from server.processor.text.logprobs import Spelling, of_token, spelling_of
 from server.processor.text.reasoning import OutputText
+from server.processor.text.scores import PromptScores
 from server.region import Region
-
-
-class Preface(Protocol):
-    """Content of an answer's events before its first token. It is sent in parts, so that other requests do not wait."""
-
-    def parts(self, prompt_ids: Sequence[int], report: Report | None) -> Iterator[dict[str, Any]]:
-        """Yield members of the events of an answer whose first output has this report."""
 
 
 class PendingToken(NamedTuple):
@@ -49,7 +41,7 @@ class Request:
     submit: Submit
     media: list[Medium]
     answers: list[Answer]
-    preface: Preface | None = None
+    preface: PromptScores | None = None  # sent before the first token, in parts, so that other requests do not wait
     task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
     regions: dict[str, Region] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
     counted: list[int] = field(default_factory=list)  # token ids of a request that is only counted

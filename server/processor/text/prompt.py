@@ -15,7 +15,7 @@ from engine.wire.params import MAX_BAD_WORD_TOKENS
 from models.config.types import MEDIA_KINDS, MediaKind
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError, no_vision
-from server.processor.text.template import ChatTemplate, Rendered, Setting
+from server.processor.text.template import ChatTemplate, Rendered
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
@@ -59,13 +59,7 @@ class PromptBuilder:
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         variables, is_plain = checkpoint.special_tokens | checkpoint.template_kwargs, not checkpoint.placeholder_ids
-        setting = Setting(list(self._special_ids), variables, joins_parts=is_plain)
-        self._special = setting.pattern
-        self._template = ChatTemplate(checkpoint.chat_template, setting)
-
-    @property
-    def template(self) -> str:
-        return self._template.source
+        self.template = ChatTemplate(checkpoint.chat_template, list(self._special_ids), variables, joins_parts=is_plain)
 
     def size(self, prompt: Prompt) -> int:
         """Return the bytes of JSON or text, or the number of token ids; the time of `encode` is proportional to it."""
@@ -81,7 +75,7 @@ class PromptBuilder:
             raise no_vision()
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
-            ids = self._encode_rendered(self._template.render(prompt), limit)
+            ids = self._encode_rendered(self.template.render(prompt), limit)
             if not ids:
                 raise RequestError(400, "The chat template renders these messages to an empty prompt.", PROMPT)
         elif isinstance(prompt, TokenPrompt):
@@ -157,8 +151,8 @@ class PromptBuilder:
         self._check_size(rendered.text, limit)
         if not rendered.originals:
             return self._encode_piece(rendered.text)
-        pieces = self._special.split(rendered.text)
-        tokens = self._special.findall(rendered.text)
+        pieces = self.template.special.split(rendered.text)
+        tokens = self.template.special.findall(rendered.text)
         encodings = self._literal.encode_batch_fast([rendered.reveal(piece) for piece in pieces], add_special_tokens=False)
         ids: list[int] = list(encodings[0].ids)
         for token, encoding in zip(tokens, encodings[1:], strict=True):

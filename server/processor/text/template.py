@@ -26,20 +26,6 @@ FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, 
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """Data of a checkpoint that its template needs. `variables`: special tokens and defaults, by the template's names for them."""
-
-    special_tokens: list[str]
-    variables: dict[str, Any]
-    joins_parts: bool = False  # join the texts of a message with line breaks: templates of text models do not accept parts
-
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        """Return a pattern of all special tokens, the longest first."""
-        return re.compile("|".join(re.escape(token) for token in sorted(self.special_tokens, key=len, reverse=True)))
-
-
-@dataclass(frozen=True, slots=True)
 class Rendered:
     text: str
     originals: dict[str, str]
@@ -51,14 +37,16 @@ class Rendered:
 
 
 class ChatTemplate:
-    """Compiled template. Immutable; may be used from several threads. Raises ValueError if it cannot be compiled."""
+    """Compiled template. Immutable; may be used from several threads. Raises ValueError if it cannot be compiled. `variables`: special
+    tokens and defaults, by the template's names for them. `joins_parts`: join the texts of a message with line breaks, since templates of
+    text models do not accept parts."""
 
-    def __init__(self, source: str, setting: Setting):
+    def __init__(self, source: str, special_tokens: list[str], variables: dict[str, Any], joins_parts: bool):
         self.source = source
-        self._variables = setting.variables
-        self._joins_parts = setting.joins_parts
-        self._special = setting.pattern
-        self._beginnings = {token[:length] for token in setting.special_tokens for length in range(1, len(token))}
+        self._variables = variables
+        self._joins_parts = joins_parts
+        self.special = re.compile("|".join(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True)))
+        self._beginnings = {token[:length] for token in special_tokens for length in range(1, len(token))}
         self._longest_beginning = max(map(len, self._beginnings))
         try:
             self._template = _environment().from_string(source)
@@ -114,7 +102,7 @@ class ChatTemplate:
 
     def _protect_text(self, text: str, shield: "_Shield") -> str:
         """Insert markers for special tokens, and for an end that the following text might complete to one."""
-        text = self._special.sub(lambda match: shield.hide(match[0]), text)
+        text = self.special.sub(lambda match: shield.hide(match[0]), text)
         for length in range(min(len(text), self._longest_beginning), 0, -1):
             if text[-length:] in self._beginnings:
                 return text[:-length] + shield.hide(text[-length:])

@@ -150,7 +150,7 @@ def test_template_kwargs_reach_the_template(checkpoint: Checkpoint) -> None:
     """Text that the template writes itself must not be taken for a hidden text."""
     builder = with_template(checkpoint, "{% if enable_thinking %}yes{% else %}no{% endif %}")
     assert builder.tokenizer.decode(encode(builder, [], enable_thinking=True)) == "yes"
-    default = with_template(dataclasses.replace(checkpoint, template_kwargs={"enable_thinking": True}), builder.template)
+    default = with_template(dataclasses.replace(checkpoint, template_kwargs={"enable_thinking": True}), builder.template.source)
     answers = [default.tokenizer.decode(encode(default, [], **given)) for given in ({}, {"enable_thinking": False})]
     assert answers == ["yes", "no"], "--default-chat-template-kwargs, unless a request says otherwise"
     builder = with_template(checkpoint, "{{ messages[0].content }} {{ messages[0].content[:34] }}7x")
