@@ -6,7 +6,6 @@
 """
 
 import asyncio
-import contextlib
 import json
 from typing import Any
 
@@ -22,44 +21,21 @@ from server.processor.request import Request, tools_of
 
 Json = dict[str, Any]
 LARGE_BYTES = 1 << 16  # compiled grammars from this size on are sent in advance: rank 0 reads 20 MB/s
-LOAD_S = 10.0
 XML_MARK = "<function="  # in a template: the coder models' notation of calls
 DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
 MAX_WHITESPACE = 1  # consecutive characters, as models write JSON
 
 
-class GrammarLoads:
-    """Sends large grammars, and the first one, to rank 0 before a plan names them, so that no step waits for reading. `worker` is its
-    inbox."""
-
-    def __init__(self, worker: Outbox[LoadGrammar]):
-        self._worker = worker
-        self._awaited: dict[int, asyncio.Event] = {}  # by ticket
-        self._num_sent = 0
-
-    async def load(self, region: Region) -> None:
-        """Wait until rank 0 has read the grammar, but at most LOAD_S; after that the plan's step waits."""
-        if self._num_sent and region.length < LARGE_BYTES:
-            return
-        self._num_sent += 1
-        loaded = self._awaited[self._num_sent] = asyncio.Event()
-        self._worker.send(LoadGrammar(region, self._num_sent))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOAD_S):
-                await loaded.wait()
-
-    def note(self, message: GrammarLoaded) -> None:
-        self._awaited.pop(message.ticket).set()
-
-
 class AnswerGrammars:
-    """Grammars of the answers to requests. `think_end` is the token that ends reasoning."""
+    """Grammars of the answers to requests. `worker` is rank 0's inbox, `think_end` the token that ends reasoning."""
 
     def __init__(
-        self, compiler: GrammarCompiler, loads: GrammarLoads, allocator: RegionAllocator, template: str, think_end: int | None
+        self, compiler: GrammarCompiler, worker: Outbox[LoadGrammar], allocator: RegionAllocator, template: str, think_end: int | None
     ) -> None:
-        self.compiler, self.loads = compiler, loads
-        self._allocator, self._template, self._think_end = allocator, template, think_end
+        self.compiler = compiler
+        self._worker, self._allocator, self._template, self._think_end = worker, allocator, template, think_end
+        self._awaited: dict[int, asyncio.Event] = {}  # by ticket
+        self._num_loads = 0
 
     async def prepare(self, request: Request) -> None:
         """Compile the answer's grammar, if any, and put it into the arena. RequestError 400 or 503."""
@@ -77,7 +53,19 @@ class AnswerGrammars:
 
         region = request.regions["grammar"] = self._allocator.allocate(len(data))
         region.append(data)
-        await self.loads.load(wire(region))
+        await self.load(wire(region))
+
+    async def load(self, region: Region) -> None:
+        """Wait until rank 0 has read a large grammar, or the first one, so that no step waits for reading."""
+        if self._num_loads and region.length < LARGE_BYTES:
+            return
+        self._num_loads += 1
+        loaded = self._awaited[self._num_loads] = asyncio.Event()
+        self._worker.send(LoadGrammar(region, self._num_loads))
+        await loaded.wait()
+
+    def note_loaded(self, message: GrammarLoaded) -> None:
+        self._awaited.pop(message.ticket).set()
 
     def of(self, request: Request) -> CompiledGrammar | None:
         """Return the answer's grammar, which applies after the reasoning, if any."""

@@ -41,7 +41,7 @@ from engine.wire.messages import (
 )
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
-from server.processor.grammar import AnswerGrammars, GrammarLoads
+from server.processor.grammar import AnswerGrammars
 from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
@@ -89,7 +89,7 @@ class Intake:
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._think = ThinkTokens.of(self._prompts.tokenizer)
         compiler, template = GrammarCompiler(model_folder, self.config.grammar_timeout), self._prompts.template.source
-        self._grammars = AnswerGrammars(compiler, GrammarLoads(self.rank0), self.allocator, template, self._think.end)
+        self._grammars = AnswerGrammars(compiler, self.rank0, self.allocator, template, self._think.end)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # images of announced requests by the offset of their payload
 
@@ -114,7 +114,7 @@ class Intake:
         image.start()
 
     def note_loaded(self, message: GrammarLoaded) -> None:
-        self._grammars.loads.note(message)
+        self._grammars.note_loaded(message)
 
     def accept(self, submit: Submit) -> None:
         if len(self.requests) >= self.config.max_queued_requests:
