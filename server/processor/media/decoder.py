@@ -3,15 +3,17 @@
 import logging
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from engine.wire.arena import ArenaView
-from engine.wire.messages import ErrorInfo
 from server.errors import RequestError
 from server.processor.media.pixels import decode_rgb, read_header
 
 MEMORY_BYTES = 4 << 30  # memory limit of a guest; more fails the image
+
+T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -25,26 +27,35 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
-    """The image's size: as in the header, with its orientation, or upright if it was decoded; or an error."""
+    """The image's size: as in the header, with its orientation, or upright if it was decoded."""
 
-    height: int = 0
-    width: int = 0
+    height: int
+    width: int
     orientation: int = 1
-    error: ErrorInfo | None = None
 
 
 def prepare(arena_fd: str, arena_size: str) -> Callable[[bytes], bytes]:
     warnings.simplefilter("ignore")  # a defect of an image concerns only its client
+    return arena_guest(arena_fd, arena_size, Job, answer)
+
+
+def arena_guest(arena_fd: str, arena_size: str, kind: type[T], answer: Callable[[ArenaView, T], object]) -> Callable[[bytes], bytes]:
+    """Return the function of a guest that answers jobs of this kind about data in the arena. Its answers are pairs
+    of the result and the ErrorInfo of a RequestError."""
     logging.disable()
     arena = ArenaView(int(arena_fd), int(arena_size), writable=True)
-    return lambda job: msgspec.msgpack.encode(answer(arena, msgspec.msgpack.decode(job, type=Job)))
+
+    def run(job: bytes) -> bytes:
+        try:
+            return msgspec.msgpack.encode((answer(arena, msgspec.msgpack.decode(job, type=kind)), None))
+        except RequestError as error:
+            return msgspec.msgpack.encode((None, error.info))
+
+    return run
 
 
 def answer(arena: ArenaView, job: Job) -> Decoded:
     data = arena.view(*job.encoded)
-    try:
-        if job.target is None:
-            return Decoded(*read_header(data))
-        return Decoded(*decode_rgb(data, arena.view(*job.target), job.size, job.is_upright))
-    except RequestError as error:
-        return Decoded(error=error.info)
+    if job.target is None:
+        return Decoded(*read_header(data))
+    return Decoded(*decode_rgb(data, arena.view(*job.target), job.size, job.is_upright))

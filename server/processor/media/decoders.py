@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 from cachetools import LRUCache
@@ -11,6 +11,7 @@ from cachetools import LRUCache
 from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
+from engine.wire.messages import ErrorInfo
 from server.errors import RequestError, invalid_image, overloaded
 from server.processor.media.decoder import MEMORY_BYTES, Decoded, Job
 from server.processor.media.inspect import Header
@@ -99,15 +100,15 @@ class Decoders:
 
 
 async def answer_of(work: Awaitable[bytes], kind: type[T], timeout: float, invalid: Callable[[str], RequestError], crashed: str) -> T:
-    """Return a guest's answer, a struct with a field `error`. RequestError for that error, a timeout, or a guest that died."""
+    """Return the answer of an `arena_guest`. RequestError for its error, a timeout, or a guest that died."""
     try:
-        answer: Any = msgspec.msgpack.decode(await work, type=kind)
+        result, error = msgspec.msgpack.decode(await work, type=tuple[msgspec.Raw, ErrorInfo | None])
     except TimeoutError:
         raise invalid(f"decoding it takes longer than {timeout} s") from None
     except GuestKilled:
         raise overloaded(KILLED) from None
     except GuestDied:
         raise invalid(crashed) from None
-    if answer.error is not None:
-        raise RequestError.of(answer.error)
-    return cast(T, answer)
+    if error is not None:
+        raise RequestError.of(error)
+    return msgspec.msgpack.decode(result, type=kind)

@@ -1,34 +1,29 @@
 """Guest that reads video files in the processor's arena and writes frames there."""
 
-import logging
 from collections.abc import Callable
 
 import msgspec
 
 from engine.wire.arena import ArenaView
-from server.errors import RequestError
+from server.processor.media.decoder import arena_guest
 from server.processor.media.pixels import pair_hash
 from server.processor.media.video_file import Rgb, look, read_pairs
-from server.processor.media.video_jobs import VideoAnswer, VideoJob, VideoLimits, invalid_video
+from server.processor.media.video_jobs import Clip, VideoJob, VideoLimits, invalid_video
 from server.processor.media.video_plan import PAIR
 
 
 def prepare(arena_fd: str, arena_size: str, limits: str) -> Callable[[bytes], bytes]:
-    """Return the guest's function from a VideoJob to a VideoAnswer, both encoded. `limits`: JSON of VideoLimits."""
-    logging.disable()
-    arena = ArenaView(int(arena_fd), int(arena_size), writable=True)
-    read = msgspec.json.decode(limits, type=VideoLimits)
-    return lambda job: msgspec.msgpack.encode(answer(arena, read, msgspec.msgpack.decode(job, type=VideoJob)))
+    """Return the guest's function. `limits`: JSON of VideoLimits."""
+    read_limits = msgspec.json.decode(limits, type=VideoLimits)
+    return arena_guest(arena_fd, arena_size, VideoJob, lambda arena, job: answer(arena, read_limits, job))
 
 
-def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> VideoAnswer:
-    data = arena.view(*job.encoded)
+def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> Clip | list[bytes]:
+    """Return the result of an inspection, or the hashes of the wanted pairs. RequestError."""
     try:
-        return VideoAnswer(hashes=_read(arena, limits, job)) if job.wanted else VideoAnswer(look(data, limits))
-    except RequestError as error:
-        return VideoAnswer(error=error.info)
+        return _read(arena, limits, job) if job.wanted else look(arena.view(*job.encoded), limits)
     except MemoryError:
-        return VideoAnswer(error=invalid_video(f"decoding it needs more than {limits.memory >> 20} MiB (--max-video-memory)").info)
+        raise invalid_video(f"decoding it needs more than {limits.memory >> 20} MiB (--max-video-memory)") from None
 
 
 def _read(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> list[bytes]:

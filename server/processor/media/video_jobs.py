@@ -4,7 +4,6 @@ import functools
 
 import msgspec
 
-from engine.wire.messages import ErrorInfo
 from server.errors import RequestError
 
 invalid_video = functools.partial(RequestError, 422, code="invalid_video")
@@ -37,11 +36,3 @@ class Clip(msgspec.Struct, frozen=True, array_like=True):
     fps: float | None
     height: int
     width: int
-
-
-class VideoAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Result of an inspection or of a job with `wanted` (one hash per pair), or the error."""
-
-    clip: Clip | None = None
-    hashes: list[bytes] = []
-    error: ErrorInfo | None = None

@@ -1,6 +1,7 @@
 """The pool of guest processes that decode video files."""
 
 from importlib.util import find_spec
+from typing import TypeVar
 
 import msgspec
 from cachetools import LRUCache
@@ -9,11 +10,13 @@ from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
 from server.errors import RequestError
 from server.processor.media.decoders import Size, answer_of, pool_of
-from server.processor.media.video_jobs import Clip, VideoAnswer, VideoJob, VideoLimits, invalid_video
+from server.processor.media.video_jobs import Clip, VideoJob, VideoLimits, invalid_video
 from server.processor.media.video_plan import VideoPlan
 from server.region import Region
 
 NUM_REMEMBERED = 512  # decoded files
+
+T = TypeVar("T")
 
 
 class VideoDecoders:
@@ -35,18 +38,16 @@ class VideoDecoders:
 
     async def look(self, encoded: Region) -> Clip:
         """Inspect a file. RequestError 400, 413 or 422."""
-        clip = (await self._ask(VideoJob((encoded.offset, encoded.used)))).clip
-        assert clip is not None
-        return clip
+        return await self._ask(VideoJob((encoded.offset, encoded.used)), Clip)
 
     async def read(self, encoded: Region, wanted: list[int], pixels: Region, size: Size, parameters: bytes) -> list[bytes]:
         """Write these frames to `pixels` and return the hashes of their pairs. RequestError as in `look`."""
         place = {"encoded": (encoded.offset, encoded.used), "target": (pixels.offset, pixels.capacity)}
-        return (await self._ask(VideoJob(**place, wanted=wanted, size=size, parameters=parameters))).hashes
+        return await self._ask(VideoJob(**place, wanted=wanted, size=size, parameters=parameters), list[bytes])
 
-    async def _ask(self, job: VideoJob) -> VideoAnswer:
+    async def _ask(self, job: VideoJob, kind: type[T]) -> T:
         if not self._is_installed:
             words = "this server has no video decoder (PyAV is not installed): send frames"
             raise RequestError(400, words, code="no_video_decoder")
         work = self._pool.ask(msgspec.msgpack.encode(job), self._timeout)
-        return await answer_of(work, VideoAnswer, self._timeout, invalid_video, "the decoder crashed on this file")
+        return await answer_of(work, kind, self._timeout, invalid_video, "the decoder crashed on this file")
