@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
 from engine.launch.config import VERSION
-from engine.wire.messages import Abort, Event, Events, MediaRef, TextPrompt, TokenPrompt
+from engine.wire.messages import Abort, Event, Events, TextPrompt, TokenPrompt
 from engine.wire.params import NumLogprobs
 from engine.wire.reports import RankedToken, ranked_tokens
 from engine.wire.updates import FIRST_METADATA
@@ -21,7 +21,7 @@ from server.http.validate import OneOf, Strict, Worded, bad_value
 from server.openai.command import Command
 from server.openai.endpoint import Endpoint, GenerationEndpoint, Job, Service
 from server.openai.format import CompletionFormat
-from server.openai.media_refs import locate
+from server.openai.media_refs import media_ref
 from server.openai.openapi import BodyRoute, DescribedRoute
 from server.openai.parts import FIRST
 from server.openai.schema import GenerationRequest, Ids, check_prompts, prompts_of
@@ -184,7 +184,7 @@ class GenerateEndpoint(GenerationEndpoint):
         for submit, images in zip(job.submits, request.images(), strict=True):
             for i, image in enumerate(images):
                 url = f"data:image/any;base64,{image}" if BARE.fullmatch(image) else image
-                submit.media.append(MediaRef(*locate(url, f"image_data.{i}", body, job.used)))
+                submit.media.append(media_ref(url, f"image_data.{i}", body))
         return job
 
 

@@ -99,9 +99,8 @@ class PoolingEndpoint(Endpoint):
         job = Job(request=request, submits=submits, reply=reply)
         for submit, prompt in zip(submits, prompts, strict=True):
             if not isinstance(prompt[0], int):
-                conversation = read_conversation(request, prompt, body)
-                submit.prompt, submit.media = ChatPrompt(msgspec.json.encode(conversation.messages)), conversation.media
-                job.used |= conversation.used_references
+                messages, submit.media = read_conversation(request, prompt, body)
+                submit.prompt = ChatPrompt(msgspec.json.encode(messages))
         return job
 
     def _answer(self, request: PoolingRequest, events: list[Event]) -> Response:

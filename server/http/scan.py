@@ -39,6 +39,7 @@ class Scanner:
 
     def __init__(self, nonce: str, max_references: int):
         self.references: list[Reference] = []
+        self.used: set[int] = set()  # indices of those that the request has as media
         self.num_text_bytes = 0  # size of the JSON without payloads
         self._num_fed = 0
         self.prefix = f"{nonce}:"  # prefix of references

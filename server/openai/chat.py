@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import JSONResponse, Response
 
-from engine.wire.messages import ChatPrompt, Event, MediaRef, Submit, TextPrompt, TokenPrompt
+from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
 from engine.wire.params import Temperature, TopP
 from server.http.body import Body
 from server.http.scan import Scanner
@@ -20,7 +20,7 @@ from server.openai.conversation import read_conversation
 from server.openai.endpoint import Endpoint, GenerationEndpoint, Job, MakeFormat, Service, Show, counted, json_response
 from server.openai.fields import Limits, check_limited
 from server.openai.format import ChatFormat, CompletionFormat
-from server.openai.media_refs import locate
+from server.openai.media_refs import media_ref
 from server.openai.schema import (
     MAX_PROMPTS,
     BatchChatRequest,
@@ -49,21 +49,20 @@ class ChatEndpoint(GenerationEndpoint):
 
     def job(self, request: ChatRequest, body: Body, format: MakeFormat) -> Job:
         """Return the job of a checked request. RequestError 400."""
-        conversation = read_conversation(request, request.messages, body)
+        messages, media = read_conversation(request, request.messages, body)
         for name in (request.chat_template_kwargs or {}).keys() - self._names:
             self._log.note(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
         job = self.job_of(
             request,
             body,
-            [chat_prompt(request, conversation.messages)],
+            [chat_prompt(request, messages)],
             self.prompt_field,
             format,
             calls="none" if not request.uses_tools else "one" if request.parallel_tool_calls is False else "all",
             must_call=request.uses_tools and request.tool_choice not in (None, "auto"),
             called=request.called,
         )
-        submit = job.submits[0]
-        submit.media, job.used = conversation.media, conversation.used_references
+        job.submits[0].media = media
         return job
 
 
@@ -124,7 +123,6 @@ class BatchChatEndpoint(ChatEndpoint):
             submit = job.submits[0]
             submit.rid = body.new_rid()
             first.submits.append(submit)
-            first.used |= job.used
         _vary_seeds(first.submits, value.get("seed"))
         return first
 
@@ -143,7 +141,7 @@ class CompletionEndpoint(GenerationEndpoint):
         job = self.job_of(request, body, prompts, "prompt", CompletionFormat, echo=bool(request.echo))
         _vary_seeds(job.submits, request.seed)
         for i, url in enumerate(request.images or ()):
-            job.submits[0].media.append(MediaRef(*locate(url, f"images.{i}", body, job.used)))
+            job.submits[0].media.append(media_ref(url, f"images.{i}", body))
         return job
 
 
@@ -214,7 +212,7 @@ def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[st
 
 def counted_chat(request: ChatRequest, body: Body, show: Show) -> Job:
     """Return a job that counts the tokens of messages with their images."""
-    conversation = read_conversation(request, request.messages, body)
-    job = counted(request, body, [chat_prompt(request, conversation.messages)], "messages", show)
-    job.submits[0].media, job.used = conversation.media, conversation.used_references
+    messages, media = read_conversation(request, request.messages, body)
+    job = counted(request, body, [chat_prompt(request, messages)], "messages", show)
+    job.submits[0].media = media
     return job

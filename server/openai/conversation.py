@@ -1,7 +1,6 @@
 """Conversion of a request's messages for the processor, with the media that they name."""
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from engine.wire.messages import AnyRef
@@ -12,17 +11,8 @@ from server.openai.schema import MediaRequest
 from server.openai.tools import CustomCall, ToolCall
 
 
-@dataclass(slots=True)
-class Conversation:
-    """Messages for the chat template, and their media in order of appearance."""
-
-    messages: list[dict[str, object]]
-    media: list[AnyRef]
-    used_references: set[int]  # indices of the scanner's references
-
-
-def read_conversation(request: MediaRequest, messages: list[Message], body: Body) -> Conversation:
-    """Replace every part with a medium by an index into the media. RequestError 400."""
+def read_conversation(request: MediaRequest, messages: list[Message], body: Body) -> tuple[list[dict[str, object]], list[AnyRef]]:
+    """Return the messages for the chat template, where a medium is an index into the second list, that of all media. RequestError 400."""
     refs, media = MediaRefs(body, request.cache_salt), list[AnyRef]()
     limits = request.mm_processor_kwargs or ProcessorKwargs()
 
@@ -47,7 +37,7 @@ def read_conversation(request: MediaRequest, messages: list[Message], body: Body
         if message.tool_calls:
             entry["tool_calls"] = [_read_call(call) for call in message.tool_calls]
         shown.append(entry)
-    return Conversation(shown, media, refs.used)
+    return shown, media
 
 
 def _read_call(call: ToolCall | CustomCall) -> dict[str, object]:

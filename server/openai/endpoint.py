@@ -79,12 +79,10 @@ class Service:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A validated request: one Submit per prompt. `used`: indices of its references in the scanner. `reply`: makes the response, which
-    always closes its stream."""
+    """A validated request: one Submit per prompt. `reply` makes the response, which always closes its stream."""
 
     request: AnyRequest
     submits: list[Submit]
-    used: set[int] = field(default_factory=set)
     reply: Callable[..., ASGIApp]
 
     @property
@@ -159,7 +157,7 @@ class Endpoint(ABC):
             self._limit_time(job, body)
             for submit in job.submits:
                 submit.client = body.client
-            if job.used or body.num_announced:
+            if body.scanner.used or body.num_announced:
                 for submit in job.submits:  # the body is released by the last one
                     submit.body = body.region.offset
             stream = service.client.submit(job.submits, job.request.rid)
@@ -176,9 +174,10 @@ class Endpoint(ABC):
         """Return the job. References outside URL fields are first replaced by their text."""
         scanner = body.scanner
         job = await self._read(scanner.json(body.payloads), body)
-        if len(job.used) < len(scanner.references):
-            check_text_bytes(scanner.num_text_bytes + sum(ref.length for i, ref in enumerate(scanner.references) if i not in job.used))
-            job = await self._read(scanner.json(body.payloads, keep=job.used), body)
+        if len(scanner.used) < len(scanner.references):
+            unused = (reference for i, reference in enumerate(scanner.references) if i not in scanner.used)
+            check_text_bytes(scanner.num_text_bytes + sum(reference.length for reference in unused))
+            job = await self._read(scanner.json(body.payloads, keep=scanner.used), body)
         return job
 
     async def _read(self, data: bytes, body: Body) -> Job:

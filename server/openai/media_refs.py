@@ -26,15 +26,16 @@ def check_urls(content: str | list[Any], name: str, scanner: Scanner) -> None:
                 check_url(url, scanner, f"{name}.{j}.{kind}")
 
 
-def locate(url: str, path: str, body: Body, used: set[int]) -> tuple[Region | None, str | None]:
-    """Return a payload in the api's arena, and mark its reference as used, or a URL. RequestError 400 as `check_url`."""
+def media_ref(url: str, path: str, body: Body, name: bytes | None = None) -> MediaRef:
+    """Return the reference to a medium in the field `path`: to a payload in the api's arena, which is marked as used, or to a URL.
+    RequestError 400 as `check_url`."""
     check_url(url, body.scanner, path)
     index = body.scanner.index_of(url)
     if index is None:
-        return None, url
-    used.add(index)
+        return MediaRef(url=url, name=name)
+    body.scanner.used.add(index)
     reference = body.scanner.references[index]
-    return Region(API_ARENA, body.region.offset + reference.offset, reference.length), None
+    return MediaRef(Region(API_ARENA, body.region.offset + reference.offset, reference.length), name=name)
 
 
 class MediaRefs:
@@ -43,16 +44,13 @@ class MediaRefs:
     def __init__(self, body: Body, salt: str | None):
         self._body = body
         self._owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((salt or "").encode()).digest()
-        self.used: set[int] = set()  # references of the scanner
 
     def of(self, url: str | None, uuid: str | None, name: str, field: str = "") -> MediaRef:
         """Return the reference to a medium in the part `name`. RequestError 400."""
         if url is None and uuid is None:
             raise bad_value(name, "may be null only with a `uuid`")
-        payload = None
-        if url is not None:
-            payload, url = locate(url, f"{name}{field}", self._body, self.used)
-        return MediaRef(payload, url, name=None if uuid is None else hashlib.sha256(self._owner + uuid.encode()).digest())
+        owned = None if uuid is None else hashlib.sha256(self._owner + uuid.encode()).digest()
+        return MediaRef(name=owned) if url is None else media_ref(url, f"{name}{field}", self._body, owned)
 
     def has_type(self, url: str, mime: str) -> bool:
         """Return whether `url` is a payload of this type."""

@@ -18,7 +18,7 @@ from server.dialects import anthropic, responses
 from server.errors import RequestError
 from server.http.scan import Scanner
 from server.http.validate import check, read_object
-from server.openai.conversation import Conversation, read_conversation
+from server.openai.conversation import read_conversation
 from server.openai.endpoint import sampling_params
 from server.openai.fields import HARMLESS, LIMITED, LogOnce
 from server.openai.grammar import read_grammar
@@ -32,7 +32,7 @@ URL = "https://x.org/a"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0) -> Conversation:
+def read_messages(request: ChatRequest, scanner: Scanner, offset: int = 0) -> tuple[list[dict[str, object]], list[Any]]:
     body: Any = SimpleNamespace(scanner=scanner, region=SimpleNamespace(offset=offset), credentials=b"")
     return read_conversation(request, request.messages, body)
 
@@ -195,10 +195,10 @@ def test_images_in_any_message_become_indices() -> None:
         {"role": "tool", "content": "42", "tool_call_id": "c", "name": "n"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "FILE:///b", "detail": "low"}}]},
     ]
-    conversation = read_messages(parse(messages=messages), Scanner("nonce", 4))
+    shown, media = read_messages(parse(messages=messages), Scanner("nonce", 4))
     name = hashlib.sha256(2 * hashlib.sha256().digest() + b"u").digest()
-    assert conversation.media == [MediaRef(url="https://x.org/a", name=name), MediaRef(url="FILE:///b", cap=512 * 512)]
-    assert conversation.messages == [
+    assert media == [MediaRef(url="https://x.org/a", name=name), MediaRef(url="FILE:///b", cap=512 * 512)]
+    assert shown == [
         {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
         {"role": "user", "content": [{"type": "image", "media": 0}, {"type": "text", "text": "?"}]},
         {"role": "assistant", "content": "", "reasoning_content": "hm"},
@@ -214,9 +214,9 @@ def test_references_are_honoured_in_urls_only() -> None:
     scanner = Scanner("nonce", 4)
     scanner.feed(body)
     request = parse_body(scanner.json(memoryview(b"")))
-    conversation = read_messages(request, scanner, 4096)
-    assert conversation.used_references == {1}
-    assert conversation.media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
+    _, media = read_messages(request, scanner, 4096)
+    assert scanner.used == {1}
+    assert media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
 
 
 def test_limited_fields() -> None:
@@ -310,5 +310,5 @@ def test_limits_on_pixels() -> None:
         {"type": "image_url", "image_url": {"url": "https://a", "detail": "high"}},
     ]
     request = parse(messages=[{"role": "user", "content": parts}], mm_processor_kwargs={"min_pixels": 7, "max_pixels": 8})
-    media = read_messages(request, Scanner("nonce", 4)).media
+    _, media = read_messages(request, Scanner("nonce", 4))
     assert [(ref.min_pixels, ref.max_pixels, ref.cap) for ref in media] == [(50, 100, None), (7, 9, 512 * 512), (7, 8, None)]

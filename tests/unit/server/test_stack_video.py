@@ -86,7 +86,7 @@ def test_pixels_of_a_known_clip_are_made_when_they_are_wanted(stack: Stack) -> N
 def reads(part: dict[str, object], **fields: Any) -> VideoRef:
     request = ChatRequest(messages=user([part]), **fields)
     body: Any = SimpleNamespace(scanner=Scanner("nonce", 8), region=SimpleNamespace(offset=0), credentials=b"")
-    (ref,) = read_conversation(request, request.messages, body).media
+    _, (ref,) = read_conversation(request, request.messages, body)
     assert isinstance(ref, VideoRef)
     return ref
 
