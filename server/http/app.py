@@ -39,7 +39,7 @@ from server.http.page import Page
 from server.openai import chat
 from server.openai.adapters import adapter_routes, variant_of
 from server.openai.endpoint import Endpoint, Service
-from server.openai.openapi import DescribedRoute
+from server.openai.openapi import BodyRoute, DescribedRoute
 from server.openai.status import Status
 from server.warm import warm_up
 
@@ -73,9 +73,6 @@ class Api:
         )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 
-    def endpoint(self, path: str) -> Endpoint:
-        return ENDPOINTS[path](self._service)
-
     def build_metrics(self) -> ASGIApp:
         app = FastAPI(openapi_url=None)
         app.router.routes = [route for route in self._status.routes() if route.path == METRICS_PATH]
@@ -87,7 +84,7 @@ class Api:
             title=TITLE, version=VERSION, license_info=LICENCE, openapi_url=None, redirect_slashes=False,
             separate_input_output_schemas=False,
         )  # fmt: skip
-        app.router.routes += [self.endpoint(path).route(path) for path in ENDPOINTS]
+        app.router.routes += [BodyRoute(path, endpoint(self._service)) for path, endpoint in ENDPOINTS.items()]
         app.router.routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service)]
         app.router.routes += updates.weight_routes(self._child, self.client)
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
@@ -125,9 +122,9 @@ class Api:
         """Pass the processor's events to the clients. The first heartbeat marks the server as ready. At idle the arena must be empty."""
         while True:
             message = await inbox.recv()
-            was_started = self.client.health.started
+            is_first = not self.client.health.heartbeat
             self.client.dispatch(message)
-            if self.client.health.started and not was_started:
+            if is_first and self.client.health.heartbeat:
                 self._child.ready(url)
             if message.stats is not None:
                 self._metrics.note_stats(message.stats)
@@ -137,7 +134,7 @@ class Api:
 
     async def report_to_launcher(self) -> None:
         while True:
-            if self.client.health.healthy or not self.client.health.started:
+            if self.client.health.state in ("ok", "starting"):
                 self._child.progress("")
             await asyncio.sleep(ALIVE_S)
 

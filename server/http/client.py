@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -77,24 +78,20 @@ class EngineHealth:
         self.refusal: ErrorInfo | None = None  # error of new requests while the server stops
 
     @property
-    def started(self) -> bool:
-        return self.heartbeat > 0.0
-
-    @property
-    def is_stopping(self) -> bool:
-        return self.refusal is not None
-
-    @property
-    def healthy(self) -> bool:
-        return self.refusal is None and time.monotonic() - self.heartbeat < HEARTBEAT_STALE_S
+    def state(self) -> Literal["ok", "starting", "stalled", "stopping"]:
+        if self.refusal is not None:
+            return "stopping"
+        if not self.heartbeat:
+            return "starting"
+        return "ok" if time.monotonic() - self.heartbeat < HEARTBEAT_STALE_S else "stalled"
 
     def check(self) -> None:
         """Raise RequestError 503 while the server starts, stops or makes no progress."""
-        if not self.started:
-            raise overloaded("The engine is still starting.", retry_after=5)
         if self.refusal is not None:
             raise RequestError.of(self.refusal)
-        if not self.healthy:
+        if self.state == "starting":
+            raise overloaded("The engine is still starting.", retry_after=5)
+        if self.state == "stalled":
             raise RequestError(503, "The engine makes no progress.", code="stalled", retry_after=5)
 
 

@@ -37,7 +37,6 @@ from server.http.streaming import Format, ReplyOptions
 from server.http.validate import check, read_object
 from server.openai.fields import LogOnce
 from server.openai.grammar import CUT_OFF, read_grammar
-from server.openai.openapi import BodyRoute
 from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 
 Checked = TypeVar("Checked", bound=AnyRequest)
@@ -106,9 +105,6 @@ class Endpoint(ABC):
     @abstractmethod
     def read(self, value: dict[str, Any], body: Body) -> Job:
         """Return the job of a body's JSON; may be called in any thread. RequestError."""
-
-    def route(self, path: str) -> BodyRoute:
-        return BodyRoute(path, self)
 
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         """Return the validated request. RequestError 400."""

@@ -73,13 +73,10 @@ class Status:
 
     async def health(self, response: Response) -> Any:
         """200 only while the engine makes progress; 503 while it starts, stops or is stalled."""
-        client = self._service.client
-        if client.health.healthy:
-            return {"status": "ok"}
-        response.status_code, response.headers["Retry-After"] = 503, "5"
-        if client.health.is_stopping:
-            return {"status": "stopping"}
-        return {"status": "stalled" if client.health.started else "compiling" if self._is_compiling() else "starting"}
+        state = self._service.client.health.state
+        if state != "ok":
+            response.status_code, response.headers["Retry-After"] = 503, "5"
+        return {"status": "compiling" if state == "starting" and self._is_compiling() else state}
 
     async def live(self) -> Any:
         """200 while the server process runs."""
