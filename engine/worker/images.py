@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,19 +35,15 @@ GATHER_COPIES = 4  # copies of embeddings sent to all ranks: own padded, all pad
 GROWTH = 2  # size ratio of consecutive groups
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoded:
-    """Results of encoding: images that could not be decoded, pixels to keep until the step is done, host time of reading, a stopwatch for
-    each period of the tower's work, and images for which memory was lacking."""
+    """Results of encoding a step's images, gathered meanwhile."""
 
-    failed: list[int]
-    pixels: list[torch.Tensor]
-    read_ms: float
-    watches: tuple[Stopwatch, ...]
-    starved: tuple[int, ...] = ()
-
-
-NOTHING_ENCODED = Encoded([], [], 0.0, ())
+    failed: list[int] = field(default_factory=list)  # images that could not be decoded
+    starved: list[int] = field(default_factory=list)  # images for which memory was lacking
+    pixels: list[torch.Tensor] = field(default_factory=list)  # kept until the step is done
+    read_ms: float = 0.0  # host time of reading
+    watches: list[Stopwatch] = field(default_factory=list)  # one for each period of the tower's work
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +115,10 @@ class ImageCache:
         """
         shares = self._share_out(encodes)
         share = [encodes[image] for image in shares.alone[self.tp.rank]]
-        own, encoded = self._encode_if_possible(share)
+        encoded = Encoded()
+        own = self._encode_if_possible(share, encoded)
         if shares.together:
-            part, encoded = self._encode_part([encodes[image] for image in shares.together], encoded)
-            own.append(part)
+            own.append(self._encode_part([encodes[image] for image in shares.together], encoded))
         if own:
             self._let_current_stream_wait()
         if self.tp.size == 1:
@@ -131,20 +127,21 @@ class ImageCache:
             self._gather(encodes, shares, own)
         return encoded
 
-    def _encode_if_possible(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
+    def _encode_if_possible(self, share: Sequence[Encode], encoded: Encoded) -> list[torch.Tensor]:
         try:
             with torch.cuda.stream(self.stream):
-                return self._encode(share)
+                return self._encode(share, encoded)
         except (torch.OutOfMemoryError, MemoryError):
             if self.tp.size == 1:
                 raise
         logger.error("out of memory for %d images: their requests fail", len(share))
         if self._tower.device.type == "cuda":
             torch.cuda.synchronize()  # earlier allocations may still be in use
+            encoded.pixels.clear()
             torch.cuda.empty_cache()
         zero = self._zeros(1)
-        starved = tuple(encode.image_id for encode in share)
-        return [zero.expand(-1, self._num_tokens(encode), -1) for encode in share], replace(NOTHING_ENCODED, starved=starved)
+        encoded.starved += [encode.image_id for encode in share]
+        return [zero.expand(-1, self._num_tokens(encode), -1) for encode in share]
 
     def shared_bytes(self, encodes: Sequence[Encode]) -> int:
         """Return the peak bytes per rank to encode images with all ranks and to share all embeddings."""
@@ -167,53 +164,50 @@ class ImageCache:
         assert self.tower is not None
         return self.tower
 
-    def _encode(self, share: Sequence[Encode]) -> tuple[list[torch.Tensor], Encoded]:
+    def _encode(self, share: Sequence[Encode], encoded: Encoded) -> list[torch.Tensor]:
         """Return the embeddings of these images in order."""
         if not share:
-            return [], NOTHING_ENCODED
-        failed: list[int] = []
-        kept: list[torch.Tensor] = []
+            return []
         done: dict[int, torch.Tensor] = {}
-        watches: list[Stopwatch] = []
         early = self._early
         for encode in share:
             if early is not None and (encode.source.ticket, encode.grid) == (early.of.source.ticket, early.of.grid):
                 self._early = None
-                kept.append(early.read[0])
+                encoded.pixels.append(early.read[0])
                 done[encode.image_id] = early.embedding
-                watches.append(early.watch)
-        read_ms = 0.0
+                encoded.watches.append(early.watch)
         watch = self._stopwatch()
         for group in self._groups([encode for encode in share if encode.image_id not in done]):
             started = time.monotonic()
             pixels = self.reader.read([encode.source for encode in group])
-            read_ms += 1e3 * (time.monotonic() - started)
+            encoded.read_ms += 1e3 * (time.monotonic() - started)
             good = [(image, encode.grid) for image, encode in zip(pixels, group, strict=True) if image is not None]
             with self.slots.tower(group[0].slot):
                 embeddings = iter(self._tower.encode([image for image, _ in good], [grid for _, grid in good]))
             for encode, image in zip(group, pixels, strict=True):
                 done[encode.image_id] = self._zeros(self._num_tokens(encode)) if image is None else next(embeddings)
                 if image is None:
-                    failed.append(encode.image_id)
-            kept += [image for image, _ in good]
+                    encoded.failed.append(encode.image_id)
+            encoded.pixels += [image for image, _ in good]
         watch.mark()
-        return [done[encode.image_id] for encode in share], Encoded(failed, kept, read_ms, (*watches, watch))
+        encoded.watches.append(watch)
+        return [done[encode.image_id] for encode in share]
 
-    def _encode_part(self, encodes: Sequence[Encode], encoded: Encoded) -> tuple[torch.Tensor, Encoded]:
-        """Return this rank's tokens of the images that all ranks encode, and the results in addition to `encoded`. Unreadable images are
-        black, so that all ranks continue. The tower waits for the previous step, since their collectives must not overlap."""
-        failed, starved = list(encoded.failed), encoded.starved
+    def _encode_part(self, encodes: Sequence[Encode], encoded: Encoded) -> torch.Tensor:
+        """Return this rank's tokens of the images that all ranks encode. Unreadable images are black, so that all ranks continue. The tower
+        waits for the previous step, since their collectives must not overlap."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             started = time.monotonic()
             try:
                 pixels = self.reader.read([encode.source for encode in encodes])
-                failed += [encode.image_id for encode, image in zip(encodes, pixels, strict=True) if image is None]
+                encoded.failed += [encode.image_id for encode, image in zip(encodes, pixels, strict=True) if image is None]
             except (torch.OutOfMemoryError, MemoryError):
                 logger.error("out of memory while reading %d images: their requests fail", len(encodes))
-                pixels, starved = [None] * len(encodes), (*starved, *(encode.image_id for encode in encodes))
-            read_ms = encoded.read_ms + 1e3 * (time.monotonic() - started)
+                pixels = [None] * len(encodes)
+                encoded.starved += [encode.image_id for encode in encodes]
+            encoded.read_ms += 1e3 * (time.monotonic() - started)
             black = torch.zeros((1, 1, 3), dtype=torch.uint8, device=self._tower.device)
             images, num_frames = [black if image is None else image for image in pixels], max(e.source.num_frames for e in encodes)
             if num_frames > 1:
@@ -221,7 +215,9 @@ class ImageCache:
             watch = self._stopwatch()
             part_LND = self._tower.encode_part(images, [encode.grid for encode in encodes])
             watch.mark()
-        return part_LND, Encoded(failed, [*encoded.pixels, *images], read_ms, (*encoded.watches, watch), starved)
+        encoded.pixels += images
+        encoded.watches.append(watch)
+        return part_LND
 
     def _stopwatch(self) -> Stopwatch:
         return Stopwatch(self._tower.device.type == "cuda")

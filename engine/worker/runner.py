@@ -16,7 +16,7 @@ from engine.wire.messages import ErrorInfo, StepPlan, StepResult
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import Head
-from engine.worker.images import NOTHING_ENCODED, Encoded, ImageCache
+from engine.worker.images import Encoded, ImageCache
 from engine.worker.profile import StepMemory
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.reports import NOTHING_READ, Readings
@@ -163,7 +163,7 @@ class Runner:
         self.images.leave_out(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         watch.mark()
-        return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_SAMPLED, NOTHING_READ, NOTHING_ENCODED, watch, out_of_memory=True)
+        return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_SAMPLED, NOTHING_READ, Encoded(), watch, out_of_memory=True)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:

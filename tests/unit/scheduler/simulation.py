@@ -359,7 +359,7 @@ class Simulation:
             failed_here = failed if rank == self.num_ranks - 1 else []
             flat, counts = [token for sampled in tokens for token in sampled], [len(sampled) for sampled in tokens]
             counts = counts if max(counts, default=1) > 1 else []
-            bad, starved = ([], tuple(failed_here)) if step.plan.step % 2 else (failed_here, ())  # damaged, or without memory for them
+            bad, starved = ([], failed_here) if step.plan.step % 2 else (failed_here, [])  # damaged, or without memory for them
             ids = flat if rank == 0 else []
             times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if step.plan.step // TURN % 2 else 9.0}
             drafts = self.worker.head_drafts[step.plan.step] if rank == 0 else []
