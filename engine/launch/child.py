@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -56,8 +55,9 @@ class Runtime(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
+    """A process is ready, or still well."""
+
     role: str
-    state: Literal["progress", "ready"]
     text: str = ""
 
 
@@ -112,12 +112,13 @@ class Child:
     def is_compiling(self) -> bool:
         return any(Path(self.run_dir).glob(f"{COMPILING}*"))
 
-    def progress(self, text: str) -> None:
-        self._status.send(Status(self.role, "progress", text))
-
     def ready(self, text: str = "") -> None:
         settle_heap()
-        self._status.send(Status(self.role, "ready", text))
+        self._status.send(Status(self.role, text))
+
+    def report_well(self) -> None:
+        """Tell the launcher, after `ready`, that the engine makes progress."""
+        self._status.send(Status(self.role))
 
     def failed(self, text: str) -> None:
         """Log why this process ends and write it to a file for the launcher: unlike a message, a file is complete at once."""

@@ -58,12 +58,11 @@ class Supervisor:
         self._children[role] = subprocess.Popen(command, pass_fds=inherited, env=environment, process_group=group)
 
     def wait_ready(self, roles: set[str]) -> dict[str, str]:
-        """Return what each role reported when it became ready. Raises ChildDied."""
+        """Return what each role reported first, when it became ready. Raises ChildDied."""
         texts: dict[str, str] = {}
         while not roles <= texts.keys():
-            status = self._next_status()
-            if status is not None and status.state == "ready":
-                texts[status.role] = status.text
+            if (status := self._next_status()) is not None:
+                texts.setdefault(status.role, status.text)
         self._well = time.monotonic()
         return texts
 

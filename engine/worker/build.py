@@ -2,6 +2,7 @@
 step has no branches for it."""
 
 import io
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,8 @@ from models.kernels.step_sizes import StepSizes
 from models.parallel.group import TensorParallel
 from models.parallel.symmetric import SymmetricSums, peers_are_mapped
 
+logger = logging.getLogger(__name__)
+
 INT64 = 8
 STAGED_PER_TOKEN = 9 * INT64  # id, three positions, slot, adapter; for a scored token also index, target, scored flag
 WARM_UP_SIZE = (1280, 720)
@@ -100,8 +103,8 @@ def build_runner(
     rows = make_rows(loaded, config, pools, hidden_TD, max_blocks)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
     if graphs is not None:
-        before = free_bytes(device)
-        child.progress(f"captured {graphs.capture()} graphs, which hold {(before - free_bytes(device)) / GIB:.2f} GiB")
+        before, num_graphs = free_bytes(device), graphs.capture()
+        logger.info("captured %d graphs, which hold %.2f GiB", num_graphs, (before - free_bytes(device)) / GIB)
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch does not support read-only buffers
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
@@ -251,7 +254,7 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend:
     if device.type != "cuda" or not child.config.symmetric_memory:
         return tp
     if not peers_are_mapped(size):
-        child.progress("the GPUs cannot map each other's memory (no NVLink): NCCL also reduces small steps")
+        logger.info("the GPUs cannot map each other's memory (no NVLink): NCCL also reduces small steps")
         return tp
     exchange = backend.exchange(group) if dtype == torch.bfloat16 else None
     return replace(tp, small_sums=SymmetricSums(group, width, dtype, device), exchange=exchange)
@@ -269,23 +272,23 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
     if is_dummy:
         init_dummy_weights(model, seed=0)
     else:
-        load_weights(model, Path(child.runtime.model_folder), make_progress(child))
+        load_weights(model, Path(child.runtime.model_folder), make_progress())
     model.finish()
     if model.predictor is not None and backend.runs("float8"):
         model.predictor.round_output_matrix()
-    child.progress(f"weights are on {backend.device} after {time.monotonic() - started:.1f} s")
+    logger.info("weights are on %s after %.1f s", backend.device, time.monotonic() - started)
     return model
 
 
-def make_progress(child: Child) -> Callable[[int, int], None]:
-    """Report loading, at most one line per second."""
+def make_progress() -> Callable[[int, int], None]:
+    """Return a function that logs loading, at most one line per second."""
     reported = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal reported
         if time.monotonic() - reported > 1.0:
             reported = time.monotonic()
-            child.progress(f"loaded {done / GIB:.1f} of {total / GIB:.1f} GiB")
+            logger.info("loaded %.1f of %.1f GiB", done / GIB, total / GIB)
 
     return report
 

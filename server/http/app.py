@@ -134,8 +134,8 @@ class Api:
 
     async def report_to_launcher(self) -> None:
         while True:
-            if self.client.health.state in ("ok", "starting"):
-                self._child.progress("")
+            if self.client.health.state == "ok":
+                self._child.report_well()
             await asyncio.sleep(ALIVE_S)
 
     async def _on_request_error(self, request: Request, error: Exception) -> Response:

@@ -51,7 +51,7 @@ class ThreadChild(Child):
     """A child that leaves the heap of the test process alone."""
 
     def ready(self, text: str = "") -> None:
-        self._status.send(Status(self.role, "ready", text))
+        self._status.send(Status(self.role, text))
 
 
 class InProcess:

@@ -223,8 +223,7 @@ class Stack:
         while len(texts) < 2:
             status = self._status.recv(timeout=HANG_GUARD_S)
             assert status is not None, f"no start: {self.failures()}"
-            if status.state == "ready":
-                texts[status.role] = status.text
+            texts.setdefault(status.role, status.text)
         return texts["api"]
 
     def failures(self) -> dict[str, str]:

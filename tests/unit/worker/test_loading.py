@@ -87,12 +87,9 @@ def test_float8_is_refused_where_it_does_not_run(child: Child, config: ModelConf
 
 @torch.inference_mode()
 @pytest.mark.parametrize("backend", [TorchBackend, OldBackend])
-def test_drafts_are_in_float8_where_it_runs(
-    child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: type[TorchBackend]
-) -> None:
+def test_drafts_are_in_float8_where_it_runs(child: Child, tmp_path: Path, backend: type[TorchBackend]) -> None:
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=0)
     child.config = EngineConfig(load_format="dummy")
-    monkeypatch.setattr(child, "progress", lambda text: None)
     found = read_config(tmp_path, with_head=True)
     model = load_model(child, found, TensorParallel.single(), backend(torch.device("cpu")), torch.float32)
     dict(model.named_modules())["lm_head"].weight.zero_()
@@ -221,7 +218,6 @@ class ManyStates(RowStates):
 def test_a_profile_counts_no_states_and_no_pools(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if activations include them: the plan of memory has them on its own."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=0)
-    monkeypatch.setattr(child, "progress", lambda text: None)
     child.config, backend = EngineConfig(load_format="dummy"), TorchBackend(CPU)
     model = load_model(child, read_config(tmp_path), TensorParallel.single(), backend, torch.float32)
     for name in ("stream", "current_stream", "synchronize"):
