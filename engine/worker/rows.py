@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from engine.wire.messages import MAX_PROPOSED, Admit, Chunk, SamplingParams
-from engine.worker.sampling.prompt import Scoring
 from engine.worker.sampling.reports import NO_REPORTS, StepReports
 from engine.worker.sampling.samples import HostSamples, Int64s, Samples, SampleTable
 from engine.worker.sampling.verify import HostProposed
@@ -75,7 +74,7 @@ class StepInputs:
     batch: ForwardBatch  # its logits_indices include the scored tokens
     samples: Samples
     indices_S: torch.Tensor  # int64: indices of the step's logits_indices among these
-    scoring: Scoring | None
+    scored_2N: torch.Tensor | None  # see `StepReports.stage`
 
 
 class Rows:
@@ -177,7 +176,7 @@ class Rows:
         tokens, others = step.logits_indices, step.reports.tokens
         wanted = np.unique(np.concatenate((tokens, *others))) if others else tokens
         logits_indices, gather_indices = staging.put(wanted), staging.put(np.searchsorted(wanted, tokens))
-        scoring = step.reports.stage(wanted, staging)
+        scored_2N = step.reports.stage(wanted, staging)
         samples, known = step.samples.stage(staging), staging.put(step.known)
         rows = self.state_rows([staging.put(array) for array in self.state_arrays(step)], layout.num_prefill_rows)
         staging.copy()
@@ -186,7 +185,7 @@ class Rows:
             ids_T[num_prefill:] = self.last_tokens[gather_D]
         batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, self.states, rows)
         batch = replace(batch, hidden_TD=self.hidden_of(len(ids_T)), adapters_T=adapters_T if len(adapters_T) else None)
-        return StepInputs(batch, samples, gather_indices, scoring)
+        return StepInputs(batch, samples, gather_indices, scored_2N)
 
     def state_arrays(self, step: HostStep) -> tuple[npt.NDArray[np.integer], ...]:
         """Return the input of `state_rows`; empty for a model without states. Chunks of a prompt in one step form a chain."""

@@ -208,7 +208,7 @@ class Runner:
         inputs = self.rows.stage(step, self.staging)
         self.attention.plan(inputs.batch.attention)
         hidden_SD = self.model(inputs.batch, self.attention)
-        found, readings = step.reports.read(hidden_SD, inputs.indices_S, inputs.scoring, self.model.logits)
+        found, readings = step.reports.read(hidden_SD, inputs.indices_S, inputs.scored_2N, self.model.logits)
         if found is None:
             found = hidden_SD.new_zeros((len(inputs.indices_S), self.model.config.text.vocab_size), dtype=torch.float32)
         return found, inputs.samples, readings

@@ -11,7 +11,6 @@ import torch
 from engine.wire.messages import Chunk, SamplingParams
 from engine.wire.reports import PromptLogprobs, Report
 from engine.worker.sampling.samples import Int64s
-from engine.worker.staging import Staging
 from models.kernels.paged import Int32s
 from models.kernels.transfers import to_host
 
@@ -47,21 +46,6 @@ class ScoredChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """Scored chunks of a step, on the device: indices of hidden states, and next tokens."""
-
-    chunks: tuple[ScoredChunk, ...]
-    rows_N: torch.Tensor  # int64
-    targets_N: torch.Tensor  # int64
-
-    @classmethod
-    def stage(cls, chunks: tuple[ScoredChunk, ...], wanted: Int64s, staging: Staging) -> "Scoring":
-        """Stage the indices. `wanted` are the ascending step tokens with hidden states."""
-        tokens, targets = (np.concatenate(parts) for parts in zip(*((chunk.tokens, chunk.targets) for chunk in chunks), strict=True))
-        return cls(chunks, staging.put(np.searchsorted(wanted, tokens)), staging.put(targets))
-
-
-@dataclass(frozen=True, slots=True)
 class PromptScores:
     """(N,) log-probabilities, and (N, M) most likely tokens with theirs, on the host when the step is done."""
 
@@ -83,13 +67,16 @@ class PromptScores:
         return found
 
 
-def score_prompts(hidden_SD: torch.Tensor, scoring: Scoring, head: Callable[[torch.Tensor], torch.Tensor]) -> PromptScores:
-    """Score prompts; `head` maps hidden states to (n, V) float32 logits."""
-    num_top = max(chunk.num_top for chunk in scoring.chunks)
+def score_prompts(
+    hidden_SD: torch.Tensor, chunks: Sequence[ScoredChunk], scored_2N: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+) -> PromptScores:
+    """Score prompts. `scored_2N`: indices of the chunks' hidden states, and next tokens; `head` maps hidden states to (n, V) float32
+    logits."""
+    num_top = max(chunk.num_top for chunk in chunks)
     parts = []
-    for rows, targets in zip(scoring.rows_N.split(SLICE), scoring.targets_N.split(SLICE), strict=True):
+    for rows, targets in scored_2N.split(SLICE, dim=1):
         logits = head(hidden_SD[rows])
         norm = logits.logsumexp(dim=-1, keepdim=True)
         top, top_ids = logits.topk(num_top, dim=-1)
         parts.append((logits.gather(-1, targets[:, None])[:, 0] - norm[:, 0], top_ids.int(), top - norm))
-    return PromptScores(scoring.chunks, *(to_host(torch.cat(values)) for values in zip(*parts, strict=True)))
+    return PromptScores(chunks, *(to_host(torch.cat(values)) for values in zip(*parts, strict=True)))

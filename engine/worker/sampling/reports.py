@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.wire.messages import Chunk
 from engine.wire.reports import Numbers, Report
 from engine.worker.sampling.pooling import PooledRow, pool, reads_logits
-from engine.worker.sampling.prompt import PromptScores, ReportingRow, ScoredChunk, Scoring, score_prompts
+from engine.worker.sampling.prompt import PromptScores, ReportingRow, ScoredChunk, score_prompts
 from engine.worker.sampling.samples import Int64s
 from engine.worker.staging import Staging
 
@@ -53,18 +54,22 @@ class StepReports:
         """Return the indices of the step's tokens that are read in addition to those that sample."""
         return [chunk.tokens for chunk in self.scored]
 
-    def stage(self, wanted: Int64s, staging: Staging) -> Scoring | None:
-        """Stage the indices of `tokens`. `wanted` are the ascending step tokens with hidden states."""
-        return Scoring.stage(self.scored, wanted, staging) if self.scored else None
+    def stage(self, wanted: Int64s, staging: Staging) -> torch.Tensor | None:
+        """Stage the indices of the hidden states of `tokens`, and their next tokens: int64 (2, N). `wanted` are the ascending step tokens
+        with hidden states."""
+        if not self.scored:
+            return None
+        tokens, targets = np.concatenate(self.tokens), np.concatenate([chunk.targets for chunk in self.scored])
+        return staging.put(np.stack((np.searchsorted(wanted, tokens), targets)))
 
     def read(
-        self, hidden_SD: torch.Tensor, indices_S: torch.Tensor, scoring: Scoring | None, head: Callable[[torch.Tensor], torch.Tensor]
+        self, hidden_SD: torch.Tensor, indices_S: torch.Tensor, scored_2N: torch.Tensor | None, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor | None, Readings]:
         """Return the logits of the samples, None if nothing reads them, and the reports. `indices_S` are the indices of the samples' hidden
         states, and `head` maps hidden states to logits."""
         scores = None
-        if scoring is not None:
-            scores = score_prompts(hidden_SD, scoring, head)
+        if scored_2N is not None:
+            scores = score_prompts(hidden_SD, self.scored, scored_2N, head)
             hidden_SD = hidden_SD[indices_S]
         logits_SV = head(hidden_SD) if reads_logits(self.pooled, len(hidden_SD)) else None
         return logits_SV, self.read_samples(hidden_SD, logits_SV, scores)
