@@ -55,7 +55,6 @@ def _of_response_format(request: GenerationRequest) -> Grammar | None:
 
 def _grammar_of(kind: Any, value: Any, path: str) -> Grammar:
     if kind in ("json_schema", "structural_tag"):
-        value = _object_of(value, path)
         for place, schema in _schemas_of(value, path) if kind == "structural_tag" else ((path, value),):
             _check_schema(schema, place)
         if kind == "structural_tag" and "structures" in value:
@@ -71,18 +70,16 @@ def _present_form(tag: dict[str, Any]) -> dict[str, Any]:
     return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}}
 
 
-def _schemas_of(tag: dict[str, Any], path: str) -> Iterator[tuple[str, object]]:
+def _schemas_of(value: object, path: str) -> Iterator[tuple[str, object]]:
     """Yield the schemas in a structural tag of either form, with their paths."""
-    waiting: list[tuple[str, object]] = [(path, tag)]
-    while waiting:
-        place, value = waiting.pop()
-        if isinstance(value, list):
-            waiting += ((f"{place}[{index}]", inner) for index, inner in enumerate(value))
-        for key, inner in value.items() if isinstance(value, dict) else ():
-            if key in ("json_schema", "schema"):
-                yield f"{place}.{key}", inner
-            else:
-                waiting.append((f"{place}.{key}", inner))
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _schemas_of(inner, f"{path}[{index}]")
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key in ("json_schema", "schema"):
+            yield f"{path}.{key}", inner
+        else:
+            yield from _schemas_of(inner, f"{path}.{key}")
 
 
 def _check_schema(schema: object, path: str, subject: str = "") -> None:
@@ -91,16 +88,3 @@ def _check_schema(schema: object, path: str, subject: str = "") -> None:
         check_schema(schema)
     except ValueError as problem:
         raise bad_value(path, f"{subject}{problem}") from None
-    except RecursionError:
-        raise bad_value(path, f"{subject}it is too deep") from None
-
-
-def _object_of(value: str | dict[str, Any], path: str) -> dict[str, Any]:
-    """Return an object that was sent as such or as JSON text. RequestError 400."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise bad_value(path, "must be an object, or the JSON of one")
-    return found

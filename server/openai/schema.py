@@ -7,6 +7,7 @@ import functools
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
+from pydantic_core import from_json
 
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.http.validate import OneOf, Open, Strict, Worded, bad_value
@@ -31,7 +32,16 @@ Salt = Annotated[str, Field(max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
-JsonObject = Annotated[str | dict[str, Any], Worded("must be an object, or the JSON of one")]
+
+def _parsed(value: object) -> object:
+    return from_json(value) if isinstance(value, str) else value
+
+
+JsonObject = Annotated[
+    dict[str, Any],
+    BeforeValidator(_parsed, json_schema_input_type=str | dict[str, Any]),
+    Worded("must be an object, or the JSON of one"),
+]
 Pattern = Annotated[NotEmpty, Worded("must be a text that is not empty")]
 FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
 Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True), Worded("must be a list of texts that are not empty")]
