@@ -40,7 +40,7 @@ class Budget:
 
     @contextlib.asynccontextmanager
     async def lend(self, amount: int) -> AsyncIterator[None]:
-        """Lend this amount, limited to `total`, within the context."""
+        """Lend this amount, at most `total`, within the context."""
         async with self._turn:
             while self._left < amount:
                 self._came_back.clear()
@@ -72,24 +72,23 @@ class Decoders:
     async def close(self) -> None:
         await self._pool.close()
 
-    def check(self, header: Header) -> None:
-        """RequestError 413 for an image that exceeds the memory budget on its own."""
-        if header.num_pixels > LARGE_PIXELS and BYTES_PER_PIXEL * header.num_pixels > self.budget.total:
-            raise RequestError(413, "decoding it needs more memory than --max-decode-bytes allows", code="image_too_large")
-
     async def read_header(self, encoded: Region) -> Header:
         """Read the header of a file other than a baseline JPEG. RequestError 422."""
         found = await self._ask(Job((encoded.offset, encoded.used)), HEADER_CPU_S)
         return Header(False, found.height, found.width, found.orientation)
 
     async def decode(self, header: Header, encoded: Region, place: tuple[int, int], size: Size, is_upright: bool = False) -> Size:
-        """Write RGB to `place` (offset, length), see `decode_rgb`. Return the image's size. RequestError as in `answer_of`."""
+        """Write RGB to `place` (offset, length), see `decode_rgb`. Return the image's size. RequestError as in `answer_of`,
+        or 413 for an image that exceeds the memory budget on its own."""
         cpu_seconds = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S
         job = Job((encoded.offset, encoded.used), place, size, is_upright)
+        num_bytes = BYTES_PER_PIXEL * header.num_pixels
         if header.num_pixels <= LARGE_PIXELS:
             decoded = await self._ask(job, cpu_seconds)
+        elif num_bytes > self.budget.total:
+            raise RequestError(413, "decoding it needs more memory than --max-decode-bytes allows", code="image_too_large")
         else:
-            async with self.budget.lend(BYTES_PER_PIXEL * header.num_pixels):
+            async with self.budget.lend(num_bytes):
                 decoded = await self._ask(job, cpu_seconds, is_large=True)
         return decoded.height, decoded.width
 

@@ -178,7 +178,6 @@ class Image:
             _, size = known
             self.source = ImageSource("file", wire(self.encoded), *inspector.size_for_workers(geometry, *size))
         else:
-            self._decoders.check(header)
             self.num_bytes = 3 * math.prod(self._stored)
             await self._allocator.arena.prepare(self.num_bytes)
             size = await self._decode(self._allocator.allocate(self.num_bytes))

@@ -125,8 +125,11 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
 async def test_an_image_that_could_never_be_decoded_is_a_413(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10)
     made = Loading(checkpoint, max_decode_bytes=8 * 700 * 900 - 1)
-    error = await made.refusal(made.body(base64.b64encode(save(LARGE, "PNG"))))
+    text = base64.b64encode(save(LARGE, "PNG"))
+    error = await made.refusal(made.body(text))
     assert error.info.status == 413 and "memory" in error.info.message
+    with pytest.raises(RequestError, match="frame 1: decoding it needs more memory"):
+        await made.load_video(b",".join([text, text]), holds_frames=True)
     await made.close()
 
 
