@@ -113,7 +113,7 @@ class Fetcher:
         domains = config.allowed_media_domains
         self._domains = None if domains is None else {name.strip().lower() for name in domains.split(",")}
         folder = config.allowed_local_media_path
-        self._folders = [] if folder is None else [Path(os.path.abspath(folder)), Path(os.path.realpath(folder))]
+        self._folder = None if folder is None else Path(os.path.realpath(folder))
         resolver = Resolver(config.download_connect_timeout, self._allow_private)
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=MAX_CONCURRENT)
         self._session = aiohttp.ClientSession(
@@ -185,7 +185,7 @@ class Fetcher:
 
     def read_local(self, url: str, max_bytes: int | None = None) -> bytes:
         """Return the content of a file URL below the allowed folder. Runs in a pool thread. RequestError 400, 413 or 422."""
-        if not self._folders:
+        if self._folder is None:
             raise not_allowed("file URLs are not allowed on this server")
         try:
             parsed = parse_url(url)
@@ -195,14 +195,11 @@ class Fetcher:
             raise not_allowed("its URL is malformed") from None
         if parsed.host not in (None, "", "localhost"):
             raise not_allowed("its file URL names another host")
-        path = Path(os.path.normpath(parsed.path))
         try:
-            if not any(path.is_relative_to(folder) for folder in self._folders):
-                raise Outside
-            descriptor = open_within(self._folders[-1], path)
+            descriptor = open_within(self._folder, Path(os.path.normpath(parsed.path)))
         except Outside:
             raise not_allowed("its path is outside the allowed folder") from None
-        except (OSError, ValueError):
+        except (OSError, ValueError, RuntimeError):  # the last one for links that form a circle
             raise unavailable("it could not be read") from None
         try:
             return _read_regular(descriptor, max_bytes or self._max_bytes)

@@ -349,5 +349,6 @@ async def test_names_are_decoded_and_not_cut(root: Path) -> None:
     fetcher = Fetcher(EngineConfig(allowed_local_media_path=str(root)))
     assert fetcher.read_local(f"file://{root}/a%20file") == b"inside"
     await fetcher.close()
-    for name in ("sub/file%00.txt", "missing"):
+    (root / "circle").symlink_to("circle")
+    for name in ("sub/file%00.txt", "missing", "circle"):
         assert await status_of(f"file://{root}/{name}", allowed_local_media_path=str(root)) == 422, name
