@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -56,14 +55,6 @@ from server.region import Region
 
 LARGE_MESSAGES_BYTES = 1 << 14  # larger prompts are tokenised in a thread
 LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take seconds and up to 2 GB each
-
-
-class Encoded(NamedTuple):
-    """Encoded prompt, its prediction if the engine reads it, and its text if requested."""
-
-    ids: list[int]
-    predicted: list[int]
-    echo: str
 
 
 @dataclass
@@ -236,10 +227,11 @@ class Intake:
         region.append(ids.tobytes())
         return region
 
-    def _encode(self, request: Request) -> Encoded:
+    def _encode(self, request: Request) -> tuple[list[int], list[int], str]:
+        """Return the encoded prompt, its prediction if the engine reads it, and the prompt's text if requested."""
         submit = request.submit
         if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is requested
-            return Encoded(submit.prompt.ids, [], self._tokens.text_of(submit.prompt.ids))
+            return submit.prompt.ids, [], self._tokens.text_of(submit.prompt.ids)
         prompt = submit.prompt
         if submit.last_text_tokens is not None and isinstance(prompt, ChatPrompt):
             prompt = self._prompts.cut_last_text(prompt, submit.last_text_tokens)
@@ -247,7 +239,7 @@ class Intake:
         ids = self._prompts.encode(prompt, [medium.kind for medium in request.media], limit, submit.pooled_words is not None)
         is_used = bool(submit.prediction) and self.config.proposals.reads_predictions
         predicted = self._prompts.predicted(submit.prediction, limit) if is_used else []
-        return Encoded(ids, predicted, self._echo(prompt) if submit.output.echo else "")
+        return ids, predicted, self._echo(prompt) if submit.output.echo else ""
 
     def _echo(self, prompt: Prompt) -> str:
         if isinstance(prompt, TokenPrompt):

@@ -5,7 +5,6 @@
 """
 
 import asyncio
-import contextlib
 import functools
 import signal
 import warnings
@@ -116,24 +115,22 @@ class Processor:
 
 async def serve(child: Child) -> None:
     """Run until SIGTERM or until the launcher has exited. A violated invariant is raised."""
-    loop = asyncio.get_running_loop()
-    serving = asyncio.create_task(_serve(child))
-    loop.add_signal_handler(signal.SIGTERM, serving.cancel)
+    loop, serving = asyncio.get_running_loop(), asyncio.current_task()
+    assert serving is not None
+    stop = serving.cancel
+    loop.add_signal_handler(signal.SIGTERM, stop)
 
     def stop_from_thread() -> None:
-        loop.call_soon_threadsafe(serving.cancel)
+        loop.call_soon_threadsafe(stop)
 
     child.on_orphaned(stop_from_thread)
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
-
-
-async def _serve(child: Child) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             processor = Processor(child, tasks)
             child.ready()
             await processor.run()
+    except asyncio.CancelledError:  # stopped
+        pass
     except BaseExceptionGroup as failures:  # the first is the cause
         raise failures.exceptions[0] from None
 
