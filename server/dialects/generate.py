@@ -199,19 +199,19 @@ class Native:
 
     def routes(self) -> list[DescribedRoute]:
         return [
-            DescribedRoute("/get_model_info", self.model_info, "GET", Json),
-            DescribedRoute("/model_info", self.model_info, "GET", Json),
-            DescribedRoute("/get_server_info", self.server_info, "GET", Json),
+            DescribedRoute("/get_model_info", self.model_info),
+            DescribedRoute("/model_info", self.model_info),
+            DescribedRoute("/get_server_info", self.server_info),
             BodyRoute("/abort_request", Command(self.abort_request), response_class=Response),
         ]
 
-    async def model_info(self) -> Any:
+    async def model_info(self) -> Json:
         """The served model, in SGLang's form."""
         model, metadata = self._service.config.model, FIRST_METADATA | self._service.client.metadata
         can = {"is_generation": True, "has_image_understanding": True, "has_audio_understanding": False}
         return {"model_path": model, "tokenizer_path": model, **metadata, "preferred_sampling_params": None, **can}
 
-    async def server_info(self) -> Any:
+    async def server_info(self) -> Json:
         """Statistics for SGLang's benchmark."""
         stats = self._service.client.stats
         state = {"avg_spec_accept_length": stats.tokens_per_verified_row}

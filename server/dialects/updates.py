@@ -146,7 +146,7 @@ class WeightUpdates:
             "/weight_version": self.version,
         }  # fmt: skip
         commands = [BodyRoute(path, Command(method, Done, MAX_BYTES)) for path, method in posts.items()]
-        return commands + [DescribedRoute(path, method, "GET", Json) for path, method in gets.items()]
+        return commands + [DescribedRoute(path, method) for path, method in gets.items()]
 
     async def pause(self, asked: Mode) -> Json:
         """Start no further requests. Running ones end (`abort`), finish (`wait`) or continue after the resume (`keep`)."""
@@ -210,15 +210,15 @@ class WeightUpdates:
         await self._update(FromGroup(info.group_name, specs) if info.ipc_handles is None else FromMemory(specs), asked)
         return {"message": "Weights updated"}
 
-    async def is_paused(self) -> Any:
+    async def is_paused(self) -> Json:
         """Whether the engine is paused."""
         return {"is_paused": self._orders.is_paused}
 
-    async def world_size(self) -> Any:
+    async def world_size(self) -> Json:
         """The number of workers, which are the ranks of a group except the trainer's."""
         return {"world_size": self._orders.num_ranks}
 
-    async def version(self) -> Any:
+    async def version(self) -> Json:
         """The version of the weights."""
         return {"weight_version": self._orders.version}
 

@@ -98,8 +98,8 @@ class Api:
                     made.append(msgspec.json.encode(app.openapi()))
             return Response(made[0], media_type="application/json")
 
-        app.router.routes += [DescribedRoute("/openapi.json", description, "GET", dict[str, Any]), Page().route()]
-        app.router.routes.append(DescribedRoute("/docs", viewer, "GET", response_class=HTMLResponse))
+        app.router.routes += [DescribedRoute("/openapi.json", description, response_model=dict[str, Any]), Page().route()]
+        app.router.routes.append(DescribedRoute("/docs", viewer, response_class=HTMLResponse))
         app.add_exception_handler(RequestError, self._on_request_error)
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_error)

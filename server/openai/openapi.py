@@ -29,15 +29,15 @@ class ErrorAnswer(BaseModel):
 
 
 class DescribedRoute(APIRoute):
-    """Route whose errors and API keys are described."""
+    """Route whose errors and API keys are described. The answer's JSON has the type that `endpoint` returns, or `response_model`."""
 
-    def __init__(self, path: str, endpoint: Any, method: str, gives: Any = None, **others: Any):
+    def __init__(self, path: str, endpoint: Any, method: str = "GET", **others: Any):
         responses = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}, **others.pop("responses", {})}
         name = re.sub(r"(:path)?\W+", "_", path).strip("_") or "page"
         keys = [] if path in OPEN_PATHS else KEYS
         summary = (endpoint.__doc__ or "").partition("\n")[0].strip()
         super().__init__(
-            path, endpoint, response_model=gives, methods=[method], operation_id=f"{method.lower()}_{name}", dependencies=keys,
+            path, endpoint, methods=[method], operation_id=f"{method.lower()}_{name}", dependencies=keys,
             summary=summary, responses=responses, openapi_extra={"security": [{}]} if keys else None, **others,
         )  # fmt: skip
         self._allowed = {method, "HEAD"} if method == "GET" else {method}  # the document would also list every HEAD
@@ -67,7 +67,7 @@ class BodyRoute(DescribedRoute):
             event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
             description = "A document; with `stream: true`, events, each of this schema"
             responses[200] = {"description": description, "content": {"text/event-stream": {"schema": event}}}
-        super().__init__(path, endpoint, "POST", app.gives, responses=responses, **others)
+        super().__init__(path, endpoint, "POST", response_model=app.gives, responses=responses, **others)
         if app.streams is not None:
             self.response_fields["stream"] = create_model_field("stream", app.streams, mode="serialization")  # for `reference`
         self.app = app

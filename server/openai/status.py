@@ -45,44 +45,44 @@ class Status:
     def routes(self) -> list[DescribedRoute]:
         stalled = {503: {"model": Health}}
         return [
-            DescribedRoute("/v1/models", self.models, "GET", ModelList),
-            DescribedRoute("/v1/models/", self.models, "GET", ModelList, include_in_schema=False),
-            DescribedRoute("/v1/models/{name:path}", self.model, "GET", ModelCard),
-            DescribedRoute("/health", self.health, "GET", Health, responses=stalled),
-            DescribedRoute("/health_generate", self.health, "GET", Health, responses=stalled),
-            DescribedRoute("/health/live", self.live, "GET", Health),
-            DescribedRoute("/ping", self.health, "GET", Health, responses=stalled),
-            DescribedRoute("/ping", self.health, "POST", Health, responses=stalled),
-            DescribedRoute("/metrics", self.metrics, "GET", response_class=PlainTextResponse),
-            DescribedRoute("/version", self.version, "GET", dict[str, str]),
-            DescribedRoute("/server_info", self.server_info, "GET", dict[str, Any]),
-            DescribedRoute("/load", self.load, "GET", dict[str, int]),
-            DescribedRoute("/tokenizer_info", self.tokenizer_info, "GET", dict[str, Any]),
+            DescribedRoute("/v1/models", self.models),
+            DescribedRoute("/v1/models/", self.models, include_in_schema=False),
+            DescribedRoute("/v1/models/{name:path}", self.model),
+            DescribedRoute("/health", self.health, responses=stalled),
+            DescribedRoute("/health_generate", self.health, responses=stalled),
+            DescribedRoute("/health/live", self.live),
+            DescribedRoute("/ping", self.health, responses=stalled),
+            DescribedRoute("/ping", self.health, "POST", responses=stalled),
+            DescribedRoute("/metrics", self.metrics, response_class=PlainTextResponse),
+            DescribedRoute("/version", self.version),
+            DescribedRoute("/server_info", self.server_info),
+            DescribedRoute("/load", self.load),
+            DescribedRoute("/tokenizer_info", self.tokenizer_info),
             DescribedRoute("/reset_prefix_cache", self.reset_prefix_cache, "POST", response_class=Response),
             DescribedRoute("/flush_cache", self.flush_cache, "POST", response_class=PlainTextResponse),
         ]
 
-    async def models(self) -> Any:
+    async def models(self) -> ModelList:
         """The models that are served."""
-        return {"object": "list", "data": [self._card(name) for name in self._service.names]}
+        return ModelList(object="list", data=[self._card(name) for name in self._service.names])
 
-    async def model(self, name: str) -> Any:
+    async def model(self, name: str) -> ModelCard:
         """One of the served models."""
         self._service.choose(name)
         return self._card(name)
 
-    async def health(self, response: Response) -> Any:
+    async def health(self, response: Response) -> Health:
         """200 only while the engine makes progress; 503 while it starts, stops or is stalled."""
         state = self._service.client.health.state
         if state != "ok":
             response.status_code, response.headers["Retry-After"] = 503, "5"
-        return {"status": "compiling" if state == "starting" and self._is_compiling() else state}
+        return Health(status="compiling" if state == "starting" and self._is_compiling() else state)
 
-    async def live(self) -> Any:
+    async def live(self) -> Health:
         """200 while the server process runs."""
-        return {"status": "ok"}
+        return Health(status="ok")
 
-    async def version(self) -> Any:
+    async def version(self) -> dict[str, str]:
         """The version of the server."""
         return {"version": VERSION}
 
@@ -90,7 +90,7 @@ class Status:
         """Metrics for Prometheus."""
         return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def load(self) -> Any:
+    async def load(self) -> dict[str, int]:
         """The number of choices that clients wait for."""
         return {"server_load": self._service.client.num_streams}
 
@@ -104,22 +104,23 @@ class Status:
         self._service.client.send(Forget(images=True))
         return Response("Cache flushed.\n", media_type="text/plain")
 
-    async def server_info(self) -> Any:
+    async def server_info(self) -> dict[str, Any]:
         """The settings, without secrets, and the latest numbers of the engine."""
         settings = {name: value for name, value in msgspec.structs.asdict(self._service.config).items() if name not in SECRETS}
         stats = msgspec.structs.asdict(self._service.client.stats)
         return {"version": VERSION, "model": self._service.model_names[0], "settings": settings, "stats": stats}
 
-    async def tokenizer_info(self) -> Any:
+    async def tokenizer_info(self) -> dict[str, Any]:
         """The tokenizer's settings as the checkpoint has them, and the chat template that is used."""
         checkpoint = self._service.checkpoint
         file = checkpoint.folder / "tokenizer_config.json"
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         return {**settings, "vocab_size": checkpoint.vocab_size, "chat_template": checkpoint.chat_template}
 
-    def _card(self, name: str) -> dict[str, Any]:
-        limit = self._service.client.stats.max_model_len or self._service.max_model_len  # 0 before the engine is ready
-        card = {"id": name, "object": "model", "created": self._created, "owned_by": "engine", "max_model_len": limit}
-        if name in self._service.variants:
-            return {**card, "root": name, "parent": self._service.model_names[0]}
-        return {**card, "root": self._service.config.model}
+    def _card(self, name: str) -> ModelCard:
+        service, is_variant = self._service, name in self._service.variants
+        return ModelCard(
+            id=name, object="model", created=self._created, owned_by="engine", root=name if is_variant else service.config.model,
+            max_model_len=service.client.stats.max_model_len or service.max_model_len,  # 0 before the engine is ready
+            parent=service.model_names[0] if is_variant else None,
+        )  # fmt: skip

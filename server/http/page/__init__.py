@@ -28,7 +28,7 @@ class Page:
         self._headers |= {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
     def route(self) -> DescribedRoute:
-        return DescribedRoute("/", self.show, "GET", response_class=HTMLResponse)
+        return DescribedRoute("/", self.show, response_class=HTMLResponse)
 
     async def show(self) -> Response:
         """Return the chat page. It is served without an API key; it asks the user for the key and sends it with requests."""

@@ -108,7 +108,7 @@ async def test_states_of_health() -> None:
     async def check(service: Service, *expected: object, is_compiling: bool = False) -> None:
         response = Response()
         answer = await Status(service, lambda: is_compiling).health(response)
-        assert (response.status_code, answer["status"]) == expected
+        assert (response.status_code, answer.status) == expected
 
     await check(starting, 503, "starting")
     await check(starting, 503, "compiling", is_compiling=True)
