@@ -18,7 +18,7 @@ class RequestError(ValueError):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None):
         super().__init__(message)
-        self.info = ErrorInfo(status, message, type=error_type(status), param=param, code=code, retry_after=retry_after)
+        self.info = ErrorInfo(status, message, param=param, code=code, retry_after=retry_after)
 
     @classmethod
     def of(cls, info: ErrorInfo) -> "RequestError":
@@ -31,12 +31,7 @@ invalid_image = functools.partial(RequestError, 422, code="invalid_image")
 no_vision = functools.partial(RequestError, 400, "this model does not support images", code="invalid_value")
 
 
-def error_type(status: int) -> str:
-    """Return OpenAI's `type` of an error with this HTTP status."""
-    return {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
-
-
-ABORTED = ErrorInfo(503, "The engine aborted this request.", error_type(503), code="aborted", retry_after=1)
+ABORTED = ErrorInfo(503, "The engine aborted this request.", code="aborted", retry_after=1)
 
 
 def overloaded(message: str, retry_after: int = 1) -> RequestError:
@@ -53,7 +48,7 @@ def error_of(failure: BaseException) -> ErrorInfo:
     if isinstance(failure, ArenaTooSmall):
         return ErrorInfo(413, "The images of this request exceed the server's media memory.")
     logger.error("a request could not be prepared", exc_info=failure)
-    return ErrorInfo(500, "The server failed to handle this request.", error_type(500))
+    return ErrorInfo(500, "The server failed to handle this request.")
 
 
 def forget_frames(failure: BaseException) -> None:

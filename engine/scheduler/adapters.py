@@ -16,7 +16,7 @@ from engine.wire.adapters import AdapterRef, LoadAdapter, number_of
 from engine.wire.messages import EngineRequest, ErrorInfo
 from engine.wire.metric import Info
 
-UNREADABLE = ErrorInfo(503, "The adapter could not be read: load it again.", "server_error", code="adapter_unreadable")
+UNREADABLE = ErrorInfo(503, "The adapter could not be read: load it again.", code="adapter_unreadable")
 
 
 @dataclass(slots=True)

@@ -36,9 +36,9 @@ from engine.wire.messages import (
 from engine.wire.reports import joined
 from engine.wire.stats import EngineStats
 
-QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", "server_error", code="overloaded", retry_after=5)
+QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", code="overloaded", retry_after=5)
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
-OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", "server_error", code="out_of_memory", retry_after=1)
+OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64
 QUICK_MS = 3.0  # device time of a quick step: the host needs 1 to 2 ms from the end of a step to the launch of the step after next

@@ -47,13 +47,18 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
     status: int
     message: str
-    type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None
 
+    @property
+    def type(self) -> str:
+        """Return OpenAI's `type` of an error with this status."""
+        kinds = {401: "authentication_error", 404: "not_found_error"}
+        return kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", "server_error", code="timeout")
+
+TIMED_OUT = ErrorInfo(504, "The request took longer than its timeout.", code="timeout")
 
 # api <-> processor
 

@@ -28,7 +28,7 @@ from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.checkpoint import read_checkpoint
 from server.dialects import anthropic, generate, pooling, responses, updates
-from server.errors import RequestError, error_type
+from server.errors import RequestError
 from server.http.client import Client
 from server.http.connection import ConnectionLimiter
 from server.http.guards import ApiKeyGuard, ErrorDialects, HostGuard, JsonGuard, error_response
@@ -46,7 +46,7 @@ from server.warm import warm_up
 # Registration of the dialects: routes, and error bodies that differ from OpenAI's, by path prefix.
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
 ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body, updates.UPDATE_PATHS: updates.refusal_body}
-SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", "server_error", code="shutting_down", retry_after=5)
+SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", code="shutting_down", retry_after=5)
 METRICS_PATH = "/metrics"
 TITLE = "A small serving engine for Qwen3-VL"
 LICENCE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
@@ -151,7 +151,7 @@ class Api:
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
         """Return HTTP 500. Starlette then raises the error again, and uvicorn logs it."""
-        info = ErrorInfo(500, "The server failed to handle this request.", error_type(500))
+        info = ErrorInfo(500, "The server failed to handle this request.")
         self._metrics.note_refusal(info)
         return error_response(info, request.scope)
 
@@ -162,7 +162,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         known = next((one for one in (f"/v1{path}", path.removeprefix("/v1")) if one in ENDPOINTS), None)
         words = f"There is no route {path[:100]}." + (f" Did you mean {known}?" if known else "")
-    info = ErrorInfo(error.status_code, words, error_type(error.status_code))
+    info = ErrorInfo(error.status_code, words)
     note_error(request.scope, info)
     response = error_response(info, request.scope)
     response.headers.update(error.headers or {})  # `Allow` of a 405

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from engine.launch.config import EngineConfig
 from engine.wire.messages import ErrorInfo
-from server.errors import error_body, error_type, overloaded
+from server.errors import error_body, overloaded
 from server.http.chunked import BadChunk, ChunkedDecoder, LineTooLong
 from server.http.guards import error_response, is_open
 
@@ -284,7 +284,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if not self._is_answering or not self.cycle.response_started:
-            body = error_body(ErrorInfo(status, message, error_type(status)))
+            body = error_body(ErrorInfo(status, message))
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         if self.transport.can_write_eof():

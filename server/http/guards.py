@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.wire.messages import ErrorInfo
-from server.errors import error_body, error_type
+from server.errors import error_body
 
 PORT = re.compile(r":\d*$")
 ERROR_BODY = "engine.error_body"
@@ -122,4 +122,4 @@ class JsonGuard(Guard):
 
 
 def _refusal(status: int, words: str, code: str, scope: Scope) -> Response:
-    return error_response(ErrorInfo(status, words, error_type(status), code=code), scope)
+    return error_response(ErrorInfo(status, words, code=code), scope)

@@ -120,7 +120,7 @@ async def test_states_of_health() -> None:
     await check(service, 503, "stopping")
 
 
-OVERLOADED = ErrorInfo(503, "full", "server_error", code="overloaded", retry_after=1)
+OVERLOADED = ErrorInfo(503, "full", code="overloaded", retry_after=1)
 
 
 @virtual
