@@ -20,8 +20,8 @@ from models.decoders.contract import LanguageModel
 from models.kernels.paged import AttentionBackend
 
 
-class Head:
-    """Prediction head, which proposes draft tokens. It only launches work, and its attention is not part of a captured graph."""
+class DraftHead:
+    """Draft head. It only launches work, and its attention is not part of a captured graph."""
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> None:
         assert model.predictor is not None and rows.hidden_TD is not None
@@ -43,8 +43,7 @@ class Head:
             self._predictor.top_tokens(found_SD)
 
     def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, samples: Samples, count: int) -> torch.Tensor:
-        """Return (S, count) tokens after each sample. The step's hidden states are at `indices_T` of `Rows.hidden_TD`. A chunk that ends
-        before an image is followed by its placeholder."""
+        """See `Head`. A chunk that ends before an image is followed by its placeholder."""
         put = self._staging.put
         self._staging.begin()
         next_T, hidden_T, sampled_S = put(self._next_ids(step)), put(indices_T), put(step.logits_indices)
@@ -99,9 +98,9 @@ class Head:
         return replace(layout, pages=pages, slot_mapping_T=slots_T)
 
 
-def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, staged_bytes: int) -> Head:
+def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, staged_bytes: int) -> DraftHead:
     """Return a warm head. Each pass stages at most `staged_bytes`."""
-    head = Head(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged_bytes, model.device))
+    head = DraftHead(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged_bytes, model.device))
     head.warm_up()
     return head
 

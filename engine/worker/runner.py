@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,13 +15,12 @@ from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo, StepPlan, StepResult
 from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
-from engine.worker.head import Head
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.profile import StepMemory
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.reports import NOTHING_READ, Readings
 from engine.worker.sampling.sampler import Sampled, Sampler
-from engine.worker.sampling.samples import HostSamples, Samples
+from engine.worker.sampling.samples import HostSamples, Int64s, Samples
 from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
@@ -82,6 +81,13 @@ class LaunchedStep:
             proposed=[] if proposed is None or self.rank else proposed[[run[-1] for run in kept]].tolist(),
             failed_loads=self.failed_loads,
         )
+
+
+class Head(Protocol):
+    """Prediction head, which proposes tokens."""
+
+    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, samples: Samples, count: int) -> torch.Tensor:
+        """Return (S, count) tokens after each sample. The step's hidden states are at `indices_T` of `Rows.hidden_TD`."""
 
 
 @dataclass(eq=False, repr=False)

@@ -33,7 +33,7 @@ from engine.wire.messages import (
 )
 from engine.wire.stats import Stages
 from engine.worker.graphs import StepGraphs
-from engine.worker.head import Head
+from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.rows import Rows
@@ -159,7 +159,7 @@ class Engine:
         if self.graphs is not None:
             self.graphs.capture()
         sampler = Sampler(TorchSampling(), num_seqs, max_samples, config, CHECKPOINT, CPU)
-        head = Head(model, attention, rows, Staging(1 << 22, CPU)) if config.text.has_head else None
+        head = DraftHead(model, attention, rows, Staging(1 << 22, CPU)) if config.text.has_head else None
         staging, more = Staging(1 << 22, CPU), {"head": head, "slots": slots}
         self._runner = Runner(model, attention, rows, sampler, images, staging, self.graphs, self._arena, tp, **more)
         self.alter: Callable[[PlannedStep, StepResult], StepResult] = lambda step, result: result
