@@ -27,6 +27,7 @@ from engine.wire.params import PARAMETERS, OutputOptions, SamplingParams
 from engine.wire.stats import Stages
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
+from server.grammar.request import CUT_OFF, read_grammar
 from server.http.body import Body, check_text_bytes, read_body
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
@@ -36,7 +37,6 @@ from server.http.reply import GatheredReply, Reply
 from server.http.streaming import Format, ReplyOptions
 from server.http.validate import check, read_object
 from server.openai.fields import LogOnce
-from server.openai.grammar import CUT_OFF, read_grammar
 from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 
 Checked = TypeVar("Checked", bound=AnyRequest)

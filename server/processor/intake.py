@@ -40,7 +40,7 @@ from engine.wire.messages import (
 )
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
-from server.processor.grammar import AnswerGrammars
+from server.grammar.answer import AnswerGrammars
 from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image

@@ -15,7 +15,7 @@ from engine.grammar.compile import MAX_TOKEN_S, follow
 from engine.guests import MAX_CLIENTS, GuestDied, GuestKilled, GuestPool
 from engine.wire.grammar import Grammar
 from server.errors import RequestError
-from server.processor.grammar import AnswerGrammars
+from server.grammar.answer import AnswerGrammars
 from tests.eventually import HANG_GUARD_S
 
 GRAMMAR = Grammar("regex", "a+")

@@ -16,12 +16,12 @@ from engine.wire.params import MAX_BAD_WORDS, MAX_BIASED, MAX_LOGIT_EDITS, MAX_S
 from server.checkpoint import SamplingDefaults
 from server.dialects import anthropic, responses
 from server.errors import RequestError
+from server.grammar.request import read_grammar
 from server.http.scan import Scanner
 from server.http.validate import check, read_object
 from server.openai.conversation import read_conversation
 from server.openai.endpoint import sampling_params
 from server.openai.fields import HARMLESS, LIMITED, LogOnce
-from server.openai.grammar import read_grammar
 from server.openai.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 
 SEED = 5

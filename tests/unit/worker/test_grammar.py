@@ -12,11 +12,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from engine.grammar import masks
 from engine.grammar.compile import compiled as compile_grammar
+from engine.grammar.masks import TokenRules
 from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
 from engine.wire.messages import Admit, Region, SamplingParams
-from engine.worker.sampling import grammar
-from engine.worker.sampling.grammar import TokenRules
 from engine.worker.sampling.samples import SampleTable
 from models.checkpoint.load import init_dummy_weights
 from models.decoders.qwen3_vl import Qwen3VL
@@ -102,7 +102,7 @@ def test_a_grammar_that_holds_all_others_up_ends_its_request(
     for _ in range(3):
         engine.step()
     engine.propose = lambda request: (5, 6)
-    monkeypatch.setattr(grammar, "SLOW_S", -1.0)  # any time is too long
+    monkeypatch.setattr(masks, "SLOW_S", -1.0)  # any time is too long
     engine.run()
     assert "too long to evaluate" in engine.errors[0] and 1 not in engine.errors
     assert engine.tokens[1] == plain.run()[1]
