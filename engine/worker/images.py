@@ -119,8 +119,8 @@ class ImageCache:
         own = self._encode_if_possible(share, encoded)
         if shares.together:
             own.append(self._encode_part([encodes[image] for image in shares.together], encoded))
-        if own:
-            self._let_current_stream_wait()
+        if own and self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         if self.tp.size == 1:
             self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
         elif encodes:
@@ -262,11 +262,6 @@ class ImageCache:
         """Divide images over the ranks. If any has a slot, no image is split over the ranks, since only the groups of a rank have slots."""
         costs = None if any(encode.slot >= 0 for encode in encodes) else self.split_costs
         return share_out([math.prod(encode.grid) for encode in encodes], self.tp.size, costs)
-
-    def _let_current_stream_wait(self) -> None:
-        """Make the current stream wait for all work of the tower's stream."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def _zeros(self, num_tokens: int) -> torch.Tensor:
         return torch.zeros(self._shape(num_tokens), dtype=self._tower.dtype, device=self._tower.device)

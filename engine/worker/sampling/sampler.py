@@ -55,7 +55,7 @@ class Sampler:
     ):
         self.rules = TokenRules(model_folder, max_num_seqs, max_samples, config.text.vocab_size, device)
         self._ops, self._max_samples = ops, max_samples
-        self._eos_ids = config.eos_token_ids
+        self._eos_ids, self._vocab_size, self._device = config.eos_token_ids, config.text.vocab_size, device
         self._state = LogitState(max_num_seqs, config.text.vocab_size, device)
 
     def admit(self, row: int, params: SamplingParams, ids: Int32s, num_prompt: int) -> None:
@@ -65,14 +65,13 @@ class Sampler:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run every stage, so that no request waits for a compiler."""
-        _, vocab_size, device = self._state.shape
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
         positions = range(1, 1 + min(2, self._max_samples))
         for params in kinds:
             self.admit(0, params, np.zeros(1, dtype=np.int32), 1)
-            samples = samples_of([params], positions, self._ops.max_top_k, device)
-            everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
-            logits_SV = torch.zeros((len(positions), vocab_size), device=device)
+            samples = samples_of([params], positions, self._ops.max_top_k, self._device)
+            everything = torch.full((1, -(-self._vocab_size // 32)), -1, dtype=torch.int32, device=self._device)
+            logits_SV = torch.zeros((len(positions), self._vocab_size), device=self._device)
             self.sample(logits_SV, samples, (torch.zeros_like(samples.rows_S[:1]), everything))
 
     def sample(self, logits_SV: torch.Tensor, samples: Samples, mask: Mask | None) -> Sampled:

@@ -44,11 +44,6 @@ class LogitState:
         values = self._records[:, (end - kind.itemsize) // 4 : end // 4].unflatten(1, kind.shape)
         return values.view(torch.float32) if kind.base.kind == "f" else values
 
-    @property
-    def shape(self) -> tuple[int, int, torch.device]:
-        """Number of rows, vocabulary size, and device."""
-        return *self._counts_RV.shape, self._device
-
     def admit(self, row: int, params: SamplingParams, ids: Int32s, num_prompt: int, eos_ids: Sequence[int]) -> None:
         """Assign row `row` to this request; the first `num_prompt` of `ids` are the prompt."""
         changes = changes_of(params)
