@@ -61,7 +61,7 @@ class FreeList:
 class BlockPool:
     """Ref-counted KV blocks with a hash directory. The contents are in the workers.
 
-    Invariant (`check`): a block is in the free list exactly if its count is 0, and hash <-> block is one to one.
+    Invariant (`checks`): a block is in the free list exactly if its count is 0, and hash <-> block is one to one.
     """
 
     def __init__(self, num_blocks: int, block_size: int, snapshot_share: float = 1.0):
@@ -151,10 +151,6 @@ class BlockPool:
     def forget_all(self) -> None:
         for block in [*self._cached.values(), *self._snapshot_names]:
             self._forget(block)
-
-    def check(self) -> None:
-        for _ in self.checks():
-            pass
 
     def checks(self) -> Iterator[None]:
         """Assert the invariant, CHECKED_AT_ONCE blocks at a time."""

@@ -67,42 +67,42 @@ class ArenaView:
         return self.buffer[offset : offset + length]
 
 
-class Regions:
-    """First-fit allocation of ranges of `[0, size)`: offsets only. Not thread-safe.
+class Arena(ArenaView):
+    """Writer's side of an arena, with first-fit allocation. Not thread-safe.
 
     Invariant (`check`): allocated and free ranges tile `[0, size)`, and no two free ranges touch.
     """
 
-    def __init__(self, size: int):
-        self.size = size
-        self._free_starts = [0] if size else []
-        self._free_ends = [size] if size else []
+    def __init__(self, fd: int, size: int):
+        super().__init__(fd, size, writable=True)
+        self._free_starts, self._free_ends = [0], [size]
         self._allocated: dict[int, int] = {}  # offset -> end
+        self._reserved = min(size, RESIDENT_BYTES)  # bytes from the beginning that have memory
 
     def is_empty(self) -> bool:
         return not self._allocated
-
-    def offsets(self) -> set[int]:
-        return set(self._allocated)
 
     @property
     def num_free(self) -> int:
         return sum(self._free_ends) - sum(self._free_starts)
 
-    def can_hold(self, length: int) -> bool:
-        """Return whether a region of `length` bytes fits if it is the only one."""
-        return _aligned(length) <= self.size
-
-    def alloc(self, length: int) -> int | None:
-        """Return the offset of a new region of at least `length` bytes; None if no free range is large enough."""
-        if (start := self.find(length)) is not None:
-            need = _aligned(length)
-            self._take(bisect.bisect_left(self._free_starts, start), need)
-            self._allocated[start] = start + need
-        return start
+    def alloc(self, length: int) -> int:
+        """Return the offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
+        if (need := _aligned(length)) > self.size:
+            raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
+        if (offset := self.find(length)) is None:
+            raise ArenaFull(f"no space for {length} bytes")
+        self._take(bisect.bisect_left(self._free_starts, offset), need)
+        self._allocated[offset] = offset + need
+        try:
+            self._reserve(offset + length)
+        except OSError as problem:
+            self.free(offset)
+            raise ArenaFull(f"no memory for {length} bytes") from problem
+        return offset
 
     def find(self, length: int) -> int | None:
-        """Return the offset that `alloc` would return now."""
+        """Return the offset that `alloc` would return now; None if no free range is large enough."""
         need = _aligned(length)
         ranges = zip(self._free_starts, self._free_ends, strict=True)
         return next((start for start, end in ranges if end - start >= need), None)
@@ -122,7 +122,7 @@ class Regions:
             self._free_starts.insert(i, offset)
             self._free_ends.insert(i, end)
 
-    def extend(self, offset: int, length: int) -> bool:
+    def _extend(self, offset: int, length: int) -> bool:
         """Extend the region at `offset` to `length` bytes in place; False if the next range is not free."""
         end = self._allocated[offset]
         need = _aligned(length)
@@ -154,20 +154,6 @@ class Regions:
         for end, start in zip(self._free_ends, self._free_starts[1:], strict=False):
             assert end < start, "two free ranges touch"
 
-    def _take(self, i: int, need: int) -> None:
-        self._free_starts[i] += need
-        if self._free_starts[i] == self._free_ends[i]:
-            del self._free_starts[i], self._free_ends[i]
-
-
-class Arena(ArenaView, Regions):
-    """Writer's side of an arena. Not thread-safe."""
-
-    def __init__(self, fd: int, size: int):
-        ArenaView.__init__(self, fd, size, writable=True)
-        Regions.__init__(self, size)
-        self._reserved = min(size, RESIDENT_BYTES)  # bytes from the beginning that have memory
-
     async def prepare(self, length: int, offset: int | None = None) -> None:
         """Reserve memory for the next region of `length` bytes, or for one at `offset`, in steps that yield to the event loop."""
         with contextlib.suppress(OSError):  # `alloc` reports it again
@@ -189,24 +175,10 @@ class Arena(ArenaView, Regions):
             self._map.madvise(mmap.MADV_REMOVE, start, self._reserved - start)
             self._reserved = start
 
-    def alloc(self, length: int) -> int:
-        """Return the offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
-        if not self.can_hold(length):
-            raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
-        offset = super().alloc(length)
-        if offset is None:
-            raise ArenaFull(f"no space for {length} bytes")
-        try:
-            self._reserve(offset + length)
-        except OSError as problem:
-            self.free(offset)
-            raise ArenaFull(f"no memory for {length} bytes") from problem
-        return offset
-
     def grow(self, offset: int, used: int, length: int) -> int:
         """Extend the region at `offset` to `length` bytes, moving its first `used` bytes if necessary. Return its offset."""
         capacity = self._allocated[offset] - offset
-        if self.extend(offset, length):
+        if self._extend(offset, length):
             try:
                 self._reserve(offset + length)
             except OSError as problem:
@@ -217,6 +189,11 @@ class Arena(ArenaView, Regions):
         self.buffer[moved : moved + used] = self.buffer[offset : offset + used]
         self.free(offset)
         return moved
+
+    def _take(self, i: int, need: int) -> None:
+        self._free_starts[i] += need
+        if self._free_starts[i] == self._free_ends[i]:
+            del self._free_starts[i], self._free_ends[i]
 
     def _reserve(self, end: int) -> None:
         """Reserve memory up to `end`, rounded up to whole pages. Raises OSError."""

@@ -110,5 +110,5 @@ def test_snapshots_keep_to_their_share() -> None:
     assert blocks is not None
     pool.commit_snapshot(blocks, b"d")
     assert [bool(pool.snapshot(name)) for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
-    pool.check()
+    list(pool.checks())
     assert pool.num_free == 12

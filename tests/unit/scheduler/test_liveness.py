@@ -178,7 +178,7 @@ def test_blocks_are_checked_in_slices() -> None:
     blocks = pool.alloc(2)
     assert blocks is not None
     pool.commit(blocks[0], b"x" * 16)
-    pool.check()
+    list(pool.checks())
     pool._refs[blocks[1]] = 0
     with pytest.raises(AssertionError):
-        pool.check()
+        list(pool.checks())

@@ -348,7 +348,7 @@ class ServedApi(HttpServer):
         self.api.arena.check()
         assert self.api.arena.is_empty()
         self._outbox.close()
-        self._child.close()
+        self._child._status.close()
         for fd in self._fds:
             os.close(fd)
         shutil.rmtree(self.run_dir)

@@ -115,4 +115,4 @@ class InProcess:
             await server.listen(self._listener)
         inbox.close()
         for child in children.values():
-            child.close()
+            child._status.close()
