@@ -56,9 +56,9 @@ class AdapterRoutes:
         variants, name = self._service.variants, asked.lora_name
         is_known = name in variants
         if name in self._service.model_names or (is_known and not asked.load_inplace):
-            raise bad_value("lora_name", f"'{name[:100]}' is served already", "invalid_value")
+            raise bad_value("lora_name", f"'{name[:100]}' is served already")
         if not is_known and len(variants) >= MAX_ADAPTERS:
-            raise bad_value("lora_name", f"at most {MAX_ADAPTERS} adapters are served: unload one", "invalid_value")
+            raise bad_value("lora_name", f"at most {MAX_ADAPTERS} adapters are served: unload one")
         adapter = await asyncio.to_thread(self._read, name, asked.lora_path)
         variants[name] = variant_of(adapter)
         logger.info("loaded the adapter %s from %s", name, adapter.folder)
@@ -80,7 +80,7 @@ class AdapterRoutes:
         except (OSError, ValueError):  # such as a loop of links or a zero byte
             found = Path("/")
         if not found.is_relative_to(root) or found == root:
-            raise bad_value("lora_path", "must be a folder below --lora-root", "invalid_value")
+            raise bad_value("lora_path", "must be a folder below --lora-root")
         if not found.is_dir():
             raise RequestError(404, "lora_path: there is no such folder", "lora_path", "not_found")
         try:
