@@ -159,9 +159,6 @@ class Format(ABC):
     """Serialisation of an answer. Methods that return bytes return complete SSE messages or the whole document."""
 
     @abstractmethod
-    def __init__(self, options: ReplyOptions): ...
-
-    @abstractmethod
     def first_chunk(self, choice: Choice) -> bytes:
         """Return the chunk before the first token."""
 
