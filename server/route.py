@@ -224,8 +224,8 @@ async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) ->
         logger.warning("%s: %s", upstream.url.origin(), type(error).__name__)
         if upstream.content_type == "text/event-stream":
             await send({"type": "http.response.body", "body": b"data: " + error_body(DIED) + b"\n\n", "more_body": True})
-        elif (reader := direct_reader(scope)) is not None:
-            reader.abort()  # a regular end would make the answer look complete
+        else:
+            direct_reader(scope).abort()  # a regular end would make the answer look complete
             return
     await send({"type": "http.response.body"})
 

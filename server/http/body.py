@@ -89,7 +89,7 @@ class Pace:
 async def read_body(
     receive: Receive,
     length: int | None,
-    direct: DirectReader | None,
+    direct: DirectReader,
     arena: Arena,
     config: EngineConfig,
     client: Client,
@@ -112,7 +112,7 @@ async def read_body(
             while await _receive_piece(receive, region, scanner, config.max_body_bytes, pace):
                 _check_capacity(arena, region.capacity, 0)
                 rest = (length or 0) - region.used
-                if rest >= MIN_DIRECT_BYTES and direct is not None and direct.is_ready:
+                if rest >= MIN_DIRECT_BYTES and direct.is_ready:
                     await _read_directly(direct, rest, body, config.max_images_per_request, pace)
                     break
         except TimeoutError:

@@ -140,6 +140,6 @@ class DirectReader(asyncio.BufferedProtocol):
             self._http.flow.resume_reading()
 
 
-def direct_reader(scope: Scope) -> DirectReader | None:
-    reader: DirectReader | None = scope.get("extensions", {}).get(EXTENSION)
+def direct_reader(scope: Scope) -> DirectReader:
+    reader: DirectReader = scope["extensions"][EXTENSION]
     return reader

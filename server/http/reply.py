@@ -54,11 +54,9 @@ class Answer(ABC):
         try:
             async with asyncio.timeout_at(self._deadline):
                 await self._answer(scope, receive, send)
-                if (reader := direct_reader(scope)) is not None:
-                    await reader.drain()
+                await direct_reader(scope).drain()
         except (ClientDisconnect, TimeoutError):
-            if (reader := direct_reader(scope)) is not None:
-                reader.abort()  # the client may still be connected and read too slowly
+            direct_reader(scope).abort()  # the client may still be connected and read too slowly
             if not self._has_status:
                 self._metrics.note_response(CLIENT_CLOSED_REQUEST)
         finally:

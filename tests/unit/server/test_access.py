@@ -1,6 +1,7 @@
 """Who gets in, what probes are told, how long a request may take, and which seed it gets."""
 
 import asyncio
+import json
 import random
 import resource
 import time
@@ -20,6 +21,7 @@ from server.http.client import Client
 from server.openai.endpoint import LARGE_JSON_BYTES
 from server.openai.status import Status
 from tests.unit.server.in_process import client_of, serving, settle, virtual
+from tests.unit.server.raw_http import request_of, text_body
 from tests.unit.server.stack import Stack
 
 
@@ -127,13 +129,11 @@ OVERLOADED = ErrorInfo(503, "full", code="overloaded", retry_after=1)
 async def test_the_field_and_the_flag_become_the_deadline(model_folder: Path) -> None:
     for limit, field, expected in ((None, None, None), (None, 5.5, 5.5), (20, None, 20), (20, 100, 20), (20, 3, 3)):
         with serving(model_folder, request_timeout=limit) as api:
-            body = {"messages": [{"role": "user", "content": "x"}], **({} if field is None else {"timeout": field})}
-            assert (await api.http.post("/v1/chat/completions", json=body)).status_code == 200
+            wire = await api.ask(*(request_of(text_body(timeout=value)) for value in (field, 0, -1, "5", 1e9)))
+            assert wire.statuses == [200, 400, 400, 400, 400]
+            assert all(json.loads(text)["error"]["param"] == "timeout" for _, text in wire.answers[1:])
             (submit,) = api.submits
             assert submit.deadline == (None if expected is None else submit.stages.received + expected)
-            for bad in (0, -1, "5", 1e9):
-                refused = await api.http.post("/v1/chat/completions", json={**body, "timeout": bad})
-                assert refused.json()["error"]["param"] == "timeout", bad
 
 
 def test_a_deadline_ends_the_preparation_too(stack: Stack) -> None:
@@ -168,15 +168,9 @@ async def test_a_large_request_does_not_take_the_seed_of_a_later_one(model_folde
 
     monkeypatch.setattr(asyncio, "to_thread", wait_and_read)
     with serving(model_folder, seed=1) as api:
-
-        async def ask(text: str) -> None:
-            body = {"messages": [{"role": "user", "content": text}]}
-            assert (await api.http.post("/v1/chat/completions", json=body)).status_code == 200
-
-        first = asyncio.create_task(ask("x" * LARGE_JSON_BYTES))
-        await settle()
-        await ask("x")
+        wires = [await api.ask(request_of(text_body("x" * size))) for size in (LARGE_JSON_BYTES, 1)]
         may_read.set()
-        await first
+        await settle()
+        assert [wire.statuses for wire in wires] == [[200], [200]]
     expected = random.Random(1)
     assert [submit.params.seed for submit in reversed(api.submits)] == [expected.getrandbits(63) for _ in range(2)]
