@@ -100,12 +100,10 @@ def _bytes_of(region: Region, arena: ArenaView) -> bytes:
 class TokenRules:
     """Grammars and allowed tokens of all rows, for steps of up to `max_samples`. `model_folder` has the tokenizer of their compilation."""
 
-    def __init__(self, model_folder: Path, max_num_seqs: int, max_samples: int, vocab_size: int, device: torch.device):
+    def __init__(self, model_folder: Path, max_samples: int, vocab_size: int, device: torch.device):
         self._folder = model_folder
         self._num_words = -(-vocab_size // 32)
-        self._sessions: list[Session | None] = [None] * max_num_seqs
-        self._allowed: list[Int32s | None] = [None] * max_num_seqs  # bits of the allowed tokens, as in a mask
-        self._is_limited = [False] * max_num_seqs  # by a grammar or a list
+        self._limited: dict[int, tuple[Session | None, Int32s | None]] = {}  # rows: grammar, and mask of the allowed tokens
         self._pending: deque[Pending] = deque()
         self._staging = Staging(max_samples * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._vocabulary: TokenizerInfo | None = None
@@ -120,16 +118,17 @@ class TokenRules:
 
     def admit(self, admit: Admit, arena: ArenaView | None) -> None:
         """Assign the row to a request. Grammars are read from `arena`; None on ranks that do not sample."""
-        row, allowed, grammar = admit.row, admit.params.allowed_token_ids, None if arena is None else admit.grammar
-        self._allowed[row] = bits_of(allowed, self._num_words) if allowed else None
-        self._is_limited[row] = grammar is not None or bool(allowed)
-        self._sessions[row] = None
-        if grammar is not None and arena is not None:
+        self._limited.pop(admit.row, None)
+        session, allowed = None, admit.params.allowed_token_ids
+        if admit.grammar is not None and arena is not None:
             from xgrammar import GrammarMatcher
 
-            session = self._sessions[row] = Session(GrammarMatcher(self._compiled_of(_bytes_of(grammar.region, arena))), grammar.after)
+            compiled = self._compiled_of(_bytes_of(admit.grammar.region, arena))
+            session = Session(GrammarMatcher(compiled), admit.grammar.after)
             for token_id in admit.output_ids:
                 session.take(token_id)
+        if session is not None or allowed:
+            self._limited[admit.row] = session, bits_of(allowed, self._num_words) if allowed else None
 
     def handlers(self, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> dict[type, Callable[[Any], object]]:
         """Return the handlers of the processor's messages; see `Runner.handlers`."""
@@ -149,11 +148,9 @@ class TokenRules:
 
     def masks(self, samples: HostSamples) -> Mask | None:
         """Return the masks of permitted tokens; None if all are permitted. Waits for the previous tokens if a row has a grammar."""
-        if not any(map(self._is_limited.__getitem__, samples.rows.tolist())):
+        if self._limited.keys().isdisjoint(samples.rows.tolist()):
             return None
-        found = [
-            (first, self._sessions[row], self._allowed[row], tokens) for first, row, tokens in samples.per_row() if self._is_limited[row]
-        ]
+        found = [(first, *self._limited[row], tokens) for first, row, tokens in samples.per_row() if row in self._limited]
         if any(session is not None for _, session, _, _ in found):
             while self._pending:
                 self._take(self._pending.popleft())
@@ -179,9 +176,11 @@ class TokenRules:
     def note(self, samples: HostSamples, tokens_S: torch.Tensor, watch: Stopwatch) -> dict[int, ErrorInfo]:
         """Note sampled tokens, which are on the host when `watch` is done. Return errors by index among the sampled
         chunks, for each whose grammar was too slow and is no longer enforced."""
-        if not any(map(self._sessions.__getitem__, samples.rows.tolist())):
+        if self._limited.keys().isdisjoint(samples.rows.tolist()):
             return {}
-        sessions = [self._sessions[row] for _, row, _ in samples.per_row()]
+        sessions = [self._limited.get(row, (None, None))[0] for _, row, _ in samples.per_row()]
+        if not any(sessions):
+            return {}
         self._pending.append((sessions, samples, tokens_S, watch))
         return {index: TOO_SLOW for index, session in enumerate(sessions) if session is not None and session.is_slow}
 

@@ -53,7 +53,7 @@ class Sampler:
     def __init__(
         self, ops: SamplingOps, max_num_seqs: int, max_samples: int, config: ModelConfig, model_folder: Path, device: torch.device
     ):
-        self.rules = TokenRules(model_folder, max_num_seqs, max_samples, config.text.vocab_size, device)
+        self.rules = TokenRules(model_folder, max_samples, config.text.vocab_size, device)
         self._ops, self._max_samples = ops, max_samples
         self._eos_ids, self._vocab_size, self._device = config.eos_token_ids, config.text.vocab_size, device
         self._state = LogitState(max_num_seqs, config.text.vocab_size, device)

@@ -163,7 +163,7 @@ def test_wrong_grammars_are_refused() -> None:
 
 
 def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes]) -> None:
-    rules, done = TokenRules(CHECKPOINT, 4, 4, 768, torch.device("cpu")), threading.Semaphore(0)
+    rules, done = TokenRules(CHECKPOINT, 4, 768, torch.device("cpu")), threading.Semaphore(0)
     processor: Any = SimpleNamespace(send=lambda message: done.release())
     for data in (b"damaged", compiled["schema"]):
         arena: Any = SimpleNamespace(view=lambda offset, length, data=data: data)
