@@ -46,7 +46,7 @@ from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance
 from server.processor.media.medium import Medium, release_all
-from server.processor.request import Answer, Request, tools_of
+from server.processor.request import Answer, Prepared, Request, tools_of
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
 from server.processor.text.reasoning import OutputText, ThinkTokens
@@ -159,7 +159,7 @@ class Intake:
 
         self.tasks.create_task(end())
 
-    async def _prepare(self, request: Request) -> EngineRequest | ErrorInfo:
+    async def _prepare(self, request: Request) -> Prepared:
         """Prepare a request. Errors are returned, not raised: a task keeps the stack of an exception."""
         deadline = request.submit.deadline
         try:
@@ -171,8 +171,9 @@ class Intake:
                 return TIMED_OUT
             return request.error_of(failure)
 
-    async def _build(self, request: Request) -> EngineRequest:
-        """Build the scheduler's request. Images load in the pools while the prompt is rendered and tokenised."""
+    async def _build(self, request: Request) -> EngineRequest | Event:
+        """Build the scheduler's request, or the event of a request that is only counted. Images load in the pools while the prompt is
+        rendered and tokenised."""
         submit, media = request.submit, request.media
         allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
         size = self._prompts.size(submit.prompt) + len(submit.prediction)
@@ -195,8 +196,9 @@ class Intake:
         prompt = self._prompts.expand(ids, [medium.visual for medium in media])
         num_prompt = len(prompt.ids)
         if submit.is_counted_only:
-            request.counted = [] if isinstance(submit.prompt, TokenPrompt) else prompt.ids.tolist()
-        elif num_prompt >= self.max_model_len:
+            counted = [] if isinstance(submit.prompt, TokenPrompt) else prompt.ids.tolist()
+            return Event(submit.rid, echo, finish_reason="stop", num_prompt_tokens=num_prompt, prompt_ids=counted)
+        if num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
         request.regions["prompt"] = self._put(prompt.ids)
         if predicted:
@@ -263,7 +265,7 @@ class Intake:
             limit = self.max_model_len - max(1, min(submit.params.max_tokens or 1, self.max_model_len - 1))
         return ids[:limit] if submit.keeps_beginning else ids[-limit:]
 
-    async def _hand_over(self, request: Request, task: "asyncio.Task[EngineRequest | ErrorInfo]", strays: list[Image]) -> None:
+    async def _hand_over(self, request: Request, task: asyncio.Task[Prepared], strays: list[Image]) -> None:
         """Send a prepared request to the scheduler, or release it if it failed or was aborted. Also release `strays`: payloads elsewhere in
         the body that look like images."""
         rid, prepared = request.submit.rid, None
@@ -272,17 +274,15 @@ class Intake:
             prepared = task.result()
         request.task = None
         await release_all(strays)
-        if not isinstance(prepared, EngineRequest) or request.is_ended or request.submit.is_counted_only:
-            await request.release(self.allocator)
-            del self.requests[rid]
-        else:
+        if isinstance(prepared, EngineRequest) and not request.is_ended:
             request.is_in_scheduler = True
             self.scheduler.send(prepared)
-        event = Event(rid, error=prepared) if isinstance(prepared, ErrorInfo) else None
-        if isinstance(prepared, EngineRequest) and request.submit.is_counted_only and not request.is_ended:
-            echo, num_tokens = request.answers[0].echo, request.num_prompt_tokens
-            event = Event(rid, echo, finish_reason="stop", num_prompt_tokens=num_tokens, prompt_ids=request.counted)
-        self._send_event(event, request.submit.body)
+        else:
+            await request.release(self.allocator)
+            del self.requests[rid]
+        if isinstance(prepared, ErrorInfo):
+            prepared = Event(rid, error=prepared)
+        self._send_event(prepared if isinstance(prepared, Event) else None, request.submit.body)
 
     def _send_event(self, event: Event | None, body: int | None) -> None:
         if event is not None or body is not None:

@@ -18,6 +18,8 @@ from server.processor.text.reasoning import OutputText
 from server.processor.text.scores import PromptScores
 from server.region import Region
 
+Prepared = EngineRequest | Event | ErrorInfo  # for the scheduler; the only event of a request that is only counted; or its error
+
 
 class PendingToken(NamedTuple):
     begin: int
@@ -42,9 +44,8 @@ class Request:
     media: list[Medium]
     answers: list[Answer]
     preface: PromptScores | None = None  # sent before the first token, in parts, so that other requests do not wait
-    task: asyncio.Task[EngineRequest | ErrorInfo] | None = None  # while it is prepared
+    task: asyncio.Task[Prepared] | None = None  # while it is prepared
     regions: dict[str, Region] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
-    counted: list[int] = field(default_factory=list)  # token ids of a request that is only counted
     is_in_scheduler: bool = False
     is_ended: bool = False  # all its answers have ended or were aborted
     num_prompt_tokens: int = 0
