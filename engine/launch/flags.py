@@ -214,8 +214,8 @@ def parse_args(argv: list[str] | None = None) -> EngineConfig:
 def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
     """Return the configuration and a line for each flag without effect. Raises BadFlags."""
     parser = make_parser()
-    words = _rewrite(argv)
-    known, unknown = parser.parse_known_args(words)
+    parser.set_defaults(model=None)  # until it is known whether the model is given otherwise
+    known, unknown = parser.parse_known_args(_rewrite(argv))
     values = vars(known)
     notes, problems = settle(values)
     problems = parser.problems + problems
@@ -228,23 +228,17 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
     for name, (separator, marks) in LISTS.items():
         given = values[name] or []
         ends = len(given) > 1 and not set(marks) & set(given[-1])
-        if ends and positional is None and not _names_model(parser, words, values):
+        if ends and positional is None and values["model"] is None:
             positional = given.pop()  # `--served-model-name x MODEL`
         values[name] = separator.join(given) or None
-    if positional is not None:
-        if values["model"] not in (parser.get_default("model"), positional):
-            raise BadFlags(f"the model is given twice: {positional} and --model {values['model']}")
-        values["model"] = positional
+    if positional is not None and values["model"] not in (None, positional):
+        raise BadFlags(f"the model is given twice: {positional} and --model {values['model']}")
+    values["model"] = positional or values["model"] or EngineConfig().model
     config = EngineConfig(**values)
     if problems := list(find_problems(config)):
         raise BadFlags("; ".join(problems))
     strangers = sorted(read_variables() - {action.env_var for action in parser._actions if action.env_var})
     return config, notes + [f"{name} is not the variable of any flag" for name in strangers]
-
-
-def _names_model(parser: Parser, words: list[str], values: dict[str, Any]) -> bool:
-    flags = {flag for action in parser._actions if action.dest == "model" for flag in action.option_strings}
-    return values["model"] != parser.get_default("model") or any(word.partition("=")[0] in flags for word in words)
 
 
 def _rewrite(argv: Sequence[str]) -> list[str]:

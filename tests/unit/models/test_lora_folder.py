@@ -103,7 +103,7 @@ def test_modules_of_the_command_line(tiny_folder: Path, tmp_path: Path, config: 
     a, b, c = map(str, folders.values())
     for text in (f"x={a} y={b} z={c}", f'x={a},y={b} {{"name": "z", "path": "{c}"}}', json.dumps({"x": a, "y": b, "z": c})):
         found = named_adapters(EngineConfig(lora_modules=text), config, ["base"])
-        assert [(each.name, each.ref.folder, each.ref.number) for each in found] == [("x", a, 1), ("y", b, 2), ("z", c, 3)]
+        assert [(each.name, each.folder, each.number) for each in found] == [("x", a, 1), ("y", b, 2), ("z", c, 3)]
     for text, words in (
         ("x", "must be name=folder"), (f"x={a} x={b}", "x: the name is already"), (f"base={a}", "already used"), ("{", "not JSON"),
         ('{"path": "x"}', "name and a path"), ("x=/nowhere", "x: there is no adapter_config.json"),
