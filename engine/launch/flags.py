@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import configargparse
-import msgspec
 
 from engine.launch.compat import ADVICE, BY_NAME, FLAGS, SAME_VALUES, settle
 from engine.launch.config import GIB, KIB, MIB, VERSION, EngineConfig, Words, find_problems, read_variables
 
 SUFFIXES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": KIB, "M": MIB, "G": GIB}
+PROGRAM = "engine.serve"
 NEGATIONS = ("--no-", "--disable-", "--without-")
 
 # Groups of --help: first field of each group, in the order of the fields.
@@ -36,7 +36,7 @@ COMMON = (  # flags of `--help` without `all`
     "max_num_seqs", "draft", "gpu_memory_utilization", "plan",
 )  # fmt: skip
 HELP_WIDTH = 110
-HINTS = get_type_hints(EngineConfig, include_extras=True)
+HINTS, DEFAULTS = get_type_hints(EngineConfig, include_extras=True), EngineConfig()
 LISTS: dict[str, Words] = {name: parts[2] for name, hint in HINTS.items() if len(parts := get_args(hint)) > 2}
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
 SUFFIX_METAVARS = {"_bytes": "SIZE", "_memory": "SIZE", "_path": "PATH", "file": "FILE", "_template": "FILE", "_timeout": "SECONDS"}
@@ -105,7 +105,7 @@ def parse_number(text: str) -> int:
 
 def make_parser() -> Parser:
     parser = Parser(
-        "engine.serve", usage="%(prog)s [MODEL] [--flag VALUE ...]", allow_abbrev=False,
+        PROGRAM, usage="%(prog)s [MODEL] [--flag VALUE ...]", allow_abbrev=False,
         description="Serve a vision-language model behind an OpenAI-compatible API. Environment variables set flags, too: ENGINE_PORT.",
         formatter_class=HelpFormatter, add_help=False,
         config_file_parser_class=configargparse.YAMLConfigFileParser, auto_env_var_prefix="ENGINE_", add_env_var_help=False,
@@ -130,11 +130,10 @@ def add_flags(
 ) -> None:
     """Add flags for these fields of EngineConfig."""
     group: Any = parser
-    defaults = msgspec.structs.asdict(EngineConfig())
     for name in names:
         if name in groups:
             group = parser.add_argument_group(groups[name])
-        _add_flag(group, name, HINTS[name], defaults[name], problems)
+        _add_flag(group, name, problems)
 
 
 def _add_flags_of_others(parser: Parser) -> None:
@@ -151,8 +150,8 @@ def _add_flags_of_others(parser: Parser) -> None:
                 parser.add_argument(name, dest=name, action="append", nargs="*" if flag.rule == "no" else None, help=argparse.SUPPRESS)
 
 
-def _add_flag(group: Any, name: str, annotated: Any, default: Any, problems: list[str] | None) -> None:
-    kind, text = get_args(annotated)[:2]
+def _add_flag(group: Any, name: str, problems: list[str] | None) -> None:
+    (kind, text, *_), default = get_args(HINTS[name]), getattr(DEFAULTS, name)
     choices: tuple[str, ...] = ()
     if get_origin(kind) is types.UnionType:
         kind = next(arg for arg in get_args(kind) if arg is not type(None))
@@ -200,14 +199,13 @@ def _read_text(name: str, choices: Sequence[str], text: str) -> str:
 
 def parse_args(argv: list[str] | None = None) -> EngineConfig:
     """Parse the flags, or exit with one line that names the bad ones. Notes on compatibility flags are written to stderr."""
-    name = make_parser().prog
     try:
         config, notes = read_flags(sys.argv[1:] if argv is None else argv)
     except BadFlags as problem:
-        sys.stderr.write(f"{name}: error: {problem} (--help all lists all flags)\n")
+        sys.stderr.write(f"{PROGRAM}: error: {problem} (--help all lists all flags)\n")
         sys.exit(2)
     for note in notes:
-        sys.stderr.write(f"{name}: {note}\n")
+        sys.stderr.write(f"{PROGRAM}: {note}\n")
     return config
 
 
@@ -233,7 +231,7 @@ def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
         values[name] = separator.join(given) or None
     if positional is not None and values["model"] not in (None, positional):
         raise BadFlags(f"the model is given twice: {positional} and --model {values['model']}")
-    values["model"] = positional or values["model"] or EngineConfig().model
+    values["model"] = positional or values["model"] or DEFAULTS.model
     config = EngineConfig(**values)
     if problems := list(find_problems(config)):
         raise BadFlags("; ".join(problems))
