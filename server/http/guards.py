@@ -26,7 +26,7 @@ class ErrorDialects:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for beginning, body in self._bodies.items():
-            if scope["type"] == "http" and get_route_path(scope).startswith(beginning):
+            if get_route_path(scope).startswith(beginning):
                 scope[ERROR_BODY] = body
         await self._app(scope, receive, send)
 
@@ -69,8 +69,7 @@ class Guard(ABC):
     def problem_of(self, scope: Scope) -> Response | None: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = self.problem_of(scope) if scope["type"] == "http" else None
-        await (response or self._app)(scope, receive, send)
+        await (self.problem_of(scope) or self._app)(scope, receive, send)
 
 
 class ApiKeyGuard(Guard):

@@ -34,8 +34,7 @@ class Record:
 
 
 def record_of(scope: Scope) -> Record:
-    """Return the request's record, or an unused one without an access log."""
-    record: Record = scope.setdefault(KEY, Record(""))
+    record: Record = scope[KEY]
     return record
 
 
@@ -70,9 +69,6 @@ class RequestLog:
         self._is_silent = is_silent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         given = Headers(scope=scope).get(HEADER, "")
         record = scope[KEY] = Record(given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16))
         started = time.monotonic()
