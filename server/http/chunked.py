@@ -2,17 +2,11 @@
 
 import re
 
+from server.errors import RequestError
+
 MAX_LINE_BYTES = 1 << 12  # limit of a chunk's size line with extensions, and of a trailer
 MAX_TRAILER_BYTES = 1 << 16  # limit of all trailers
 SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[^\r\n]{0,4000})?\r\n")
-
-
-class BadChunk(ValueError):
-    """The framing is malformed."""
-
-
-class LineTooLong(ValueError):
-    """A size line or a trailer exceeds MAX_LINE_BYTES, or the trailers MAX_TRAILER_BYTES."""
 
 
 class ChunkedDecoder:
@@ -28,7 +22,7 @@ class ChunkedDecoder:
         self._num_trailer_bytes = 0
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Return the payload in `data` and the number of bytes that belong to the body. BadChunk or LineTooLong."""
+        """Return the payload in `data` and the number of bytes that belong to the body. RequestError 400 or 431."""
         pieces: list[bytes] = []
         position, size = 0, len(data)
         while position < size and not self.is_complete:
@@ -58,7 +52,7 @@ class ChunkedDecoder:
             self._line.clear()
             self._take_line(line)
         elif len(self._line) == MAX_LINE_BYTES:
-            raise LineTooLong
+            raise _too_large()
         return end
 
     def _take_line(self, line: bytes) -> None:
@@ -67,13 +61,17 @@ class ChunkedDecoder:
             self.is_complete = is_empty
             self._num_trailer_bytes += len(line)
             if self._num_trailer_bytes > MAX_TRAILER_BYTES:
-                raise LineTooLong
+                raise _too_large()
         elif self._is_in_chunk and is_empty:
             self._is_in_chunk = False
         elif self._is_in_trailers or self._is_in_chunk or not (match := SIZE.fullmatch(line)):
-            raise BadChunk
+            raise RequestError(400, "The request's chunks are malformed.")
         else:
             self._begin_chunk(int(match[1], 16))
 
     def _begin_chunk(self, size: int) -> None:
         self._left, self._is_in_chunk, self._is_in_trailers = size, size > 0, size == 0
+
+
+def _too_large() -> RequestError:
+    return RequestError(431, "The trailers or an extension of a chunk are too large.")

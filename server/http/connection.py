@@ -20,8 +20,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from engine.launch.config import EngineConfig
 from engine.wire.messages import ErrorInfo
-from server.errors import error_body, overloaded
-from server.http.chunked import BadChunk, ChunkedDecoder, LineTooLong
+from server.errors import RequestError, error_body, overloaded
+from server.http.chunked import ChunkedDecoder
 from server.http.guards import error_response, is_open
 
 MAX_HEAD_BYTES = 1 << 16
@@ -222,11 +222,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return data[size:]
         try:
             payload, size = self._chunked.feed(data)
-        except LineTooLong:
-            self._refuse(431, "The trailers or an extension of a chunk are too large.")
-            return b""
-        except BadChunk:
-            self._refuse(400, "The request's chunks are malformed.")
+        except RequestError as error:
+            self._refuse(error.info.status, error.info.message)
             return b""
         if payload:
             self.on_body(payload)

@@ -16,7 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from server.http.chunked import BadChunk, ChunkedDecoder
+from server.errors import RequestError
+from server.http.chunked import ChunkedDecoder
 from server.http.direct import DirectProtocol, DirectReader, direct_reader
 from tests.unit.server.in_process import HttpServer, run_virtually, serving, settle, virtual
 from tests.unit.server.raw_http import Counted, packets, request_of, text_body
@@ -206,5 +207,5 @@ def test_chunks_are_decoded_as_httptools_does(chunks: list[tuple[bytes, bytes]],
 def test_malformed_framing_is_rejected() -> None:
     lines = b"x\r\n", b"\r\n", b"-1\r\n", b"+1\r\n", b"1\n", b"0x1\r\n", b"1 1\r\n", b"1 ;a\r\n", b"1" * 16 + b"\r\n", b"1\r\r\n"
     for body in (*lines, b"1\r\nab\r\n", b"1\r\na\n\n", b"0\r\n\n", b"0\r\na\n"):
-        with pytest.raises(BadChunk):
+        with pytest.raises(RequestError, match="malformed"):
             ChunkedDecoder().feed(body)
