@@ -35,7 +35,7 @@ from server.http.guards import ApiKeyGuard, ErrorDialects, HostGuard, JsonGuard,
 from server.http.listen import BACKLOG, make_server, url_of
 from server.http.log import RequestLog, note_error
 from server.http.metrics import Metrics
-from server.http.page import Page
+from server.http.page import page_route
 from server.openai import chat
 from server.openai.adapters import adapter_routes, variant_of
 from server.openai.endpoint import Endpoint, Service
@@ -98,7 +98,7 @@ class Api:
                     made.append(msgspec.json.encode(app.openapi()))
             return Response(made[0], media_type="application/json")
 
-        app.router.routes += [DescribedRoute("/openapi.json", description, response_model=dict[str, Any]), Page().route()]
+        app.router.routes += [DescribedRoute("/openapi.json", description, response_model=dict[str, Any]), page_route()]
         app.router.routes.append(DescribedRoute("/docs", viewer, response_class=HTMLResponse))
         app.add_exception_handler(RequestError, self._on_request_error)
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)

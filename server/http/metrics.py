@@ -39,11 +39,27 @@ HISTOGRAMS = {  # buckets, and texts by name
 ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # finish reasons with another name in vLLM
 
 
-class StatsCollector(Collector):
+class Metrics(Collector):
     def __init__(self, client: Client, model_name: str, block_size: int):
-        self._client, self._block_size, self._model_name = client, block_size, model_name
+        self._client, self._name, self._block_size = client, model_name, block_size
+        self._stats = EngineStats()  # those of the previous heartbeat
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._responses = self._counter("engine_responses", "answers by HTTP status", "status")
+        self._refusals = self._counter("engine_refused_requests", "rejected requests by error code", "reason")
+        self._finished = self._counter("vllm:request_success", "finished requests by finish reason", "finished_reason")
+        self._stage = Histogram(
+            "engine_stage_seconds", "time of each stage before the first token, except the queue", [*LABELS, "stage"], buckets=SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self._registry).labels(model_name)
+            for buckets, texts in HISTOGRAMS.items()
+            for name, text in texts.items()
+        }
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the engine's latest statistics."""
         stats = self._client.stats
         for field, metric in METRICS.items():
             value = getattr(stats, field)
@@ -67,27 +83,9 @@ class StatsCollector(Collector):
         kind, suffix = ("gauge", "") if isinstance(metric, Gauge) else ("counter", "_total")
         family = Metric(name, metric.text, kind)
         for labels, value in samples:
-            family.add_sample(name + suffix, {"model_name": self._model_name, **labels}, value)
+            family.add_sample(name + suffix, {"model_name": self._name, **labels}, value)
         return family
 
-
-class Metrics:
-    def __init__(self, client: Client, model_name: str, block_size: int):
-        self._registry = CollectorRegistry()
-        self._registry.register(StatsCollector(client, model_name, block_size))
-        self._name, self._stats = model_name, EngineStats()
-        self._responses = self._counter("engine_responses", "answers by HTTP status", "status")
-        self._refusals = self._counter("engine_refused_requests", "rejected requests by error code", "reason")
-        self._finished = self._counter("vllm:request_success", "finished requests by finish reason", "finished_reason")
-        self._stage = Histogram(
-            "engine_stage_seconds", "time of each stage before the first token, except the queue", [*LABELS, "stage"], buckets=SECONDS,
-            registry=self._registry,
-        )  # fmt: skip
-        self._histograms = {
-            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self._registry).labels(model_name)
-            for buckets, texts in HISTOGRAMS.items()
-            for name, text in texts.items()
-        }
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(name, text, [*LABELS, label], registry=self._registry)

@@ -15,24 +15,21 @@ from server.openai.openapi import DescribedRoute
 FOLDER = Path(__file__).parent
 
 
-class Page:
-    def __init__(self) -> None:
-        html = re.sub(r"\{([\w./]+)\}", lambda name: _text(name[1]), _text("page.html"))
-        # Only the page's own script and style may run; nothing is loaded from or sent to other origins.
-        policy = (
-            f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
-            "img-src data: blob:; media-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
-        self._content = html.encode()
-        self._headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
-        self._headers |= {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+def page_route() -> DescribedRoute:
+    html = re.sub(r"\{([\w./]+)\}", lambda name: _text(name[1]), _text("page.html"))
+    # Only the page's own script and style may run; nothing is loaded from or sent to other origins.
+    policy = (
+        f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
+        "img-src data: blob:; media-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    content, headers = html.encode(), {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
+    headers |= {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
-    def route(self) -> DescribedRoute:
-        return DescribedRoute("/", self.show, response_class=HTMLResponse)
-
-    async def show(self) -> Response:
+    async def show() -> Response:
         """Return the chat page. It is served without an API key; it asks the user for the key and sends it with requests."""
-        return HTMLResponse(self._content, headers=self._headers)
+        return HTMLResponse(content, headers=headers)
+
+    return DescribedRoute("/", show, response_class=HTMLResponse)
 
 
 def _text(name: str) -> str:
