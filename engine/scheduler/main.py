@@ -61,8 +61,7 @@ class Scheduler:
         self._liveness = Workers(child.runtime.device)
         self._last_heartbeat = 0.0
         self._quiet_since = 0.0  # time of the last message except heartbeats
-        self._checked = False
-        self._checks: Iterator[None] = iter(())  # remaining checks
+        self._checks: Iterator[None] | None = None  # remaining checks, since the last message except heartbeats
 
     def run(self) -> None:
         ready = self._await_workers()
@@ -112,7 +111,7 @@ class Scheduler:
         message = None
         while (message := self._inbox.recv_ready()) is None and core.proposer.use_spare_time():
             pass
-        for _ in self._checks if message is None else ():
+        for _ in (self._checks or ()) if message is None else ():
             if (message := self._inbox.recv_ready()) is not None:
                 break
         message = message or self._inbox.recv(timeout=HEARTBEAT_S)
@@ -121,7 +120,7 @@ class Scheduler:
             if isinstance(message, Heartbeat):
                 self._liveness.note(message, now)
             else:
-                self._quiet_since, self._checked, self._checks = now, False, iter(())
+                self._quiet_since, self._checks = now, None
             match message:
                 case EngineRequest():
                     prediction = None if message.prediction is None else self._ids(message.prediction)
@@ -139,8 +138,8 @@ class Scheduler:
                 case WorkerReady():
                     raise AssertionError("a worker started twice")
             message = self._inbox.recv_ready()
-        if now - self._quiet_since >= HEARTBEAT_S and not core.num_requests and not self._checked:
-            self._checks, self._checked = core.checks(), True
+        if now - self._quiet_since >= HEARTBEAT_S and not core.num_requests and self._checks is None:
+            self._checks = core.checks()
 
     def _ids(self, region: Region) -> npt.NDArray[np.int32]:
         return np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32)

@@ -54,7 +54,7 @@ class Request:
     num_sampled: int = 0  # sampled by plans in flight, without proposed tokens
     proposed: tuple[int, ...] = ()  # after the last known token; steps verify them
     is_held: bool = False  # waits for tokens in flight: some will be proposed after them
-    prediction: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # client's predicted output
+    prediction: np.ndarray | None = None  # int32, client's predicted output
     last_step: int = 0  # last step that computed a part of it
     num_in_flight: int = 0  # plans in flight that name this request
     num_cached: int = -1  # prompt tokens that came from the prefix cache at the first admission; -1 before it

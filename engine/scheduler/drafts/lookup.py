@@ -175,6 +175,6 @@ def _text_of(request: Request) -> "array[int]":
     is_text = prompt >= 0
     is_text[[span.start for span in request.images]] = True  # one separator per image
     parts = [prompt[is_text][-MAX_TEXT:]]
-    if len(request.prediction):
+    if request.prediction is not None:
         parts = [prompt[max(text_start, request.num_prompt - HEAD) :], request.prediction[:MAX_TEXT], np.array([-1], np.int32), *parts]
     return array("i", np.concatenate(parts).astype(np.int32).tobytes())

@@ -151,7 +151,7 @@ class Core:
 def idle_scheduler(num_polls: int) -> Any:
     scheduler = Scheduler.__new__(Scheduler)
     scheduler._inbox = ScriptedInbox(num_polls)
-    scheduler._quiet_since, scheduler._checked, scheduler._checks = -HEARTBEAT_S, False, iter(())
+    scheduler._quiet_since, scheduler._checks = -HEARTBEAT_S, None
     return scheduler
 
 
