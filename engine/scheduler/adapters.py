@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.scheduler.request import Request
-from engine.scheduler.slots import NoSlots
 from engine.wire.adapters import AdapterRef, LoadAdapter, number_of
 from engine.wire.messages import EngineRequest, ErrorInfo
 from engine.wire.metric import Info
@@ -27,7 +26,7 @@ class Held:
     num_users: int = 0
 
 
-class AdapterDirectory(NoSlots):
+class AdapterDirectory:
     """Adapters in slots, by number. Invariant (`check`): slots are distinct; an adapter keeps its slot while a request uses it."""
 
     def __init__(self, num_slots: int):

@@ -3,7 +3,7 @@
 One rule covers prefill, chunked prefill and decode: `num_computed` approaches `num_tokens` within the step's token budget, oldest request
 first. If a chunk lacks a KV block or space for an embedding, the youngest running request is preempted.
 
-A request without the slot that it needs waits; others may pass it, see `NoSlots`.
+A request without the slot that it needs waits; others may pass it, see `Slots`.
 
 A shared prefix is computed once: a request waits while an older request computes its prefix. Younger requests may pass it; it keeps its
 place in the order, a row and its blocks. Answers to one request fork: they share the full blocks of the prompt.

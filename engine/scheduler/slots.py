@@ -1,47 +1,42 @@
 """Slots on the device that some requests need in addition to a row, blocks and images."""
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from engine.scheduler.request import Request
 from engine.wire.messages import EngineRequest, ErrorInfo, Load
 from engine.wire.metric import Info
 
 
-class NoSlots:
-    """Interface of slots for the core. With this class no request needs a slot; a class with slots overrides every method."""
+class Slots(Protocol):
+    """Slots as the core uses them."""
 
     def begin_plan(self) -> None:
         """Begin a plan, during which `may_start` is called once per request, in order."""
 
     def may_start(self, wire: EngineRequest) -> bool:
         """Return whether the slot of this request is free."""
-        return True
 
     def acquire(self, wire: EngineRequest) -> int:
         """Return the slot of a request that starts, after `may_start`; -1: it needs none."""
-        return -1
 
     def release(self, wire: EngineRequest) -> None:
         """Release the slot of a request that is preempted or ends."""
 
     def of_images(self, request: Request) -> int:
         """Return the slot with which this running request's images are encoded; -1: none."""
-        return -1
 
     def take_loads(self) -> Sequence[Load]:
         """Return the orders since the last call, for the next plan."""
-        return ()
 
     def note_failed(self, numbers: set[int]) -> None:
         """Note the numbers of orders that a worker could not execute (`StepResult.failed_loads`)."""
 
     def infos(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Info]:
         """Return metrics about the slots of these requests."""
-        return []
 
     def error_of(self, wire: EngineRequest) -> ErrorInfo | None:
         """Return the reason why a request can never run, if there is one."""
-        return None
 
     def check(self, holders: Sequence[Request]) -> None:
         """Assert the invariants for the requests that have rows."""

@@ -16,7 +16,7 @@ from itertools import pairwise
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory, ImageEntry
 from engine.scheduler.request import Request, Status
-from engine.scheduler.slots import NoSlots
+from engine.scheduler.slots import Slots
 from engine.wire.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
 from engine.wire.stats import EngineStats
 from models.kernels.step_sizes import StepSizes
@@ -45,7 +45,7 @@ class State:
     limits: Limits
     blocks: BlockPool
     images: ImageDirectory
-    slots: NoSlots = field(default_factory=NoSlots)
+    slots: Slots
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     parked: list[Request] = field(default_factory=list)  # while the state is not open
