@@ -259,7 +259,7 @@ def _decoded_from(container: InputContainer, stream: VideoStream, time: int, wan
 def _time_of(frame: VideoFrame) -> int:
     time = frame.dts if frame.pts is None else frame.pts
     if time is None:
-        raise invalid_video("its frames have no timestampstamps")
+        raise invalid_video("its frames have no timestamps")
     return time
 
 
