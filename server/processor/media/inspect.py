@@ -13,7 +13,7 @@ from engine.wire.messages import MediaRef
 from models.media.geometry import Grid, VisionGeometry
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, invalid_image, no_vision
-from server.processor.media.pixels import read_orientation
+from server.processor.media.pixels import framed_hash, read_orientation
 
 PROCESSING_VERSION = 1  # part of every image's identity: increment it when the same bytes give different pixels
 MAX_JPEG_PIXELS = 1 << 25  # maximum for a GPU, which takes 3 bytes per pixel; larger images are decoded by the processor
@@ -131,10 +131,5 @@ class Inspector:
         return hashlib.sha256(digest + limits).digest()
 
     def identify(self, data: memoryview, stays_encoded: bool) -> bytes:
-        """Return the sha256 of length-framed fields, so that different inputs cannot have the same encoding."""
-        digest = hashlib.sha256()
-        for field in (b"jpeg" if stays_encoded else b"rgb", self._parameters):
-            digest.update(len(field).to_bytes(8, "little") + field)
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-        return digest.digest()
+        """Return the hash of an image's bytes and of the parameters of its processing."""
+        return framed_hash(b"jpeg" if stays_encoded else b"rgb", self._parameters, data)

@@ -67,9 +67,14 @@ def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int], is_u
 
 
 def pair_hash(parameters: bytes, size: tuple[int, int], pixels: memoryview) -> bytes:
-    """Return the sha256 of two frames of this size (height, width) and of their processing parameters, over length-framed fields."""
+    """Return the hash of two frames of this size (height, width) and of their processing parameters."""
+    return framed_hash(b"pair", parameters, b"%dx%d" % size, pixels)
+
+
+def framed_hash(*fields: bytes | memoryview) -> bytes:
+    """Return the sha256 of length-framed fields, so that different fields cannot have the same encoding."""
     digest = hashlib.sha256()
-    for field in (b"pair", parameters, b"%dx%d" % size, pixels):
+    for field in fields:
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     return digest.digest()
