@@ -67,12 +67,13 @@ def is_public(address: Address) -> bool:
 
 
 def parse_url(text: str) -> URL:
-    """Parse a URL. ValueError; RequestError 400 for one that is slow to parse, such as a long Unicode host."""
+    """Parse a URL. RequestError 400 for a malformed one, and for one that is slow to parse, such as a long Unicode host."""
     text = text.strip()
     origin = ORIGIN_END.split("/".join(text.split("/", 3)[:3]), 1)[0]
-    if len(text) > MAX_URL_CHARACTERS or len(origin) > MAX_ORIGIN_CHARACTERS or CONTROL.search(text):
-        raise not_allowed("its URL is malformed or longer than 8,192 characters")
-    return URL(text)
+    with contextlib.suppress(ValueError):
+        if len(text) <= MAX_URL_CHARACTERS and len(origin) <= MAX_ORIGIN_CHARACTERS and not CONTROL.search(text):
+            return URL(text)
+    raise not_allowed("its URL is malformed or longer than 8,192 characters")
 
 
 class Resolver(AbstractResolver):
@@ -187,12 +188,7 @@ class Fetcher:
         """Return the content of a file URL below the allowed folder. Runs in a pool thread. RequestError 400, 413 or 422."""
         if self._folder is None:
             raise not_allowed("file URLs are not allowed on this server")
-        try:
-            parsed = parse_url(url)
-        except ValueError as error:
-            if isinstance(error, RequestError):
-                raise
-            raise not_allowed("its URL is malformed") from None
+        parsed = parse_url(url)
         if parsed.host not in (None, "", "localhost"):
             raise not_allowed("its file URL names another host")
         try:
