@@ -80,7 +80,7 @@ class DraftHead:
         next_ids, starts = np.zeros(step.positions.shape[1], dtype=np.int64), step.attention.qo_indptr_cpu.tolist()
         ends = step.attention.kv_lens_cpu[: step.attention.num_prefill_rows].tolist()
         for row, end, first, stop in zip(step.rows.tolist(), ends, starts, starts[1:], strict=False):
-            known = self._rows.row(row).known_ids[end - stop + first + 1 : end + 1]
+            known = self._rows.sequences[row].known_ids[end - stop + first + 1 : end + 1]
             next_ids[first : first + len(known)] = known
         return next_ids
 
@@ -89,7 +89,7 @@ class DraftHead:
         counts = np.ones_like(samples.rows) if samples.proposed is None else samples.proposed.counts
         firsts = counts.cumsum() - counts
         rows, starts = samples.rows[firsts], samples.positions[firsts] - 1 + distance
-        deltas = np.asarray([self._rows.row(row).delta for row in rows.tolist()], dtype=np.int64)
+        deltas = np.asarray([self._rows.sequences[row].delta for row in rows.tolist()], dtype=np.int64)
         positions = samples.positions - 1 + distance + np.repeat(deltas, counts)
         return np.broadcast_to(positions, (3, len(positions))), self._rows.layout(rows, starts, counts, 0)
 

@@ -105,7 +105,7 @@ class Rows:
         self._snapshots = snapshots
         self._geometry = geometry
         self._samples = SampleTable(max_num_seqs, max_top_k)
-        self._rows: list[Row | None] = [None] * max_num_seqs
+        self.sequences: dict[int, Row] = {}  # by row
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._adapters = np.full(max_num_seqs, -1, dtype=np.int32)  # slots
@@ -115,7 +115,7 @@ class Rows:
         spans = [(start, self._geometry.merged((t, h, w))) for start, t, h, w in admit.spans]
         positions, delta = mrope_positions(len(prompt_ids), spans)
         known_ids = np.concatenate([prompt_ids, np.asarray(admit.output_ids, dtype=np.int32)])
-        self._rows[admit.row] = Row(known_ids, positions, delta, admit.params)
+        self.sequences[admit.row] = Row(known_ids, positions, delta, admit.params)
         self._samples.set(admit.row, admit.params)
         self._adapters[admit.row] = admit.slot
         self._num_blocks[admit.row] = 0
@@ -145,7 +145,7 @@ class Rows:
         has_proposed = positions.shape[1] - len(ids) > len(decodes)
         rows, starts, lengths = np.asarray([(chunk.row, chunk.start, chunk.length) for chunk in chunks], dtype=np.int64).T
         logits_indices, samples = self._sampled(chunks, has_proposed)
-        known = [(admit.row, self.row(admit.row).known_ids[-1]) for admit in admits]
+        known = [(admit.row, self.sequences[admit.row].known_ids[-1]) for admit in admits]
         gather = rows[num_prefills:]
         if has_proposed:
             known += enumerate((token for chunk in decodes for token in chunk.proposed), self.scratch_row + 1)
@@ -162,7 +162,7 @@ class Rows:
             logits_indices=logits_indices,
             samples=samples,
             known=np.asarray(known, dtype=np.int64).reshape(-1, 2).T,
-            reports=StepReports.of(chunks, num_prefills, self.row),
+            reports=StepReports.of(chunks, num_prefills, self.sequences),
             adapters=self._adapters_of(rows, chunks),
         )
 
@@ -235,11 +235,6 @@ class Rows:
         self._tables[row, count : count + len(blocks)] = blocks
         self._num_blocks[row] += len(blocks)
 
-    def row(self, row: int) -> Row:
-        found = self._rows[row]
-        assert found is not None, f"row {row} was never admitted"
-        return found
-
     def _sampled(self, chunks: Sequence[Chunk], has_proposed: bool) -> tuple[Int64s, HostSamples]:
         """Return the tokens of the step that sample, and their parameters."""
         ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
@@ -260,7 +255,7 @@ class Rows:
         ids: list[npt.NDArray[np.integer]] = [np.empty(0, dtype=np.int64)]
         positions = [np.empty((3, 0), dtype=np.int64)]
         for chunk in prefills:
-            row = self.row(chunk.row)
+            row = self.sequences[chunk.row]
             end = chunk.start + chunk.length
             ids.append(row.known_ids[chunk.start : end])
             num_prompt = row.prompt_positions.shape[1]
@@ -268,7 +263,7 @@ class Rows:
             if end > num_prompt:  # recomputed output after a preemption
                 later = np.arange(max(chunk.start, num_prompt), end) + row.delta
                 positions.append(np.broadcast_to(later, (3, len(later))))
-        last = np.asarray([chunk.start + self.row(chunk.row).delta for chunk in decodes], dtype=np.int64)
+        last = np.asarray([chunk.start + self.sequences[chunk.row].delta for chunk in decodes], dtype=np.int64)
         counts = [chunk.length for chunk in decodes]
         if sum(counts) > len(decodes):
             last = np.repeat(last - np.cumsum(counts) + counts, counts) + np.arange(sum(counts))

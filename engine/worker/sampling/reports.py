@@ -1,6 +1,6 @@
 """Reports of a step's rows in addition to samples: pooled numbers, and log-probabilities of prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,12 +35,12 @@ class StepReports:
     pooled: tuple[PooledRow, ...] = ()
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], num_prefills: int, row_of: Callable[[int], ReportingRow]) -> "StepReports":
+    def of(cls, chunks: Sequence[Chunk], num_prefills: int, rows: Mapping[int, ReportingRow]) -> "StepReports":
         """Return the reports of a plan's chunks, whose first `num_prefills` compute prompts."""
         scored, pooled = list[ScoredChunk | None](), list[PooledRow]()
         first, sample = 0, 0
         for index, chunk in enumerate(chunks):
-            row = row_of(chunk.row)
+            row = rows[chunk.row]
             if index < num_prefills:
                 scored.append(ScoredChunk.of(index, chunk, first, row))
             if chunk.sample and row.params.pooled_ids is not None:
