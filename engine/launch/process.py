@@ -11,6 +11,7 @@ from engine.launch.config import UNIX_HOST, EngineConfig, settings_fd, share_env
 from engine.launch.supervise import ChildDied, how_it_ended
 
 KILL_S = 20  # the server waits 10 s for its own processes
+PATIENCE_S = 30
 
 
 async def end_process(process: asyncio.subprocess.Process, grace: float) -> None:
@@ -62,17 +63,15 @@ class ServerProcess:
         self._stopping = self._stopping or asyncio.create_task(self._end())
         await asyncio.shield(self._stopping)
 
-    async def lost(self, problem: Exception, patience: float = 30.0) -> Exception:
-        """Return the reason for a broken connection: ChildDied if the server ends within `patience` seconds, else `problem`."""
+    async def lost(self, problem: Exception) -> Exception:
+        """Return the reason for a broken connection: ChildDied if the server ends within PATIENCE_S, else `problem`."""
         if self._ended is not None:
-            await asyncio.wait([self._ended], timeout=patience)
+            await asyncio.wait([self._ended], timeout=PATIENCE_S)
         return problem if self.death is None else ChildDied(self.death)
 
     async def _watch(self, process: asyncio.subprocess.Process, output: str) -> None:
-        assert process.stdout is not None
-        output += (await process.stdout.read()).decode()
-        self.death = output.strip() or f"the engine {how_it_ended(await process.wait())}"
-        await process.wait()
+        rest, _ = await process.communicate()
+        self.death = (output + rest.decode()).strip() or f"the engine {how_it_ended(await process.wait())}"
 
     async def _end(self) -> None:
         if self._process is not None:
