@@ -25,7 +25,7 @@ from server.http.streaming import encode
 from server.http.validate import OneOf, Strict, bad_value
 from server.openai.conversation import read_conversation
 from server.openai.endpoint import Endpoint, Job, json_response, submits_of
-from server.openai.parts import Message, Parts, TextPart
+from server.openai.parts import Content, Message, TextPart
 from server.openai.schema import IdList, MediaRequest, MessageList, check_ids, prompts_of
 
 EMBED = "Represent the user's input."
@@ -53,7 +53,7 @@ class EmbeddingRequest(PoolingRequest):
 
 
 class ItemContent(Strict):
-    content: Annotated[Parts | str, OneOf()]
+    content: Content
 
 
 Item = Annotated[str | ItemContent, OneOf()]

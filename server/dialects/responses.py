@@ -20,7 +20,7 @@ from server.openai.endpoint import Endpoint, MakeFormat
 from server.openai.fields import LIMITED_IN_DIALECTS, limits_of
 from server.openai.format import logprobs_json
 from server.openai.media_refs import check_urls
-from server.openai.parts import FIRST, Parts, RefusalPart, TextPart, ToolList
+from server.openai.parts import FIRST, Content, RefusalPart, TextPart, ToolList
 from server.openai.schema import AnswerFormat, Effort, MessageList
 from server.openai.tools import CustomText, FunctionDefinition, FunctionName, HostedTool, Name, custom_text
 
@@ -34,7 +34,6 @@ REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool
 LOGPROBS = "message.output_text.logprobs"
 CHOICES = "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}"
 Json = dict[str, Any]
-Content = Annotated[Parts | str, OneOf("must be a string or a list of parts")]
 
 
 class MessageItem(Strict):

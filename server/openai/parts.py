@@ -68,12 +68,12 @@ Part = Annotated[
     OneOf("parts are of type 'text', 'image_url', 'video_url' or 'video', or 'input_text', 'input_image' or 'input_video'"),
     BeforeValidator(_usual),
 ]
-Parts = Annotated[list[Part], FIRST]
+Content = Annotated[Annotated[list[Part], FIRST] | str, OneOf("must be a string or a list of parts")]
 
 
 class Message(Strict):
     role: Annotated[str, Field(min_length=1, max_length=64)]  # the template decides which roles it supports
-    content: Annotated[Parts | str | None, OneOf("must be a string or a list of parts")] = None
+    content: Content | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[Annotated[ToolCall | CustomCall, OneOf(CALLS)]], ToolList] | None = None
