@@ -16,7 +16,7 @@ from engine.scheduler.state import State
 CONTEXTS = (16, 8, 4, 2, 1)  # lengths in tokens of the contexts looked up, the longest first
 FACTOR, PRIME = 1_000_003, (1 << 61) - 1  # of the rolling hash of a context
 _LEAVING = [pow(FACTOR, length, PRIME) for length in CONTEXTS]  # factor of the token that leaves a context
-_NOTHING = [sum(pow(FACTOR, i, PRIME) for i in range(length)) for length in CONTEXTS]  # hash of token ids 0: the hash uses id + 1
+_NOTHING = [sum(pow(FACTOR, i, PRIME) for i in range(length)) % PRIME for length in CONTEXTS]  # hash of token ids 0: the hash uses id + 1
 UNSURE = 0.6  # pseudo-count of other tokens after a context of one token
 MIN_PATH = 0.05  # least probability of all tokens of a draft
 

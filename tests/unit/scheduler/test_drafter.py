@@ -156,6 +156,7 @@ def test_a_long_prompt_is_read_in_spare_time(monkeypatch: pytest.MonkeyPatch) ->
 
 @given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60))
 @example(text=[2, 1, 2, 0, 1, 1, 2, 3, 1])  # 0, 1 is another context than 1
+@example(text=[0, 0, 1, 0, 0, 0, 0, 0])  # the beginning of the text is a long context of 0
 def test_a_proposal_follows_the_longest_context_that_was_seen(text: list[int]) -> None:
     """Red if a shorter context is preferred, if a token is proposed that never followed it, or one that another follows more than half of
     the time; compared with a search of the whole text."""
