@@ -73,8 +73,7 @@ class UpdateWorker:
             case FromFolder():
                 return self._from_folder(Path(task.path))
             case FromMemory():
-                memory = {spec.name: InMemory(opened_tensor(spec, self._model.device)) for spec in task.tensors}
-                return self._writing(self._checked(self._known(memory)), self._known(memory))
+                return self._writing(self._known({spec.name: InMemory(opened_tensor(spec, self._model.device)) for spec in task.tensors}))
             case FromGroup():
                 return self._from_group(self._group(task.group), task.tensors)
             case JoinGroup():
@@ -101,7 +100,7 @@ class UpdateWorker:
         theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
         if found.architecture != architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
             raise ValueError("the folder contains a different model: the architecture, sizes or format in its config.json differ")
-        return self._writing(self._checked(tensors, is_whole=True), tensors)
+        return self._writing(tensors, is_whole=True)
 
     def _from_group(self, group: dist.ProcessGroup, specs: tuple[TensorSpec, ...]) -> Callable[[], None]:
         """Receive each tensor into one buffer, which is allocated before anything is written."""
@@ -151,8 +150,10 @@ class UpdateWorker:
     def _known(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         return {known: tensors[name] for known, name in self._names(tensors).items()}
 
-    @staticmethod
-    def _writing(update: WeightUpdate, tensors: Mapping[str, Stored]) -> Callable[[], None]:
+    def _writing(self, tensors: Mapping[str, Stored], is_whole: bool = False) -> Callable[[], None]:
+        """Check tensors and return a function that writes them."""
+        update = self._checked(tensors, is_whole)
+
         def write() -> None:
             for name in update.names:
                 update.write(name, tensors[name])
