@@ -92,7 +92,7 @@ def serve_one(config: EngineConfig) -> int:
                 runtime = msgspec.structs.replace(runtime, metrics_fd=metrics.fileno())
             _on_interrupt(_interrupt)
             start_all(supervisor, runtime)
-        url = supervisor.wait_ready({"processor", "scheduler", "api"})["api"]
+        url = supervisor.wait_ready()
         write_out(url if is_unix else ready_text(url, runtime, time.monotonic() - started))
         while True:
             supervisor.check(config.wedge_timeout)

@@ -57,14 +57,12 @@ class Supervisor:
         group = next((child.pid for child in self._children.values()), 0)  # one process group for all children
         self._children[role] = subprocess.Popen(command, pass_fds=inherited, env=environment, process_group=group)
 
-    def wait_ready(self, roles: set[str]) -> dict[str, str]:
-        """Return what each role reported first, when it became ready. Raises ChildDied."""
-        texts: dict[str, str] = {}
-        while not roles <= texts.keys():
-            if (status := self._next_status()) is not None:
-                texts.setdefault(status.role, status.text)
+    def wait_ready(self) -> str:
+        """Return the first report of the api, which is ready when all others are. Raises ChildDied."""
+        while (status := self._next_status()) is None or status.role != "api":
+            pass
         self._well = time.monotonic()
-        return texts
+        return status.text
 
     def check(self, patience: float) -> None:
         """Check for about 0.1 s. Raises ChildDied if any child has ended, or if the api has not reported for `patience`

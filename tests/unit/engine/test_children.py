@@ -37,7 +37,7 @@ def end_of_failing_child() -> str:
         )  # fmt: skip
         supervisor.start("worker-0", "tests.unit.engine.failing_child", runtime)
         with pytest.raises(ChildDied) as death:
-            supervisor.wait_ready({"worker-0"})
+            supervisor.wait_ready()
         return str(death.value)
     finally:
         supervisor.stop()

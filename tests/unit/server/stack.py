@@ -219,12 +219,11 @@ class Stack:
         self.scheduler.script = script
 
     def _await_ready(self) -> str:
-        texts: dict[str, str] = {}
-        while len(texts) < 2:
+        while True:
             status = self._status.recv(timeout=HANG_GUARD_S)
             assert status is not None, f"no start: {self.failures()}"
-            texts.setdefault(status.role, status.text)
-        return texts["api"]
+            if status.role == "api":
+                return status.text
 
     def failures(self) -> dict[str, str]:
         """Role -> reason of the processes that failed."""
