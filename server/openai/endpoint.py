@@ -29,7 +29,7 @@ from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
 from server.grammar.request import CUT_OFF, read_grammar
 from server.http.body import Body, check_text_bytes, read_body
-from server.http.client import Client, Stream
+from server.http.client import Client
 from server.http.direct import direct_reader
 from server.http.guards import address_of, credentials_of
 from server.http.metrics import Metrics
@@ -134,13 +134,10 @@ class Endpoint(ABC):
             )
             body.credentials = credentials_of(request.scope)
             body.client = hashlib.sha256(body.credentials + b"\0" + address_of(request.scope).encode()).digest()
-            stream, job = await self.submit(body)
-            return job.reply(
-                stream=stream, client=service.client, metrics=service.metrics, num_images=job.num_images, deadline=job.submits[0].deadline
-            )
+            return await self._submit(body)
 
-    async def submit(self, body: Body) -> tuple[Stream, Job]:
-        """Parse the body and pass it to the processor. After a RequestError the body has been released."""
+    async def _submit(self, body: Body) -> ASGIApp:
+        """Parse the body, pass it to the processor and return the response. After a RequestError the body has been released."""
         service = self.service
         with contextlib.ExitStack() as undo:
             undo.callback(body.give_up)
@@ -150,21 +147,18 @@ class Endpoint(ABC):
             limit = service.config.max_images_per_request
             if job.num_images > limit:
                 raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", job.submits[0].prompt_field)
-            self._limit_time(job, body)
+            limits = [limit for limit in (job.request.timeout, service.config.request_timeout) if limit is not None]
+            is_needed = bool(body.scanner.used or body.num_announced)
             for submit in job.submits:
                 submit.client = body.client
-            if body.scanner.used or body.num_announced:
-                for submit in job.submits:  # the body is released by the last one
-                    submit.body = body.region.offset
+                submit.deadline = body.received + min(limits) if limits else None
+                submit.body = body.region.offset if is_needed else None  # released by the last one
             stream = service.client.submit(job.submits, job.request.rid)
-            if job.submits[0].body is not None:
+            if is_needed:
                 undo.pop_all()  # from now on the processor releases the body
-        return stream, job
-
-    def _limit_time(self, job: Job, body: Body) -> None:
-        limits = [limit for limit in (job.request.timeout, self.service.config.request_timeout) if limit is not None]
-        for submit in job.submits if limits else ():
-            submit.deadline = body.received + min(limits)
+        return job.reply(
+            stream=stream, client=service.client, metrics=service.metrics, num_images=job.num_images, deadline=job.submits[0].deadline
+        )
 
     async def _parse(self, body: Body) -> Job:
         """Return the job. References outside URL fields are first replaced by their text."""
