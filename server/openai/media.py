@@ -1,7 +1,6 @@
 """Images in the content of messages."""
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -20,8 +19,21 @@ Uuid = Annotated[str, Field(min_length=1, max_length=1024)]
 class PixelLimits(Strict):
     """Limits on the area after resizing, in total over all frames. None: the checkpoint's limit."""
 
+    alternatives: ClassVar[frozenset[str]] = frozenset()  # mutually exclusive fields
+
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
+
+    @classmethod
+    def merged(cls, *options: "PixelLimits") -> dict[str, Any]:
+        """Return the fields of this class in all options; the first option that sets a field takes precedence. Of `alternatives`, only
+        those of one option apply."""
+        result: dict[str, Any] = {}
+        for one in reversed(options):
+            given = {name: value for name, value in one if name in cls.model_fields and value is not None}
+            excluded = cls.alternatives if given.keys() & cls.alternatives else ()
+            result = {name: value for name, value in result.items() if name not in excluded} | given
+        return result
 
 
 class PixelSizes(Strict):
@@ -49,16 +61,6 @@ def url_object(value: object) -> object:
 NO_URL: Any = Field(default=None, validate_default=True)
 
 
-def merged(options: Sequence[PixelLimits], fields: Collection[str], alternatives: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the options merged in these fields; the first option that sets a field takes precedence. Of `alternatives`, only those of one
-    option apply."""
-    result: dict[str, Any] = {}
-    for one in reversed(options):
-        given = {name: value for name, value in one if name in fields and value is not None}
-        result = {name: value for name, value in result.items() if not (given.keys() & alternatives and name in alternatives)} | given
-    return result
-
-
 class ImagePart(PixelLimits, Open):
     """An image. Later requests with the same `uuid` may leave out the URL."""
 
@@ -70,6 +72,6 @@ class ImagePart(PixelLimits, Open):
     def reference(self, name: str, refs: MediaRefs, limits: PixelLimits, io: object) -> MediaRef:
         """Return the processor's reference. Limits next to the URL take precedence, then the part's, then `limits`. RequestError 400."""
         check_extra(self, self.image_url, f"{name}.image_url")
-        bounds = merged((self.image_url, self, limits), PixelLimits.model_fields.keys())
+        bounds = PixelLimits.merged(self.image_url, self, limits)
         cap = LOW_DETAIL_PIXELS if "low" in (self.image_url.detail, self.detail) else None
         return msgspec.structs.replace(refs.of(self.image_url.url, self.uuid, f"{name}.image_url", ".url"), cap=cap, **bounds)

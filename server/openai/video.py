@@ -1,14 +1,13 @@
 """Videos in the content of messages, and their options."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from engine.wire.messages import MediaRef, VideoRef
 from server.http.validate import OneOf, Open, Strict, bad_value
-from server.openai.media import NO_URL, PixelLimits, Uuid, merged, url_object
+from server.openai.media import NO_URL, PixelLimits, Uuid, url_object
 from server.openai.media_refs import MediaRefs, check_extra
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's format: images separated by commas, and their default rate
@@ -21,9 +20,13 @@ Seconds = Annotated[float, Field(ge=0, le=1e7)]
 FrameNumbers = Annotated[list[FrameNumber], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)]
 FrameTimes = Annotated[list[Seconds], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)]
 
+RATES = frozenset({"fps", "num_frames"})
+
 
 class VideoOptions(PixelLimits):
     """Sampling of a video's frames, `fps` per second or `num_frames` in all, and their size."""
+
+    alternatives = RATES
 
     fps: Rate | None = None
     num_frames: FrameCount | None = None
@@ -89,13 +92,6 @@ class FramesPart(FrameOptions):
     video: Annotated[Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)] | str, OneOf()]
 
 
-RATES = frozenset({"fps", "num_frames"})  # mutually exclusive
-
-
-def _merged(options: Sequence[VideoOptions]) -> dict[str, Any]:
-    return merged(options, VideoOptions.model_fields.keys(), RATES)
-
-
 def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: VideoOptions, io: MediaIoKwargs | None) -> VideoRef:
     """Return the reference for the processor. Options next to the URL take precedence, then the part's, then `limits`, then `io`."""
     sources, video_io = [part, limits], (io and io.video) or VideoIo()
@@ -120,7 +116,7 @@ def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: 
 
 
 def _sampled(sources: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoRef:
-    options = _merged(sources)
+    options = VideoOptions.merged(*sources)
     if not options.keys() & RATES:
         options |= {"num_frames": io.num_frames} if (io.num_frames or 0) > 0 else {"fps": io.fps} if (io.fps or 0) > 0 else {}
     samples = options.pop("do_sample_frames", io.do_sample_frames)
@@ -138,9 +134,9 @@ def _frames(part: FrameOptions, name: str, sources: list[VideoOptions], io: Vide
     for field, values in (("timestamps", part.timestamps), ("frames_indices", part.frames_indices)):
         if values is not None and values != sorted(values):
             raise bad_value(f"{name}.{field}", "must be in ascending order")
-    options, io_fps = _merged(sources), io.fps if (io.fps or 0) > 0 else None
+    options, io_fps = VideoOptions.merged(*sources), io.fps if (io.fps or 0) > 0 else None
     return msgspec.structs.replace(
-        ref, source_fps=_merged(sources[:-1]).get("fps") or io_fps or ref.source_fps, times=part.timestamps, samples=False,
+        ref, source_fps=VideoOptions.merged(*sources[:-1]).get("fps") or io_fps or ref.source_fps, times=part.timestamps, samples=False,
         indices=io.frames_indices if part.frames_indices is None else part.frames_indices,
         min_pixels=options.get("min_pixels"), max_pixels=options.get("max_pixels"),
         max_frame_tokens=options.get("max_tokens_per_frame"),
