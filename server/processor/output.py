@@ -27,8 +27,7 @@ from engine.wire.messages import (
 from engine.wire.reports import Numbers
 from server.errors import ABORTED
 from server.processor.media.allocator import RegionAllocator
-from server.processor.request import Answer, Request
-from server.processor.text.scores import PromptScores
+from server.processor.request import Answer, Preface, Request
 
 
 @dataclass(slots=True)
@@ -100,7 +99,7 @@ class Output:
         if output.finish_reason is None and output.error is None:
             self.scheduler.send(Abort(output.rid, index=output.index))
 
-    async def _write_slowly(self, request: Request, preface: PromptScores) -> None:
+    async def _write_slowly(self, request: Request, preface: Preface) -> None:
         """Write the backlog. Other requests' events are sent between parts of a preface, which takes the time of many tokens."""
         while request.backlog:
             output = request.backlog.popleft()

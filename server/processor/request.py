@@ -2,21 +2,30 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from engine.wire.details import TokenDetails
 from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, Logprob, RequestOutput, Submit
+from engine.wire.reports import Report
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.medium import Medium, release_all
 from server.processor.text.logprobs import Spelling, of_token, spelling_of
 from server.processor.text.reasoning import OutputText
-from server.processor.text.scores import PromptScores
 from server.region import Region
+
+
+class Preface(Protocol):
+    """Content of an answer's events before its first token. It is sent in parts, so that other requests do not wait."""
+
+    def parts(self, prompt_ids: Sequence[int], report: Report | None) -> Iterator[dict[str, Any]]:
+        """Yield members of the events of an answer whose first output has this report."""
+
 
 Prepared = EngineRequest | Event | ErrorInfo  # for the scheduler; the only event of a request that is only counted; or its error
 
@@ -43,7 +52,7 @@ class Request:
     submit: Submit
     media: list[Medium]
     answers: list[Answer]
-    preface: PromptScores | None = None  # sent before the first token, in parts, so that other requests do not wait
+    preface: Preface | None = None
     task: asyncio.Task[Prepared] | None = None  # while it is prepared
     regions: dict[str, Region] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
     is_in_scheduler: bool = False
