@@ -33,7 +33,7 @@ from server.http.client import Client
 from server.http.connection import ConnectionLimiter
 from server.http.guards import ApiKeyGuard, ErrorDialects, HostGuard, JsonGuard, error_response
 from server.http.listen import BACKLOG, make_server, url_of
-from server.http.log import RequestLog, note_error
+from server.http.log import RequestLog, record_of
 from server.http.metrics import Metrics
 from server.http.page import page_route
 from server.openai import chat
@@ -142,7 +142,7 @@ class Api:
         assert isinstance(error, RequestError)
         info = self.client.advise(error.info)
         self._metrics.note_refusal(info)
-        note_error(request.scope, info)
+        record_of(request.scope).reason = info.message
         return error_response(info, request.scope)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
@@ -163,7 +163,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         known = next((one for one in (f"/v1{path}", path.removeprefix("/v1")) if one in ENDPOINTS), None)
         words = f"There is no route {path[:100]}." + (f" Did you mean {known}?" if known else "")
     info = ErrorInfo(error.status_code, words)
-    note_error(request.scope, info)
+    record_of(request.scope).reason = info.message
     response = error_response(info, request.scope)
     response.headers.update(error.headers or {})  # `Allow` of a 405
     return response

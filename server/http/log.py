@@ -10,8 +10,6 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.wire.messages import ErrorInfo
-
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -36,10 +34,6 @@ class Record:
 def record_of(scope: Scope) -> Record:
     record: Record = scope[KEY]
     return record
-
-
-def note_error(scope: Scope, info: ErrorInfo) -> None:
-    record_of(scope).reason = info.message
 
 
 class Sparing(logging.Filter):
