@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
 from engine.launch.config import VERSION
-from engine.wire.messages import Abort, Event, Events, TextPrompt, TokenPrompt
+from engine.wire.messages import Abort, Event, Events
 from engine.wire.params import NumLogprobs
 from engine.wire.reports import RankedToken, ranked_tokens
 from engine.wire.updates import FIRST_METADATA
@@ -179,8 +179,8 @@ class GenerateEndpoint(GenerationEndpoint):
 
     def read(self, value: Json, body: Body) -> Job:
         request = self.check(GenerateRequest, value)
-        prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in request.prompts]
-        job = self.job_of(request, body, prompts, request.field, functools.partial(GenerateFormat, asked=request), names="both")
+        format = functools.partial(GenerateFormat, asked=request)
+        job = self.job_of(request, body, request.prompts, request.field, format, names="both")
         for submit, images in zip(job.submits, request.images(), strict=True):
             for i, image in enumerate(images):
                 url = f"data:image/any;base64,{image}" if BARE.fullmatch(image) else image

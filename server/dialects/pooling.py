@@ -16,7 +16,7 @@ import pybase64
 from pydantic import AliasChoices, Field
 from starlette.responses import Response
 
-from engine.wire.messages import ChatPrompt, Event, TokenPrompt
+from engine.wire.messages import ChatPrompt, Event
 from engine.wire.params import OutputOptions, SamplingParams, TokenCount
 from engine.wire.reports import Numbers
 from server.http.body import Body
@@ -90,7 +90,7 @@ class PoolingEndpoint(Endpoint):
         request = self.check(self.takes, value)
         field, prompts = self.prompts(request)
         submits = submits_of(
-            body, [TokenPrompt(prompt) for prompt in prompts], field, pooled_words=self.words, cache_salt=request.cache_salt or "",
+            body, prompts, field, pooled_words=self.words, cache_salt=request.cache_salt or "",
             params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), output=OutputOptions(),
             truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
             last_text_tokens=request.max_tokens_per_doc,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import JSONResponse, Response
 
-from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
+from engine.wire.messages import ChatPrompt, Event, Submit
 from engine.wire.params import Temperature, TopP
 from server.http.body import Body
 from server.http.scan import Scanner
@@ -137,8 +137,7 @@ class CompletionEndpoint(GenerationEndpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(CompletionRequest, value)
-        prompts = [TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) for prompt in request.prompts]
-        job = self.job_of(request, body, prompts, "prompt", CompletionFormat, echo=bool(request.echo))
+        job = self.job_of(request, body, request.prompts, "prompt", CompletionFormat, echo=bool(request.echo))
         _vary_seeds(job.submits, request.seed)
         for i, url in enumerate(request.images or ()):
             job.submits[0].media.append(media_ref(url, f"images.{i}", body))
@@ -157,7 +156,7 @@ class TokenizeEndpoint(Endpoint):
         request = self.check(TokenizeRequest, value)
         texts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
         show = functools.partial(self._show, is_list=isinstance(request.prompt, list))
-        return counted(request, body, [TextPrompt(text) for text in texts], "prompt", show)
+        return counted(request, body, texts, "prompt", show)
 
     def _show(self, events: list[Event], is_list: bool = False) -> Response:
         ids, limit = [event.prompt_ids for event in events], self.service.client.stats.max_model_len
@@ -173,7 +172,7 @@ class DetokenizeEndpoint(Endpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Job:
         request = self.check(DetokenizeRequest, value)
-        return counted(request, body, [TokenPrompt(ids) for ids in request.lists], "tokens", functools.partial(self._show, request))
+        return counted(request, body, request.lists, "tokens", functools.partial(self._show, request))
 
     @staticmethod
     def _show(request: DetokenizeRequest, events: list[Event]) -> Response:

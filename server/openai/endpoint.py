@@ -40,7 +40,7 @@ from server.openai.fields import LogOnce
 from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 
 Checked = TypeVar("Checked", bound=AnyRequest)
-Prompt = ChatPrompt | TextPrompt | TokenPrompt
+Prompt = ChatPrompt | str | list[int]  # messages, a text or token ids
 Show = Callable[[list[Event]], Response]  # makes an answer of one event per choice, in order
 MakeFormat = Callable[[ReplyOptions], Format]
 Variant = Callable[[Submit], None]  # lets a request use a variant of the model
@@ -232,8 +232,9 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed
 
 def submits_of(body: Body, prompts: Sequence[Prompt], field: str, **others: Any) -> list[Submit]:
     """Return one Submit per prompt of this field; `others` are fields of `Submit`."""
-    rids = [body.rid, *(body.new_rid() for _ in prompts[1:])]
-    fields = {"prompt_field": field, **others}
-    return [
-        Submit(rid=rid, prompt=prompt, media=[], stages=Stages(body.received), **fields) for rid, prompt in zip(rids, prompts, strict=True)
-    ]
+    submits = list[Submit]()
+    for i, prompt in enumerate(prompts):
+        typed = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) if isinstance(prompt, list) else prompt
+        rid = body.new_rid() if i else body.rid
+        submits.append(Submit(rid=rid, prompt=typed, media=[], stages=Stages(body.received), prompt_field=field, **others))
+    return submits
