@@ -69,7 +69,7 @@ class SchedulerCore:
         self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # requests with long hash chains
         self._outputs: list[RequestOutput] = []
         self._released: list[int] = []
-        self._num_arrived = self._num_prompt_tokens = self._num_generated = 0
+        self._num_arrived = self._num_prompt_tokens = 0
         self._last_progress = 0.0  # time of the first arrival, or of the last plan, landing or pixels
 
     @property
@@ -203,7 +203,6 @@ class SchedulerCore:
             image_cache_budget=state.images.budget_bytes,
             steps=state.num_steps,
             prompt_tokens=self._num_prompt_tokens,
-            generated_tokens=self._num_generated,
             images_evicted=state.images.num_evicted,
             infos=state.slots.infos(state.running, waiting),
         )
@@ -316,7 +315,6 @@ class SchedulerCore:
         reason: FinishReason | None,
         details: TokenDetails | None,
     ) -> None:
-        self._num_generated += len(token_ids)
         stages, num_cached = None, max(0, request.num_cached)
         is_first = request.num_known == request.num_prompt + len(token_ids)
         report = joined(request.reports) if is_first else None

@@ -183,6 +183,7 @@ class State:
             if reason is not None:
                 kept = sampled[: i + 1]
                 break
+        self.counters.generated_tokens += len(kept)
         num_computed = chunk.start + chunk.length - len(chunk.proposed)
         if chunk.sample:
             request.num_sampled -= 1
