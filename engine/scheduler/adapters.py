@@ -82,6 +82,8 @@ class AdapterDirectory:
         self._failed |= numbers
 
     def infos(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Info]:
+        if not self._num_slots:
+            return []
         labels = {"max_lora": str(self._num_slots), "running_lora_adapters": _names(running), "waiting_lora_adapters": _names(waiting)}
         return [Info("vllm:lora_requests_info", "adapters of running and waiting requests", labels, time.time())]
 

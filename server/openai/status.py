@@ -107,7 +107,7 @@ class Status:
     async def server_info(self) -> dict[str, Any]:
         """The settings, without secrets, and the latest numbers of the engine."""
         settings = {name: value for name, value in msgspec.structs.asdict(self._service.config).items() if name not in SECRETS}
-        stats = msgspec.structs.asdict(self._service.client.stats)
+        stats = msgspec.to_builtins(self._service.client.stats)
         return {"version": VERSION, "model": self._service.model_names[0], "settings": settings, "stats": stats}
 
     async def tokenizer_info(self) -> dict[str, Any]:
