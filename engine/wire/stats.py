@@ -1,6 +1,6 @@
 """Measurements of the engine: times of a request, gauges and totals. Part of the messages."""
 
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -27,7 +27,7 @@ class Stages(msgspec.Struct):
 
 
 class EngineStats(DetailTotals):
-    """Gauges and counters of the scheduler, each of which is a metric. A list of numbers has a value per position."""
+    """Statistics of the scheduler. Each annotated field is a metric; a list has a value per position."""
 
     max_model_len: Annotated[int, Gauge("maximum tokens of a prompt and its output, limited by the KV pool")] = 0
     num_running: Annotated[int, Gauge("running requests", "num_requests_running")] = 0
@@ -48,9 +48,8 @@ class EngineStats(DetailTotals):
     images_evicted: Annotated[int, Total("embeddings evicted from the image cache")] = 0
     images_decoded: Annotated[int, Total("image files other than baseline JPEGs, decoded by the processor")] = 0
     preemptions: Annotated[int, Total("preemptions: requests that lost their KV blocks to others", "num_preemptions")] = 0
-    infos: list[Info] = msgspec.field(default_factory=list)
+    infos: list[Info] = msgspec.field(default_factory=list)  # metrics with names and labels of their own
 
 
-METRICS: dict[str, Total] = {
-    name: get_args(hint)[1] for name, hint in get_type_hints(EngineStats, include_extras=True).items() if name != "infos"
-}
+_HINTS = get_type_hints(EngineStats, include_extras=True)
+METRICS: dict[str, Total] = {name: get_args(hint)[1] for name, hint in _HINTS.items() if get_origin(hint) is Annotated}

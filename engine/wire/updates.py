@@ -111,7 +111,7 @@ class Verdict(msgspec.Struct, tag=True, frozen=True):
 
 
 class JobState(msgspec.Struct, tag=True, frozen=True):
-    """A rank has prepared or executed the job, of which there is only one at a time. `problem`: the reason if it cannot."""
+    """A rank has prepared or executed the only current job. `problem`: the reason if it cannot."""
 
     problem: str | None = None
 
