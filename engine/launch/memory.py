@@ -142,13 +142,12 @@ def encode_bytes(vision: VisionConfig, num_tokens: int, num_levels: int) -> int:
 
 
 def dequantized_bytes(text: TextConfig, tp: int, format: Format) -> int:
-    """Bytes of the largest matrix that a step of many tokens dequantizes: all experts' gates and up projections, or those of an MLP with a
+    """Bytes of the largest matrix that a step of many tokens dequantizes: the gates and up projections of an MLP or of all experts with a
     scheme of floats, which humming-kernels does not multiply."""
-    if (scheme := Scheme.parse(format)) is None:
+    if (scheme := Scheme.parse(format)) is None or scheme.element.startswith("int"):
         return 0
     inner = text.intermediate_size if text.moe is None else text.moe.num_experts * text.moe.intermediate_size
-    is_library = text.moe is None and scheme.element.startswith("int")
-    return 0 if is_library else VALUE_BYTES * 2 * inner * text.hidden_size // tp
+    return VALUE_BYTES * 2 * inner * text.hidden_size // tp
 
 
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:

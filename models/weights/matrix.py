@@ -85,8 +85,8 @@ S = TypeVar("S")
 class Products(ABC, Generic[S]):
     """Products with matrices of one format on one backend. `rows`: class of the number of x's tokens."""
 
-    def prepared(self, matrix: S) -> S:
-        """Return what the products of a single matrix read, computed once after loading."""
+    def prepared(self, matrix: S, count: int) -> S:
+        """Return what the products of a matrix, or of `count` stacked ones, read, computed once after loading."""
         return matrix
 
     @abstractmethod
@@ -166,8 +166,7 @@ class Matrix:
             made = made.in_format(final)
             self._format = MatrixFormat(final, final)
             self.products = products_of(final, self._backend)
-        if self._count == 1:
-            made = self.products.prepared(made)
+        made = self.products.prepared(made, self._count)
         if self._kept is not None:
             copy_values(self._kept, made)
             made, self._kept = self._kept, None

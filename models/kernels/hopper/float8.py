@@ -4,6 +4,7 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from models.kernels.hopper import float8_gemv
+from models.kernels.ops import Experts
 from models.kernels.stream import RowClass
 from models.kernels.triton.float8 import TritonFloat8, multiply
 from models.kernels.triton.products import ExpertGemv
@@ -23,5 +24,5 @@ class HopperFloat8(TritonFloat8):
         y_TN = scaled_mm(x_TX.padded, weight_KN, *scales, output_dtype=torch.bfloat16)
         return y_TN if len(y_TN) == len(x_TX) else y_TN[: len(x_TX)]
 
-    def expert_gemv(self, num_given: int) -> ExpertGemv | None:
-        return float8_gemv if num_given <= float8_gemv.MAX_CHOSEN else None
+    def expert_gemv(self, experts: Experts) -> ExpertGemv | None:
+        return float8_gemv if experts.num_given <= float8_gemv.MAX_CHOSEN else None

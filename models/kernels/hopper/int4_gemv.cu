@@ -5,6 +5,8 @@
 //           l % 4 * 2 + {0, 1} and 8 more, as tensor cores want them: nibbles j and j + 4 are neighbours of one row
 //   scales  (groups, rows), and zero points, 4 bits each: of 64 rows those of rows r, r + 8, ..., r + 56 are at 8 r
 //
+// Stacked matrices lie one after the other, so a matrix is also some of the chunks of a longer one.
+//
 // 128 columns are a chunk. The chunks of 64 rows are divided among the warps of two blocks, of which the first sums up what both have. A warp loads
 // one or two chunks before it waits for the kernel ahead. Codes become mantissas of 128 in bfloat16, which takes one instruction for two; what that
 // adds is subtracted once for each group, with the zero point.
@@ -36,6 +38,9 @@ struct Params {
   int norm_bytes;  // of a weight of the norm, bfloat16 or float32; 0: no norm
   float eps;
   bool adds;
+  int const* chosen;  // matrices of which each is multiplied, or null: the only one; -1: none
+  int x_stride;  // from one choice's values to the next one's
+  bool is_chosen_early;  // the preceding kernel has not written `chosen`
 };
 
 DEVICE uint4 load_once(uint4 const* from) {
@@ -139,11 +144,11 @@ DEVICE int place_of(int column) { return column / 16 * 8 + column % 8 + column /
 
 // Loads columns `begin` to `end` of the token times the norm's weights into `token`, and the sums of kUnit of them into `sums`. Returns this
 // thread's part of the sum of the whole token's squares.
-DEVICE float load_token(Params const& params, uint32_t* token, float* sums, int begin, int end) {
+DEVICE float load_token(Params const& params, BFloat16 const* x, uint32_t* token, float* sums, int begin, int end) {
   float squares = 0.f;
   int const from = params.norm_bytes ? 0 : begin, to = params.norm_bytes ? params.width : end;
   for (int column = from + threadIdx.x * kPiece; column < to; column += 32 * kWarps * kPiece) {
-    uint4 const piece = __ldcg(reinterpret_cast<uint4 const*>(params.x + column));
+    uint4 const piece = __ldcg(reinterpret_cast<uint4 const*>(x + column));
     bool const is_own = column >= begin && column < end;
     float sum = 0.f;
 #pragma unroll
@@ -184,7 +189,7 @@ DEVICE void store_in_first_block(float* mine, float value) {
 // Chunks that two blocks have at most, each.
 DEVICE int most_chunks(int num_chunks) { return (num_chunks + kCluster - 1) / kCluster; }
 
-// Cluster i: 64 values of the result. If gated, half of the warps have the rows of the gate, the others those of the up projection.
+// Cluster (i, k): 64 values of the result, or of that of the k-th choice. If gated, half of the warps have the rows of the gate, the others those of the up projection.
 template <int kGroup, bool kZeros, bool kGated, int kPrefetched>
 __global__ void __launch_bounds__(32 * kWarps, 4 - kPrefetched) multiply_token(Params const params) {
   constexpr int kHalves = kGated ? 2 : 1, kSharing = kWarps / kHalves;  // warps that share rows
@@ -196,15 +201,22 @@ __global__ void __launch_bounds__(32 * kWarps, 4 - kPrefetched) multiply_token(P
   int const share_of_warp = rank * kSharing + warp % kSharing;
   int const first = share(share_of_warp), begin = share(rank * kSharing), end = share((rank + 1) * kSharing);
   float* const sums = reinterpret_cast<float*>(token + most_chunks(num_chunks) * kChunk / 2);
+  int expert = 0, choice = blockIdx.y;
+  if (params.chosen) {
+    if (!params.is_chosen_early) wait_for_preceding_kernel();
+    expert = __ldcg(params.chosen + choice);
+    if (expert < 0) return;
+  }
+  int const offset = expert * num_chunks;
   asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: the other may write to its memory
-  Tile<kGroup, kZeros, kPrefetched> tile(params, first_row + half * params.num_out, first, share(share_of_warp + 1), lane);
+  Tile<kGroup, kZeros, kPrefetched> tile(params, first_row + half * params.num_out, offset + first, offset + share(share_of_warp + 1), lane);
   wait_for_preceding_kernel();
   launch_dependents();
-  float const sum = over_lanes<1, 32, false>(load_token(params, token, sums, begin * kChunk, end * kChunk));
+  float const sum = over_lanes<1, 32, false>(load_token(params, params.x + choice * params.x_stride, token, sums, begin * kChunk, end * kChunk));
   if (lane == 0) squares[warp] = sum;
   __syncthreads();
   float totals[kEighths]{};
-  tile.multiply(token + (first - begin) * kChunk / 2, sums + (first - begin) * kChunk / kUnit, first, totals);
+  tile.multiply(token + (first - begin) * kChunk / 2, sums + (first - begin) * kChunk / kUnit, offset + first, totals);
   if (lane % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kEighths; ++i) parts[warp][i * 8 + lane / 4] = totals[i];
@@ -229,29 +241,32 @@ __global__ void __launch_bounds__(32 * kWarps, 4 - kPrefetched) multiply_token(P
   }
   float result = (of_blocks[0][i] + of_blocks[1][i]) * factor;
   if (kGated) result = result / (1.f + __expf(-result)) * ((of_blocks[0][i + kRows] + of_blocks[1][i + kRows]) * factor);
-  BFloat16* const place = params.out + first_row + i;
+  BFloat16* const place = params.out + choice * params.num_out + first_row + i;
   if (params.adds) result += __bfloat162float(*place);
   *place = __float2bfloat16_rn(result);
 }
 
 template <int kGroup, bool kZeros, int kPrefetched>
-void launch(Params const& params, bool is_gated, DLDevice device) {
+void launch(Params const& params, int num_choices, bool is_gated, DLDevice device) {
   int const most = (params.width / kChunk + kCluster - 1) / kCluster;
-  dim3 const grid(unsigned(params.num_out / kRows * kCluster));
+  dim3 const grid(unsigned(params.num_out / kRows * kCluster), unsigned(num_choices));
   auto const kernel = is_gated ? multiply_token<kGroup, kZeros, true, kPrefetched> : multiply_token<kGroup, kZeros, false, kPrefetched>;
   launch_early(kernel, params, grid, 32 * kWarps, most * (kChunk * sizeof(BFloat16) + kChunk / kUnit * sizeof(float)), device, kCluster);
 }
 
 // Two chunks ahead where so many blocks with so many registers run at once.
 template <int kGroup>
-void launch(Params const& params, bool is_gated, int num_multiprocessors, DLDevice device) {
-  bool const is_small = params.num_out / kRows * kCluster <= 2 * num_multiprocessors;
-  if (params.zeros) is_small ? launch<kGroup, true, 2>(params, is_gated, device) : launch<kGroup, true, 1>(params, is_gated, device);
-  else is_small ? launch<kGroup, false, 2>(params, is_gated, device) : launch<kGroup, false, 1>(params, is_gated, device);
+void launch(Params const& params, int num_choices, bool is_gated, int num_multiprocessors, DLDevice device) {
+  bool const is_small = params.num_out / kRows * kCluster * num_choices <= 2 * num_multiprocessors;
+  auto const run = params.zeros ? is_small ? launch<kGroup, true, 2> : launch<kGroup, true, 1>
+                                : is_small ? launch<kGroup, false, 2> : launch<kGroup, false, 1>;
+  run(params, num_choices, is_gated, device);
 }
 
-// x (1, K), norm_weight (K) or empty, codes (K / 16, 2 N), scales (groups, N), zeros (groups, N / 8) or empty, out (1, N) or (1, N / 2) if gated.
-void run(View x, View norm_weight, double eps, View codes, View scales, View zeros, View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
+// x (1, K), or one for each choice, norm_weight (K) or empty, codes (K / 16, 2 N), scales (groups, N), zeros (groups, N / 8) or empty, all of these of
+// one or of stacked matrices with `groups` groups each, chosen (choices) or empty, out (1 or choices, N), or N / 2 if gated.
+void run(View x, View norm_weight, double eps, View codes, View scales, int64_t groups, View zeros, View chosen, bool is_chosen_early, View out,
+         bool is_gated, bool adds, int64_t num_multiprocessors) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params{};
   params.x = values_of<BFloat16>(x), params.norm_weight = values_of<unsigned char>(norm_weight), params.eps = float(eps);
@@ -259,13 +274,16 @@ void run(View x, View norm_weight, double eps, View codes, View scales, View zer
   params.codes = values_of<uint4>(codes), params.scales = values_of<BFloat16>(scales), params.out = values_of<BFloat16>(out);
   params.zeros = zeros.size(0) ? values_of<uint32_t>(zeros) : nullptr;
   params.width = int(x.size(1)), params.height = int(scales.size(1)), params.num_out = int(out.size(1)), params.adds = adds;
-  int const group = params.width / int(scales.size(0)), count = int(num_multiprocessors);
+  params.chosen = chosen.size(0) ? values_of<int>(chosen) : nullptr, params.is_chosen_early = is_chosen_early;
+  params.x_stride = x.size(0) > 1 ? params.width : 0;
+  int const group = params.width / int(groups), count = int(num_multiprocessors), num_choices = params.chosen ? int(chosen.size(0)) : 1;
   TVM_FFI_ICHECK(params.width % kChunk == 0 && params.num_out % kRows == 0 && params.height == params.num_out * (is_gated ? 2 : 1))
       << "int4: a matrix of " << params.height << " x " << params.width;
-  if (group == 128) return launch<128>(params, is_gated, count, x.device());
-  if (group == 64) return launch<64>(params, is_gated, count, x.device());
+  TVM_FFI_ICHECK(out.size(0) == num_choices && (x.size(0) == 1 || x.size(0) == num_choices)) << "int4: " << out.size(0) << " results";
+  if (group == 128) return launch<128>(params, num_choices, is_gated, count, x.device());
+  if (group == 64) return launch<64>(params, num_choices, is_gated, count, x.device());
   TVM_FFI_ICHECK(group == 32) << "int4: groups of " << group;
-  launch<32>(params, is_gated, count, x.device());
+  launch<32>(params, num_choices, is_gated, count, x.device());
 }
 
 }  // namespace one_token

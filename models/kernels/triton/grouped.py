@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from models.kernels.ops import Experts
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import values_of
 from models.kernels.triton.gemv import Norm
 from models.kernels.triton.launch import await_previous_kernel, early_launch, floats, num_multiprocessors
+from models.kernels.triton.moe import weighted_sum
 from models.kernels.triton.products import Codes, ExpertGemv, ExpertOperands, TritonProducts
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
 from models.weights.grouped import Grouped
@@ -280,8 +282,7 @@ class GroupedExperts:
     ) -> None:
         parts_KD = inner_KI.new_empty((len(chosen_K), out_1D.shape[1]))
         gemv(inner_KI, down, parts_KD, chosen_K=chosen_K, num_matrices=down.shape[0] // out_1D.shape[1])
-        weights_K = torch.where(chosen_K >= 0, weights_K, 0).to(parts_KD.dtype)
-        torch.addmm(out_1D, weights_K[None], parts_KD, beta=1.0 if adds else 0.0, out=out_1D)
+        weighted_sum(parts_KD, chosen_K[None], weights_K[None], out_1D, adds)
 
 
 class TritonGrouped(TritonProducts[Grouped]):
@@ -311,7 +312,7 @@ class TritonGrouped(TritonProducts[Grouped]):
     def product_f32(self, x_TX: torch.Tensor, matrix: Grouped, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
         return torch.mm(x_TX, dequantize(matrix, x_TX.dtype).t(), out_dtype=torch.float32, out=out_TN)
 
-    def expert_gemv(self, num_given: int) -> ExpertGemv:
+    def expert_gemv(self, experts: Experts) -> ExpertGemv | None:
         return GroupedExperts()
 
     def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:

@@ -12,12 +12,14 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import Experts
-from models.kernels.triton.launch import await_kernel, capability_of, early_launch, floats
-from models.kernels.triton.products import triton_products
-from models.kernels.triton.routing import Choices, route
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, capability_of, early_launch, floats
+from models.kernels.triton.products import ExpertProducts, triton_products
+from models.kernels.triton.routing import Choices, SortedChoices, route, sort
+from models.kernels.triton.text import swiglu
 from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles
 from models.weights.matrix import Matrix
 
+SUM_COLUMNS, SUM_WARPS = 1024, 4  # per program of `_weighted_sum`
 TURNED_ROWS = 64  # with fewer rows, untransposed float8 products would use a wider type
 
 
@@ -102,9 +104,9 @@ def _multiply(
 @triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
 def _multiply_experts(
     x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, zeros: tensor, weights: tensor, out: tensor, choices: tensor,
-    blocks: tensor, num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr, SCALED: constexpr,
-    TURNED: constexpr, PER_WORD: constexpr, MIDDLE: constexpr, HAS_ZEROS: constexpr, CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr,
-    SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, STAGES: constexpr, OVERLAP: constexpr,
+    experts: tensor, rows: tensor, num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr,
+    SCALED: constexpr, TURNED: constexpr, PER_WORD: constexpr, MIDDLE: constexpr, HAS_ZEROS: constexpr, CHOSEN: constexpr, WIDTH: constexpr,
+    OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, STAGES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """With SLOTS, program (i, j) computes the j-th columns of the expert of choice i, unless an earlier choice has the same expert.
     Otherwise a program computes some columns of one block of sorted `choices`, in order of blocks."""
@@ -128,7 +130,7 @@ def _multiply_experts(
     else:
         TILES: tl.constexpr = OUT // COLUMNS
         block, row = tl.program_id(0) // TILES, tl.arange(0, ROWS)
-        expert, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+        expert, count = tl.load(experts + block), tl.load(rows + block)
         if count > 0:
             slot = tl.load(choices + block * ROWS + row, row < count, 0)
             _multiply(
@@ -138,18 +140,66 @@ def _multiply_experts(
 
 
 def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
-    """Return (K, T, D), see `Ops`, from the router's logits `logits_TE`, for at least one token."""
-    num_tokens, width = x_TD.shape
-    tiles = triton_products(experts.gate_up).expert_tiles(num_tokens, capability_of(x_TD.device))
-    parts_KTD = x_TD.new_empty((experts.num_given, num_tokens, width))
-    choices = route(logits_TE, experts, valid_T, tiles.rows, parts_KTD)
-    inner_SI = x_TD.new_empty((num_tokens * experts.num_given, experts.down.shape[1]))
-    _launch(x_TD, experts.gate_up, choices, inner_SI, tiles, is_gated=True)
-    _launch(inner_SI, experts.down, choices, parts_KTD, tiles, is_gated=False)
+    """Return (S, T, D), see `Ops`, from the router's logits `logits_TE`, for at least one token."""
+    (num_tokens, width), products = x_TD.shape, triton_products(experts.gate_up)
+    num_slots = num_tokens * experts.num_given
+    if (own := products.expert_products(experts)) is not None:
+        return _own_swiglu(own, x_TD, experts, route(logits_TE, experts, valid_T, counted=True))
+    tiles = products.expert_tiles(num_tokens, capability_of(x_TD.device))
+    parts_KTD, is_much = x_TD.new_empty((experts.num_given, num_tokens, width)), num_slots > FEW_CHOICES
+    choices = route(logits_TE, experts, valid_T, parts_KTD, counted=is_much)
+    blocks = sort(choices, tiles.rows) if is_much else None
+    inner_SI = x_TD.new_empty((num_slots, experts.down.shape[1]))
+    _launch(x_TD, experts.gate_up, choices, blocks, inner_SI, tiles, is_gated=True)
+    _launch(inner_SI, experts.down, choices, blocks, parts_KTD, tiles, is_gated=False)
     return parts_KTD
 
 
-def _launch(x: torch.Tensor, matrices: Matrix, choices: Choices, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool) -> None:
+def _own_swiglu(own: ExpertProducts, x_TD: torch.Tensor, experts: Experts, choices: Choices) -> torch.Tensor:
+    """Return (1, T, D) by a format's own products."""
+    gate_up, down, num_slots = experts.gate_up.storage, experts.down.storage, choices.experts_TK.numel()
+    blocks = sort(choices, own.rows_of(gate_up, num_slots), is_filled=True)
+    inner_SI = swiglu(own.of_choices(x_TD, gate_up, blocks, experts.num_given))
+    if (rows := own.rows_of(down, num_slots)) != blocks.rows:
+        blocks = sort(choices, rows, is_filled=True)
+    sum_TD = torch.empty_like(x_TD)
+    weighted_sum(own.of_choices(inner_SI, down, blocks, 1), choices.experts_TK, choices.weights_TK, sum_TD, adds=False)
+    return sum_TD[None]
+
+
+@triton.jit
+def _weighted_sum(
+    values: tensor, chosen: tensor, weights: tensor, out: tensor, CHOSEN: constexpr, WIDTH: constexpr, COLUMNS: constexpr, ADD: constexpr,
+    OVERLAP: constexpr,
+) -> None:  # fmt: skip
+    """Program (t, j): the j-th COLUMNS columns of a token's sum."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    await_previous_kernel(OVERLAP)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for k in tl.static_range(CHOSEN):
+        slot = token * CHOSEN + k
+        is_ours = tl.load(chosen + slot) >= 0  # other values there are invalid
+        weight = tl.load(weights + slot).to(tl.float32)
+        total += floats(values + slot * WIDTH + column, column < tl.where(is_ours, WIDTH, 0)) * tl.where(is_ours, weight, 0.0)
+    place = out + token * WIDTH + column
+    if ADD:
+        total += floats(place, column < WIDTH)
+    tl.store(place, total.to(out.dtype.element_ty), column < WIDTH)
+
+
+def weighted_sum(values_SD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, out_TD: torch.Tensor, adds: bool) -> None:
+    """Write to `out_TD`, or add, the sum over each token's choices other than -1 of weight * value."""
+    (num_tokens, chosen), width = chosen_TK.shape, out_TD.shape[1]
+    assert all(tensor.is_contiguous() for tensor in (values_SD, chosen_TK, weights_TK, out_TD))
+    _weighted_sum[(num_tokens, triton.cdiv(width, SUM_COLUMNS))](
+        values_SD, chosen_TK, weights_TK, out_TD, CHOSEN=chosen, WIDTH=width, COLUMNS=SUM_COLUMNS, ADD=adds, num_warps=SUM_WARPS,
+        **early_launch(out_TD),
+    )  # fmt: skip
+
+
+def _launch(
+    x: torch.Tensor, matrices: Matrix, choices: Choices, blocks: SortedChoices | None, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool
+) -> None:
     """Launch; x holds tokens if it `is_gated`, otherwise values of each choice."""
     (num_tokens, chosen), width = choices.experts_TK.shape, matrices.shape[1]
     rows_out = matrices.shape[0] // choices.num_experts
@@ -161,11 +211,11 @@ def _launch(x: torch.Tensor, matrices: Matrix, choices: Choices, out: torch.Tens
         depth, num_scales, middle, per_word = codes.run * codes.per_word, codes.groups, codes.middle, codes.per_word
         zeros = zeros if codes.zeros is None else codes.zeros
     num_tiles, num_slots = rows_out // columns, num_tokens * chosen
-    if choices.slots is not None and choices.blocks is not None:
-        grid, slots, lists = (len(choices.blocks) * num_tiles, 1), 0, (choices.slots, choices.blocks)
+    if blocks is not None:
+        grid, slots, lists = (len(blocks.experts_B) * num_tiles, 1), 0, (blocks.slots, blocks.experts_B, blocks.rows_B)
     else:
         grid, slots = (num_slots, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
-        lists = choices.experts_TK, choices.experts_TK
+        lists = (choices.experts_TK,) * 3
     _multiply_experts[grid](
         given.inputs, given.input_scales, given.matrices, given.scales, zeros, choices.weights_TK, out, *lists,
         num_slots, num_tokens, given.scale_stride,

@@ -44,7 +44,7 @@ class TritonOps:
         else:
             values_TD = values_of(x_TD)
             logits_TE = ROUTER.product(values_TD, Plain(experts.router_ED), rows, None)
-        own = triton_products(experts.gate_up).expert_gemv(experts.num_given)
+        own = triton_products(experts.gate_up).expert_gemv(experts)
         if rows != RowClass.SINGLE or own is None:
             return sparse_swiglu(values_TD, logits_TE, experts, valid_T)
         choices = route(logits_TE, experts, valid_T)

@@ -2,6 +2,7 @@
 
 import torch
 
+from models.kernels.ops import Experts
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton import expert_gemv
 from models.kernels.triton.activations import values_of
@@ -39,7 +40,7 @@ class TritonPlain(TritonProducts[Plain]):
             return gemv(x_TX, weight, x_TX.new_empty((1, len(weight)), dtype=torch.float32) if out_TN is None else out_TN)
         return torch.mm(x_TX, weight.t(), out_dtype=torch.float32, out=out_TN)
 
-    def expert_gemv(self, num_given: int) -> ExpertGemv:
+    def expert_gemv(self, experts: Experts) -> ExpertGemv:
         return expert_gemv
 
     def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:

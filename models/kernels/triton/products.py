@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from models.kernels.ops import Experts
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 from models.kernels.triton.activations import single_of
+from models.kernels.triton.routing import SortedChoices
 from models.kernels.triton.text import swiglu
 from models.kernels.triton.tuned import ExpertTiles
 from models.weights.matrix import Matrix, Products
@@ -24,6 +26,17 @@ class ExpertGemv(Protocol):
     def expert_sum(
         self, inner_KI: torch.Tensor, down: Any, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
     ) -> None: ...
+
+
+class ExpertProducts(Protocol):
+    """Products of the choices of several tokens by other kernels than those of `moe`."""
+
+    def rows_of(self, matrices: Any, num_slots: int) -> int:
+        """Return the rows of a block of sorted choices."""
+
+    def of_choices(self, x: torch.Tensor, matrices: Any, blocks: SortedChoices, per_input: int) -> torch.Tensor:
+        """Return (S, N), the products of the choices, undefined at a choice of -1. `per_input` choices share each row of x. The blocks
+        are filled and have the rows of `rows_of`."""
 
 
 class Codes(NamedTuple):
@@ -81,8 +94,12 @@ class TritonProducts(Products[S]):
         """Return silu(first half) * second half in the input format of the next product."""
         return swiglu(gate_up_TN)
 
-    def expert_gemv(self, num_given: int) -> ExpertGemv | None:
-        """Return the products of a single token with so many experts, or None to compute it like several tokens."""
+    def expert_gemv(self, experts: Experts) -> ExpertGemv | None:
+        """Return the products of a single token with its experts, or None to compute it like several tokens."""
+        return None
+
+    def expert_products(self, experts: Experts) -> ExpertProducts | None:
+        """Return own products of several tokens' choices, or None to use the kernels of `moe`, which need the following methods."""
         return None
 
     def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:

@@ -10,7 +10,6 @@ from triton.language import constexpr, tensor
 
 from models.kernels.ops import Experts
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch
-from models.kernels.triton.tuned import FEW_CHOICES
 
 SORTED = 128  # choices per sorting program
 ROUTE_WARPS, SORT_WARPS = 1, 4
@@ -82,10 +81,11 @@ def _route(
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def _sort(
-    chosen: tensor, ranks: tensor, counts: tensor, slots: tensor, blocks: tensor, num_slots: tensor, num_blocks: tensor, EXPERTS: constexpr,
-    BLOCK: constexpr, ROWS: constexpr, SORTED: constexpr, OVERLAP: constexpr,
+    chosen: tensor, ranks: tensor, counts: tensor, slots: tensor, experts: tensor, rows: tensor, end_of_all: tensor, num_slots: tensor,
+    num_blocks: tensor, EXPERTS: constexpr, BLOCK: constexpr, ROWS: constexpr, FILLED: constexpr, SORTED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: sort SORTED choices, with each expert's starting at a multiple of ROWS, and write expert and rows of some blocks."""
+    """One program: sort SORTED choices, with each expert's starting at a multiple of ROWS, and write expert and rows of some blocks. With
+    FILLED, a power of two, the other slots of a block are set to `num_slots`."""
     expert = tl.arange(0, BLOCK)
     slot = tl.program_id(0) * SORTED + tl.arange(0, SORTED)
     await_kernel(OVERLAP)
@@ -96,11 +96,16 @@ def _sort(
     mine = tl.load(chosen + slot, slot < num_slots, -1)
     first = tl.sum(tl.where(mine[:, None] == expert[None, :], start[None, :], 0), 1)
     tl.store(slots + first + tl.load(ranks + slot, mine >= 0, 0), slot, mine >= 0)
+    if tl.program_id(0) == 0:
+        tl.store(end_of_all, tl.sum(padded, 0))
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         index = tl.sum((end <= block * ROWS).to(tl.int32), 0)
-        rows = tl.sum(tl.where(expert == index, start + count - block * ROWS, 0), 0)
-        tl.store(blocks + 2 * block, index)
-        tl.store(blocks + 2 * block + 1, rows)
+        left = tl.sum(tl.where(expert == index, start + count - block * ROWS, 0), 0)
+        tl.store(experts + block, index)
+        tl.store(rows + block, left)
+        if FILLED:
+            row = tl.arange(0, FILLED)
+            tl.store(slots + block * ROWS + row, num_slots, (row >= left) & (row < ROWS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +115,54 @@ class Choices:
     experts_TK: torch.Tensor
     weights_TK: torch.Tensor
     num_experts: int
-    slots: torch.Tensor | None = None  # sorted by expert, each starting at a multiple of a tile's rows
-    blocks: torch.Tensor | None = None  # (B, 2): expert and remaining rows of each tile
+    ranks_TK: torch.Tensor | None = None  # int32, among the choices of the same expert
+    counts_E: torch.Tensor | None = None  # int32, choices of each expert
+
+
+@dataclass(frozen=True, slots=True)
+class SortedChoices:
+    """Choices sorted by expert, each expert's starting at a multiple of `rows`: a block is `rows` of them. int32. More blocks than there
+    are have an invalid expert."""
+
+    rows: int
+    slots: torch.Tensor  # (B * rows,); invalid after a block's choices, or T * K if filled
+    experts_B: torch.Tensor
+    rows_B: torch.Tensor  # number of choices from the block's first on, at most 0 after the last one
+    end_1: torch.Tensor  # number of slots up to the last block's end
 
 
 def route(
-    logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, rows: int = 0, parts_KTD: torch.Tensor | None = None
+    logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, parts_KTD: torch.Tensor | None = None, counted: bool = False
 ) -> Choices:
-    """Return the router's choices, sorted into tiles of `rows` if there are many; parts not written by this rank's experts are zeroed."""
+    """Return the router's choices, `counted` to be sorted; parts not written by this rank's experts are zeroed."""
     num_tokens, given = len(logits_TE), experts.num_given
     assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
     ints = logits_TE.new_empty((2, num_tokens, given), dtype=torch.int32)
-    choices = Choices(ints[0], logits_TE.new_empty((num_tokens, given)), experts.count)
-    is_much = num_tokens * given > FEW_CHOICES
-    counts = logits_TE.new_zeros(experts.count, dtype=torch.int32) if is_much else ints
-    options = early_launch(logits_TE)
+    weights_TK = logits_TE.new_empty((num_tokens, given))
+    counts_E = logits_TE.new_zeros(experts.count, dtype=torch.int32) if counted else None
     _route[(num_tokens,)](
-        logits_TE, logits_TE if valid_T is None else valid_T, ints[0], choices.weights_TK, ints[1], counts,
+        logits_TE, logits_TE if valid_T is None else valid_T, ints[0], weights_TK, ints[1], ints if counts_E is None else counts_E,
         logits_TE if parts_KTD is None else parts_KTD, experts.first, experts.count,
-        LOGITS=logits_TE.shape[1], PADDED=valid_T is not None, COUNTED=is_much, ZEROED=parts_KTD is not None, EXPERTS=experts.num_experts,
+        LOGITS=logits_TE.shape[1], PADDED=valid_T is not None, COUNTED=counted, ZEROED=parts_KTD is not None, EXPERTS=experts.num_experts,
         BLOCK=triton.next_power_of_2(experts.num_experts), CHOSEN=experts.num_chosen, GIVEN=given, CHOICES=triton.next_power_of_2(given),
-        BITS=8 * logits_TE.itemsize, WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS, **options,
+        BITS=8 * logits_TE.itemsize, WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS,
+        **early_launch(logits_TE),
     )  # fmt: skip
-    if not is_much:
-        return choices
-    num_slots = num_tokens * given
-    num_blocks = triton.cdiv(num_slots, rows) + experts.count  # upper bound: each expert may have one partial tile
-    slots, blocks = ints.new_empty(num_blocks * rows), ints.new_empty((num_blocks, 2))
-    block = triton.next_power_of_2(experts.count)
+    return Choices(ints[0], weights_TK, experts.count, ints[1] if counted else None, counts_E)
+
+
+def sort(choices: Choices, rows: int, is_filled: bool = False) -> SortedChoices:
+    """Sort counted choices into blocks of `rows`."""
+    experts_TK, ranks_TK, counts_E = choices.experts_TK, choices.ranks_TK, choices.counts_E
+    assert ranks_TK is not None and counts_E is not None
+    num_slots = experts_TK.numel()
+    num_blocks = triton.cdiv(num_slots, rows) + choices.num_experts  # upper bound: each expert may have one partial block
+    slots, ints = experts_TK.new_empty(num_blocks * rows), experts_TK.new_empty(2 * num_blocks + 1)
+    made = SortedChoices(rows, slots, ints[:num_blocks], ints[num_blocks:-1], ints[-1:])
+    block = triton.next_power_of_2(choices.num_experts)
     _sort[(triton.cdiv(num_slots, SORTED),)](
-        ints[0], ints[1], counts, slots, blocks, num_slots, num_blocks,
-        EXPERTS=experts.count, BLOCK=block, ROWS=rows, SORTED=SORTED, num_warps=max(SORT_WARPS, block // SORTED_BY_WARP), **options,
+        experts_TK, ranks_TK, counts_E, slots, made.experts_B, made.rows_B, made.end_1, num_slots, num_blocks,
+        EXPERTS=choices.num_experts, BLOCK=block, ROWS=rows, FILLED=triton.next_power_of_2(rows) if is_filled else 0, SORTED=SORTED,
+        num_warps=max(SORT_WARPS, block // SORTED_BY_WARP), **early_launch(slots),
     )  # fmt: skip
-    return Choices(choices.experts_TK, choices.weights_TK, experts.count, slots, blocks)
+    return made

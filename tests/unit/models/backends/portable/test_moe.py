@@ -21,9 +21,9 @@ MANY = 24  # choices; with more they are sorted
 
 @pytest.fixture
 def _few_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.kernels.triton import routing
+    from models.kernels.triton import moe
 
-    monkeypatch.setattr(routing, "FEW_CHOICES", MANY)
+    monkeypatch.setattr(moe, "FEW_CHOICES", MANY)
 
 
 @pytest.fixture

@@ -112,11 +112,11 @@ def test_matrices_stay_ours_where_humming_cannot_compile(monkeypatch: pytest.Mon
 
     tried, products, matrix = [], humming.HummingProducts(), grouped("int4-g32", 40, 256).storage
 
-    def of(matrix: Grouped) -> None:
+    def of(matrix: Grouped, count: int) -> None:
         tried.append(matrix.shape)
         raise RuntimeError("no suitable CUDA environment")
 
     monkeypatch.setattr(humming.HummingMatrix, "of", of)
-    monkeypatch.setattr(humming, "takes", lambda matrix: True)
-    assert all(products.prepared(matrix) is matrix for _ in range(2)) and len(tried) == 1
+    monkeypatch.setattr(humming, "takes", lambda matrix, count: True)
+    assert all(products.prepared(matrix, 1) is matrix for _ in range(2)) and len(tried) == 1
     assert products.product(torch.randn(1, 256), matrix, RowClass.SINGLE, None).shape == (1, 40)

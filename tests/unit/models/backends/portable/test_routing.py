@@ -26,7 +26,7 @@ def test_routes(num_experts: int, chosen: int, has_shared: bool, dtype: torch.dt
     logits[3], logits[4, 0], logits[5], logits[6] = 0, 300, -300, -logits[6].abs()
     nothing = torch.empty(0)
     experts = Experts(nothing, nothing, nothing, 0, num_experts + has_shared, num_experts, chosen, has_shared)
-    choices = route(logits, experts, None, 16, logits.new_empty(experts.num_given, 9, 16))
+    choices = route(logits, experts, None, logits.new_empty(experts.num_given, 9, 16), counted=True)
     best = logits[:, :num_experts].sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
     assert choices.experts_TK.tolist() == [[*row, *[num_experts] * has_shared] for row in best.tolist()]
     torch.testing.assert_close(choices.weights_TK, torch_route(logits, experts)[0])
