@@ -74,10 +74,9 @@ def _expert_kernels(config: Any, device: torch.device) -> tuple[ExpertKernel, ..
         with torch.cuda.device(device):
             return HummingKernel.prepare_kernels(config.to_str(), json.dumps({"gemm_type": "indexed"}), [[0, EVERY, chosen]], device)
 
-    found = [
-        get_heuristics_config(config, shape_m=num_slots, gemm_type="indexed", device=device) | {"use_stream_k": False} for num_slots in SLOTS
-    ]  # with stream-K, rounding would depend on a choice's block, which depends on the order of atomics
-    last = {json.dumps(chosen, sort_keys=True): i for i, chosen in enumerate(found)}  # some are chosen for several numbers
+    chosen = (get_heuristics_config(config, shape_m=num_slots, gemm_type="indexed", device=device) for num_slots in SLOTS)
+    found = [each | {"use_stream_k": False} for each in chosen]  # else rounding would depend on a choice's block: on the order of atomics
+    last = {json.dumps(each, sort_keys=True): i for i, each in enumerate(found)}  # some are chosen for several numbers
     return tuple(ExpertKernel(SLOTS[i], found[i]["block_shape"][0], _compilers.submit(compiled, found[i])) for i in sorted(last.values()))
 
 

@@ -2,11 +2,15 @@
 
 import importlib.util
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from models.config.formats import MatrixFormat
+from models.kernels.backend import Backend
+from models.kernels.ops import Experts
+from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
 from models.kernels.stream import Residual, RowClass
 from models.weights.grouped import Grouped
 from models.weights.matrix import Matrix, Place
@@ -18,8 +22,10 @@ BACKEND = "hopper" if torch.cuda.is_available() and torch.cuda.get_device_capabi
 FORMATS = ("int4-g128", "int4-g32-zeros", "int4-g0", "int8-g0", "float8-g0", "float4-g16")
 
 
-def random_matrix(rows: int, columns: int, format: str, generator: torch.Generator, backend: str = BACKEND) -> Matrix:
-    matrix = Matrix.empty(rows, columns, MatrixFormat(format, format), Place(backend, DEVICE, torch.bfloat16))
+def random_matrix(
+    rows: int, columns: int, format: str, generator: torch.Generator, backend: str = BACKEND, count: int = 1
+) -> Matrix:
+    matrix = Matrix.empty(rows, columns, MatrixFormat(format, format), Place(backend, DEVICE, torch.bfloat16), count)
     matrix.storage.fill_normal_(columns**-0.5, generator)
     matrix.storage.scales.mul_(torch.empty(matrix.storage.scales.shape, device=DEVICE).uniform_(0.5, 2, generator=generator))
     if matrix.storage.zeros is not None:
@@ -85,3 +91,32 @@ def test_products_are_those_of_plain_torch(format: str, height: int, width: int,
         }
         for name, (found, wanted) in pairs.items():
             assert (found - wanted).norm() < 0.02 * wanted.norm(), (name, num_tokens, rows.name)
+
+
+EXPERTS = [
+    ("int4-g128", 768, False), ("int4-g128-zeros", 512, True), ("int8-g128", 256, False), ("int4-g64", 192, False),
+    ("float4-g16", 768, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("format, inner, has_shared", EXPERTS)
+def test_experts_are_those_of_plain_torch(backend: Backend, format: str, inner: int, has_shared: bool) -> None:
+    """By humming-kernels, and by our kernels where it has none: 192 values, and floats. A single token and several, whole and
+    as another rank has them; the same twice, whatever the order of atomics."""
+    generator, count = torch.Generator(DEVICE).manual_seed(1), 128 + has_shared
+    shapes = (count * 2 * inner, 2048), (count * 2048, inner)
+    gate_up, down = (random_matrix(*shape, format, generator, backend=backend.name, count=count) for shape in shapes)
+    router = torch.randn((128 + 8 * has_shared, 2048), generator=generator, dtype=torch.bfloat16, device=DEVICE) * 2048**-0.5
+    values = [Matrix.of(matrix.storage.dequantized().to(torch.bfloat16), "torch", "plain") for matrix in (gate_up, down)]
+    plain = Experts(router, *values, 0, count, 128, 8, has_shared)
+    for matrix in (gate_up, down):
+        matrix.finish()
+    for num_tokens, first in itertools.product((1, 2, 7, 64, 200, 700, 2048), (0, 8)):
+        x = torch.randn((num_tokens, 2048), generator=generator, dtype=torch.bfloat16, device=DEVICE)
+        theirs, rows = replace(plain, first=first), RowClass.SINGLE if num_tokens == 1 else RowClass.MANY
+        real = None if num_tokens == 1 else torch.arange(num_tokens, device=DEVICE) % 5 != 3
+        ours = replace(theirs, gate_up=gate_up, down=down)
+        found, again = (backend.ops.sparse_swiglu(x, ours, rows, real).float().sum(0) for _ in range(2))
+        expected = torch_sparse_swiglu(x, theirs, real).float().sum(0)
+        assert found.equal(again) and (found - expected).norm() < 0.02 * expected.norm(), (num_tokens, first)
+        assert real is None or not found[~real].any()

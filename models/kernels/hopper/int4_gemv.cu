@@ -22,7 +22,8 @@ using BFloat16 = __nv_bfloat16;
 
 constexpr int kRows = 64, kEighths = kRows / 8;
 constexpr int kColumns = 16, kChunk = 128, kSteps = kChunk / kColumns;
-constexpr int kWarps = 8, kCluster = 2;  // warps of a block, blocks that share rows
+constexpr int kFewWarps = 8, kManyWarps = 16;  // of a block, and of one that is its multiprocessor's only one
+constexpr int kCluster = 2;  // blocks that share rows
 constexpr int kUnit = 32;  // columns whose sum is kept
 constexpr float kAdded = 128.f, kMiddle = 8.f;  // to codes; the zero point of symmetric matrices
 constexpr int kPiece = 8;  // values of the token that a thread loads at once
@@ -144,6 +145,7 @@ DEVICE int place_of(int column) { return column / 16 * 8 + column % 8 + column /
 
 // Loads columns `begin` to `end` of the token times the norm's weights into `token`, and the sums of kUnit of them into `sums`. Returns this
 // thread's part of the sum of the whole token's squares.
+template <int kWarps>
 DEVICE float load_token(Params const& params, BFloat16 const* x, uint32_t* token, float* sums, int begin, int end) {
   float squares = 0.f;
   int const from = params.norm_bytes ? 0 : begin, to = params.norm_bytes ? params.width : end;
@@ -189,9 +191,10 @@ DEVICE void store_in_first_block(float* mine, float value) {
 // Chunks that two blocks have at most, each.
 DEVICE int most_chunks(int num_chunks) { return (num_chunks + kCluster - 1) / kCluster; }
 
-// Cluster (i, k): 64 values of the result, or of that of the k-th choice. If gated, half of the warps have the rows of the gate, the others those of the up projection.
-template <int kGroup, bool kZeros, bool kGated, int kPrefetched>
-__global__ void __launch_bounds__(32 * kWarps, 4 - kPrefetched) multiply_token(Params const params) {
+// Cluster (i, k): 64 values of the result, or of that of the k-th choice. If gated, half of the warps have the rows of the gate, the others those of
+// the up projection.
+template <int kGroup, bool kZeros, bool kGated, int kPrefetched, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps, kWarps == kManyWarps ? 1 : 4 - kPrefetched) multiply_token(Params const params) {
   constexpr int kHalves = kGated ? 2 : 1, kSharing = kWarps / kHalves;  // warps that share rows
   extern __shared__ __align__(16) uint32_t token[];
   __shared__ float parts[kWarps][kRows], of_blocks[kCluster][kHalves * kRows], squares[kWarps];
@@ -212,7 +215,8 @@ __global__ void __launch_bounds__(32 * kWarps, 4 - kPrefetched) multiply_token(P
   Tile<kGroup, kZeros, kPrefetched> tile(params, first_row + half * params.num_out, offset + first, offset + share(share_of_warp + 1), lane);
   wait_for_preceding_kernel();
   launch_dependents();
-  float const sum = over_lanes<1, 32, false>(load_token(params, params.x + choice * params.x_stride, token, sums, begin * kChunk, end * kChunk));
+  BFloat16 const* const x = params.x + choice * params.x_stride;
+  float const sum = over_lanes<1, 32, false>(load_token<kWarps>(params, x, token, sums, begin * kChunk, end * kChunk));
   if (lane == 0) squares[warp] = sum;
   __syncthreads();
   float totals[kEighths]{};
@@ -246,25 +250,32 @@ __global__ void __launch_bounds__(32 * kWarps, 4 - kPrefetched) multiply_token(P
   *place = __float2bfloat16_rn(result);
 }
 
-template <int kGroup, bool kZeros, int kPrefetched>
+template <int kGroup, bool kZeros, int kPrefetched, int kWarps = kFewWarps>
 void launch(Params const& params, int num_choices, bool is_gated, DLDevice device) {
   int const most = (params.width / kChunk + kCluster - 1) / kCluster;
   dim3 const grid(unsigned(params.num_out / kRows * kCluster), unsigned(num_choices));
-  auto const kernel = is_gated ? multiply_token<kGroup, kZeros, true, kPrefetched> : multiply_token<kGroup, kZeros, false, kPrefetched>;
+  auto const kernel = is_gated ? multiply_token<kGroup, kZeros, true, kPrefetched, kWarps>
+                               : multiply_token<kGroup, kZeros, false, kPrefetched, kWarps>;
   launch_early(kernel, params, grid, 32 * kWarps, most * (kChunk * sizeof(BFloat16) + kChunk / kUnit * sizeof(float)), device, kCluster);
 }
 
 // Two chunks ahead where so many blocks with so many registers run at once.
-template <int kGroup>
+template <int kGroup, bool kZeros>
 void launch(Params const& params, int num_choices, bool is_gated, int num_multiprocessors, DLDevice device) {
-  bool const is_small = params.num_out / kRows * kCluster * num_choices <= 2 * num_multiprocessors;
-  auto const run = params.zeros ? is_small ? launch<kGroup, true, 2> : launch<kGroup, true, 1>
-                                : is_small ? launch<kGroup, false, 2> : launch<kGroup, false, 1>;
+  int const num_blocks = params.num_out / kRows * kCluster * num_choices;
+  auto const run = num_blocks <= num_multiprocessors       ? launch<kGroup, kZeros, 2, kManyWarps>
+                   : num_blocks <= 2 * num_multiprocessors ? launch<kGroup, kZeros, 2>
+                                                           : launch<kGroup, kZeros, 1>;
   run(params, num_choices, is_gated, device);
 }
 
-// x (1, K), or one for each choice, norm_weight (K) or empty, codes (K / 16, 2 N), scales (groups, N), zeros (groups, N / 8) or empty, all of these of
-// one or of stacked matrices with `groups` groups each, chosen (choices) or empty, out (1 or choices, N), or N / 2 if gated.
+template <int kGroup>
+void launch(Params const& params, int num_choices, bool is_gated, int num_multiprocessors, DLDevice device) {
+  (params.zeros ? launch<kGroup, true> : launch<kGroup, false>)(params, num_choices, is_gated, num_multiprocessors, device);
+}
+
+// x (1, K), or one for each choice, norm_weight (K) or empty, codes (K / 16, 2 N), scales (groups, N), zeros (groups, N / 8) or empty, all of
+// these of one or of stacked matrices with `groups` groups each, chosen (choices) or empty, out (1 or choices, N), or N / 2 if gated.
 void run(View x, View norm_weight, double eps, View codes, View scales, int64_t groups, View zeros, View chosen, bool is_chosen_early, View out,
          bool is_gated, bool adds, int64_t num_multiprocessors) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
