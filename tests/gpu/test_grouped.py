@@ -11,6 +11,7 @@ from models.config.formats import MatrixFormat
 from models.kernels.backend import Backend
 from models.kernels.ops import Experts
 from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
+from models.kernels.reference.ops import TorchOps
 from models.kernels.stream import Residual, RowClass
 from models.weights.grouped import Grouped
 from models.weights.matrix import Matrix, Place
@@ -108,15 +109,15 @@ def test_experts_are_those_of_plain_torch(backend: Backend, format: str, inner: 
     gate_up, down = (random_matrix(*shape, format, generator, backend=backend.name, count=count) for shape in shapes)
     router = torch.randn((128 + 8 * has_shared, 2048), generator=generator, dtype=torch.bfloat16, device=DEVICE) * 2048**-0.5
     values = [Matrix.of(matrix.storage.dequantized().to(torch.bfloat16), "torch", "plain") for matrix in (gate_up, down)]
-    plain = Experts(router, *values, 0, count, 128, 8, has_shared)
+    plain, ones = Experts(router, *values, 0, count, 128, 8, has_shared), torch.ones(2048, dtype=torch.bfloat16, device=DEVICE)
     for matrix in (gate_up, down):
         matrix.finish()
     for num_tokens, first in itertools.product((1, 2, 7, 64, 200, 700, 2048), (0, 8)):
         x = torch.randn((num_tokens, 2048), generator=generator, dtype=torch.bfloat16, device=DEVICE)
         theirs, rows = replace(plain, first=first), RowClass.SINGLE if num_tokens == 1 else RowClass.MANY
         real = None if num_tokens == 1 else torch.arange(num_tokens, device=DEVICE) % 5 != 3
-        ours = replace(theirs, gate_up=gate_up, down=down)
-        found, again = (backend.ops.sparse_swiglu(x, ours, rows, real).float().sum(0) for _ in range(2))
-        expected = torch_sparse_swiglu(x, theirs, real).float().sum(0)
+        ours, normed = replace(theirs, gate_up=gate_up, down=down), Residual(x).normed(ones, 1e-6)
+        found, again = (backend.ops.sparse_swiglu(normed, ours, rows, real).float().sum(0) for _ in range(2))
+        expected = torch_sparse_swiglu(TorchOps().norm(normed), theirs, real).float().sum(0)
         assert found.equal(again) and (found - expected).norm() < 0.02 * expected.norm(), (num_tokens, first)
         assert real is None or not found[~real].any()

@@ -22,7 +22,8 @@ using BFloat16 = __nv_bfloat16;
 
 constexpr int kRows = 64, kEighths = kRows / 8;
 constexpr int kColumns = 16, kChunk = 128, kSteps = kChunk / kColumns;
-constexpr int kFewWarps = 8, kManyWarps = 16;  // of a block, and of one that is its multiprocessor's only one
+constexpr int kFewWarps = 8, kManyWarps = 16;  // of a block, and of one with long rows that is its multiprocessor's only one
+constexpr int kLong = 64;  // chunks of such a row: two for each warp
 constexpr int kCluster = 2;  // blocks that share rows
 constexpr int kUnit = 32;  // columns whose sum is kept
 constexpr float kAdded = 128.f, kMiddle = 8.f;  // to codes; the zero point of symmetric matrices
@@ -263,7 +264,8 @@ void launch(Params const& params, int num_choices, bool is_gated, DLDevice devic
 template <int kGroup, bool kZeros>
 void launch(Params const& params, int num_choices, bool is_gated, int num_multiprocessors, DLDevice device) {
   int const num_blocks = params.num_out / kRows * kCluster * num_choices;
-  auto const run = num_blocks <= num_multiprocessors       ? launch<kGroup, kZeros, 2, kManyWarps>
+  bool const is_long = num_blocks <= num_multiprocessors && params.width >= kLong * kChunk;
+  auto const run = is_long                                 ? launch<kGroup, kZeros, 2, kManyWarps>
                    : num_blocks <= 2 * num_multiprocessors ? launch<kGroup, kZeros, 2>
                                                            : launch<kGroup, kZeros, 1>;
   run(params, num_choices, is_gated, device);

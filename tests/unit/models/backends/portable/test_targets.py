@@ -169,7 +169,7 @@ def launch_experts(capability: int, is_float8: bool) -> None:
 def launch_grouped(element: str) -> None:
     """The gate and up projections of 8B; of int4 also experts, and a matrix with zero points."""
     from models.kernels.ops import Experts
-    from models.kernels.triton import grouped, moe
+    from models.kernels.triton import grouped, moe, routing
     from models.weights.grouped import GroupedKind
 
     def matrix(rows: int, columns: int, group: int = 0, has_zeros: bool = False) -> Grouped:
@@ -186,11 +186,15 @@ def launch_grouped(element: str) -> None:
     chosen = torch.zeros(8, dtype=torch.int64)
     experts = grouped.GroupedExperts()
     inner = experts.expert_swiglu(bf16(1, 2048), matrix(4 * 2 * 768, 2048, group), chosen, 4)
-    grouped.gemv(inner, matrix(4 * 2048, 768, group), bf16(8, 2048), chosen_K=chosen, num_matrices=4)
+    experts.expert_sum(inner, matrix(4 * 2048, 768, group), chosen, bf16(8), bf16(1, 2048), adds=True)
     of = MatrixFormat("int4-g128", "int4-g128")
     given = [Matrix(matrix(128 * n, k, group), of, "portable", 128) for n, k in ((1536, 2048), (2048, 768))]
     for num_tokens in (16, 512):
-        moe.sparse_swiglu(bf16(num_tokens, 2048), bf16(num_tokens, 128), Experts(bf16(128, 2048), *given, 0, 128, 128, 8), None)
+        stacked = Experts(bf16(128, 2048), *given, 0, 128, 128, 8)
+        moe.sparse_swiglu(bf16(num_tokens, 2048), bf16(num_tokens, 128), stacked, None)
+    choices = routing.route(bf16(64, 128), stacked, None, counted=True)
+    routing.sort(choices, 24, is_filled=True)
+    moe.weighted_sum(bf16(64 * 8, 2048), choices.experts_TK, choices.weights_TK, bf16(64, 2048), adds=False)
 
 
 def launch_exchange() -> None:
