@@ -7,6 +7,7 @@ A worker measures the first six (`engine/worker/profile.py`); formulas fitted to
 """
 
 import logging
+import math
 import sys
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_SIZES
 from models.kernels.reference.tuned import STEP_SIZES as TORCH_SIZES
 from models.kernels.step_sizes import StepSizes
 from models.kernels.triton.tuned import STEP_SIZES as PORTABLE_SIZES
-from models.lora.targets import slot_bytes
+from models.lora.targets import TOWER, slot_bytes, targets
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +74,16 @@ class Plan(NamedTuple):
         return {name.replace("_", " "): f"{size / GIB:.1f}" for name, size in parts.items()}
 
 
-def layer_parameters(text: TextConfig, num_experts: int | None = None) -> int:
+def num_values(model: ModelConfig, of_tower: bool) -> int:
+    """Return the number of values in matrices of the tower, or of the decoder without its experts, routers and embeddings."""
+    return sum(math.prod(shape) for path, shape in targets(model).items() if path.startswith(TOWER) == of_tower)
+
+
+def layer_parameters(model: ModelConfig, num_experts: int | None = None) -> int:
     """Mean parameters of a layer's matrices without routers, with the experts of a token, or `num_experts`."""
-    moe, delta = text.moe, text.delta
-    inner = text.intermediate_size
-    if moe is not None:
-        inner = ((num_experts or moe.num_experts_per_tok) + moe.has_shared) * moe.intermediate_size
-    num_queries = text.num_heads * (1 if delta is None else 1.5)  # with the gate
-    attention = int(2 * (num_queries + text.num_kv_heads) * text.head_dim)
-    num_delta = len(text.delta_layers)
-    mixers = (text.num_layers - num_delta) * attention
-    if delta is not None:
-        mixers += num_delta * (delta.conv_width + 2 * delta.num_value_heads * (delta.value_dim + 1))
-    return text.hidden_size * (mixers // text.num_layers + 3 * inner)
+    text, moe = model.text, model.text.moe
+    inner = 0 if moe is None else ((num_experts or moe.num_experts_per_tok) + moe.has_shared) * moe.intermediate_size
+    return num_values(model, of_tower=False) // text.num_layers + 3 * text.hidden_size * inner
 
 
 def decoder_format(config: EngineConfig, text: TextConfig) -> Format:
@@ -97,23 +95,17 @@ def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
     """Bytes of weights on each of `tp` GPUs, without norms and biases."""
     text, vision = model.text, model.vision
     table = text.vocab_size * text.hidden_size
-    stored = layer_parameters(text, None if text.moe is None else text.moe.num_experts)
+    stored = layer_parameters(model, None if text.moe is None else text.moe.num_experts)
     decoder = (text.num_layers + text.has_head) * stored * entry_of(format).value_bytes / tp
     embeddings = (1 if model.tie_word_embeddings else 2) * table * VALUE_BYTES / tp
     routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
     head = 2 * text.hidden_size**2 * VALUE_BYTES + table * entry_of("float8").value_bytes / tp if text.has_head else 0
-    return int(decoder + embeddings + routers + head + (0 if vision is None else VALUE_BYTES * tower_parameters(vision)))
+    inputs = 0 if vision is None else (patch_values(vision) + vision.num_position_embeddings) * vision.hidden_size
+    return int(decoder + embeddings + routers + head + VALUE_BYTES * (num_values(model, of_tower=True) + inputs))
 
 
 def patch_values(vision: VisionConfig) -> int:
     return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-
-
-def tower_parameters(vision: VisionConfig) -> int:
-    width, merged = vision.hidden_size, vision.hidden_size * vision.merge_size**2
-    block = 4 * width**2 + 2 * width * vision.intermediate_size
-    mergers = (1 + len(vision.deepstack_indexes)) * (merged**2 + merged * vision.out_hidden_size)
-    return (patch_values(vision) + vision.num_position_embeddings) * width + vision.depth * block + mergers
 
 
 class Activations(NamedTuple):
@@ -176,9 +168,16 @@ def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
     return config.max_num_batched_tokens + 2 * max_samples(config, sizes) + sizes.large_step
 
 
-def sizes_for(config: EngineConfig, text: TextConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
-    kind = text.moe is not None, decoder_format(config, text) == "float8", text.delta is not None
-    return sizes.for_layers(layer_parameters(text) // config.tp, config.max_num_batched_tokens, *kind, spec.paged.bytes_per_token)
+def sizes_for(config: EngineConfig, model: ModelConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
+    text = model.text
+    return sizes.for_layers(
+        num_parameters=layer_parameters(model) // config.tp,
+        max_tokens=config.max_num_batched_tokens,
+        is_sparse=text.moe is not None,
+        is_float8=decoder_format(config, text) == "float8",
+        has_states=text.delta is not None,
+        token_bytes=spec.paged.bytes_per_token,
+    )
 
 
 def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, step: int) -> int:
@@ -239,7 +238,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
 def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str) -> Plan:
     text, vision, tp = model.text, model.vision, config.tp
     spec = text.cache_spec(tp, VALUE_BYTES)
-    sizes = sizes_for(config, text, spec, STEP_SIZES[backend])
+    sizes = sizes_for(config, model, spec, STEP_SIZES[backend])
     activations = Activations.estimate(model, config, sizes)
     adapters = config.num_adapter_slots * slot_bytes(model, tp, config.max_lora_rank, VALUE_BYTES)
     needs = Needs(
@@ -283,8 +282,7 @@ def describe(config: EngineConfig, model: ModelConfig, name: str, backend: str) 
             line["720p kept"] = str(plan.image_cache // (880 * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES))
             line["smaller steps"] = cuts(config, fitted)
         lines.append(line)
-    cells = [list(lines[0]), *(list(line.values()) for line in lines)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     kind = "bfloat16" if (format := decoder_format(config, model.text)) == "plain" else format
     title = f"{name}, decoder in {kind}, --tp {config.tp}, --backend {backend}; sizes in GiB on each GPU, context in tokens"
-    return "\n".join([title, *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)])
+    rows = ("  ".join(cell.rjust(len(column)) for column, cell in line.items()) for line in lines)
+    return "\n".join([title, "  ".join(lines[0]), *rows])
