@@ -229,17 +229,19 @@ class MessageFormat(BlockFormat):
         ending = {"stop_reason": None, "stop_sequence": None, "usage": usage_json(choice.usage)}
         return named_event("message_start", message={**self._head, "content": [], **ending, **self._warnings})
 
-    def begin(self, kind: str, call: Call | None) -> bytes:
-        before = self._stop_block()
+    def begin(self, call: Call | None) -> bytes:
         self._index += 1
-        return before + named_event("content_block_start", index=self._index, content_block=_block(kind, "", call))
+        return named_event("content_block_start", index=self._index, content_block=_block(self._open, "", call))
+
+    def stop(self, status: str) -> bytes:
+        return named_event("content_block_stop", index=self._index)
 
     def delta(self, piece: str, event: Event) -> bytes:
         kind, name = ("input_json", "partial_json") if self._open == "call" else (self._open, self._open)
         return named_event("content_block_delta", index=self._index, delta={"type": f"{kind}_delta", name: piece})
 
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
-        return self._stop_block() + named_event("message_delta", delta=_ending(choice), usage=usage_json(choice.usage), **timings)
+        return self._stop() + named_event("message_delta", delta=_ending(choice), usage=usage_json(choice.usage), **timings)
 
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
         return named_event("message_stop")
@@ -250,9 +252,6 @@ class MessageFormat(BlockFormat):
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
         return b"event: error\ndata: " + message_error_body(info) + b"\n\n"
-
-    def _stop_block(self) -> bytes:
-        return named_event("content_block_stop", index=self._index) if self._open else b""
 
 
 def message_error_body(info: ErrorInfo) -> bytes:

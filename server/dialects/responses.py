@@ -22,7 +22,7 @@ from server.openai.format import logprobs_json
 from server.openai.media_refs import check_urls
 from server.openai.parts import FIRST, Content, RefusalPart, TextPart, ToolList
 from server.openai.schema import AnswerFormat, Effort, MessageList
-from server.openai.tools import CustomText, FunctionDefinition, FunctionName, HostedTool, Name, custom_text
+from server.openai.tools import CustomText, FunctionDefinition, FunctionName, HostedTool, Name
 
 LIMITED = LIMITED_IN_DIALECTS | limits_of(
     ((), "conversation max_tokens messages previous_response_id prompt"),
@@ -216,24 +216,29 @@ class ResponseFormat(BlockFormat):
         self._custom_tools = options.custom_tools
         names = [(tool["name"], inner["name"]) for tool in repeated.get("tools", ()) for inner in tool.get("tools", ()) if "name" in inner]
         self._names = {joined(*pair): {"namespace": pair[0], "name": pair[1]} for pair in names}
-        self._text = CustomText()
         self._num_events = 0
         self._items: list[Json] = []  # started items; the last one may be open
-        self._pieces: list[str] = []  # text of the open item
-        self._logprobs: list[Json] = []  # log-probabilities of the open item
 
     def first_chunk(self, choice: Choice) -> bytes:
         response = self._head | {"status": "in_progress", "output": []}
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
-    def begin(self, kind: str, call: Call | None) -> bytes:
-        before = self._stop_item("completed")
-        self._text, self._logprobs = CustomText(), []
-        item = {"id": f"{KINDS[kind].prefix}_{secrets.token_hex(16)}", "status": "in_progress", **KINDS[kind].start}
+    def begin(self, call: Call | None) -> bytes:
+        kind = KINDS[self._open]
+        self._text, self._pieces, self._logprobs = CustomText(), list[str](), list[Json]()
+        item = {"id": f"{kind.prefix}_{secrets.token_hex(16)}", "status": "in_progress", **kind.start}
         if call is not None:
-            item |= {"call_id": call.id, **self._names.get(call.name, {"name": call.name}), KINDS[kind].field: ""}
+            item |= {"call_id": call.id, **self._names.get(call.name, {"name": call.name}), kind.field: ""}
         self._items.append(item)
-        return before + self._item_event("added") + self._part_event("added", kind, "")
+        return self._item_event("added") + self._part_event("added", "")
+
+    def stop(self, status: str) -> bytes:
+        text, item, kind = "".join(self._pieces), self._items[-1], KINDS[self._open]
+        named = {"name": item["name"]} if self._open == "call" else {}
+        done = self._open_event(f"{kind.delta}.done", self._logprobs, **named, **{kind.field or "text": text})
+        done += self._part_event("done", text)
+        item |= {"status": status, **({kind.field: text} if kind.field else {"content": [self._part(text)]})}
+        return done + self._item_event("done")
 
     def kind_of(self, call: Call) -> str:
         return "custom" if call.name in self._custom_tools else "call"
@@ -244,7 +249,7 @@ class ResponseFormat(BlockFormat):
         self._pieces.append(piece)
         entries = logprobs_json(event.logprobs) if self._open == "text" else []
         self._logprobs += entries
-        return self._event(f"{KINDS[self._open].delta}.delta", self._open, entries, delta=piece)
+        return self._open_event(f"{KINDS[self._open].delta}.delta", entries, delta=piece)
 
     def finish_chunk(self, choice: Choice, timings: Json) -> bytes:
         last_item, response = self._finish(choice, choice.usage, timings)
@@ -256,9 +261,7 @@ class ResponseFormat(BlockFormat):
     def document(self, choices: list[Choice], usage: Usage, timings: Json) -> bytes:
         for kind, text, call in choices[0].blocks():
             self._begin(self.kind_of(call) if call else kind, call)
-            self._pieces.append(custom_text(text) if self._open == "custom" else text)
-            if kind == "text":
-                self._logprobs = logprobs_json(choices[0].logprobs[usage.num_reasoning :])
+            self.delta(text, Event(0, logprobs=choices[0].logprobs[usage.num_reasoning :]))
         return encode(self._finish(choices[0], usage, timings)[1])
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
@@ -270,40 +273,30 @@ class ResponseFormat(BlockFormat):
         """Return the last item's events and the completed response. A call that was cut by a stop string is an incomplete item of it."""
         is_cut = choice.finish_reason in ("length", "abort")
         is_half = is_cut or (self._open in ("call", "custom") and not choice.calls[-1].is_whole)
-        events = self._stop_item("incomplete" if is_half else "completed")
+        events = self._stop("incomplete" if is_half else "completed")
         cut: Json = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         ending = cut if is_cut else {"status": "completed", "completed_at": int(time.time())}
         metadata = {**(self._head.get("metadata") or {}), **timings.get("metadata", {})}
         return events, self._head | ending | {"usage": usage_json(usage), "output": self._items, **timings, "metadata": metadata}
 
-    def _stop_item(self, status: str) -> bytes:
-        if not self._open:
-            return b""
-        kind, text, item, field = self._open, "".join(self._pieces), self._items[-1], KINDS[self._open].field
-        self._open = ""
-        self._pieces.clear()
-        named = {"name": item["name"]} if kind == "call" else {}
-        done = self._event(f"{KINDS[kind].delta}.done", kind, self._logprobs, **named, **{field or "text": text})
-        done += self._part_event("done", kind, text)
-        item |= {"status": status, **({field: text} if field else {"content": [self._part(kind, text)]})}
-        return done + self._item_event("done")
-
     def _item_event(self, step: str) -> bytes:
         return self._event(f"output_item.{step}", output_index=len(self._items) - 1, item=self._items[-1])
 
-    def _part_event(self, step: str, kind: str, text: str) -> bytes:
-        return b"" if KINDS[kind].field else self._event(f"content_part.{step}", kind, part=self._part(kind, text))
+    def _part_event(self, step: str, text: str) -> bytes:
+        return b"" if KINDS[self._open].field else self._open_event(f"content_part.{step}", [], part=self._part(text))
 
-    def _part(self, kind: str, text: str) -> Json:
-        return {"type": KINDS[kind].delta, "text": text, **({"annotations": [], "logprobs": self._logprobs} if kind == "text" else {})}
+    def _part(self, text: str) -> Json:
+        shared = {"annotations": [], "logprobs": self._logprobs} if self._open == "text" else {}
+        return {"type": KINDS[self._open].delta, "text": text, **shared}
 
-    def _event(self, name: str, kind: str = "", logprobs: list[Json] | None = None, /, **fields: object) -> bytes:
-        """Return an event; with `kind` it belongs to the last item."""
+    def _open_event(self, name: str, logprobs: list[Json], /, **fields: object) -> bytes:
+        """Return an event of the open item."""
+        fields |= {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        fields |= {} if KINDS[self._open].field else {"content_index": 0}
+        return self._event(name, **fields, **({"logprobs": logprobs} if self._open == "text" else {}))
+
+    def _event(self, name: str, /, **fields: object) -> bytes:
         self._num_events += 1
-        if kind:
-            fields |= {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-            fields |= {} if KINDS[kind].field else {"content_index": 0}
-            fields |= {"logprobs": logprobs or []} if kind == "text" else {}
         return named_event(name if name == "error" else f"response.{name}", sequence_number=self._num_events - 1, **fields)
 
 

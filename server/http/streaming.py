@@ -189,8 +189,12 @@ class BlockFormat(Format):
     _open = ""  # kind of the block that deltas go to
 
     @abstractmethod
-    def begin(self, kind: str, call: Call | None) -> bytes:
-        """End the open block and begin another one."""
+    def begin(self, call: Call | None) -> bytes:
+        """Begin a block of the kind `_open`."""
+
+    @abstractmethod
+    def stop(self, status: str) -> bytes:
+        """End the open block, whose text is "completed" or "incomplete"."""
 
     @abstractmethod
     def delta(self, piece: str, event: Event) -> bytes:
@@ -216,8 +220,13 @@ class BlockFormat(Format):
         return b"".join(chunks)
 
     def _begin(self, kind: str, call: Call | None) -> bytes:
-        chunk = self.begin(kind, call)
+        chunk = self._stop()
         self._open = kind
+        return chunk + self.begin(call)
+
+    def _stop(self, status: str = "completed") -> bytes:
+        chunk = self.stop(status) if self._open else b""
+        self._open = ""
         return chunk
 
 
