@@ -47,7 +47,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
     echo: bool = False  # text and log-probabilities begin with the prompt's
     bad_words: list[str] = []  # as given, and after a space
     token_ids: bool = False  # in addition to the text; the prompt's with the first token
-    names: Literal["texts", "ids", "both"] = "texts"  # format of tokens in log-probabilities: text, `token_id:5`, or `5:text`
+    names_ids: bool = False  # log-probabilities name tokens `token_id:5` instead of by text
     prompt_logprobs: bool = False  # separate from the answer, not its beginning
 
 
@@ -125,11 +125,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability with bytes of tokens. The first token of a prompt has none."""
+    """Log-probability of a token, by id and bytes, and of the most likely alternatives, the most likely first. The first token of a prompt
+    has none."""
 
+    id: int
     token: bytes
     logprob: float | None
-    top: list[tuple[bytes, float]]
+    top: list[tuple[int, bytes, float]]
 
 
 class ChatPrompt(msgspec.Struct, tag=True, frozen=True):

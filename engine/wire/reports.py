@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from engine.wire.params import Logprob
+
 
 class Numbers(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Float32 values instead of text."""
@@ -47,27 +49,18 @@ class PromptLogprobs(msgspec.Struct, tag=True, frozen=True, array_like=True):
             parts.append(self.beginning_at(start))
 
 
-class RankedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`rank` counts from 1 and is known only for the most likely tokens."""
+class TokenScores(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """The prompt's next tokens."""
 
-    id: int
-    text: bytes
-    logprob: float
-    rank: int | None
-
-
-class RankedTokens(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The prompt's next tokens: each with the most likely alternatives."""
-
-    places: list[list[RankedToken]]
+    entries: list[Logprob]
 
     @property
     def size(self) -> int:
-        return len(self.places)
+        return len(self.entries)
 
 
 Report = PromptLogprobs | Numbers
-ShownReport = RankedTokens | Numbers  # form for clients
+ShownReport = TokenScores | Numbers  # form for clients
 
 
 def joined(parts: Sequence[Report]) -> Report | None:
@@ -79,5 +72,5 @@ def joined(parts: Sequence[Report]) -> Report | None:
     return PromptLogprobs(scores[0].start, scores[0].num_top, *arrays)
 
 
-def ranked_tokens(reports: Iterable[ShownReport]) -> list[list[RankedToken]]:
-    return [place for report in reports if isinstance(report, RankedTokens) for place in report.places]
+def token_scores(reports: Iterable[ShownReport]) -> list[Logprob]:
+    return [entry for report in reports if isinstance(report, TokenScores) for entry in report.entries]

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from engine.launch.config import VERSION
 from engine.wire.messages import Abort, Event, Events
 from engine.wire.params import NumLogprobs
-from engine.wire.reports import RankedToken, ranked_tokens
+from engine.wire.reports import token_scores
 from engine.wire.updates import FIRST_METADATA
 from server.http.body import Body
 from server.http.streaming import Choice, ReplyOptions, Usage, encode
@@ -151,24 +151,16 @@ class GenerateFormat(CompletionFormat):
     def _logprobs(self, choice: Choice) -> Json:
         """Return triples of value, id, and text or null: for the tokens of prompt and answer, and for the most likely tokens at their
         positions."""
-        start, has_top = self._asked.logprob_start_len or 0, bool(self._asked.top_logprobs_num)
-        found: Json = {}
-        if choice.logprobs:
-            found["output_token_logprobs"] = [self._named(entry.logprob, entry.token) for entry in choice.logprobs]
-            found["output_top_logprobs"] = [[self._named(value, name) for name, value in entry.top] for entry in choice.logprobs]
-        if entries := ranked_tokens(choice.reports):
-            pairs = list(zip(choice.prompt_ids, entries, strict=True))[start:]
-            found["input_token_logprobs"] = [self._triple(*entry[:1]) if entry else (None, token_id, None) for token_id, entry in pairs]
-            likely = [[self._triple(token) for token in entry if token.rank is not None] for _, entry in pairs]
-            found["input_top_logprobs"] = [tokens or None for tokens in likely]
-        return {name: value for name, value in found.items() if has_top or "_top_" not in name}
+        start, found = self._asked.logprob_start_len or 0, dict[str, Any]()
+        for name, entries in (("output", choice.logprobs), ("input", token_scores(choice.reports)[start:])):
+            if entries:
+                found[f"{name}_token_logprobs"] = [self._triple(entry.id, entry.token, entry.logprob) for entry in entries]
+            if entries and self._asked.top_logprobs_num:
+                found[f"{name}_top_logprobs"] = [[self._triple(*token) for token in entry.top] or None for entry in entries]
+        return found
 
-    def _named(self, value: float | None, name: bytes) -> Triple:
-        token_id, _, text = name.partition(b":")
-        return value, int(token_id), text.decode("utf-8", "replace") if self._asked.return_text_in_logprobs else None
-
-    def _triple(self, token: RankedToken) -> Triple:
-        return self._named(token.logprob, b"%d:%b" % (token.id, token.text))
+    def _triple(self, token_id: int, text: bytes, value: float | None) -> Triple:
+        return value, token_id, text.decode("utf-8", "replace") if self._asked.return_text_in_logprobs else None
 
 
 class GenerateEndpoint(GenerationEndpoint):
@@ -180,7 +172,7 @@ class GenerateEndpoint(GenerationEndpoint):
     def read(self, value: Json, body: Body) -> Job:
         request = self.check(GenerateRequest, value)
         format = functools.partial(GenerateFormat, asked=request)
-        job = self.job_of(request, body, request.prompts, request.field, format, names="both")
+        job = self.job_of(request, body, request.prompts, request.field, format)
         for submit, images in zip(job.submits, request.images(), strict=True):
             for i, image in enumerate(images):
                 url = f"data:image/any;base64,{image}" if BARE.fullmatch(image) else image

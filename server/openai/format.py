@@ -200,7 +200,7 @@ def _token_list(entries: list[Logprob]) -> dict[str, object]:
 
 def logprobs_json(entries: list[Logprob]) -> list[dict[str, object]]:
     """Return tokens with their log-probabilities in the form of chat completions and responses."""
-    tops = ([_token_json(token, value) for token, value in entry.top] for entry in entries)
+    tops = ([_token_json(token, value) for _, token, value in entry.top] for entry in entries)
     return [{**_token_json(entry.token, entry.logprob), "top_logprobs": top} for entry, top in zip(entries, tops, strict=True)]
 
 
@@ -226,7 +226,7 @@ def _likely(entry: Logprob) -> dict[str, float] | None:
     if entry.logprob is None:
         return None
     likely = {_text(entry.token): entry.logprob}
-    for token, value in entry.top:
+    for _, token, value in entry.top:
         likely.setdefault(_text(token), value)
     return likely
 

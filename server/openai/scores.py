@@ -2,14 +2,21 @@
 
 from collections.abc import Sequence
 
-from engine.wire.reports import RankedToken, ShownReport, ranked_tokens
+from engine.wire.messages import Logprob
+from engine.wire.reports import ShownReport, token_scores
 
 
 def scores_json(reports: Sequence[ShownReport]) -> dict[str, object]:
     """Return vLLM's member: for each token of the prompt an object by ids, null for the first."""
-    entries = [{str(token.id): _token_json(token) for token in entry} or None for entry in ranked_tokens(reports)]
-    return {"prompt_logprobs": entries or None}
+    return {"prompt_logprobs": [_entry_json(entry) for entry in token_scores(reports)] or None}
 
 
-def _token_json(token: RankedToken) -> dict[str, object]:
-    return {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text.decode("utf-8", "replace")}
+def _entry_json(entry: Logprob) -> dict[str, object] | None:
+    """Return the token itself and its alternatives. Only these have a rank."""
+    if entry.logprob is None:
+        return None
+    tokens = [(None, (entry.id, entry.token, entry.logprob)), *enumerate(entry.top, 1)]
+    return {
+        str(token_id): {"logprob": value, "rank": rank, "decoded_token": text.decode("utf-8", "replace")}
+        for rank, (token_id, text, value) in tokens
+    }

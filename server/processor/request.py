@@ -15,7 +15,7 @@ from engine.wire.reports import Report
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.medium import Medium, release_all
-from server.processor.text.logprobs import Spelling, of_token, spelling_of
+from server.processor.text.logprobs import named, spelling_of
 from server.processor.text.reasoning import OutputText
 from server.region import Region
 
@@ -85,8 +85,9 @@ class Request:
 
     def note(self, answer: Answer, begin: int, output: RequestOutput, index: int) -> None:
         if output.logprobs or self.submit.output.token_ids:
-            token_id = output.token_ids[index]
-            logprobs = [of_token(self.spelling, token_id, output.logprobs[index])] if output.logprobs else []
+            token_id, spelling = output.token_ids[index], spelling_of(answer.text.table, self.submit.output.names_ids)
+            found = output.logprobs[index : index + 1]
+            logprobs = [named(spelling, token_id, one.logprob, zip(one.top_ids, one.top_logprobs, strict=True)) for one in found]
             answer.waiting.append(PendingToken(begin, answer.text.end, token_id, logprobs))
 
     def with_tokens(self, event: Event, answer: Answer, is_first: bool) -> Event:
@@ -101,10 +102,6 @@ class Request:
         return msgspec.structs.replace(
             event, token_ids=ids, logprobs=logprobs, prompt_ids=self.prompt_ids if wants_ids and is_first else []
         )
-
-    @property
-    def spelling(self) -> Spelling:
-        return spelling_of(self.answers[0].text.table, self.submit.output.names)
 
     @property
     def prompt_ids(self) -> list[int]:

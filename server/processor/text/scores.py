@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from engine.wire.messages import Submit
-from engine.wire.reports import PromptLogprobs, RankedToken, RankedTokens, Report
+from engine.wire.reports import PromptLogprobs, Report, TokenScores
 from server.processor.text.detokenize import TokenTable
-from server.processor.text.logprobs import Entry, Spelling, named, spelling_of
+from server.processor.text.logprobs import named, spelling_of
 
 SLICE = 256  # tokens per event: 6 ms with 20 alternatives each
 
@@ -25,14 +25,14 @@ class PromptScores:
         """Yield members of events for an answer, whose first output has the report; that of the first answer precedes all others."""
         if isinstance(report, PromptLogprobs):
             self._found = report
-        entries, spelling = of_prompt(prompt_ids, self._found), spelling_of(self._table, self._options.names)
+        entries, spelling = of_prompt(prompt_ids, self._found), spelling_of(self._table, self._options.names_ids)
         num_top = self._params.logprobs if self._options.echo else None
         while part := list(islice(entries, SLICE)):
             shown: dict[str, Any] = {}
             if self._options.prompt_logprobs:
-                shown["report"] = RankedTokens([ranked(self._table.spelling, entry) for entry in part])
+                shown["report"] = TokenScores([named(self._table.spelling, *entry) for entry in part])
             if num_top is not None:
-                shown["logprobs"] = [named(spelling, (token_id, value, top[:num_top])) for token_id, value, top in part]
+                shown["logprobs"] = [named(spelling, token_id, value, top[:num_top]) for token_id, value, top in part]
             yield shown
 
 
@@ -40,18 +40,8 @@ def scores_of(submit: Submit, table: TokenTable) -> PromptScores | None:
     return None if submit.params.prompt_logprobs is None else PromptScores(submit, table)
 
 
-def ranked(spelling: Spelling, entry: Entry) -> list[RankedToken]:
-    """Return the token itself and its alternatives; empty for the first token of a prompt."""
-    token_id, value, top = entry
-    if value is None:
-        return []
-    likely = [RankedToken(top_id, spelling(top_id), top_value, rank) for rank, (top_id, top_value) in enumerate(top, 1)]
-    known = [token for token in likely if token.id == token_id]
-    return [*(known or [RankedToken(token_id, spelling(token_id), value, None)]), *(token for token in likely if token.id != token_id)]
-
-
-def of_prompt(ids: Sequence[int], found: PromptLogprobs | None) -> Iterator[Entry]:
-    """Yield an entry per token. `found` is None for a prompt of one token."""
+def of_prompt(ids: Sequence[int], found: PromptLogprobs | None) -> Iterator[tuple[int, float | None, list[tuple[int, float]]]]:
+    """Yield id and value of each token, and its most likely alternatives. `found` is None for a prompt of one token."""
     yield ids[0], None, []
     if found is None:
         return
