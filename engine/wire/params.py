@@ -143,13 +143,6 @@ class ChatPrompt(msgspec.Struct, tag=True, frozen=True):
     ending: Literal["generation", "none", "continue"] = "generation"  # "continue": the last message stays open
 
 
-class TextPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Text that is tokenised unchanged, including special tokens."""
-
-    text: str
-
-
-class TokenPrompt(msgspec.Struct, tag=True, frozen=True):
-    """Token ids, within the vocabulary."""
-
-    ids: list[int]
+TextPrompt = str  # tokenised unchanged, including special tokens
+TokenPrompt = list[int]  # ids within the vocabulary
+Prompt = ChatPrompt | TextPrompt | TokenPrompt

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
-from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
-from engine.wire.params import PARAMETERS, OutputOptions, SamplingParams
+from engine.wire.messages import Event, Submit
+from engine.wire.params import PARAMETERS, OutputOptions, Prompt, SamplingParams
 from engine.wire.stats import Stages
 from server.checkpoint import Checkpoint, SamplingDefaults
 from server.errors import RequestError
@@ -40,7 +40,6 @@ from server.openai.fields import LogOnce
 from server.openai.schema import AnyRequest, GenerationRequest, StreamOptions
 
 Checked = TypeVar("Checked", bound=AnyRequest)
-Prompt = ChatPrompt | str | list[int]  # messages, a text or token ids
 Show = Callable[[list[Event]], Response]  # makes an answer of one event per choice, in order
 MakeFormat = Callable[[ReplyOptions], Format]
 Variant = Callable[[Submit], None]  # lets a request use a variant of the model
@@ -234,7 +233,6 @@ def submits_of(body: Body, prompts: Sequence[Prompt], field: str, **others: Any)
     """Return one Submit per prompt of this field; `others` are fields of `Submit`."""
     submits = list[Submit]()
     for i, prompt in enumerate(prompts):
-        typed = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt) if isinstance(prompt, list) else prompt
         rid = body.new_rid() if i else body.rid
-        submits.append(Submit(rid=rid, prompt=typed, media=[], stages=Stages(body.received), prompt_field=field, **others))
+        submits.append(Submit(rid=rid, prompt=prompt, media=[], stages=Stages(body.received), prompt_field=field, **others))
     return submits

@@ -34,10 +34,9 @@ from engine.wire.messages import (
     MediaRef,
     Payload,
     Submit,
-    TextPrompt,
-    TokenPrompt,
     ToScheduler,
 )
+from engine.wire.params import Prompt
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, forget_frames, overloaded
 from server.grammar.answer import AnswerGrammars
@@ -48,7 +47,7 @@ from server.processor.media.inspect import Allowance
 from server.processor.media.medium import Medium, release_all
 from server.processor.request import Answer, Prepared, Request, tools_of
 from server.processor.text.detokenize import TokenTable
-from server.processor.text.prompt import MAX_TOKENS, Prompt, PromptBuilder, too_long
+from server.processor.text.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.text.reasoning import OutputText, ThinkTokens
 from server.processor.text.scores import scores_of
 from server.region import Region
@@ -196,7 +195,7 @@ class Intake:
         prompt = self._prompts.expand(ids, [medium.visual for medium in media])
         num_prompt = len(prompt.ids)
         if submit.is_counted_only:
-            counted = [] if isinstance(submit.prompt, TokenPrompt) else prompt.ids.tolist()
+            counted = [] if isinstance(submit.prompt, list) else prompt.ids.tolist()
             return Event(submit.rid, echo, finish_reason="stop", num_prompt_tokens=num_prompt, prompt_ids=counted)
         if num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
@@ -232,8 +231,8 @@ class Intake:
     def _encode(self, request: Request) -> tuple[list[int], list[int], str]:
         """Return the encoded prompt, its prediction if the engine reads it, and the prompt's text if requested."""
         submit = request.submit
-        if submit.is_counted_only and isinstance(submit.prompt, TokenPrompt):  # only its text is requested
-            return submit.prompt.ids, [], self._tokens.text_of(submit.prompt.ids)
+        if submit.is_counted_only and isinstance(submit.prompt, list):  # only its text is requested
+            return submit.prompt, [], self._tokens.text_of(submit.prompt)
         prompt = submit.prompt
         if submit.last_text_tokens is not None and isinstance(prompt, ChatPrompt):
             prompt = self._prompts.cut_last_text(prompt, submit.last_text_tokens)
@@ -244,9 +243,9 @@ class Intake:
         return ids, predicted, self._echo(prompt) if submit.output.echo else ""
 
     def _echo(self, prompt: Prompt) -> str:
-        if isinstance(prompt, TokenPrompt):
-            return self._tokens.text_of(prompt.ids)
-        return prompt.text if isinstance(prompt, TextPrompt) else ""
+        if isinstance(prompt, list):
+            return self._tokens.text_of(prompt)
+        return prompt if isinstance(prompt, str) else ""
 
     def _max_tokens(self, request: Request) -> int:
         limit, most = request.submit.params.max_tokens, self.max_model_len - request.num_prompt_tokens

@@ -10,14 +10,11 @@ from typing import NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
-from engine.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
-from engine.wire.params import MAX_BAD_WORD_TOKENS
+from engine.wire.params import MAX_BAD_WORD_TOKENS, ChatPrompt, Prompt
 from models.config.types import MEDIA_KINDS, MediaKind
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError, no_vision
 from server.processor.text.template import ChatTemplate, Rendered
-
-Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 MAX_TOKENS = 1 << 20  # limit of a prompt that is only counted
 USUAL_CHARACTERS = 6  # per token; usual texts have fewer
@@ -63,9 +60,7 @@ class PromptBuilder:
 
     def size(self, prompt: Prompt) -> int:
         """Return the bytes of JSON or text, or the number of token ids; the time of `encode` is proportional to it."""
-        if isinstance(prompt, ChatPrompt):
-            return len(prompt.messages) + len(prompt.tools or b"")
-        return len(prompt.text) if isinstance(prompt, TextPrompt) else len(prompt.ids)
+        return len(prompt.messages) + len(prompt.tools or b"") if isinstance(prompt, ChatPrompt) else len(prompt)
 
     def encode(self, prompt: Prompt, kinds: Sequence[MediaKind], limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
         """Return token ids with one placeholder per medium of these kinds. With `is_framed`, a chat gets the tokens that the
@@ -78,13 +73,13 @@ class PromptBuilder:
             ids = self._encode_rendered(self.template.render(prompt), limit)
             if not ids:
                 raise RequestError(400, "The chat template renders these messages to an empty prompt.", PROMPT)
-        elif isinstance(prompt, TokenPrompt):
-            if len(prompt.ids) > limit and not kinds:
-                raise too_long(limit, str(len(prompt.ids)))
-            ids = self._shortened(prompt.ids) if kinds else prompt.ids
+        elif isinstance(prompt, list):
+            if len(prompt) > limit and not kinds:
+                raise too_long(limit, str(len(prompt)))
+            ids = self._shortened(prompt) if kinds else prompt
         else:
-            self._check_size(prompt.text, limit)
-            ids = [*self._frame[0], *self._encode_piece(prompt.text)]
+            self._check_size(prompt, limit)
+            ids = [*self._frame[0], *self._encode_piece(prompt)]
         shown = [self._kinds[token_id] for token_id in ids if token_id in self._kinds]
         if len(shown) > len(kinds) == 0 and not is_chat:
             raise RequestError(400, "The prompt contains an image placeholder, which only messages can add.", PROMPT, "invalid_value")

@@ -33,7 +33,8 @@ def named_events(stream: bytes) -> list[dict[str, Any]]:
 def events(reason: Any) -> list[Event]:
     """The second call is cut; the answer ends with this reason."""
     return [
-        Event(1, "hm", 1, True, num_prompt_tokens=9, num_cached_tokens=4, logprobs=2 * [Logprob(1, b"hm", -1.0, [])]), Event(1, "", 2, True),
+        Event(1, "hm", 1, True, num_prompt_tokens=9, num_cached_tokens=4, logprobs=2 * [Logprob(1, b"hm", -1.0, [])]),
+        Event(1, "", 2, True),
         Event(1, "Well", 3, logprobs=[Logprob(2, b"Well", -0.5, [])]),
         Event(1, " then", 4, calls=[CallDelta(0, "", "weather")]), Event(1, "", 5, calls=[CallDelta(0, '{"a":'), CallDelta(0, "1}")]),
         Event(1, "", 6, finish_reason=reason, num_prompt_tokens=9, num_cached_tokens=4, calls=[CallDelta(1, '{"b": [2', "other")]),

@@ -15,7 +15,7 @@ import pytest
 from starlette.responses import Response
 from tokenizers import Tokenizer
 
-from engine.wire.messages import ChatPrompt, Event, Submit, TextPrompt, TokenPrompt
+from engine.wire.messages import ChatPrompt, Event, Submit
 from engine.wire.reports import Numbers
 from server.checkpoint import Checkpoint
 from server.dialects import pooling
@@ -85,12 +85,12 @@ def test_a_prompt_that_never_fits_is_not_tokenized(checkpoint: Checkpoint) -> No
 
     builder.tokenizer = cast(Any, SimpleNamespace(encode_batch_fast=count))
     text = "word " * 200_000
-    for prompt in (TextPrompt(text), ChatPrompt(json.dumps([{"role": "user", "content": text}]).encode())):
+    for prompt in (text, ChatPrompt(json.dumps([{"role": "user", "content": text}]).encode())):
         with pytest.raises(RequestError, match=f"more than {limit} tokens") as caught:
             builder.encode(prompt, [], limit)
         assert caught.value.info.code == "context_length_exceeded"
         assert num_characters < 20 * limit
-    assert len(builder.encode(TextPrompt("word " * 5000), [])) >= 5000
+    assert len(builder.encode("word " * 5000, [])) >= 5000
 
 
 def test_many_inputs_are_prepared_between_messages(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,5 +180,5 @@ def test_a_prompt_of_too_many_ids_is_refused_by_its_length(checkpoint: Any, monk
     prompts = PromptBuilder(checkpoint)
     monkeypatch.setattr(prompts, "_kinds", None)  # which looks at each id
     with pytest.raises(RequestError, match="it has 11 tokens") as caught:
-        prompts.encode(TokenPrompt([1] * 11), [], limit=10)
+        prompts.encode([1] * 11, [], limit=10)
     assert caught.value.info.code == "context_length_exceeded"

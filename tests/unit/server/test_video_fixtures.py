@@ -11,7 +11,7 @@ from PIL import Image
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from engine.launch.config import EngineConfig
-from engine.wire.messages import MediaRef, TokenPrompt, VideoRef
+from engine.wire.messages import MediaRef, VideoRef
 from models.media.video import DEFAULT_SOURCE_FPS, time_text
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
@@ -51,7 +51,7 @@ def test_ids_grids_and_pixels_are_the_references(checkpoint: Checkpoint, builder
     plan = plan_of(checkpoint, case)
     num_pairs = len(plan.indices) // 2
     assert [num_pairs, *plan.grid[1:]] == found["grid"]
-    ids = builder.encode(TokenPrompt(builder.tokenizer.encode(PROMPT, add_special_tokens=False).ids), ["video"])
+    ids = builder.encode(builder.tokenizer.encode(PROMPT, add_special_tokens=False).ids, ["video"])
     prompt = builder.expand(ids, [Visual("video", [plan.num_tokens] * num_pairs, [time_text(time) for time in plan.times])])
     assert (list(prompt.ids[: len(found["ids"])]), len(prompt.ids)) == (found["ids"], found["num_ids"])
     frames = frames_of(*case[:3])
