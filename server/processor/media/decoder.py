@@ -26,14 +26,6 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     is_upright: bool = False
 
 
-class Decoded(msgspec.Struct, frozen=True, array_like=True):
-    """The image's size: as in the header, with its orientation, or upright if it was decoded."""
-
-    height: int
-    width: int
-    orientation: int = 1
-
-
 def prepare(arena_fd: str, arena_size: str) -> Callable[[bytes], bytes]:
     warnings.simplefilter("ignore")  # a defect of an image concerns only its client
     return arena_guest(arena_fd, arena_size, Job, answer)
@@ -54,8 +46,7 @@ def arena_guest(arena_fd: str, arena_size: str, kind: type[T], answer: Callable[
     return run
 
 
-def answer(arena: ArenaView, job: Job) -> Decoded:
+def answer(arena: ArenaView, job: Job) -> tuple[int, ...]:
+    """Return what `read_header` or `decode_rgb` returns."""
     data = arena.view(*job.encoded)
-    if job.target is None:
-        return Decoded(*read_header(data))
-    return Decoded(*decode_rgb(data, arena.view(*job.target), job.size, job.is_upright))
+    return read_header(data) if job.target is None else decode_rgb(data, arena.view(*job.target), job.size, job.is_upright)

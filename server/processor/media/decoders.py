@@ -13,7 +13,7 @@ from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
 from engine.wire.messages import ErrorInfo
 from server.errors import RequestError, invalid_image, overloaded
-from server.processor.media.decoder import MEMORY_BYTES, Decoded, Job
+from server.processor.media.decoder import MEMORY_BYTES, Job
 from server.processor.media.inspect import Header
 from server.region import Region
 
@@ -74,8 +74,7 @@ class Decoders:
 
     async def read_header(self, encoded: Region) -> Header:
         """Read the header of a file other than a baseline JPEG. RequestError 422."""
-        found = await self._ask(Job((encoded.offset, encoded.used)), HEADER_CPU_S)
-        return Header(False, found.height, found.width, found.orientation)
+        return Header(False, *await self._ask(Job((encoded.offset, encoded.used)), tuple[int, int, int], HEADER_CPU_S))
 
     async def decode(self, header: Header, encoded: Region, place: tuple[int, int], size: Size, is_upright: bool = False) -> Size:
         """Write RGB to `place` (offset, length), see `decode_rgb`. Return the image's size. RequestError as in `answer_of`,
@@ -84,18 +83,16 @@ class Decoders:
         job = Job((encoded.offset, encoded.used), place, size, is_upright)
         num_bytes = BYTES_PER_PIXEL * header.num_pixels
         if header.num_pixels <= LARGE_PIXELS:
-            decoded = await self._ask(job, cpu_seconds)
-        elif num_bytes > self.budget.total:
+            return await self._ask(job, tuple[int, int], cpu_seconds)
+        if num_bytes > self.budget.total:
             raise RequestError(413, "decoding it needs more memory than --max-decode-bytes allows", code="image_too_large")
-        else:
-            async with self.budget.lend(num_bytes):
-                decoded = await self._ask(job, cpu_seconds, is_large=True)
-        return decoded.height, decoded.width
+        async with self.budget.lend(num_bytes):
+            return await self._ask(job, tuple[int, int], cpu_seconds, is_large=True)
 
-    async def _ask(self, job: Job, cpu_seconds: int, is_large: bool = False) -> Decoded:
+    async def _ask(self, job: Job, kind: type[T], cpu_seconds: int, is_large: bool = False) -> T:
         work = self._pool.ask(msgspec.msgpack.encode(job), self._timeout, cpu_seconds, is_large=is_large)
         words = "decoding it exceeds the time or memory allowed for an image of its size"
-        return await answer_of(work, Decoded, self._timeout, invalid_image, words)
+        return await answer_of(work, kind, self._timeout, invalid_image, words)
 
 
 async def answer_of(work: Awaitable[bytes], kind: type[T], timeout: float, invalid: Callable[[str], RequestError], crashed: str) -> T:

@@ -22,7 +22,7 @@ from engine.plain_jpeg import has_end, has_too_many_scans, parse_plain_jpeg
 from engine.wire.arena import ArenaView, create_memfd
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media.decoder import Decoded, Job, answer
+from server.processor.media.decoder import Job, answer
 from server.processor.media.decoders import Decoders
 from server.processor.media.video_jobs import Clip
 from server.processor.media.video_pool import VideoDecoders
@@ -59,7 +59,7 @@ async def test_a_decoder_that_crashes_or_hangs_is_the_files_fault() -> None:
 async def ask(kind: type[Any], *codes: int) -> tuple[object, list[int]]:
     """What a decoder of this kind returns for a file whose processes end so, and the codes that are left."""
     is_video = kind is VideoDecoders
-    guest = ScriptedGuest(CLIP if is_video else Decoded(2, 2), *codes)
+    guest = ScriptedGuest(CLIP if is_video else (2, 2, 1), *codes)
     pool, made = GuestPool(1, "", memory=0), kind.__new__(kind)
     pool.guests, pool.idle = [guest], [guest]
     made._pool, made._timeout, made._is_installed = pool, 60, True
@@ -118,7 +118,7 @@ def test_a_job_has_its_own_time() -> None:
     arena = ArenaView(create_memfd("test", len(data)), len(data), writable=True)
     arena.view(0, len(data))[:] = data
     limits = resource.getrlimit(resource.RLIMIT_CPU)
-    assert answer(arena, Job((0, len(data)))).height
+    assert answer(arena, Job((0, len(data))))[0]
     assert resource.getrlimit(resource.RLIMIT_CPU) == limits
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
