@@ -1,25 +1,18 @@
-"""Contents of a model folder used by the api and the processor: token ids, geometry, sampling defaults, chat template."""
+"""Contents of a model folder used by the api and the processor."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from models.config.huggingface import read_config
-from models.config.types import MediaKind, SamplingDefaults
-from models.media.geometry import VisionGeometry
+from models.config.types import ModelConfig, SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     folder: Path
-    geometry: VisionGeometry
-    sampling: SamplingDefaults
-    placeholder_ids: dict[MediaKind, int]  # of the kinds of media that the model supports
-    vision_token_ids: tuple[int, int]  # before and after an item
-    vocab_size: int
-    hidden_size: int
-    num_values_per_image_token: int  # main embedding and DeepStack levels
+    model: ModelConfig
     chat_template: str
     special_tokens: dict[str, str]  # by the templates' names, such as `eos_token`
     template_kwargs: dict[str, Any]  # defaults of the template's variables
@@ -38,13 +31,7 @@ def read_checkpoint(folder: Path, template_file: str | None = None, is_plain: bo
     model = read_config(folder)
     return Checkpoint(
         folder=folder,
-        geometry=model.geometry,
-        sampling=PLAIN_SAMPLING if is_plain else model.sampling,
-        placeholder_ids=model.placeholder_ids,
-        vision_token_ids=(model.vision_start_token_id, model.vision_end_token_id),
-        vocab_size=model.text.vocab_size,
-        hidden_size=model.text.hidden_size,
-        num_values_per_image_token=model.num_visual_levels * model.text.hidden_size,
+        model=replace(model, sampling=PLAIN_SAMPLING) if is_plain else model,
         chat_template=_chat_template(folder) if template_file is None else Path(template_file).read_text(encoding="utf-8"),
         special_tokens=_special_tokens(folder),
         template_kwargs=json.loads(template_kwargs),

@@ -120,10 +120,10 @@ class EmbeddingsEndpoint(PoolingEndpoint):
     def prompts(self, request: EmbeddingRequest) -> tuple[str, list[Any]]:
         if (request.input is None) == (request.messages is None):
             raise bad_value("input", "either `input` or `messages` is required, and not both")
-        checkpoint, inputs = self.service.checkpoint, prompts_of(request.input)
-        if (request.dimensions or 0) > checkpoint.hidden_size:
-            raise bad_value("dimensions", f"must be at most {checkpoint.hidden_size}")
-        check_ids(inputs, "input", checkpoint.vocab_size)
+        text, inputs = self.service.checkpoint.model.text, prompts_of(request.input)
+        if (request.dimensions or 0) > text.hidden_size:
+            raise bad_value("dimensions", f"must be at most {text.hidden_size}")
+        check_ids(inputs, "input", text.vocab_size)
         system = [] if self.words else [_system(request)]
         if request.messages is not None:
             return "messages", [[*(() if request.messages[0].role in ("system", "developer") else system), *request.messages]]

@@ -25,7 +25,8 @@ from engine.wire.arena import Arena
 from engine.wire.messages import Event, Submit
 from engine.wire.params import PARAMETERS, OutputOptions, Prompt, SamplingParams
 from engine.wire.stats import Stages
-from server.checkpoint import Checkpoint, SamplingDefaults
+from models.config.types import SamplingDefaults
+from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.grammar.request import CUT_OFF, read_grammar
 from server.http.body import Body, check_text_bytes, read_body
@@ -108,7 +109,7 @@ class Endpoint(ABC):
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         """Return the validated request. RequestError 400."""
         request = check(model, value)
-        request.check_together(self.service.checkpoint.vocab_size)
+        request.check_together(self.service.checkpoint.model.text.vocab_size)
         for words in request.warnings:
             self._log.note(words)
         return request
@@ -182,7 +183,7 @@ class GenerationEndpoint(Endpoint):
     ) -> Job:
         """Return the job of these prompts; `output`: OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
-        params = sampling_params(request, self.service.checkpoint.sampling, body.seed)
+        params = sampling_params(request, self.service.checkpoint.model.sampling, body.seed)
         rules = request.output_options(**output)
         submits = submits_of(
             body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,

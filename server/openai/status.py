@@ -115,7 +115,7 @@ class Status:
         checkpoint = self._service.checkpoint
         file = checkpoint.folder / "tokenizer_config.json"
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return {**settings, "vocab_size": checkpoint.vocab_size, "chat_template": checkpoint.chat_template}
+        return {**settings, "vocab_size": checkpoint.model.text.vocab_size, "chat_template": checkpoint.chat_template}
 
     def _card(self, name: str) -> ModelCard:
         service, is_variant = self._service, name in self._service.variants

@@ -63,7 +63,7 @@ class Processor:
         inspector = Inspector(child.config, checkpoint, gpu_decodes)
         sources = Sources(child.config, bodies, allocator)
         decoders = Decoders(child.config, self._arena)
-        early = EarlyReads(worker, checkpoint.geometry)
+        early = EarlyReads(worker, checkpoint.model.geometry)
         new_image = functools.partial(Image, sources=sources, inspector=inspector, decoders=decoders, early=early)
         videos = Videos(child.config, checkpoint, inspector, sources, decoders, new_image)
         self._pools = sources, decoders, videos.decoders

@@ -59,12 +59,12 @@ class Allowance:
 class Inspector:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, gpu_decodes: bool):
         self._max_jpeg_pixels = MAX_JPEG_PIXELS if gpu_decodes else MAX_JPEG_PIXELS_HOST
-        self.geometry: VisionGeometry = checkpoint.geometry
+        model, self.geometry = checkpoint.model, checkpoint.model.geometry
         self._max_pixels = config.max_image_pixels
         self.max_tokens = config.max_num_encoder_tokens
-        self._has_vision = "image" in checkpoint.placeholder_ids
+        self._has_vision = "image" in model.placeholder_ids
         if config.image_cache_bytes is not None and self._has_vision:
-            token_bytes = checkpoint.num_values_per_image_token * (4 if config.dtype == "float32" else 2)
+            token_bytes = model.num_visual_levels * model.text.hidden_size * (4 if config.dtype == "float32" else 2)
             self.max_tokens = min(self.max_tokens, config.image_cache_bytes // token_bytes)
         geometry = self.geometry = self.geometry_of(MediaRef(min_pixels=config.min_pixels, max_pixels=config.max_pixels))
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)

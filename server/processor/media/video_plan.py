@@ -38,8 +38,8 @@ class VideoPlanner:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, inspector: Inspector):
         self.inspector = inspector
-        self.takes_videos = "video" in checkpoint.placeholder_ids
-        self._usual, self._max_frames = read_video_geometry(checkpoint.folder, checkpoint.geometry), config.max_video_frames
+        self.takes_videos = "video" in checkpoint.model.placeholder_ids
+        self._usual, self._max_frames = read_video_geometry(checkpoint.folder, checkpoint.model.geometry), config.max_video_frames
         sizes = inspector.geometry.patch_size, inspector.geometry.merge_size, inspector.geometry.temporal_patch_size
         self.pair_parameters = msgspec.msgpack.encode((PROCESSING_VERSION, *sizes))  # part of a pair's identity
 

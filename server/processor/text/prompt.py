@@ -50,12 +50,13 @@ class PromptBuilder:
         self.tokenizer = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal = Tokenizer.from_file(str(checkpoint.tokenizer_file))
         self._literal.encode_special_tokens = True  # special tokens in its input are text
-        self._placeholders, self._ends = checkpoint.placeholder_ids, checkpoint.vision_token_ids
+        model = checkpoint.model
+        self._placeholders, self._ends = model.placeholder_ids, (model.vision_start_token_id, model.vision_end_token_id)
         self._kinds = {placeholder: kind for kind, placeholder in self._placeholders.items()}
         self._frame = _frame_of(self.tokenizer)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        variables, is_plain = checkpoint.special_tokens | checkpoint.template_kwargs, not checkpoint.placeholder_ids
+        variables, is_plain = checkpoint.special_tokens | checkpoint.template_kwargs, not self._placeholders
         self.template = ChatTemplate(checkpoint.chat_template, list(self._special_ids), variables, joins_parts=is_plain)
 
     def size(self, prompt: Prompt) -> int:

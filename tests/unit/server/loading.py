@@ -38,7 +38,7 @@ class Loading:
         self.announced: list[Prefetch] = []
         worker: Any = SimpleNamespace(send=self.announced.append)
         config = EngineConfig(**settings)
-        self.early = EarlyReads(worker, checkpoint.geometry)
+        self.early = EarlyReads(worker, checkpoint.model.geometry)
         self.sources, self.inspector = Sources(config, ArenaView(self.bodies_fd, SIZE), allocator), Inspector(config, checkpoint, True)
         self.decoders = Decoders(config, self.arena)
         self.new_image = functools.partial(

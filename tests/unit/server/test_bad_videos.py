@@ -87,7 +87,7 @@ async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
     error = await refusal(few, CLIP)
     assert (error.info.status, error.info.code) == (400, "no_video_decoder")
     assert (await few.load_video(joined(frames_of(2)), holds_frames=True)).hashes  # Pillow reads frames
-    still = Loading(dataclasses.replace(checkpoint, placeholder_ids={"image": 1}))
+    still = Loading(dataclasses.replace(checkpoint, model=dataclasses.replace(checkpoint.model, placeholder_ids={"image": 1})))
     error = await refusal(still, CLIP)
     assert (error.info.status, "does not support videos" in error.info.message) == (400, True)
     small = Loading(checkpoint, max_video_memory=192 << 20, max_video_frame_pixels=1 << 27)

@@ -37,8 +37,8 @@ SMALL_AREA = 128 * 128
 
 
 def patches(checkpoint: Checkpoint, rgb: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
-    out = torch.empty(grid[1] * grid[2], 3 * checkpoint.geometry.patch_size**2)
-    Preprocessor(checkpoint.geometry, TorchOps(), torch.device("cpu")).write_patches(torch.from_numpy(rgb.copy()), grid, out)
+    out = torch.empty(grid[1] * grid[2], 3 * checkpoint.model.geometry.patch_size**2)
+    Preprocessor(checkpoint.model.geometry, TorchOps(), torch.device("cpu")).write_patches(torch.from_numpy(rgb.copy()), grid, out)
     return out
 
 

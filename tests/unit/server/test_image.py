@@ -154,7 +154,7 @@ async def test_orientation_in_xmp_and_damaged_metadata(loading: Loading) -> None
 
 async def test_limits_on_tokens(checkpoint: Checkpoint) -> None:
     square = save(Image.new("RGB", (320, 320)), "PNG")  # 100 tokens
-    token_bytes = checkpoint.num_values_per_image_token * 2
+    token_bytes = 2 * checkpoint.model.num_visual_levels * checkpoint.model.text.hidden_size
     for settings, num_tokens in (
         ({"max_num_encoder_tokens": 99}, None), ({"image_cache_bytes": 100 * token_bytes - 1}, None),
         ({"max_num_encoder_tokens": 100}, 100),
