@@ -79,13 +79,13 @@ class AsyncInbox(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self._file = self._inbox.fileno()
         self._loop.add_reader(self._file, self._wake)
-        self._waiter: asyncio.Future[None] | None = None
+        self._is_changed = asyncio.Event()
 
     async def recv(self) -> T:
         """Return the next message, at once if it has already arrived."""
         while (message := self._inbox.recv_ready()) is None:
-            self._waiter = self._loop.create_future()
-            await self._waiter
+            self._is_changed.clear()
+            await self._is_changed.wait()
         return message
 
     def close(self) -> None:
@@ -93,5 +93,4 @@ class AsyncInbox(Generic[T]):
         self._inbox.close()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._is_changed.set()

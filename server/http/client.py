@@ -34,16 +34,15 @@ class Stream:
         self.open = set(answers)  # without a terminal event yet
         self._events: list[Event] = []
         self.num_unread = 0  # events that wait for `next`; each log-probability counts as one
-        self._waiter: asyncio.Future[None] | None = None
+        self._is_changed = asyncio.Event()  # set while there are events, and after a disconnect
         self._disconnected = False
 
     async def next(self) -> list[Event]:
         """Return all events since the last call, at least one. ClientDisconnect."""
-        if not self._events and not self._disconnected:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        await self._is_changed.wait()
         if self._disconnected:
             raise ClientDisconnect
+        self._is_changed.clear()
         events, self._events = self._events, []
         self.num_unread = 0
         return events
@@ -58,18 +57,13 @@ class Stream:
                 self.open -= ended
             self._events.append(event)
             self.num_unread += 1 + sum(len(entry.top) for entry in event.logprobs)
-            self._wake()
+            self._is_changed.set()
 
     def disconnect(self) -> None:
         self._disconnected = True
         self._events.clear()
         self.num_unread = 0
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-        self._waiter = None
+        self._is_changed.set()
 
 
 class EngineHealth:
