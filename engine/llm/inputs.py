@@ -79,8 +79,6 @@ class Ask:
                 raise ValueError("multi_modal_data supports only images (key `image`): use `chat` for other media")
             fields["images"] = [media_url(image) for image in _list_of(data.get("image", ()))]
             prompt = prompt["prompt_token_ids"] if prompt.get("prompt") is None else prompt["prompt"]
-        if not isinstance(prompt, str | Sequence):
-            raise ValueError(f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}")
         return {**fields, "input" if is_embedding else "prompt": prompt}
 
 

@@ -19,7 +19,7 @@ from server.openai.fields import LIMITED_IN_DIALECTS, limits_of
 from server.openai.media_refs import check_url
 from server.openai.parts import FIRST, ToolList
 from server.openai.schema import MAX_STOPS, Effort, MessageList, SchemaFormat
-from server.openai.tools import HostedTool, Name
+from server.openai.tools import FunctionDefinition, HostedTool
 
 MESSAGES_PATH = "/v1/messages"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
@@ -92,14 +92,11 @@ class Turn(Strict):
     content: Annotated[Annotated[list[Block], FIRST] | str, OneOf("must be a string or a list of blocks")]
 
 
-class ClientTool(Strict):
+class ClientTool(FunctionDefinition):
     """A tool that the client runs. Tools that Anthropic runs have other types and are dropped."""
 
     type: Literal["custom", None] = None
-    name: Name
-    description: str | None = None
     parameters: dict[str, Any] = Field(alias="input_schema")
-    strict: bool | None = None
 
     def as_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
