@@ -126,7 +126,7 @@ class Child:
         with contextlib.suppress(OSError):  # the disk is full: the log has the reason
             Path(self.run_dir, self.role + FAILED).write_text(text)
 
-    def on_orphaned(self, stop: Callable[[], None], grace: float = 5.0) -> None:
+    def on_orphaned(self, stop: Callable[[], object], grace: float = 5.0) -> None:
         """When the launcher has ended: wake stopped processes of the engine, remove the run directory, call `stop` (from a thread), and end
         this process `grace` seconds later."""
 

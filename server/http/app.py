@@ -194,13 +194,10 @@ async def serve(child: Child) -> None:
             await asyncio.sleep(DRAIN_POLL_S)
         stop()
 
-    def stop_from_thread() -> None:
-        loop.call_soon_threadsafe(stop)
-
     loop.add_signal_handler(signal.SIGTERM, stop)
     draining: list[asyncio.Task[None]] = []  # the event loop keeps only weak references to tasks
     loop.add_signal_handler(signal.SIGUSR1, lambda: draining.append(asyncio.create_task(drain())))
-    child.on_orphaned(stop_from_thread, grace=GRACE_S + 5)
+    child.on_orphaned(lambda: loop.call_soon_threadsafe(stop), grace=GRACE_S + 5)
     pump = asyncio.create_task(api.pump(inbox, url_of(listener, bool(child.config.ssl_certfile))))
     pump.add_done_callback(lambda task: stop())
     others = [asyncio.create_task(api.report_to_launcher())]

@@ -119,11 +119,7 @@ async def serve(child: Child) -> None:
     assert serving is not None
     stop = serving.cancel
     loop.add_signal_handler(signal.SIGTERM, stop)
-
-    def stop_from_thread() -> None:
-        loop.call_soon_threadsafe(stop)
-
-    child.on_orphaned(stop_from_thread)
+    child.on_orphaned(lambda: loop.call_soon_threadsafe(stop))
     try:
         async with asyncio.TaskGroup() as tasks:
             processor = Processor(child, tasks)
