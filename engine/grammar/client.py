@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ QUICK_S = 1.0  # CPU time after which a small grammar is treated as a large one
 WALL_S = 70.0  # wall-clock limit of a compilation, reached only on a busy machine
 NUM_GUESTS = 2  # one of them never compiles large grammars
 MEMORY_BYTES = 4 << 30  # limit per guest; exceeding it fails the compilation
-SMALL_CHARACTERS = 1 << 12
+SMALL_BYTES = 1 << 12
 CACHE_BYTES = 64 << 20
 ENTRY_BYTES = 1 << 12  # in addition to its data
 
@@ -24,7 +25,6 @@ class Compiled(msgspec.Struct, frozen=True):
 
     data: bytes = b""
     error: str | None = None
-    num_bytes: int = 0  # size in the cache, including the grammar's text
 
 
 class GrammarError(ValueError):
@@ -38,8 +38,8 @@ class GrammarCompiler:
     def __init__(self, model_folder: Path, seconds: float):
         self.pool = GuestPool(NUM_GUESTS, "engine.grammar.compile", str(model_folder), memory=MEMORY_BYTES, forks=True)
         self._seconds = seconds
-        self._cache: LRUCache[Grammar, Compiled] = LRUCache(CACHE_BYTES, lambda compiled: compiled.num_bytes)
-        self._tasks: dict[Grammar, asyncio.Task[Compiled]] = {}
+        self._cache: LRUCache[bytes, Compiled] = LRUCache(CACHE_BYTES, lambda compiled: ENTRY_BYTES + len(compiled.data))  # by hash
+        self._tasks: dict[bytes, asyncio.Task[Compiled]] = {}
 
     async def start(self) -> None:
         """Start a guest, which takes seconds, before the first grammar."""
@@ -49,11 +49,13 @@ class GrammarCompiler:
     async def compile(self, grammar: Grammar, client: bytes = b"") -> bytes:
         """Return the compiled grammar for rank 0. Raises GrammarError; GuestKilled or TimeoutError, after which another attempt may
         succeed; or RuntimeError if no process starts."""
-        if (compiled := self._cache.get(grammar)) is None:
-            if grammar not in self._tasks:
-                task = self._tasks[grammar] = asyncio.create_task(self._compile(grammar, client))
-                task.add_done_callback(lambda done: self._end(grammar, done))
-            compiled = await asyncio.shield(self._tasks[grammar])  # the result is cached even if this client disconnects
+        job = msgspec.msgpack.encode(grammar)
+        key = hashlib.sha256(job).digest()
+        if (compiled := self._cache.get(key)) is None:
+            if key not in self._tasks:
+                task = self._tasks[key] = asyncio.create_task(self._compile(key, job, client))
+                task.add_done_callback(lambda done: self._end(key, done))
+            compiled = await asyncio.shield(self._tasks[key])  # the result is cached even if this client disconnects
         if compiled.error is not None:
             raise GrammarError(compiled.error)
         return compiled.data
@@ -61,13 +63,12 @@ class GrammarCompiler:
     async def close(self) -> None:
         await self.pool.close()
 
-    async def _compile(self, grammar: Grammar, client: bytes) -> Compiled:
-        job, size = msgspec.msgpack.encode(grammar), len(grammar.text)
-        is_large = size > SMALL_CHARACTERS
+    async def _compile(self, key: bytes, job: bytes, client: bytes) -> Compiled:
+        is_large = len(job) > SMALL_BYTES
         while True:
             seconds = self._seconds if is_large else min(QUICK_S, self._seconds)
             try:
-                data = await self.pool.ask(job, WALL_S, seconds, client=client, size=size, is_large=is_large)
+                data = await self.pool.ask(job, WALL_S, seconds, client=client, size=len(job), is_large=is_large)
                 compiled = msgspec.msgpack.decode(data, type=Compiled)
             except GuestKilled:
                 raise
@@ -77,13 +78,12 @@ class GrammarCompiler:
                     continue
                 limit = f"the grammar exceeds the compiler's limit of {seconds:g} s CPU time (--grammar-timeout)"
                 compiled = Compiled(error=limit if death.is_late else "the grammar is too deep or too large to compile")
-            compiled = msgspec.structs.replace(compiled, num_bytes=ENTRY_BYTES + size + len(compiled.data))
             with contextlib.suppress(ValueError):  # it is larger than the cache
-                self._cache[grammar] = compiled
+                self._cache[key] = compiled
             return compiled
 
-    def _end(self, grammar: Grammar, done: asyncio.Task[Compiled]) -> None:
+    def _end(self, key: bytes, done: asyncio.Task[Compiled]) -> None:
         """Forget the task. Its error is read here because all of its clients may have left."""
-        del self._tasks[grammar]
+        del self._tasks[key]
         if not done.cancelled():
             done.exception()

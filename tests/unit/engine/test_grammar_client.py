@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine import guests
-from engine.grammar.client import QUICK_S, SMALL_CHARACTERS, Compiled, GrammarCompiler, GrammarError
+from engine.grammar.client import QUICK_S, SMALL_BYTES, Compiled, GrammarCompiler, GrammarError
 from engine.grammar.compile import MAX_TOKEN_S, follow
 from engine.guests import MAX_CLIENTS, GuestDied, GuestKilled, GuestPool
 from engine.wire.grammar import Grammar
@@ -219,6 +219,8 @@ async def test_small_grammars_are_not_large_jobs() -> None:
 
     compiler = compiler_of()
     compiler.pool = cast(Any, Pool())
-    for size in (1, SMALL_CHARACTERS + 1):
-        assert await compiler.compile(Grammar("regex", "a" * size)) == b"data"
-    assert asked == [(1, False, QUICK_S), (1, True, 5), (SMALL_CHARACTERS + 1, True, 5)]
+    grammars = [Grammar("regex", "a"), Grammar("regex", "a" * SMALL_BYTES)]
+    for grammar in grammars:
+        assert await compiler.compile(grammar) == b"data"
+    small, large = (len(msgspec.msgpack.encode(grammar)) for grammar in grammars)
+    assert asked == [(small, False, QUICK_S), (small, True, 5), (large, True, 5)]
