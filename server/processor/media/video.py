@@ -49,6 +49,7 @@ class Video(ABC):
     """One video of one request: see `Medium`."""
 
     kind: MediaKind = "video"
+    decodes_all = True  # all items together
     plan: VideoPlan  # set, like the next two, by `load`
     hashes: list[bytes]
     sources: list[ImageSource]
@@ -84,7 +85,7 @@ class Video(ABC):
         return [ImageSpan(digest, start, plan.num_tokens, plan.grid, source) for digest, start, source in items]
 
     def make_pixels(self, item: int) -> asyncio.Task[None]:
-        key = self._task_of(item)
+        key = 0 if self.decodes_all else item
         if key not in self._tasks:
             self._tasks[key] = start_task(self._make_named(item))
         return self._tasks[key]
@@ -109,10 +110,6 @@ class Video(ABC):
     @abstractmethod
     async def _make(self, item: int) -> None:
         """file -> rgb"""
-
-    @abstractmethod
-    def _task_of(self, item: int) -> int:
-        """Return a key that is equal for items that are decoded together."""
 
     def _file(self, encoded: Region) -> ImageSource:
         return ImageSource("file", wire(encoded), *self.plan.size, num_frames=PAIR)
@@ -179,9 +176,6 @@ class VideoFile(Video):
     async def _make(self, item: int) -> None:
         await self._decode(await self._allocator.allocate_when_free(self.plan.pair_bytes * len(self.hashes)))
 
-    def _task_of(self, item: int) -> int:
-        return 0
-
     async def _decode(self, pixels: Region) -> None:
         """Decode all pairs and free the file."""
         plan = self.plan
@@ -197,6 +191,8 @@ class VideoFile(Video):
 
 class FrameList(Video):
     """A list of frames sent as images; the model gets all of them."""
+
+    decodes_all = False
 
     def __init__(self, *, decoders: Decoders, new_image: Callable[..., Image], frames: list[Image], **shared: Any):
         super().__init__(**shared)
@@ -280,9 +276,6 @@ class FrameList(Video):
         pixels = self._hold(await self._allocator.allocate_when_free(self.plan.pair_bytes))
         pixels.used = pixels.capacity
         await self._decode(item, self._rgb(pixels, 0))
-
-    def _task_of(self, item: int) -> int:
-        return item
 
     async def _decode(self, pair: int, source: ImageSource) -> None:
         """Decode both frames of a pair to the region of `source`."""
