@@ -7,7 +7,6 @@ import asyncio
 import random
 import signal
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +88,9 @@ class Api:
         app.router.routes += updates.weight_routes(self._child, self.client)
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
-        is_making, made = threading.Lock(), list[bytes]()
-
         def description() -> Response:
             """This description."""
-            with is_making:  # built at the first request: 0.3 s, in a thread
-                if not made:
-                    made.append(msgspec.json.encode(app.openapi()))
-            return Response(made[0], media_type="application/json")
+            return Response(msgspec.json.encode(app.openapi()), media_type="application/json")  # in a thread; FastAPI keeps the document
 
         app.router.routes += [DescribedRoute("/openapi.json", description, response_model=dict[str, Any]), page_route()]
         app.router.routes.append(DescribedRoute("/docs", viewer, response_class=HTMLResponse))
