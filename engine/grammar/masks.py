@@ -146,12 +146,14 @@ class TokenRules:
 
         self._loader.submit(load)
 
-    def masks(self, samples: HostSamples) -> Mask | None:
-        """Return the masks of permitted tokens; None if all are permitted. Waits for the previous tokens if a row has a grammar."""
+    def masks(self, samples: HostSamples, proposing: Stopwatch) -> Mask | None:
+        """Return the masks of permitted tokens; None if all are permitted. Waits for the previous tokens, and for proposed ones, which are
+        on the host when `proposing` is done, if a row has a grammar."""
         if self._limited.keys().isdisjoint(samples.rows.tolist()):
             return None
         found = [(first, *self._limited[row], tokens) for first, row, tokens in samples.per_row() if row in self._limited]
         if any(session is not None for _, session, _, _ in found):
+            proposing.wait()
             while self._pending:
                 self._take(self._pending.popleft())
         limited: list[int] = []

@@ -16,7 +16,7 @@ class Proposer:
         """Before a plan: set `Request.proposed` where the results are complete, and hold back rows that should get some later."""
 
     def take(self, request: Request, proposed: list[int]) -> None:
-        """Take the tokens that workers propose after a request's last one."""
+        """Take the tokens that workers proposed before a request's newest ones."""
 
     def note(self, request: Request, num_accepted: int) -> None:
         """Record how many of a row's proposed tokens were accepted."""

@@ -53,6 +53,7 @@ class Request:
     num_committed: int = 0  # blocks offered to the block directory
     num_sampled: int = 0  # sampled by plans in flight, without proposed tokens
     proposed: tuple[int, ...] = ()  # after the last known token; steps verify them
+    num_proposed: int = 0  # tokens that workers propose after its last sample
     is_held: bool = False  # waits for tokens in flight: some will be proposed after them
     prediction: np.ndarray | None = None  # int32, client's predicted output
     last_step: int = 0  # last step that computed a part of it

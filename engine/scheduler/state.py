@@ -90,7 +90,7 @@ class State:
         self.running.remove(request)
         self._take_all(request)
         request.num_computed = request.num_committed = request.first_needed = 0
-        request.proposed, request.is_held = (), False
+        request.proposed, request.num_proposed, request.is_held = (), 0, False
         self._queue(request)
         self.counters.preemptions += 1
 
@@ -160,6 +160,7 @@ class State:
             self.saving.append(chunk.snapshot)
         request.num_computed = chunk.start + chunk.length - len(chunk.proposed)
         request.num_sampled += chunk.sample
+        request.num_proposed = self.num_proposed if chunk.sample else 0
         request.first_needed += num_images
         request.num_in_flight += 1
         request.last_step = self.num_steps

@@ -35,6 +35,7 @@ PROCESSOR_ARENA = 1
 
 MAX_EARLY_TOKENS = 2048  # size limit of an image encoded before a plan requests it: 1080p
 MAX_PROPOSED = 7  # tokens per chunk
+ON_DEVICE = -1  # proposed token that only workers know, who proposed it after the row's last token
 Load = LoadAdapter  # order of a plan to load a slot
 AnyRef = MediaRef | VideoRef  # reference to a medium of any kind
 DEPTH = 2  # steps launched by a worker without a result yet: one runs, one waits
@@ -375,7 +376,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     starved_images: list[int] = []  # images for which this rank had no memory: zeros, like failed ones
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_samples: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
-    proposed: list[list[int]] = []  # tokens after each sampled chunk
+    proposed: list[list[int]] = []  # tokens that workers had proposed before each sampled chunk
     failed_loads: list[int] = []  # numbers of the adapters of `StepPlan.loads` that this rank could not read
 
 

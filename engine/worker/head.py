@@ -12,7 +12,7 @@ import torch
 
 from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.samples import HostSamples, Int64s, Samples
+from engine.worker.sampling.samples import HostSamples, Int64s
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout, offsets_of
 from models.decoders.batch import ForwardBatch, HeadTokens
@@ -42,7 +42,7 @@ class DraftHead:
             found_SD = self._predictor.predict(hidden_TD[:count], hidden_TD[:count], tokens, self._attention, index)
             self._predictor.top_tokens(found_SD)
 
-    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, samples: Samples, count: int) -> torch.Tensor:
+    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
         """See `Head`. A chunk that ends before an image is followed by its placeholder."""
         put = self._staging.put
         self._staging.begin()
@@ -61,13 +61,13 @@ class DraftHead:
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]
         hidden_TD, wanted_S = self._hidden_TD[hidden_T], sampled_S if count else sampled_S[:0]
-        is_last_S = None if samples.proposed is None else samples.proposed.keep(tokens_S)[1]
+        is_last_S = rows_S != self._rows.scratch_row
         head_drafts: list[torch.Tensor] = []
         for positions_3T, layout in passes:
             slots_T = layout.slot_mapping_T
             if head_drafts:
                 embedded_TD, wanted_S = self._model.embed(head_drafts[-1]), sampled_S
-                slots_T = slots_T if is_last_S is None else torch.where(is_last_S, slots_T, self._rows.scratch_slot)
+                slots_T = torch.where(is_last_S, slots_T, self._rows.scratch_slot)
             self._attention.plan(layout)
             hidden_TD = self._predictor.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
             if len(wanted_S):

@@ -2,9 +2,9 @@
 sampled token stays on the device, so the only token values in a plan are proposed tokens.
 
 A step's layout is rows of q tokens. Prompt chunks come first; their ids come from the host. A decode row is the last sampled token and the
-proposed tokens, if any, which the step verifies; the device finds their ids in a table:
+proposed tokens, if any, which the step verifies; the device finds their ids in a table, where it may have written them itself:
 
-    last token of each permanent row | scratch | proposed tokens of the step
+    last token of each permanent row | scratch | proposed tokens of each row | scratch | NONE
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.wire.messages import MAX_PROPOSED, Admit, Chunk, SamplingParams
+from engine.wire.messages import MAX_PROPOSED, ON_DEVICE, Admit, Chunk, SamplingParams
 from engine.worker.sampling.reports import NO_REPORTS, StepReports
 from engine.worker.sampling.samples import HostSamples, Int64s, Samples, SampleTable
-from engine.worker.sampling.verify import HostProposed
+from engine.worker.sampling.verify import NONE, HostProposed
 from engine.worker.staging import Staging
+from engine.worker.stopwatch import Stopwatch
 from models.cache.layout import AttentionLayout, offsets_of
 from models.cache.states import RowStates, Snapshots
 from models.decoders.batch import ForwardBatch, VisualSlice
 from models.kernels.ops import StateRows
 from models.kernels.paged import Int32s
-from models.kernels.transfers import Transfers
+from models.kernels.transfers import Transfers, to_host
 from models.media.geometry import VisionGeometry
 from models.media.mrope import mrope_positions
 
@@ -39,6 +40,7 @@ class Row:
     prompt_positions: Int64s  # (3, num_prompt)
     delta: int
     params: SamplingParams
+    proposed: Sequence[int] = ()  # by this worker, after its last token; valid once `Rows.proposing` is done
 
     @property
     def prompt_ids(self) -> Int32s:
@@ -97,7 +99,10 @@ class Rows:
     ):
         self.block_size = block_size
         self.scratch_row = max_num_seqs
-        self.last_tokens = torch.zeros(max_num_seqs + 1 + MAX_PROPOSED * max_num_seqs, dtype=torch.int64, device=device)
+        self.last_tokens = torch.full(((max_num_seqs + 1) * (1 + MAX_PROPOSED) + 1,), NONE, dtype=torch.int64, device=device)
+        self.last_tokens[: max_num_seqs + 1] = 0
+        self._proposed = self.last_tokens[max_num_seqs + 1 : -1].view(-1, MAX_PROPOSED)
+        self.proposing = Stopwatch(self.last_tokens.is_cuda)  # ends with the last copy of proposed tokens to the host
         self.states = states
         self.transfers = transfers or Transfers()
         self.hidden_TD = hidden_TD
@@ -148,10 +153,11 @@ class Rows:
         known = [(admit.row, self.sequences[admit.row].known_ids[-1]) for admit in admits]
         gather = rows[num_prefills:]
         if has_proposed:
-            known += enumerate((token for chunk in decodes for token in chunk.proposed), self.scratch_row + 1)
-            of_row = np.repeat(np.arange(len(decodes)), [chunk.length for chunk in decodes])
-            indices = self.scratch_row + np.arange(len(of_row)) - of_row  # of the proposed tokens
-            gather = np.where(np.diff(of_row, prepend=-1), gather[of_row], indices)
+            offsets = np.concatenate([np.arange(chunk.length) for chunk in decodes])
+            gather = np.repeat(gather, lengths[num_prefills:])
+            gather = np.where(offsets, self._indices(gather, offsets - 1), gather)
+            tokens = (token for chunk in decodes for token in chunk.proposed)
+            known += [pair for pair in zip(gather[offsets > 0].tolist(), tokens, strict=True) if pair[1] != ON_DEVICE]
         return HostStep(
             ids=ids,
             gather=gather,
@@ -215,15 +221,39 @@ class Rows:
         if known.shape[1]:
             self.last_tokens[known[0]] = known[1]
 
-    def deliver(self, tokens_S: torch.Tensor, samples: Samples) -> torch.Tensor:
-        """Store the last accepted token of each row. Return host memory that will receive all tokens."""
-        rows_S, num_accepted_S = samples.rows_S, None
-        if samples.proposed is not None:
-            _, is_last_S = samples.proposed.keep(tokens_S)
-            rows_S, num_accepted_S = torch.where(is_last_S, rows_S, self.scratch_row), samples.proposed.offsets_S
+    def look_up(self, samples: Samples) -> Samples:
+        """Replace the indices of proposed tokens by the tokens."""
+        if samples.proposed is None:
+            return samples
+        return replace(samples, proposed=replace(samples.proposed, next_S=self.last_tokens[samples.proposed.next_S]))
+
+    def deliver(self, tokens_S: torch.Tensor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the last accepted token of each row. Return host memory that will receive all tokens, with NONE for rejected ones, and
+        the samples' rows, of which only each row's last accepted sample has its own, the others the scratch row."""
+        if samples.proposed is None:
+            for group in self.states:
+                group.accept(samples.rows_S, None)
+            return self.transfers.deliver_(tokens_S, samples.rows_S, self.last_tokens), samples.rows_S
+        is_kept_S, is_last_S = samples.proposed.keep(tokens_S)
+        rows_S = torch.where(is_last_S, samples.rows_S, self.scratch_row)
         for group in self.states:
-            group.accept(rows_S, num_accepted_S)
-        return self.transfers.deliver_(tokens_S, rows_S, self.last_tokens)
+            group.accept(rows_S, samples.proposed.offsets_S)
+        self.last_tokens.index_copy_(0, rows_S, tokens_S)
+        return to_host(torch.where(is_kept_S, tokens_S, NONE)), rows_S
+
+    def propose(self, tokens_SG: torch.Tensor, rows_S: torch.Tensor, samples: HostSamples) -> None:
+        """Store the tokens proposed after each row's last token, on the device and, once `proposing` is done, on the host. `rows_S`: see
+        `deliver`."""
+        num_proposed = tokens_SG.shape[1]
+        self._proposed[rows_S, :num_proposed] = tokens_SG
+        found = to_host(self._proposed[:, :num_proposed].clone()).numpy()
+        for row in samples.rows.tolist():
+            self.sequences[row].proposed = memoryview(found[row])
+        self.proposing = Stopwatch(self.last_tokens.is_cuda)
+
+    def _indices(self, rows: Int64s, offsets: Int64s) -> Int64s:
+        """Return the indices of these rows' proposed tokens in the table."""
+        return self.scratch_row + 1 + MAX_PROPOSED * rows + offsets
 
     def _adapters_of(self, rows: Int64s, chunks: Sequence[Chunk]) -> Int32s:
         """Return `HostStep.adapters` for these rows and chunks."""
@@ -244,11 +274,20 @@ class Rows:
         last = ends[sampled] - 1
         if not has_proposed:
             return last, self._samples.samples(rows, positions)
-        proposed = HostProposed(tuple(chunk.proposed for chunk in chunks if chunk.sample))
-        counts = proposed.counts
+        counts = np.asarray([chunk.num_samples for chunk in chunks], dtype=np.int64)[sampled]
         before_end = np.repeat(counts.cumsum(), counts) - np.arange(counts.sum()) - 1
         rows, positions, last = (np.repeat(values, counts) for values in (rows, positions, last))
+        next_S = np.where(before_end, self._indices(rows, np.repeat(counts, counts) - before_end - 1), NONE)
+        proposed = HostProposed(tuple(self._proposed_in(chunk) for chunk in chunks if chunk.sample), next_S)
         return last - before_end, self._samples.samples(rows, positions - before_end, proposed)
+
+    def _proposed_in(self, chunk: Chunk) -> Sequence[int]:
+        """Return the chunk's proposed tokens, see `Row.proposed`."""
+        if ON_DEVICE not in chunk.proposed:
+            return chunk.proposed
+        found = self.sequences[chunk.row].proposed[: len(chunk.proposed)]
+        assert len(found) == len(chunk.proposed), "the plan verifies tokens that were not proposed"
+        return found
 
     def _tokens(self, prefills: Sequence[Chunk], decodes: Sequence[Chunk]) -> tuple[Int64s, Int64s]:
         """Return ids of the prefill tokens, and M-RoPE positions of all tokens."""

@@ -3,7 +3,7 @@ polled later."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -26,7 +26,6 @@ from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import LanguageModel
 from models.kernels.paged import AttentionBackend
-from models.kernels.transfers import to_host
 from models.parallel.group import TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class LaunchedStep:
     out_of_memory: bool = False
     failed_samples: dict[int, ErrorInfo] = field(default_factory=dict)
     samples: HostSamples = NO_SAMPLES
-    proposed_SG: torch.Tensor | None = None  # int64, as `sampled`: proposed after the samples
+    proposed: Sequence[Sequence[int]] = ()  # by sampled chunk, as `sampled`: see `StepResult`
     failed_loads: list[int] = field(default_factory=list)
 
     def result(self) -> StepResult:
@@ -57,9 +56,8 @@ class LaunchedStep:
         self.watch.wait()
         token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_sample()
         num_tokens: list[int] = []
-        verified, proposed = self.samples.proposed, self.proposed_SG
-        kept = [*self.samples.kept(token_ids)] if not self.rank and (verified or proposed is not None) else []
-        if kept and verified:
+        if token_ids and self.samples.proposed is not None:
+            kept = [*self.samples.kept(token_ids)]
             token_ids, logprobs = ([values[i] for run in kept for i in run if values] for values in (token_ids, logprobs))
             num_tokens = [len(run) for run in kept]
         return StepResult(
@@ -78,7 +76,7 @@ class LaunchedStep:
             reports={} if self.rank else self.readings.by_chunk(),
             out_of_memory=self.out_of_memory,
             failed_samples=self.failed_samples,
-            proposed=[] if proposed is None or self.rank else proposed[[run[-1] for run in kept]].tolist(),
+            proposed=[] if self.rank else [*map(list, self.proposed)],
             failed_loads=self.failed_loads,
         )
 
@@ -86,8 +84,9 @@ class LaunchedStep:
 class Head(Protocol):
     """Prediction head, which proposes tokens."""
 
-    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, samples: Samples, count: int) -> torch.Tensor:
-        """Return (S, count) tokens after each sample. The step's hidden states are at `indices_T` of `Rows.hidden_TD`."""
+    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
+        """Return (S, count) tokens after each sample. The step's hidden states are at `indices_T` of `Rows.hidden_TD`; `rows_S`: see
+        `Rows.deliver`."""
 
 
 @dataclass(eq=False, repr=False)
@@ -137,12 +136,13 @@ class Runner:
         encoded = self.images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         step = self.rows.build(plan.admits, plan.chunks, self.images.tensors)
-        sampled, readings, proposed_SG = self._sample(step, plan)
-        watch.mark()
+        proposed = [self.rows.sequences[row].proposed for _, row, _ in step.samples.per_row()] if self.head is not None else []
+        sampled, readings = self._sample(step, plan, watch)
         failed = self.sampler.rules.note(step.samples, sampled.tokens_S, watch)
         if self._on_gpu:
-            self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), watch.events[-1])
-        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples, proposed_SG)
+            end = (watch if self.head is None else self.rows.proposing).events[-1]
+            self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), end)
+        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples, proposed)
 
     def _has_memory_everywhere(self, plan: StepPlan) -> bool:
         """Return whether all ranks have memory. Each of several ranks makes a high estimate: running out later ends the engine. Decode rows
@@ -183,29 +183,33 @@ class Runner:
         """Handle a message of another process that prepares this rank for a plan."""
         self.handlers[type(message)](message)
 
-    def _sample(self, step: HostStep, plan: StepPlan) -> tuple[Sampled, Readings, torch.Tensor | None]:
-        """Run forward and sampling: sampled tokens are copied to the host and into the rows for the next step."""
+    def _sample(self, step: HostStep, plan: StepPlan, watch: Stopwatch) -> tuple[Sampled, Readings]:
+        """Run forward and sampling: sampled tokens are copied to the host and into the rows for the next step. `watch` does not wait for
+        the tokens that the head proposes: the next plan needs only their number."""
         logits_SV, samples, readings = self._forward(step)
         self.rows.save_snapshots(step, plan.chunks)
         if not len(samples.rows_S):
-            self._propose(step, samples.rows_S, samples, 0)
-            return NOTHING_SAMPLED, readings, None
+            watch.mark()
+            self._propose(step, samples.rows_S, samples.rows_S, 0)
+            return NOTHING_SAMPLED, readings
+        samples = self.rows.look_up(samples)
         if self.tp.rank == 0:
-            sampled = self.sampler.sample(logits_SV, samples, self.sampler.rules.masks(step.samples))
+            sampled = self.sampler.sample(logits_SV, samples, self.sampler.rules.masks(step.samples, self.rows.proposing))
         else:
             sampled = Sampled(torch.empty_like(samples.rows_S), None)
         self.tp.broadcast_(sampled.tokens_S)  # rank 0's samples count: logits are not bit-equal on every rank
-        tokens_S = self.rows.deliver(sampled.tokens_S, samples)
-        proposed_SG = self._propose(step, sampled.tokens_S, samples, plan.num_proposed)
-        return replace(sampled, tokens_S=tokens_S), readings, None if proposed_SG is None else to_host(proposed_SG)
+        tokens_S, rows_S = self.rows.deliver(sampled.tokens_S, samples)
+        watch.mark()
+        self._propose(step, sampled.tokens_S, rows_S, plan.num_proposed)
+        return replace(sampled, tokens_S=tokens_S), readings
 
-    def _propose(self, step: HostStep, tokens_S: torch.Tensor, samples: Samples, count: int) -> torch.Tensor | None:
+    def _propose(self, step: HostStep, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> None:
         if self.head is None:
-            return None
+            return
         indices_T = np.arange(step.positions.shape[1])
         if self.graphs is not None and self.graphs.fits(step):
             indices_T = self.graphs.indices_of(step)
-        return self.head.run(step, indices_T, tokens_S, samples, count)
+        self.rows.propose(self.head.run(step, indices_T, tokens_S, rows_S, count), rows_S, step.samples)
 
     def _forward(self, step: HostStep) -> tuple[torch.Tensor, Samples, Readings]:
         if self.graphs is not None and self.graphs.fits(step):

@@ -52,6 +52,15 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "kv_lens_cpu=torch.from_numpy((kv_lens - (kv_lens > 1)).astype(np.int32))",
         ),
     },
+    ("engine/worker/runner.py", WORKER): {
+        "results wait for the head": (
+            "        watch.mark()\n        self._propose(step, sampled.tokens_S",
+            "        self._propose(step, sampled.tokens_S",
+        ),
+    },
+    ("engine/grammar/masks.py", WORKER): {
+        "masks do not wait for drafts": ("            proposing.wait()\n", ""),
+    },
     ("engine/worker/images.py", WORKER): {
         "one embedding stands for all images of its size": (
             "self.tensors.update((encode.image_id, tensor) for",
@@ -115,11 +124,15 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "        self.blocks.release(request.blocks)",
         ),
         "tokens after an end are kept": ("kept = sampled[: i + 1]", "kept = sampled"),
+        "drafts outlive a preemption": (
+            "request.proposed, request.num_proposed, request.is_held = (), 0, False",
+            "request.proposed, request.is_held = (), False",
+        ),
     },
     ("engine/worker/sampling/verify.py", WORKER): {
         "a refused token is kept": (
-            "yield range(first, first + count + 1)",
-            "yield range(first, first + min(count + 2, 1 + len(proposed)))",
+            "yield range(first, first + count - tokens[first : first + count].count(NONE))",
+            "yield range(first, first + min(count, count + 1 - tokens[first : first + count].count(NONE)))",
         ),
         "the device keeps one token too many": (
             "is_kept = before == before[self.firsts_S]",

@@ -1,14 +1,17 @@
-"""Drafts of the model's own head, `--draft mtp`. The worker computes them after each step and returns them with its result."""
+"""Drafts of the model's own head, `--draft mtp`. Workers compute them after each step, while this process plans their verification. The
+row's next result reports them."""
 
 from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Trust, give_drafts
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
+from engine.wire.messages import ON_DEVICE
 
 
 class HeadDrafter(Proposer):
-    """Drafter that holds rows back for the drafts of their results. A draft is accepted with probability `trust` if those before it are."""
+    """Drafter that holds rows back for their results, after which drafts follow. A draft is accepted with probability `trust` if those
+    before it are."""
 
     def __init__(self, verify_rows: int):
         self._verify_rows = verify_rows
@@ -28,10 +31,9 @@ class HeadDrafter(Proposer):
         state.num_proposed = max(0, min(most, max(1, max(worth, default=MAX_HEAD_DRAFTS))))
 
     def take(self, request: Request, proposed: list[int]) -> None:
-        if proposed or request in self._trust:
-            trust = self._trust.setdefault(request, Trust())
-            trust.score(request)
-            trust.proposal = [(token, 1.0) for token in proposed]
+        trust = self._trust.setdefault(request, Trust())
+        trust.proposal = [(token, 1.0) for token in proposed]
+        trust.score(request)
 
     def note(self, request: Request, num_accepted: int) -> None:
         self._trust[request].note(request, num_accepted)
@@ -40,15 +42,12 @@ class HeadDrafter(Proposer):
         self._trust.pop(request, None)
 
     def _offer(self, request: Request, most: int) -> Offer:
-        """Return the head's drafts. Tokens in flight need not match earlier drafts: their results bring new ones."""
+        """Return drafts that follow the tokens in flight, if any."""
         offer, trust = Offer(request), self._trust.setdefault(request, Trust())
-        if most == 0:
-            return offer
-        drafts = [token for token, _ in trust.proposal[:MAX_HEAD_DRAFTS]]
-        most = 0 if trust.is_paused(request) else min(most, MAX_HEAD_DRAFTS, request.max_tokens - request.num_output - 1)
-        for i in range(most if request.num_sampled else min(most, len(drafts))):
+        most = min(most, request.num_proposed, request.max_tokens - request.num_output - 1)
+        for i in range(0 if trust.is_paused(request) else most):
             if (probability := trust.share ** (i + 1)) < LEAST_PROBABILITY:
                 break
-            offer.drafts += drafts[i : i + 1]
+            offer.drafts.append(ON_DEVICE)
             offer.gain += probability
         return offer

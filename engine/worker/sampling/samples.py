@@ -15,7 +15,7 @@ import torch
 
 from engine.launch.config import MIB
 from engine.wire.params import PARAMETERS, PENALISING, SamplingParams
-from engine.worker.sampling.verify import HostProposed, Proposed
+from engine.worker.sampling.verify import NONE, HostProposed, Proposed
 from engine.worker.staging import Staging
 from models.kernels.paged import Int32s
 from models.kernels.sampling import INTEGERS, OFF, RowParams, SampleParams
@@ -66,7 +66,7 @@ class HostSamples:
     words: Int32s  # (NUM_WORDS, S), see `SampleTable`
     proposed: HostProposed | None = None
 
-    def per_row(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    def per_row(self) -> Iterator[tuple[int, int, Sequence[int]]]:
         """Return (first sample, row, proposed) of each row."""
         if self.proposed is None:
             yield from zip(range(len(self.rows)), self.rows.tolist(), repeat(()), strict=False)
@@ -139,7 +139,7 @@ def samples_of(params: Sequence[SamplingParams], positions: Sequence[int], max_t
     for row, one in enumerate(params):
         table.set(row, one)
     staging.begin()
-    proposed = HostProposed(((0,) * (len(positions) - 1),)) if len(positions) > len(params) else None
+    proposed = HostProposed(((0,) * (len(positions) - 1),), np.full(len(positions), NONE)) if len(positions) > len(params) else None
     rows = rows if proposed is None else np.repeat(rows, proposed.counts)
     samples = table.samples(rows, np.asarray(positions), proposed).stage(staging)
     staging.copy()

@@ -19,8 +19,8 @@ NONE = -1  # no token
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """Proposed tokens of a step with S samples. `next_S`: the one after each sample, NONE after a row's last; `offsets_S`: the number of
-    the row's proposed tokens before it; `firsts_S`: the index of the row's first sample."""
+    """Proposed tokens of a step with S samples. `next_S`: the one after each sample, NONE after a row's last (before `Rows.look_up`, their
+    indices); `offsets_S`: the number of the row's proposed tokens before it; `firsts_S`: the index of the row's first sample."""
 
     next_S: torch.Tensor  # int64
     offsets_S: torch.Tensor  # int64
@@ -42,9 +42,11 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class HostProposed:
-    """Proposed tokens on the host, by row."""
+    """Proposed tokens on the host, by row. `next_S`: the index of the one after each sample in the table of `Rows`, NONE after a row's
+    last."""
 
-    rows: tuple[tuple[int, ...], ...]
+    rows: tuple[Sequence[int], ...]
+    next_S: npt.NDArray[np.int64]
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
@@ -53,15 +55,13 @@ class HostProposed:
 
     def stage(self, staging: Staging) -> Proposed:
         """Put the arrays into `staging`, to be copied later."""
-        following = [token for tokens in self.rows for token in (*tokens, NONE)]
         counts = self.counts
         firsts = np.repeat(counts.cumsum() - counts, counts)
-        return Proposed(*staging.put(np.stack((following, np.arange(len(firsts)) - firsts, firsts))))
+        return Proposed(*staging.put(np.stack((self.next_S, np.arange(len(firsts)) - firsts, firsts))))
 
     def kept(self, tokens: Sequence[int]) -> Iterator[range]:
-        """Yield the indices of the kept samples of each row."""
+        """Yield the indices of each row's kept samples; the tokens of the others are NONE."""
         first = 0
-        for proposed in self.rows:
-            count = next((i for i, token in enumerate(proposed) if tokens[first + i] != token), len(proposed))
-            yield range(first, first + count + 1)
-            first += 1 + len(proposed)
+        for count in self.counts.tolist():
+            yield range(first, first + count - tokens[first : first + count].count(NONE))
+            first += count

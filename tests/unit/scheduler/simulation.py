@@ -22,6 +22,7 @@ from engine.scheduler.state import Limits
 from engine.scheduler.state import State as SchedulerState
 from engine.wire.adapters import AdapterRef, number_of
 from engine.wire.messages import (
+    ON_DEVICE,
     Chunk,
     EngineRequest,
     ErrorInfo,
@@ -116,7 +117,8 @@ class SimulatedWorker:
         self.saved_by: dict[int, int] = {}  # by block: in which step
         self.is_stateful = False
         self.refuse_rate = 0.1
-        self.head_drafts: list[list[list[int]]] = []  # of the model's head, by step
+        self.head_drafts: dict[int, tuple[Sequence, int, list[int]]] = {}  # by row: of which sequence, behind so many tokens, and which
+        self.reported: list[list[list[int]]] = []  # by step: the head's drafts of its rows before it
         self.num_loaded = self.num_overwritten = 0
         self.num_encoded: dict[bytes, int] = {}
         self.adapters: dict[int, int] = {-1: 0}  # numbers by slot
@@ -133,6 +135,7 @@ class SimulatedWorker:
         for admit in plan.admits:
             self.row_slots[admit.row] = admit.slot
             self.tables[admit.row] = list(admit.blocks)
+            self.head_drafts.pop(admit.row, None)
             self.states[admit.row] = self._load(admit.snapshot)
         for block in (block for chunk in plan.chunks for block in chunk.blocks):
             self.num_overwritten += self.saved.pop(block, None) is not None
@@ -153,7 +156,7 @@ class SimulatedWorker:
             self.lengths[digest] = encode.grid[2] // 2
             self.num_encoded[digest] = self.num_encoded.get(digest, 0) + 1
         self._check_only_overlapping(plan)
-        tokens = []
+        tokens, reported, sampled = [], [], []
         for request, chunk in pairs(step):
             assert self.adapters[self.row_slots[chunk.row]] == number_of(request.wire.adapter), "computed with another adapter"
             sequence = sequences[key_of(request.rid, request.index)]
@@ -161,18 +164,29 @@ class SimulatedWorker:
             end = chunk.start + chunk.length - len(chunk.proposed)
             self._compute(sequence, chunk.row, chunk.start, end)
             self._save(plan.step, chunk)
-            self._write_drafts(sequence, chunk.row, end, chunk.proposed)
+            drafts = self._drafts_of(sequence, chunk)
+            self._write_drafts(sequence, chunk.row, end, drafts)
             covered = {ref.start + i: (self.images[ref.image_id], ref.offset + i) for ref in chunk.visual for i in range(ref.length)}
             wanted = {p: v for p, v in sequence.visual.items() if chunk.start <= p < chunk.start + chunk.length}
             assert covered == wanted, "the chunk's image tokens are not exactly those of the prompt"
             if chunk.sample:
                 assert end == len(sequence.ids)
-                tokens.append(self._verify(sequence, chunk.proposed))
+                reported.append(self.head_drafts.get(chunk.row, (sequence, 0, []))[2])
+                tokens.append(self._verify(sequence, drafts))
+                sampled.append((chunk.row, sequence))
                 if self.is_stateful:  # the drafts that hold are repeated before the row's next token
                     self.states[chunk.row] = end + len(tokens[-1]) - 1, sequence.meanings()[end + len(tokens[-1]) - 2]
-        sampled = [request for request, chunk in pairs(step) if chunk.sample]
-        self.head_drafts.append([sequences[key_of(one.rid, one.index)].peek(plan.num_proposed) for one in sampled])
+        self.head_drafts |= {row: (sequence, len(sequence.ids), sequence.peek(plan.num_proposed)) for row, sequence in sampled}
+        self.reported.append(reported)
         return tokens
+
+    def _drafts_of(self, sequence: "Sequence", chunk: Chunk) -> tuple[int, ...]:
+        if ON_DEVICE not in chunk.proposed:
+            return chunk.proposed
+        owner, num_tokens, drafts = self.head_drafts[chunk.row]
+        assert owner is sequence and num_tokens == len(sequence.ids), "verifies drafts of something else"
+        assert len(drafts) >= len(chunk.proposed), "verifies more drafts than there are"
+        return tuple(drafts[: len(chunk.proposed)])
 
     @staticmethod
     def _check_only_overlapping(plan: StepPlan) -> None:
@@ -362,7 +376,7 @@ class Simulation:
             bad, starved = ([], failed_here) if step.plan.step % 2 else (failed_here, [])  # damaged, or without memory for them
             ids = flat if rank == 0 else []
             times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if step.plan.step // TURN % 2 else 9.0}
-            drafts = self.worker.head_drafts[step.plan.step] if rank == 0 else []
+            drafts = self.worker.reported[step.plan.step] if rank == 0 else []
             result = StepResult(rank, step.plan.step, ids, bad, **times, num_tokens=counts, starved_images=starved, proposed=drafts)
             if step.plan.step in self.given_up:
                 result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)

@@ -1,5 +1,6 @@
 """The engine without its processes: a real scheduler core and a real runner on a tiny model, in one thread. For tests of step logic."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.policy import PlannedStep
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
@@ -118,6 +118,7 @@ class Engine:
         graphs: bool = False,
         sizes: StepSizes = CPU_STEP_SIZES,
         drafter: Proposer | None = None,
+        depth: int = 1,  # plans in flight
         slots: FixedWeights | None = None,
         num_slots: int = 0,
         **limits: int | bool,
@@ -162,8 +163,8 @@ class Engine:
         head = DraftHead(model, attention, rows, Staging(1 << 22, CPU)) if config.text.has_head else None
         staging, more = Staging(1 << 22, CPU), {"head": head, "slots": slots}
         self._runner = Runner(model, attention, rows, sampler, images, staging, self.graphs, self._arena, tp, **more)
-        self.alter: Callable[[PlannedStep, StepResult], StepResult] = lambda step, result: result
         self._config, self._is_free = config, drafter is None
+        self._depth, self._results = depth, deque[StepResult]()
         self.tokens: dict[Key, list[int]] = {}
         self.errors: dict[int, str] = {}
         self.logprobs: dict[Key, list[TokenLogprobs]] = {}
@@ -206,10 +207,11 @@ class Engine:
     def step(self) -> bool:
         for request in self.core.state.running if self._is_free else ():
             request.proposed = self.propose(request) if request.is_decoding else ()
-        step = self.core.next_step()
-        if step is None:
+        while len(self._results) < self._depth and (step := self.core.next_step()) is not None:
+            self._results.append(self._runner.launch(step.plan).result())
+        if not self._results:
             return False
-        self.core.collect(self.alter(step, self._runner.launch(step.plan).result()))
+        self.core.collect(self._results.popleft())
         for _ in self.core.state.checks():
             pass
         for output in self.core.take_outputs(None, 0.0).outputs:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xgrammar
@@ -58,6 +59,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def regex() -> bytes:
+    return compiled_regex()
+
+
+def compiled_regex() -> bytes:
     data = compile_grammar(xgrammar.GrammarCompiler(read_vocabulary(CHECKPOINT), cache_enabled=False), REGEX).data
     assert data
     return data
@@ -179,13 +184,20 @@ def test_what_is_kept() -> None:
     """Red if device and host part over which samples count, or which drafts stand before a sample."""
     rng = random.Random(0)
     for _ in range(50):
-        host = HostProposed(tuple(tuple(rng.randrange(2) for _ in range(rng.randrange(MAX_PROPOSED + 1))) for _ in range(6)))
+        rows = tuple(tuple(rng.randrange(2) for _ in range(rng.randrange(MAX_PROPOSED + 1))) for _ in range(6))
+        host = HostProposed(rows, np.asarray([token for row in rows for token in (*row, NONE)]))
         staging = Staging(4096, torch.device("cpu"))
         staging.begin()
         drafts = host.stage(staging)
-        tokens = [rng.randrange(2) for _ in drafts.next_S]
-        is_kept, is_last = drafts.keep(torch.tensor(tokens))
-        runs = list(host.kept(tokens))
+        tokens = torch.tensor([rng.randrange(2) for _ in drafts.next_S])
+        is_kept, is_last = drafts.keep(tokens)
+        runs = list(host.kept(torch.where(is_kept, tokens, NONE).tolist()))
+        expected_runs, first = [], 0
+        for row in rows:
+            right = next((i for i, token in enumerate(row) if tokens[first + i] != token), len(row))
+            expected_runs.append(range(first, first + right + 1))
+            first += 1 + len(row)
+        assert runs == expected_runs
         assert is_kept.nonzero().flatten().tolist() == [i for run in runs for i in run]
         assert is_last.nonzero().flatten().tolist() == [run[-1] for run in runs]
         before = drafts.before(torch.arange(len(tokens))).tolist()

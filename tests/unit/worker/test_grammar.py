@@ -18,6 +18,7 @@ from engine.grammar.masks import TokenRules
 from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
 from engine.wire.messages import Admit, Region, SamplingParams
 from engine.worker.sampling.samples import SampleTable
+from engine.worker.stopwatch import Stopwatch
 from models.checkpoint.load import init_dummy_weights
 from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
@@ -173,4 +174,4 @@ def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes]) -> Non
     before = rules._compiled_of.cache_info()
     rules.admit(Admit(0, region, [], [], [], SamplingParams(), CompiledGrammar(region)), arena)
     assert rules._compiled_of.cache_info().misses == before.misses
-    assert rules.masks(SampleTable(1, 0).samples(np.array([0]), np.array([1]))) is not None
+    assert rules.masks(SampleTable(1, 0).samples(np.array([0]), np.array([1])), Stopwatch(on_gpu=False)) is not None

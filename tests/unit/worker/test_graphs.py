@@ -181,7 +181,7 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
     assert step() == ["copy", "replay", *sample]
     engine.propose = lambda request: (7, 8) if request.rid else ()
     verify = ["ne", "cumsum", "sub", "index", "eq", "__and__", "where"]
-    assert step() == ["copy", "index_put_", "replay", "argmax", *verify, "index_copy_"]
+    assert step() == ["copy", "index_put_", "replay", "index", "argmax", *verify, "index_copy_", "where"]
     engine.propose = lambda request: ()
     engine.add(2, [list(range(300, 350))])
     assert step() == ["copy", *admit, *embed, "replay", *sample]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,8 +16,12 @@ from transformers import PreTrainedModel
 
 from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.scheduler.drafts.mtp import HeadDrafter
-from engine.scheduler.policy import PlannedStep
-from engine.wire.messages import StepResult
+from engine.scheduler.request import Request
+from engine.wire.messages import ON_DEVICE, Admit, Chunk, Region, SamplingParams, StepPlan
+from engine.worker import rows
+from engine.worker.rows import HostStep
+from engine.worker.runner import LaunchedStep
+from engine.worker.stopwatch import Stopwatch
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.qwen3_vl import Qwen3VL
@@ -27,7 +31,7 @@ from tests.unit.models import harness, qwen3_5_checkpoints, reference
 from tests.unit.models.harness import Prompt
 from tests.unit.scheduler.simulation import Key, key_of
 from tests.unit.worker.in_process import Engine, Picture, make_picture
-from tests.unit.worker.test_drafts import GRAPHS, text
+from tests.unit.worker.test_drafts import FEW_BLOCKS, GRAPHS, ask_everything, compiled_regex, text
 
 NIGHTLY = pytest.mark.nightly
 
@@ -87,19 +91,27 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class Telling:
     """Records the head's drafts and replaces each by the coming token with probability `share`: random heads predict nothing."""
 
-    def __init__(self, known: dict[Key, list[int]], share: float) -> None:
+    def __init__(self, engine: Engine, known: dict[Key, list[int]], share: float) -> None:
+        assert engine._runner.head is not None
+        self._head, self._core = engine._runner.head, engine.core
         self._known, self._share, self._rng = known, share, random.Random(0)
-        self.noted = []  # behind so many tokens of output
+        self.noted: list[tuple[Request, int, list[int]]] = []  # behind so many tokens of output
+        engine._runner.head = self
 
-    def alter(self, step: PlannedStep, result: StepResult) -> StepResult:
-        sampled = [request for request, chunk in zip(step.requests, step.plan.chunks, strict=True) if chunk.sample]
-        altered = []
-        for request, count, drafts in zip(sampled, result.num_tokens or [1] * len(sampled), result.proposed, strict=True):
-            done = request.num_known - request.num_prompt + count
-            self.noted.append((request, done, drafts))
-            right = self._known[key_of(request.rid, request.index)][done : done + len(drafts)]
-            altered.append([token if self._rng.random() < self._share else self._rng.randrange(300) for token in right])
-        return msgspec.structs.replace(result, proposed=altered)
+    def run(self, step: HostStep, indices_T: np.ndarray, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
+        found = self._head.run(step, indices_T, tokens_S, rows_S, count)
+        altered = found.clone()
+        requests = {request.row: request for request in self._core.state.running}
+        samples = step.samples
+        for i, (row, position) in enumerate(zip(samples.rows.tolist(), samples.positions.tolist(), strict=True)):
+            request = requests[row]
+            done = position + 1 - request.num_prompt
+            if rows_S[i] == row and count:
+                self.noted.append((request, done, found[i].tolist()))
+            right = self._known[key_of(request.rid, request.index)][done : done + count]
+            for k, token in enumerate(right):
+                altered[i, k] = token if self._rng.random() < self._share else self._rng.randrange(300)
+        return altered
 
 
 def prompts(config: ModelConfig) -> list[list[list[int] | Picture]]:
@@ -128,8 +140,7 @@ def test_drafts_are_those_of_the_formula(both: Both, limits: dict[str, Any], cho
     asked = [prompts(both.ours.config)[i] for i in chosen]
     plain = Engine(both.ours)
     engine = Engine(both.ours, drafter=HeadDrafter(64), prefix_cache=False, **limits)
-    telling = Telling(plain.tokens, 0.7)
-    engine.alter = telling.alter
+    telling = Telling(engine, plain.tokens, 0.7)
     for one in (plain, engine):
         for rid, parts in enumerate(asked):
             one.add(rid, parts, max_tokens=OUTPUT)
@@ -146,6 +157,74 @@ def test_drafts_are_those_of_the_formula(both: Both, limits: dict[str, Any], cho
         prompt = Prompt.build(both.ours.config, parts)
         prompt.ids += engine.tokens[request.rid][:done]
         assert drafts == both.expected(prompt, len(drafts)), (request.rid, done)
+
+
+class LateCopies:
+    """Stands in for a device that is slow: a copy to the host is done when an event after it was waited for, and until then it is 1s."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._mark = Stopwatch.mark
+        monkeypatch.setattr(rows, "to_host", self._to_host)
+        monkeypatch.setattr(Stopwatch, "mark", lambda watch: self._note(watch))
+        monkeypatch.setattr(Stopwatch, "wait", lambda watch: self._finish(watch.num_copies))
+
+    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
+        self._copies.append((torch.ones_like(values), values.clone()))
+        return self._copies[-1][0]
+
+    def _note(self, watch: Any) -> None:
+        self._mark(watch)
+        watch.num_copies = len(self._copies)
+
+    @torch.inference_mode()
+    def _finish(self, num_copies: int) -> None:
+        for late, values in self._copies[:num_copies]:
+            late.copy_(values)
+
+
+@pytest.mark.parametrize("limits", [FEW_BLOCKS, *(pytest.param(one, marks=NIGHTLY) for one in ({}, GRAPHS))])
+def test_drafts_that_only_the_device_knows_change_nothing(both: Both, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any]) -> None:
+    """Red if a step, its masks or its result take a draft for another one: of another row, of its row's last request, of a later step; or
+    read it before it has reached the host, which only masks wait for."""
+    regex, free, plain = compiled_regex(), Engine(both.ours), Engine(both.ours, max_num_seqs=17)
+    free.add(0, [text(20, 0)], max_tokens=40, seed=5, temperature=1.0)
+    ask_everything(plain, regex, free.run()[0])
+    LateCopies(monkeypatch)
+    engine = Engine(both.ours, drafter=HeadDrafter(128), depth=2, max_num_seqs=17, **limits)
+    Telling(engine, plain.tokens, 0.8)
+    ask_everything(engine, regex, free.tokens[0])
+    counters = engine.core.state.counters
+    assert engine.tokens == plain.tokens and not engine.errors and counters.accepted_draft_tokens > 50
+    assert (counters.preemptions > 0) == ("num_blocks" in limits)
+    for key, expected in plain.logprobs.items():
+        assert [item.top_ids for item in engine.logprobs[key]] == [item.top_ids for item in expected]
+
+
+def test_a_result_leaves_before_the_heads_passes(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the device idles after the head's passes until the next step arrives, or if a row's new request gets the old one's drafts."""
+    engine = Engine(both.ours, drafter=HeadDrafter(64), max_num_seqs=1)
+    runner, order, reported = engine._runner, [], []
+    assert runner.head is not None
+    launch, head, mark = runner.launch, runner.head.run, Stopwatch.mark
+
+    def launched(plan: StepPlan) -> LaunchedStep:
+        step = launch(plan)
+        (drafts,) = step.result().proposed
+        reported.append((bool(plan.admits), len(drafts)))
+        return step
+
+    monkeypatch.setattr(runner, "launch", launched)
+    monkeypatch.setattr(runner.head, "run", lambda *args: (order.append("head"), head(*args))[1])
+    monkeypatch.setattr(Stopwatch, "mark", lambda watch: (order.append("mark"), mark(watch))[1])
+    for rid in range(2):
+        engine.add(rid, [text(5, rid)], max_tokens=4)
+        engine.run()
+    assert order == ["mark", "mark", "head", "mark"] * len(reported) and len(reported) > 4
+    assert all((num_drafts == 0) == is_new for is_new, num_drafts in reported)
+    runner.rows.admit(Admit(0, Region(1, 0, 4), [], [], [], SamplingParams()), np.ones(1, dtype=np.int32))
+    with pytest.raises(AssertionError, match="not proposed"):
+        runner.rows.build([], [Chunk(0, 1, 2, True, [], [], (ON_DEVICE,))], {})
 
 
 def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_staged_samples_take_no_more_than_is_said() -> None:
     for row in range(num_rows):
         table.set(row, everything)
     staging.begin()
-    drafts = HostProposed(((1,),) * (num_rows // 2))
+    drafts = HostProposed(((1,),) * (num_rows // 2), np.zeros(num_rows, dtype=np.int64))
     table.samples(np.arange(num_rows), np.arange(num_rows), drafts).stage(staging)
     left = len(staging.rest(torch.uint8))
     assert abs(num_rows * BYTES_PER_SAMPLE - ((1 << 20) - left)) < 8 * ALIGNMENT
