@@ -79,7 +79,7 @@ def test_graphs_change_nothing(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, 
 def test_pooled_rows_are_replayed(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states, and logits of a few tokens, come out of graphs; without graphs a step of embeddings alone computes no logits."""
 
-    def pooled(*wanted: tuple[int, ...], streams: int, replayed: bool = False) -> list[bytes]:
+    def pooled(*wanted: tuple[int, ...], streams: int, replayed: bool = False) -> list[torch.Tensor]:
         engine = Engine(model, graphs=replayed, sizes=SIZES)
         with monkeypatch.context() as patch:
             for used in [(Rows, "stage")] if replayed else [(Qwen3VL, "logits")] if not streams else []:
@@ -90,11 +90,12 @@ def test_pooled_rows_are_replayed(model: Qwen3VL, monkeypatch: pytest.MonkeyPatc
             for rid, ids in enumerate(wanted, streams):
                 engine.add(rid, [list(range(rid, 10 + 10 * rid))], max_tokens=1, pooled_ids=ids)
             engine.run()
-        return [report.values for _, report in sorted(engine.reports.items())]
+        return [torch.frombuffer(bytearray(report.values), dtype=torch.float32) for _, report in sorted(engine.reports.items())]
 
     expected = pooled((), (5, 7), (), streams=1)
-    assert [len(values) // 4 for values in expected] == [model.config.text.hidden_size, 2, model.config.text.hidden_size]
-    assert pooled((), (5, 7), (), streams=1, replayed=True) == expected
+    assert [len(values) for values in expected] == [model.config.text.hidden_size, 2, model.config.text.hidden_size]
+    found = pooled((), (5, 7), (), streams=1, replayed=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # a step of a graph is padded: some CPUs then round differently
     assert len(pooled((), (), streams=0)) == 2
 
 
