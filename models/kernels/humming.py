@@ -145,9 +145,9 @@ class HummingMatrix:
     def product_of_choices(self, x: torch.Tensor, blocks: SortedChoices, per_input: int) -> torch.Tensor:
         """See `ExpertProducts.of_choices`."""
         num_slots = len(x) * per_input
-        out_SN, lists = x.new_empty((num_slots, self.shape[0] // self.count)), (blocks.slots, blocks.experts_B, blocks.end_1)
-        named = dict(zip(("sorted_ids", "expert_ids", "num_tokens_padded"), lists, strict=True))
-        return self._launch(self.kernel_for(num_slots).table, x, out_SN, **named, top_k=per_input)
+        out_SN, kernels = x.new_empty((num_slots, self.shape[0] // self.count)), self.kernel_for(num_slots).table
+        lists = {"sorted_ids": blocks.slots, "expert_ids": blocks.experts_B, "num_tokens_padded": blocks.end_1}
+        return self._launch(kernels, x, out_SN, **lists, top_k=per_input)
 
     def product_of_last(self, x_TX: torch.Tensor) -> torch.Tensor:
         """Return the products with the last of several matrices, when all kernels are loaded: a graph's capture may not be interrupted."""

@@ -137,8 +137,7 @@ class Engine:
             "num_lookahead": MAX_HEAD_DRAFTS if config.text.has_head else 0,
         }
         merged = Limits(**{**defaults, **limits})
-        directory = ImageDirectory(image_tokens * per_token)
-        blocks, places = BlockPool(num_blocks, 16), AdapterDirectory(num_slots)
+        directory, blocks, places = ImageDirectory(image_tokens * per_token), BlockPool(num_blocks, 16), AdapterDirectory(num_slots)
         state = State(merged, blocks, directory, places, free_rows=list(range(merged.max_num_seqs)))
         self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids), proposer=drafter)
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
