@@ -209,3 +209,15 @@ def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool
     assert (sim.core.state.counters.drafts > 50) == drafted and (sim.core.state.counters.drafts > 0) == drafted
 
 
+
+
+def test_a_preempted_request_has_no_proposed_tokens() -> None:
+    """Red if a request verifies tokens that were proposed before its preemption."""
+    core = make_core(num_lookahead=3, verify_rows=64)
+    core.add(make_request(1, [1, 2, 3], [], 8), np.array([1, 2, 3], dtype=np.int32))
+    step = core.next_step()
+    assert step is not None and step.plan.num_proposed > 0
+    (request,) = step.requests
+    assert request.num_proposed == step.plan.num_proposed
+    core.state.preempt(request)
+    assert request.num_proposed == 0
