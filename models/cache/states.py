@@ -66,9 +66,9 @@ class Snapshots:
     def load(self, row: int, blocks: Sequence[int]) -> None:
         """Restore the row's states from these blocks; without blocks, reset them to the start of a sequence."""
         for group in self._states:
-            group.num_accepted[row] = 0
+            group.num_accepted[row].zero_()
             if not blocks:
-                group.kept[:, row] = 0
+                group.kept[:, row].zero_()
         if not blocks:
             return
         index = self._index(blocks)
@@ -83,7 +83,7 @@ class Snapshots:
         if dirty:
             index = self._index(dirty)
             for pages in self._pages:
-                pages[index] = 0
+                pages.index_fill_(0, index, 0)  # assigning a number would wait for the device
             self._dirty.difference_update(dirty)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:

@@ -109,7 +109,7 @@ def _writer(low_rank: LowRank, group: int, parts: list[tuple[slice, slice]], col
     """Write factors of a module: these columns of A, and rows of the product with the rows of B that they are."""
 
     def write(slot: int, factors: Factors | None) -> None:
-        low_rank.ranks_SG[slot, group] = 0
+        low_rank.ranks_SG[slot, group].zero_()  # assigning a number would wait for the device
         if factors is None:
             return
         rank = len(factors[0])
@@ -119,7 +119,7 @@ def _writer(low_rank: LowRank, group: int, parts: list[tuple[slice, slice]], col
         for own, stored in parts:
             low_rank.b_SNR[slot, own, rank:padded] = 0
             low_rank.b_SNR[slot, own, :rank].copy_(factors[1][stored], non_blocking=True)
-        low_rank.ranks_SG[slot, group] = padded
+        low_rank.ranks_SG[slot, group].fill_(padded)
 
     return write
 
