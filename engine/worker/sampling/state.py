@@ -53,7 +53,7 @@ class LogitState:
         if changes & PENALTIES:
             counts_V, ids_T = self._counts_RV[row], to_device(ids, self._device).long()
             counts_V.zero_()
-            counts_V[ids_T[:num_prompt]] = IN_PROMPT
+            counts_V.index_fill_(0, ids_T[:num_prompt], IN_PROMPT)  # assigning a number would wait for the device
             counts_V.index_add_(0, ids_T[num_prompt:], torch.ones_like(ids_T[num_prompt:], dtype=torch.int32))
 
     def change_(self, logits_SV: torch.Tensor, samples: Samples, ops: SamplingOps) -> None:
