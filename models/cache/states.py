@@ -9,6 +9,8 @@ from models.cache.spec import SPARE_ROWS, StateGroup
 from models.kernels.ops import KVPool
 from models.kernels.transfers import to_device
 
+WORD = torch.int32  # unit of copies: indexed ones take as long per element whatever its size, and every state consists of such words
+
 
 class RowStates:
     """States of one group: (layers, permanent rows + 1 + SPARE_ROWS, bytes) uint8; the permanent rows are followed by scratch rows.
@@ -25,7 +27,7 @@ class RowStates:
         layer_bytes = group.layer_bytes + num_verified * group.replay_bytes
         num_all = num_rows + 1 + SPARE_ROWS
         self.values = torch.zeros((group.num_layers, num_all, layer_bytes), dtype=torch.uint8, device=device)
-        self.kept = self.values[:, :, : group.layer_bytes]
+        self.kept = self.values[:, :, : group.layer_bytes].view(WORD)
         self.num_accepted = torch.zeros(num_all, dtype=torch.int64, device=device)  # further tokens of each row's last step
         self.num_verified = num_verified
 
@@ -49,8 +51,8 @@ class Snapshots:
 
     def __init__(self, pools: Sequence[KVPool], states: Sequence[RowStates]) -> None:
         self._states = states
-        self._pages = [pages.view(torch.uint8).flatten(1) for pool in pools for pages in pool]  # each (blocks, bytes)
-        self._row_bytes = sum(group.kept[:, 0].numel() for group in states)
+        self._pages = [pages.flatten(1).view(WORD) for pool in pools for pages in pool]  # each (blocks, words)
+        self._row_words = sum(group.kept[:, 0].numel() for group in states)
         self._dirty: set[int] = set()
 
     def save(self, row: int, blocks: Sequence[int]) -> None:
@@ -58,7 +60,7 @@ class Snapshots:
         index = self._index(blocks)
         content = torch.cat([group.kept[:, row].flatten() for group in self._states])
         size = len(blocks) * sum(pages.shape[1] for pages in self._pages)
-        content = torch.nn.functional.pad(content, (0, size - self._row_bytes)).view(len(blocks), -1)
+        content = torch.nn.functional.pad(content, (0, size - self._row_words)).view(len(blocks), -1)
         for pages, part in zip(self._pages, content.split([pages.shape[1] for pages in self._pages], dim=1), strict=True):
             pages[index] = part
         self._dirty.update(blocks)
@@ -72,7 +74,7 @@ class Snapshots:
         if not blocks:
             return
         index = self._index(blocks)
-        content = torch.cat([pages[index] for pages in self._pages], dim=1).flatten()[: self._row_bytes]
+        content = torch.cat([pages[index] for pages in self._pages], dim=1).flatten()[: self._row_words]
         sizes = [group.kept[:, row].numel() for group in self._states]
         for group, part in zip(self._states, content.split(sizes), strict=True):
             group.kept[:, row] = part.view(len(group.kept), -1)
