@@ -3,13 +3,13 @@
     python -m bench row Qwen3-VL-8B --store h200/8B
     python -m bench row Qwen3-VL-8B --flags "--backend portable" --store h200/8B-portable
 
-Starts an engine, with dummy weights for a published size, and runs the probe, one stream, 64 text streams and 32 image streams against it.
-A row takes about five minutes. `--store` replaces these runs in bench/results/GPU/MODEL.json; `bench tables` then writes the pages.
+Starts an engine, with dummy weights for a published size. A row takes about five minutes, of large models ten; `--runs` measures a part.
+`--store` replaces these runs in bench/results/GPU/MODEL.json; `bench tables` then writes the pages.
 """
 
+import argparse
 import subprocess
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import uvloop
@@ -36,9 +36,15 @@ def commit_of_clone() -> str:
     return commit
 
 
-async def measure(flags: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
-    async with running_engine(flags) as (_, url):
-        return {run: await run_benchmark(command, url, seed) for run, command in CELLS.items()}
+async def measure(args: argparse.Namespace, origin: dict[str, str]) -> None:
+    found: dict[str, Any] = {}
+    async with running_engine(engine_flags(args.model, args.flags)) as (_, url):
+        for run in args.runs.split(","):
+            found[run] = await run_benchmark(CELLS[run], url, args.seed)
+            print(table(["run", "figure", "value"], [[run, name, f"{value:.4g}"] for name, value in figures(run, found[run]).items()]))
+            if args.store:
+                store(args.store, {run: [origin | found[run]]})
+            write_result(args, **origin, result=found)  # the next run may be cut off
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,11 +52,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", help="value of the engine's --model")
     parser.add_argument("--store", metavar="GPU/MODEL", help="file of bench/results to update")
     parser.add_argument("--commit", help="commit of this version; default: that of the clone, which must have no changes")
+    parser.add_argument("--runs", default=",".join(CELLS), help="default: all")
     args = parser.parse_args(argv)
-    origin = {"commit": args.commit or commit_of_clone(), "date": time.strftime("%Y-%m-%d")}
-    found = uvloop.run(measure(engine_flags(args.model, args.flags), args.seed))
-    if args.store:
-        store(args.store, {run: [origin | content] for run, content in found.items()})
-    write_result(args, **origin, result=found)
-    rows = [[run, name, f"{value:.4g}"] for run, content in found.items() for name, value in figures(run, content).items()]
-    print(table(["run", "figure", "value"], rows))
+    uvloop.run(measure(args, {"commit": args.commit or commit_of_clone(), "date": time.strftime("%Y-%m-%d")}))
