@@ -197,7 +197,7 @@ def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
 def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[None]:
     """Compile and check kernels in a thread, and wait for it at the end: RuntimeError if a compiler fails or a kernel computes wrong
     results. A file in the run directory tells the api that the worker is not hung (`/health`)."""
-    mark = child.compiling_mark()
+    mark, started = child.compiling_mark(), time.monotonic()
     mark.touch()
     pool = ThreadPoolExecutor(1, "compile")
 
@@ -205,6 +205,7 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
         if backend.device.type == "cuda":
             torch.cuda.set_device(backend.device)  # the current device is per thread
         backend.load(config.text.heads(child.config.tp), config.vision_head_dim)
+        logger.info("kernels are compiled and checked after %.1f s", time.monotonic() - started)
 
     loaded = pool.submit(load)
     yield
