@@ -7,16 +7,17 @@ from typing import Any
 
 FUSED_HEAD_DIM = 128  # the only one that `fused_decoding.cu` supports
 NO_HEADS = 0  # for a kernel independent of heads
+ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"  # FlashInfer's other flags for it double the time of compilation
 
 
 @cache
 def load_kernel(name: str, head_dim: int) -> Any:
     """Return the module of `name`.cu for heads of `head_dim` values or NO_HEADS. RuntimeError if the compiler fails."""
-    from flashinfer.jit import gen_jit_spec, sm90a_nvcc_flags  # not available on a CPU machine
+    from flashinfer.jit import gen_jit_spec  # not available on a CPU machine
 
     made, define = (name, []) if head_dim == NO_HEADS else (f"{name}_{head_dim}", [f"-DHEAD_DIM={head_dim}"])
     source = Path(__file__).with_name(f"{name}.cu")
-    return gen_jit_spec(made, [source], extra_cuda_cflags=[*sm90a_nvcc_flags, *define]).build_and_load()
+    return gen_jit_spec(made, [source], extra_cuda_cflags=[ARCHITECTURE, *define]).build_and_load()
 
 
 def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:

@@ -23,9 +23,10 @@
 
 #include <cuda_bf16.h>
 #include <cutlass/arch/reg_reconfig.h>
-#include <cutlass/pipeline/pipeline.hpp>
+#include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "hopper_copy.cuh"
+#include "hopper_products.cuh"
 
 namespace hopper {
 
@@ -75,10 +76,15 @@ struct Plan {
 using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
 using Scores = Shape<Int<kTileQ>, Int<kTileKV>>;
 using Output = Shape<Int<kTileQ>, Int<kHeadDim>>;
-using MmaQK = decltype(make_tiled_mma(GMMA::ss_op_selector<BFloat16, BFloat16, float, Shape<Int<kTileQ>, Int<kTileKV>, _16>>(), Groups{}));
+using ProductQK = conditional_t<kTileKV == 112, Product112<>,
+                                decltype(GMMA::ss_op_selector<BFloat16, BFloat16, float, Shape<Int<kTileQ>, Int<kTileKV>, _16>>())>;
+using MmaQK = decltype(make_tiled_mma(ProductQK{}, Groups{}));
 template <int Columns>
-using MmaValues = decltype(make_tiled_mma(
-    GMMA::rs_op_selector<BFloat16, BFloat16, float, Shape<Int<kTileQ>, Int<Columns>, _16>, GMMA::Major::K, GMMA::Major::MN>(), Groups{}));
+using ProductPV =
+    conditional_t<Columns == 72, Product72<>,
+                  decltype(GMMA::rs_op_selector<BFloat16, BFloat16, float, Shape<Int<kTileQ>, Int<Columns>, _16>, GMMA::Major::K, GMMA::Major::MN>())>;
+template <int Columns>
+using MmaValues = decltype(make_tiled_mma(ProductPV<Columns>{}, Groups{}));
 using MmaPV = MmaValues<kHeadDim>;
 
 using Atom = GMMA::Layout_K_SW128_Atom<BFloat16>;

@@ -6,7 +6,7 @@
 #include <cutlass/cuda_host_adapter.hpp>
 #include <cutlass/numeric_types.h>
 
-#include <cute/tensor.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "hopper_launch.cuh"
 
