@@ -18,7 +18,7 @@ from tests.gpu.asynchronous import PREFIX
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
 SMALL: dict[str, Any] = {"layers": 8, "vocab_size": 4096, "num_base_tokens": 4000, "vision_depth": 6}
-FLAGS = ("--load-format", "dummy", "--max-model-len", "4096")
+FLAGS = ("--load-format", "dummy", "--max-model-len", "2048")
 ROUNDS, CLIENTS = 4, 8
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 FIELDS: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ def ask_all(engine: Engine, **fields: Any) -> None:
 
     def ask(i: int) -> None:
         images = [image_part(picture(100 * i + j, 320, 448), "JPEG") for j in range(i % 5)]
-        content = [*images, text_part(f"{i} " + "word " * (100 * (i % 7)))]
+        content = [*images, text_part(f"{i} " + "word " * (50 * (i % 7)))]
         response = engine.chat(content, max_tokens=24, ignore_eos=i % 2 == 0, **FIELDS[i % len(FIELDS)], **fields)
         assert response.status_code == 200, response.text
 
@@ -55,7 +55,7 @@ def test_hybrids(tmp_path: Path, flags: tuple[str, ...]) -> None:
 
 def test_adapters(tmp_path: Path) -> None:
     """Two adapters that take turns in one slot."""
-    write_model_folder(tmp_path / "base", replace(SHAPES["8B"], **SMALL, deepstack=(1, 3, 5)), weights="none", seed=0)
+    write_model_folder(tmp_path / "base", replace(SHAPES["8B"], **SMALL | {"layers": 4}, deepstack=(1, 3, 5)), weights="none", seed=0)
     config = read_config(tmp_path / "base")
     modules = [f"{name}={write_adapter(tmp_path / name, config, seed=i)}" for i, name in enumerate("ab")]
     with doomed(tmp_path / "base", *FLAGS, "--enable-lora", "--max-loras", "1", "--lora-modules", *modules, prefix=PREFIX) as engine:
