@@ -39,7 +39,7 @@ def commit_of_clone() -> str:
 async def measure(args: argparse.Namespace, origin: dict[str, str]) -> None:
     found: dict[str, Any] = {}
     async with running_engine(engine_flags(args.model, args.flags)) as (_, url):
-        for run in args.runs.split(","):
+        for run in args.runs:
             found[run] = await run_benchmark(CELLS[run], url, args.seed)
             print(table(["run", "figure", "value"], [[run, name, f"{value:.4g}"] for name, value in figures(run, found[run]).items()]))
             if args.store:
@@ -52,6 +52,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", help="value of the engine's --model")
     parser.add_argument("--store", metavar="GPU/MODEL", help="file of bench/results to update")
     parser.add_argument("--commit", help="commit of this version; default: that of the clone, which must have no changes")
-    parser.add_argument("--runs", default=",".join(CELLS), help="default: all")
+    parser.add_argument("--runs", nargs="+", choices=CELLS, default=[*CELLS], help="default: all")
     args = parser.parse_args(argv)
     uvloop.run(measure(args, {"commit": args.commit or commit_of_clone(), "date": time.strftime("%Y-%m-%d")}))

@@ -9,7 +9,7 @@ from models.cache.spec import SPARE_ROWS, StateGroup
 from models.kernels.ops import KVPool
 from models.kernels.transfers import to_device
 
-WORD = torch.int32  # unit of copies: indexed ones take as long per element whatever its size, and every state consists of such words
+WORD = torch.int32  # unit of copies, of which every state has a whole number: indexed copies go element by element
 
 
 class RowStates:

@@ -35,6 +35,8 @@ struct Product112<int_sequence<I...>> {
         "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55}, %56, %57, p, 1, 1, 0, 0;\n}\n"
         : SUMS36, "+f"(*c[36]), "+f"(*c[37]), "+f"(*c[38]), "+f"(*c[39]), SUMS8(40), SUMS8(48)
         : "l"(a), "l"(b), "r"(int32_t(scale)));
+#else
+    CUTE_INVALID_CONTROL_PATH("Product112 needs sm_90a");
 #endif
   }
 };
@@ -60,6 +62,8 @@ struct Product72<int_sequence<I...>> {
         "{%36, %37, %38, %39}, %40, p, 1, 1, 1;\n}\n"
         : SUMS36
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int32_t(scale)));
+#else
+    CUTE_INVALID_CONTROL_PATH("Product72 needs sm_90a");
 #endif
   }
 };

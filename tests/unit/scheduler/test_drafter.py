@@ -209,8 +209,6 @@ def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool
     assert (sim.core.state.counters.drafts > 50) == drafted and (sim.core.state.counters.drafts > 0) == drafted
 
 
-
-
 def test_a_preempted_request_has_no_proposed_tokens() -> None:
     """Red if a request verifies tokens that were proposed before its preemption."""
     core = make_core(num_lookahead=3, verify_rows=64)
