@@ -3,8 +3,8 @@
     python -m bench row Qwen3-VL-8B --store h200/8B
     python -m bench row Qwen3-VL-8B --flags "--backend portable" --store h200/8B-portable
 
-Starts an engine, with dummy weights for a published size. A row takes about five minutes, of large models ten; `--runs` measures a part.
-`--store` replaces these runs in bench/results/GPU/MODEL.json; `bench tables` then writes the pages.
+Starts an engine, with dummy weights for a published size. A row takes five minutes; `--runs` measures a part.
+`--store` replaces these runs in bench/results/GPU/MODEL.json; `bench tables` writes the pages.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/benchmarks.md from `bench/results`. Needs a clone: a wheel does not contain results.
+"""Write the tables of README.md and docs/benchmarks.md from `bench/results`. Needs a clone: wheels contain no results.
 
     python -m bench tables                                   # write the tables
     python -m bench tables --add h200/8B 1a2b3c4 out/*.json  # first store new runs, measured at that commit
@@ -157,9 +157,9 @@ def sizes() -> str:
 TABLES: dict[str, Callable[[], str]] = {each.__name__.replace("_", "-"): each for each in (summary, against_others, loads, sizes)}
 
 
-def rendered(page: str) -> str:
+def rendered(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     text = (ROOT / page).read_text(encoding="utf-8")
-    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+    return MARKED.sub(lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}", text)
 
 
 def add(name: str, commit: str, files: Sequence[Path]) -> None:

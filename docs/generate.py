@@ -1,7 +1,7 @@
-"""Writes the generated pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
+"""Writes the generated tables of pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
-flags.md is `engine/launch/config.py` with advice on when to change a flag; moving.md has tables of `engine/launch/compat.py`;
-fields.md is `engine/wire/params.py`, `server/openai/schema.py` and `server/openai/fields.py`; guides/fit.md is the output of `--plan`.
+flags.md has `engine/launch/config.py` with advice on when to change a flag; moving.md has `engine/launch/compat.py`;
+fields.md has `engine/wire/params.py`, `server/openai/schema.py` and `server/openai/fields.py`; guides/fit.md has the output of `--plan`.
 """
 
 import json
@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 import types
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,7 +18,8 @@ import msgspec
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder otherwise
 
-from engine.launch.compat import FLAGS, Flag  # noqa: E402
+from bench.tables import rendered  # noqa: E402
+from engine.launch.compat import FLAGS  # noqa: E402
 from engine.launch.config import GIB, MIB, EngineConfig  # noqa: E402
 from engine.launch.flags import GROUPS  # noqa: E402
 from engine.launch.memory import describe  # noqa: E402
@@ -141,53 +143,39 @@ def _default(name: str, value: object) -> str:
     return "" if value is None else str(value)
 
 
-def flags_page() -> str:
-    """docs/flags.md."""
-    lines = [
-        "# Flags",
-        "",
-        "These are the flags of `mini-vlm serve` (`python -m engine.serve`), grouped as in `--help all`. The model may be given without",
-        "its flag. Sizes in bytes take the suffixes K, M and G. The prefix `no-` turns a switch off. A flag overrides the environment",
-        "(`ENGINE_PORT` is `--port`), which overrides a YAML file (`--config`). `python docs/generate.py` writes this page from",
-        "`engine/launch/config.py`.",
-        "",
-    ]
+def flags() -> str:
+    lines: list[str] = []
     defaults = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
     for name, annotation in get_type_hints(EngineConfig, include_extras=True).items():
         if name in GROUPS:
             head = ["| flag | value | default | meaning | when to change it |", "|---|---|---|---|---|"]
-            lines += [*([""] if lines[-1] else []), f"## {GROUPS[name].capitalize()}", "", *head]
+            lines += [*([""] if lines else []), f"## {GROUPS[name].capitalize()}", "", *head]
         text = get_args(annotation)[1].replace("|", "\\|")
-        flag = "--" + name.replace("_", "-")
-        lines.append(f"| `{flag}` | {_kind(annotation)} | {_default(name, defaults[name])} | {text} | {WHEN.get(name, '')} |")
-    lines += [
-        "",
-        "## Names of others",
-        "",
-        "Underscores may stand for dashes. Scripts for vLLM and SGLang may keep these flags; [moving](moving.md) says what differs.",
-        "",
-        "| flag here | other names |",
-        "|---|---|",
-    ]
+        lines.append(f"| `{_flag_of(name)}` | {_kind(annotation)} | {_default(name, defaults[name])} | {text} | {WHEN.get(name, '')} |")
+    return "\n".join(lines)
+
+
+def other_names() -> str:
+    lines = ["| flag here | other names |", "|---|---|"]
     for field in dict.fromkeys(flag.field for flag in FLAGS if flag.field):
         names = ", ".join(f"`{other}`" for flag in FLAGS if flag.field == field for other in flag.names)
         lines.append(f"| `{_flag_of(field)}` | {names} |")
     rules = {"json": "its value sets flags of this engine", "ok": "accepted, with one line that says why it has no effect",
              "no": "refused, with one line that says what to use instead"}  # fmt: skip
     for rule, text in rules.items():
-        lines += ["", text.capitalize() + ":", "", _names_of([flag for flag in FLAGS if flag.rule == rule])]
-    return "\n".join(lines) + "\n"
+        lines += ["", text.capitalize() + ":", "", _names_of(name for flag in FLAGS if flag.rule == rule for name in flag.names)]
+    return "\n".join(lines)
 
 
 def _flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _names_of(others: list[Flag]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(name for other in others for name in other.names)) + "."
+def _names_of(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names)) + "."
 
 
-def _moving_table(server: str) -> list[str]:
+def moving(server: str) -> str:
     """Return the table of one server's flags in `engine/launch/compat.py`."""
     rows = []
     for flag in FLAGS:
@@ -199,53 +187,10 @@ def _moving_table(server: str) -> list[str]:
         if names := [name for name, servers in flag.names.items() if server[0].upper() in servers]:
             rows.append((names, here, flag.text))
     names = [(", ".join(f"`{name}`" for name in names), here, text) for names, here, text in rows]
-    return ["| flag | here | remarks |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in sorted(names))]
-
-
-def moving_page() -> str:
-    """docs/moving.md."""
-    return "\n".join([
-        "# Moving from vLLM or SGLang",
-        "",
-        "Start commands, requests, Python scripts and dashboards of vLLM and SGLang work here with few changes.",
-        "",
-        "* **Flags**: those below are accepted as they are, with underscores too, and JSON flags also with dots",
-        "  (`--limit-mm-per-prompt.image 4`). A flag without effect is logged with the reason. An unsupported flag stops the start with",
-        "  the alternative. Flags of the same name (`--host`, `--port`, `--api-key`, `--dtype`, `--served-model-name`,",
-        "  `--chat-template`, `--max-model-len`, `--seed`, ...) are on [flags](flags.md). A checkpoint's code is never run.",
-        "* **Requests**: the APIs of OpenAI and Anthropic with the fields of both servers: [API](api.md) and [fields](fields.md).",
-        "* **Python**: replace `from vllm import LLM, SamplingParams` by the import below: [Python](python.md).",
-        "",
-        "<!-- run -->",
-        "```python",
-        "from engine.llm import LLM, SamplingParams",
-        "",
-        'with LLM(model="demo", gpu_memory_utilization=0.8, limit_mm_per_prompt={"image": 8}) as llm:',
-        '    print(llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0))[0].outputs[0].text)',
-        "```",
-        "",
-        "`python docs/generate.py` writes this page from `engine/launch/compat.py`.",
-        "",
-        "## From vLLM",
-        "",
-        "`vllm serve MODEL` becomes `mini-vlm serve MODEL`.",
-        "",
-        *_moving_table("vLLM"),
-        "",
-        "## From SGLang",
-        "",
-        "`python -m sglang.launch_server --model-path MODEL` becomes `mini-vlm serve --model-path MODEL`. The port",
-        "is 8000 unless `--port` says otherwise. SGLang's Grafana dashboard needs other names of metrics: use vLLM's dashboard, as",
-        "`/metrics` has its names (`vllm:...`).",
-        "",
-        *_moving_table("SGLang"),
-        "",
-    ])  # fmt: skip
+    return "\n".join(["| flag | here | remarks |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in sorted(names))])
 
 
 PLANNED = ("2B", "4B", "8B", "32B", "30B-A3B", "3.5-9B", "3.5-27B", "3.5-35B-A3B")
-
-
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
 
@@ -260,7 +205,7 @@ def _published(size: str, quantization: dict[str, object] | None) -> ModelConfig
         return read_config(Path(folder))
 
 
-def _plan_table() -> list[str]:
+def fit() -> str:
     """Context in thousands of tokens for each usual card, from the output of `--plan`; * marks smaller steps, - what does not fit."""
     rows: dict[str, dict[str, str]] = {}
     for size in PLANNED:
@@ -272,7 +217,7 @@ def _plan_table() -> list[str]:
             rows[name + suffix] = {cell["GPU"]: _context(cell) for cell in cells}
     cards = list(next(iter(rows.values())))
     head = [f"| model | {' | '.join(f'{card} GiB' for card in cards)} |", "|---|" + "---:|" * len(cards)]
-    return [*head, *(f"| {name} | {' | '.join(row[card] for card in cards)} |" for name, row in rows.items())]
+    return "\n".join([*head, *(f"| {name} | {' | '.join(row[card] for card in cards)} |" for name, row in rows.items())])
 
 
 def _context(cell: dict[str, str]) -> str:
@@ -280,61 +225,9 @@ def _context(cell: dict[str, str]) -> str:
     return f"{int(context) // 1000}{'*' * ('smaller steps' in cell)}" if context.isdigit() else "-"
 
 
-def fit_page() -> str:
-    """docs/guides/fit.md."""
-    return "\n".join([
-        "# Will it fit on my card",
-        "",
-        "`--plan` computes it for any model, card and flags. It needs neither a GPU nor a download. For an RTX 4090 with 24 GiB:",
-        "",
-        "<!-- run -->",
-        "```bash",
-        "python -m engine.serve --plan --model Qwen3-VL-8B --gpu-memory 24G",
-        "```",
-        "",
-        "`mini-vlm plan Qwen3-VL-8B` prints a line for each usual card.",
-        "",
-        "## Longest context",
-        "",
-        "Thousands of tokens on one GPU with the default flags and `--backend portable`:",
-        "",
-        *_plan_table(),
-        "",
-        "`-` means that the model does not fit. `*` means smaller steps, smaller images and fewer concurrent requests: the engine chooses",
-        "and logs them at startup. `fp8` is `--quantization fp8` or the FP8 checkpoint, which needs compute capability 8.9; `4 bits` is an",
-        "AWQ checkpoint with groups of 128. A 720p image has about 900 tokens, a 1080p image 2,040, a 2K image 3,600.",
-        "",
-        "| memory | cards |",
-        "|---|---|",
-        "| 12 GiB | RTX 3060, RTX 4070 |",
-        "| 16 GiB | RTX 4080, RTX 5080 |",
-        "| 24 GiB | RTX 3090, RTX 4090, A10, L4 |",
-        "| 32 GiB | RTX 5090 |",
-        "| 48 GiB | RTX A6000, L40S |",
-        "| 80 GiB | A100, H100 |",
-        "| 141 GiB | H200 |",
-        "",
-        "The plan agrees within 5 percent with measurements on H200 and H100 (`tests/unit/engine/test_plan.py`). No small card was",
-        "available.",
-        "",
-        "## If it does not fit",
-        "",
-        "The memory of a GPU holds weights / tp + activations (about 3 GiB for 8B with the default flags) + image cache (4 GiB by default,",
-        "less on small cards) + KV pool (the rest of `--gpu-memory-utilization`). The worker logs each part at startup. If the KV pool is",
-        "too small, try these in order:",
-        "",
-        "1. A 4-bit checkpoint or `--quantization fp8`: see [quantized models](quantization.md). `--plan` knows their sizes, too.",
-        "2. A smaller `--image-cache-bytes`, `--max-num-batched-tokens` or `--max-num-encoder-tokens`.",
-        "3. A larger `--tp`: see [several GPUs](replicas.md#tensor-parallelism).",
-        "",
-        "Sizes of weights and of the KV cache per token are on [models and cards](../models.md).",
-        "",
-    ])  # fmt: skip
-
-
-def _limited(fields: dict[str, tuple[object, ...]]) -> list[str]:
+def limited(fields: dict[str, tuple[object, ...]]) -> str:
     values = {name: ", ".join(f"`{json.dumps(value)}`" for value in allowed) for name, allowed in fields.items()}
-    return [f"| `{name}` | {shown or 'nothing'} |" for name, shown in values.items()]
+    return "\n".join(["| field | allowed |", "|---|---|", *(f"| `{name}` | {shown or 'nothing'} |" for name, shown in values.items())])
 
 
 SIGNS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "at least", "max_length": "at most"}
@@ -352,62 +245,38 @@ def _values(hint: Any) -> str:
     return ", ".join([kind, *(f"{SIGNS[name]} {bound}{units}" for name, bound in bounds.items())])
 
 
-def _parameter_rows() -> list[str]:
+def sampling() -> str:
     off = {name: "" if one.default in (None, ()) or name == "seed" else json.dumps(one.default) for name, one in PARAMETERS.items()}
-    return [f"| `{name}` | {_values(parameter.json)} | {off[name]} |" for name, parameter in PARAMETERS.items()]
+    rows = [f"| `{name}` | {_values(parameter.json)} | {off[name]} |" for name, parameter in PARAMETERS.items()]
+    return "\n".join(["| field | values | otherwise |", "|---|---|---|", *rows])
 
 
-def fields_page() -> str:
-    """docs/fields.md."""
-    shared = [name for name in GenerationRequest.model_fields if name not in PARAMETERS]
-    of_chat = [name for name in ChatRequest.model_fields if name not in GenerationRequest.model_fields]
-    of_text = [name for name in CompletionRequest.model_fields if name not in GenerationRequest.model_fields]
-    return "\n".join([
-        "# Fields of requests",
-        "",
-        "`server/openai/schema.py` defines the values of each field; a bad value is rejected with HTTP 400 and the name of the field.",
-        "A field not on this",
-        "page is ignored and logged once. `python docs/generate.py` writes this page.",
-        "",
-        "| endpoint | fields |",
-        "|---|---|",
-        f"| chat and text completions | {', '.join(f'`{name}`' for name in shared)} |",
-        f"| chat completions | {', '.join(f'`{name}`' for name in of_chat)} |",
-        f"| text completions | {', '.join(f'`{name}`' for name in of_text)} |",
-        "",
-        "## Sampling parameters",
-        "",
-        "All dialects accept these fields. A field that the request leaves out has the value of the checkpoint's generation_config.json,",
-        "where that recommends one, otherwise the value in the last column.",
-        "",
-        "| field | values | otherwise |",
-        "|---|---|---|",
-        *_parameter_rows(),
-        "",
-        "## Known, not implemented",
-        "",
-        "These fields would change the answer, so any value other than null and those listed is rejected with HTTP 400.",
-        "",
-        "| field | allowed |",
-        "|---|---|",
-        *_limited(LIMITED),
-        "",
-        "In an image part, next to its URL:",
-        "",
-        "| field | allowed |",
-        "|---|---|",
-        *_limited(LIMITED_IN_IMAGES),
-        "",
-        "## Accepted without effect",
-        "",
-        ", ".join(f"`{name}`" for name in sorted(HARMLESS)) + ".",
-        "",
-    ])  # fmt: skip
+def endpoints() -> str:
+    of_all = GenerationRequest.model_fields
+    fields = {
+        "chat and text completions": [name for name in of_all if name not in PARAMETERS],
+        "chat completions": [name for name in ChatRequest.model_fields if name not in of_all],
+        "text completions": [name for name in CompletionRequest.model_fields if name not in of_all],
+    }
+    rows = [f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in fields.items()]
+    return "\n".join(["| endpoint | fields |", "|---|---|", *rows])
 
 
-PAGES = {"flags.md": flags_page, "fields.md": fields_page, "moving.md": moving_page, "guides/fit.md": fit_page}
+PAGES = ("docs/flags.md", "docs/fields.md", "docs/moving.md", "docs/guides/fit.md")
+TABLES: dict[str, Callable[[], str]] = {
+    "flags": flags,
+    "other-names": other_names,
+    "from-vllm": lambda: moving("vLLM"),
+    "from-sglang": lambda: moving("SGLang"),
+    "fit": fit,
+    "endpoints": endpoints,
+    "sampling": sampling,
+    "limited": lambda: limited(LIMITED),
+    "limited-in-images": lambda: limited(LIMITED_IN_IMAGES),
+    "harmless": lambda: _names_of(HARMLESS),
+}
 
 
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (ROOT / "docs" / name).write_text(page(), encoding="utf-8")
+    for page in PAGES:
+        (ROOT / page).write_text(rendered(page, TABLES), encoding="utf-8")
