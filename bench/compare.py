@@ -36,6 +36,7 @@ RUNS = {
     "one": "load --concurrency 1 --requests 4 --warm-ups 1 --input-tokens 1024 --output-tokens 256",
     "text": "load --concurrency 64 --requests 128 --warm-ups 32 --input-tokens 256 --output-tokens 256",
     "image": "load --concurrency 32 --requests 96 --warm-ups 16 --images 1 --output-tokens 128",
+    "images4": "load --concurrency 16 --requests 96 --warm-ups 16 --images 4 --output-tokens 64",
     "probe": "images --content smooth --clock after --resolutions 720p --counts 1,8,32 --repeats 3",
 }
 RATES = ("requests_per_s", "output_tokens_per_s")  # higher is better

@@ -23,7 +23,6 @@ from bench.tables import store
 CELLS = RUNS | {
     "text": "load --concurrency 64 --requests 640 --warm-ups 64 --input-tokens 256 --output-tokens 256",
     "image": "load --concurrency 32 --requests 320 --warm-ups 32 --images 1 --output-tokens 128",
-    "images4": "load --concurrency 16 --requests 96 --warm-ups 16 --images 4 --output-tokens 64",
 }
 
 

@@ -170,6 +170,8 @@ def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
 
 def sizes_for(config: EngineConfig, model: ModelConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
     text = model.text
+    if config.enforce_eager:
+        sizes = msgspec.structs.replace(sizes, largest_chunk=0)
     return sizes.for_layers(
         num_parameters=layer_parameters(model) // config.tp,
         max_tokens=config.max_num_batched_tokens,

@@ -26,7 +26,7 @@ def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
     usual = min(limits.mixed_step_tokens, sizes.smallest_step(rows + lacking // FEW_STEPS))
     size = max(usual, sizes.largest_step(rows + lacking // MANY_STEPS))
     chunk = max(size - rows, size // 2, 1)
-    return min(chunk, limits.max_num_mixed_tokens, limits.max_num_batched_tokens - num_decodes)
+    return min(chunk, limits.max_num_mixed_tokens or sizes.max_prefill(rows), limits.max_num_batched_tokens - num_decodes)
 
 
 def resting(state: State) -> set[Request]:

@@ -177,7 +177,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_mixed_tokens=config.max_num_mixed_tokens or sizes.max_mixed_prefill,
+        max_num_mixed_tokens=config.max_num_mixed_tokens,
         max_num_encoder_tokens=config.max_num_encoder_tokens,
         mixed_step_tokens=config.mixed_step_tokens or sizes.usual,
         bytes_per_image_token=worker.bytes_per_image_token,

@@ -17,7 +17,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     cheap: int  # smaller steps of this kind save little
     usual: int  # maximum tokens of such a step unless many more wait: --mixed-step-tokens
     usual_sparse: int  # the same for bfloat16 experts, nearly all of which a step reads
-    max_mixed_prefill: int  # maximum prompt tokens of such a step in any case: --max-num-mixed-tokens
+    max_mixed_prefill: int  # maximum prompt tokens of such a step in any case, see `max_prefill`: --max-num-mixed-tokens
     decodes: tuple[int, ...] = ()  # decode rows of graphs without prompts
     mixed_decodes: tuple[int, ...] = ()  # decode rows of graphs with prompts, from 0
     small_chunks: tuple[int, ...] = ()  # prompt tokens at the end of a cached prompt, with any number of decodes
@@ -77,6 +77,12 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
         more = range(sizes[-1] + self.large_step, limit + self.large_step, self.large_step)
         every = (*sizes, *more)
         return list(every[: bisect_left(every, limit) + 1])
+
+    def max_prefill(self, num_decode_rows: int) -> int:
+        """Return the maximum prompt tokens of a step with so many decode rows: those of a graph if the host would take twice as long as the
+        device for a longer step, which has none."""
+        lacks_graphs = self.largest_chunk > 0 and num_decode_rows > self.few_decodes
+        return self.largest_chunk if lacks_graphs and self.largest_prompt >= 2 * self.max_mixed_prefill else self.max_mixed_prefill
 
     def padded_decodes(self, num_decodes: int) -> int:
         return self.up_to(self.mixed_decodes, num_decodes)[-1] if self.mixed_decodes else num_decodes

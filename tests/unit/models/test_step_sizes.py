@@ -46,10 +46,21 @@ def test_a_long_prompt_alone_is_padded_little(sizes: StepSizes) -> None:
 @pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, PORTABLE_STEP_SIZES])
 def test_a_long_chunk_beside_few_decodes_has_a_graph(sizes: StepSizes) -> None:
     small = sizes.for_layers(50_000_000, max_tokens=8192)
-    few, more = small.mixed_decodes[1:3]
-    assert few == small.few_decodes and small.chunks(few)[-1] == sizes.mixed[-1] - few == sizes.max_mixed_prefill + sizes.mixed[-1] - 1016
-    assert small.chunks(more)[-1] == sizes.largest_chunk
+    few = small.few_decodes
+    more = small.mixed_decodes[small.mixed_decodes.index(few) + 1]
+    assert small.chunks(few)[-1] == sizes.mixed[-1] - few in (1008, 1016) and small.chunks(more)[-1] == sizes.largest_chunk
     assert sizes.for_layers(300_000_000, max_tokens=8192).chunks(few)[-1] <= 230_000_000_000 // 300_000_000
+
+
+@pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, PORTABLE_STEP_SIZES])
+def test_a_step_that_would_wait_for_its_launches_has_a_graph(sizes: StepSizes) -> None:
+    """Red if many waiting tokens make steps without a graph of a model whose layers take the host longer than the device."""
+    quick, slow = (sizes.for_layers(count, max_tokens=8192) for count in (50_000_000, 200_000_000))
+    for rows in sizes.mixed_decodes:
+        assert min(quick.max_prefill(rows), sizes.mixed[-1] - rows) <= quick.chunks(rows)[-1]
+        assert slow.max_prefill(rows) == sizes.max_mixed_prefill
+    eager = msgspec.structs.replace(quick, largest_chunk=0)
+    assert eager.max_prefill(sizes.mixed_decodes[-1]) == sizes.max_mixed_prefill
 
 
 def test_an_h20_has_no_sizes_of_an_h200() -> None:

@@ -464,7 +464,7 @@ class Simulation:
         streams = [chunk for chunk in outputs if chunk.length == 1 + len(chunk.proposed)]
         if any(chunk.row not in new_rows for chunk in streams):
             others = sum(chunk.length for chunk in plan.chunks) - len(streams)
-            assert others <= limits.max_num_mixed_tokens, "streams stall"
+            assert others <= (limits.max_num_mixed_tokens or limits.step_sizes.max_mixed_prefill), "streams stall"
 
     def _check_nobody_repeats(self, step: PlannedStep) -> None:
         """No request starts to compute what an older one is computing, as far as that is worth waiting for."""

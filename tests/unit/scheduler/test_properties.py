@@ -261,6 +261,22 @@ def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [size for size in prefill_sizes_beside(core, 0, 1) if size][:3] == [14, 10, 8]
 
 
+@pytest.mark.parametrize(("num_parameters", "expected"), [(50_000_000, HOPPER_STEP_SIZES.largest_chunk), (200_000_000, 1024 - 24)])
+def test_many_waiting_tokens_do_not_make_steps_without_a_graph(num_parameters: int, expected: int) -> None:
+    """Red if steps of a model whose layers take the host longer than the device have no graph as soon as many tokens wait."""
+    sizes = HOPPER_STEP_SIZES.for_layers(num_parameters, max_tokens=8192)
+    limits = {"max_num_seqs": 32, "max_num_batched_tokens": 8192, "max_num_mixed_tokens": None, "step_sizes": sizes}
+    core = make_core(num_blocks=2000, block_size=16, **limits)
+    sim = Simulation(core)
+    for rid in range(HOPPER_STEP_SIZES.few_decodes + 1):
+        sim.ask(rid, [20 + rid] * 4, [], 60, ignore_eos=True)
+    sim.step()
+    for rid in range(100, 110):
+        sim.ask(rid, [rid] * 2000, [], 1)
+    step = core.next_step()
+    assert step is not None and max(chunk.length for chunk in step.plan.chunks) == expected
+
+
 def test_long_contexts_take_turns_and_short_ones_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     limit, heavy, num_light = 2000, 1000, 2
     sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, max_read_tokens=limit)
