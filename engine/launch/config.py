@@ -104,7 +104,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, "maximum number of running requests"] = 128
     max_num_batched_tokens: Annotated[int, "maximum number of tokens per step"] = 8192
     max_num_mixed_tokens: Annotated[
-        int | None, "maximum prefill tokens of a step that also decodes; bounds how long streams stall; default: tuned for the device and the model"
+        int | None,
+        "maximum prefill tokens of a step that also decodes; bounds how long streams stall; default: tuned for the device and the model",
     ] = None
     mixed_step_tokens: Annotated[
         int | None,
