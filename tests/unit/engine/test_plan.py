@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -26,6 +26,7 @@ from engine.launch.memory import (
     fit,
     make_plan,
     plan_memory,
+    sizes_for,
     weight_bytes,
 )
 from engine.serve import planned_backend
@@ -84,6 +85,23 @@ def test_the_plan_is_for_the_backend_that_will_run(monkeypatch: pytest.MonkeyPat
     assert planned_backend(EngineConfig(), model, hopper) == planned_backend(EngineConfig(backend="hopper"), model, []) == "hopper"
     assert planned_backend(EngineConfig(), model, []) == "portable"
     assert planned_backend(EngineConfig(backend="torch"), model, hopper) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "limit"),
+    [
+        ("8B", {}, 1008),
+        ("8B", {"quantization": "fp8"}, 512),
+        ("30B-A3B", {}, 512),
+        ("30B-A3B", {"enforce_eager": True}, 1008),
+        ("32B", {"tp": 2}, 1008),
+    ],
+)
+def test_steps_beside_many_decodes_have_graphs_if_launches_take_longest(name: str, settings: dict[str, Any], limit: int) -> None:
+    """Red if a quick model waits for the launches of long steps, or another one, or one without graphs, gets short steps."""
+    config, model = EngineConfig(**settings), config_of(name)
+    sizes = sizes_for(config, model, model.text.cache_spec(config.tp, 2), STEP_SIZES["hopper"])
+    assert sizes.max_prefill(24) == limit
 
 
 def test_gpu_memory_limits_the_pool() -> None:
