@@ -23,7 +23,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     small_chunks: tuple[int, ...] = ()  # prompt tokens at the end of a cached prompt, with any number of decodes
     largest_chunk: int = 0  # prompt tokens of a graph with many decodes
     launch_work: int = 0  # tokens times parameters of a layer: with more, the device is slower than the host
-    few_decodes: int = 0  # decode rows of graphs with prompts that may be longer than `largest_chunk`
+    few_decodes: int = 0  # decode rows of graphs with prompts that may be longer than `largest_chunk`; twice as many if `is_quick`
     largest_prompt: int = 0  # prompt tokens of these, see `for_layers`
     verify_rows: int = 0  # query rows, including drafts, that cost little more than one: --draft; 0: no verification
     read_bytes: int = 0  # bytes of keys and values that a step's rows may read; 0: no limit
@@ -35,7 +35,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
         `largest_chunk`."""
         if not self.largest_chunk:
             return []
-        limit = self.largest_prompt if num_decode_rows <= self.few_decodes else 0
+        limit = self.largest_prompt if self._has_longer(num_decode_rows) else 0
         fitting = [size - num_decode_rows for size in self.mixed]
         between = [size for size in fitting if self.small_chunks[-1] < size < self.largest_chunk]
         longer = [size for size in fitting if self.largest_chunk < size <= limit] if num_decode_rows else self._long_prompts()
@@ -78,11 +78,19 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
         every = (*sizes, *more)
         return list(every[: bisect_left(every, limit) + 1])
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether the host takes at least twice as long as the device for the longest step of prompts and decodes without a graph."""
+        return self.largest_prompt >= 2 * self.max_mixed_prefill
+
     def max_prefill(self, num_decode_rows: int) -> int:
-        """Return the maximum prompt tokens of a step with so many decode rows: those of a graph if the host would take twice as long as the
-        device for a longer step, which has none."""
-        lacks_graphs = self.largest_chunk > 0 and num_decode_rows > self.few_decodes
-        return self.largest_chunk if lacks_graphs and self.largest_prompt >= 2 * self.max_mixed_prefill else self.max_mixed_prefill
+        """Return the maximum prompt tokens of a step with so many decode rows; those of a quick model have graphs."""
+        lacks_graphs = self.largest_chunk > 0 and not self._has_longer(num_decode_rows)
+        return self.largest_chunk if lacks_graphs and self.is_quick else self.max_mixed_prefill
+
+    def _has_longer(self, num_decode_rows: int) -> bool:
+        """Whether prompts in graphs with so many decode rows may be longer than `largest_chunk`."""
+        return num_decode_rows <= self.few_decodes << self.is_quick
 
     def padded_decodes(self, num_decodes: int) -> int:
         return self.up_to(self.mixed_decodes, num_decodes)[-1] if self.mixed_decodes else num_decodes

@@ -46,9 +46,12 @@ def test_a_long_prompt_alone_is_padded_little(sizes: StepSizes) -> None:
 @pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, PORTABLE_STEP_SIZES])
 def test_a_long_chunk_beside_few_decodes_has_a_graph(sizes: StepSizes) -> None:
     small = sizes.for_layers(50_000_000, max_tokens=8192)
-    few = small.few_decodes
-    more = small.mixed_decodes[small.mixed_decodes.index(few) + 1]
-    assert small.chunks(few)[-1] == sizes.mixed[-1] - few in (1008, 1016) and small.chunks(more)[-1] == sizes.largest_chunk
+    twice, more = small.mixed_decodes[2:4]
+    assert twice == 2 * small.few_decodes and small.chunks(twice)[-1] == sizes.mixed[-1] - twice
+    assert small.chunks(more)[-1] == sizes.largest_chunk
+    few, more = small.mixed_decodes[1:3]
+    slower = sizes.for_layers(200_000_000, max_tokens=8192)
+    assert slower.chunks(few)[-1] == sizes.mixed[-1] - few and slower.chunks(more)[-1] == sizes.largest_chunk
     assert sizes.for_layers(300_000_000, max_tokens=8192).chunks(few)[-1] <= 230_000_000_000 // 300_000_000
 
 

@@ -268,7 +268,7 @@ def test_many_waiting_tokens_do_not_make_steps_without_a_graph(num_parameters: i
     limits = {"max_num_seqs": 32, "max_num_batched_tokens": 8192, "max_num_mixed_tokens": None, "step_sizes": sizes}
     core = make_core(num_blocks=2000, block_size=16, **limits)
     sim = Simulation(core)
-    for rid in range(HOPPER_STEP_SIZES.few_decodes + 1):
+    for rid in range(2 * HOPPER_STEP_SIZES.few_decodes + 1):
         sim.ask(rid, [20 + rid] * 4, [], 60, ignore_eos=True)
     sim.step()
     for rid in range(100, 110):
