@@ -11,7 +11,7 @@ LONG_PADDING = 32  # maximum padding of a long prompt, as a fraction
 
 
 class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Step sizes, ascending. Without graphs, only `mixed` and the three numbers after it are used: nothing is padded."""
+    """Step sizes, ascending. Without graphs, only `mixed` and the four numbers after it are used: nothing is padded."""
 
     mixed: tuple[int, ...]  # tokens of steps with prompts and decodes
     cheap: int  # smaller steps of this kind save little
@@ -23,8 +23,9 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     small_chunks: tuple[int, ...] = ()  # prompt tokens at the end of a cached prompt, with any number of decodes
     largest_chunk: int = 0  # prompt tokens of a graph with many decodes
     launch_work: int = 0  # tokens times parameters of a layer: with more, the device is slower than the host
-    few_decodes: int = 0  # decode rows of graphs with prompts that may be longer than `largest_chunk`; twice as many if `is_quick`
+    few_decodes: int = 0  # decode rows of graphs with prompts that may be longer than `largest_chunk`
     largest_prompt: int = 0  # prompt tokens of these, see `for_layers`
+    needs_graphs: bool = False  # without one, `max_mixed_prefill` tokens take the host twice as long as the device, see `for_layers`
     verify_rows: int = 0  # query rows, including drafts, that cost little more than one: --draft; 0: no verification
     read_bytes: int = 0  # bytes of keys and values that a step's rows may read; 0: no limit
     max_read_tokens: int = 0  # the same in tokens, see `for_layers`
@@ -35,7 +36,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
         `largest_chunk`."""
         if not self.largest_chunk:
             return []
-        limit = self.largest_prompt if self._has_longer(num_decode_rows) else 0
+        limit = self.largest_prompt if num_decode_rows <= self.few_decodes else 0
         fitting = [size - num_decode_rows for size in self.mixed]
         between = [size for size in fitting if self.small_chunks[-1] < size < self.largest_chunk]
         longer = [size for size in fitting if self.largest_chunk < size <= limit] if num_decode_rows else self._long_prompts()
@@ -59,12 +60,15 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     ) -> "StepSizes":
         """Adapt the sizes to a model with so many parameters per layer, token and rank, steps of up to `max_tokens`, and `token_bytes` of
         cache per token and rank. `is_sparse`: a mixture of experts. Recurrent states need twice as many launches per layer, and float8
-        halves the device time."""
-        work = self.launch_work << is_float8 << has_states
+        halves the device time. If steps need graphs, twice as many decode rows have graphs of long prompts."""
+        num_launched = (self.launch_work << is_float8 << has_states) // num_parameters  # tokens that take the device as long as the host
+        needs_graphs = self.largest_chunk > 0 and num_launched >= 2 * self.max_mixed_prefill
         return msgspec.structs.replace(
             self,
             max_read_tokens=self.read_bytes // token_bytes,
-            largest_prompt=min(work // num_parameters, max_tokens, LONGEST),
+            largest_prompt=min(num_launched, max_tokens, LONGEST),
+            needs_graphs=needs_graphs,
+            few_decodes=self.few_decodes << needs_graphs,
             usual=self.usual_sparse if is_sparse and not is_float8 else self.usual,
         )
 
@@ -78,19 +82,9 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
         every = (*sizes, *more)
         return list(every[: bisect_left(every, limit) + 1])
 
-    @property
-    def is_quick(self) -> bool:
-        """Whether the host takes at least twice as long as the device for the longest step of prompts and decodes without a graph."""
-        return self.largest_prompt >= 2 * self.max_mixed_prefill
-
     def max_prefill(self, num_decode_rows: int) -> int:
-        """Return the maximum prompt tokens of a step with so many decode rows; those of a quick model have graphs."""
-        lacks_graphs = self.largest_chunk > 0 and not self._has_longer(num_decode_rows)
-        return self.largest_chunk if lacks_graphs and self.is_quick else self.max_mixed_prefill
-
-    def _has_longer(self, num_decode_rows: int) -> bool:
-        """Whether prompts in graphs with so many decode rows may be longer than `largest_chunk`."""
-        return num_decode_rows <= self.few_decodes << self.is_quick
+        """Return the maximum prompt tokens of a step with so many decode rows: those of a graph if steps need graphs."""
+        return min(self.chunks(num_decode_rows)[-1], self.max_mixed_prefill) if self.needs_graphs else self.max_mixed_prefill
 
     def padded_decodes(self, num_decodes: int) -> int:
         return self.up_to(self.mixed_decodes, num_decodes)[-1] if self.mixed_decodes else num_decodes

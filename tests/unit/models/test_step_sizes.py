@@ -47,7 +47,7 @@ def test_a_long_prompt_alone_is_padded_little(sizes: StepSizes) -> None:
 def test_a_long_chunk_beside_few_decodes_has_a_graph(sizes: StepSizes) -> None:
     small = sizes.for_layers(50_000_000, max_tokens=8192)
     twice, more = small.mixed_decodes[2:4]
-    assert twice == 2 * small.few_decodes and small.chunks(twice)[-1] == sizes.mixed[-1] - twice
+    assert twice == small.few_decodes and small.chunks(twice)[-1] == sizes.mixed[-1] - twice
     assert small.chunks(more)[-1] == sizes.largest_chunk
     few, more = small.mixed_decodes[1:3]
     slower = sizes.for_layers(200_000_000, max_tokens=8192)
@@ -60,10 +60,12 @@ def test_a_step_that_would_wait_for_its_launches_has_a_graph(sizes: StepSizes) -
     """Red if many waiting tokens make steps without a graph of a model whose layers take the host longer than the device."""
     quick, slow = (sizes.for_layers(count, max_tokens=8192) for count in (50_000_000, 200_000_000))
     for rows in sizes.mixed_decodes:
-        assert min(quick.max_prefill(rows), sizes.mixed[-1] - rows) <= quick.chunks(rows)[-1]
+        assert quick.max_prefill(rows) == (sizes.max_mixed_prefill if rows <= quick.few_decodes else sizes.largest_chunk)
+        assert quick.max_prefill(rows) <= quick.chunks(rows)[-1]
         assert slow.max_prefill(rows) == sizes.max_mixed_prefill
-    eager = msgspec.structs.replace(quick, largest_chunk=0)
-    assert eager.max_prefill(sizes.mixed_decodes[-1]) == sizes.max_mixed_prefill
+    eager, short = msgspec.structs.replace(sizes, largest_chunk=0), sizes.for_layers(50_000_000, max_tokens=600)
+    assert eager.for_layers(50_000_000, max_tokens=8192).max_prefill(128) == sizes.max_mixed_prefill
+    assert all(short.max_prefill(rows) <= short.chunks(rows)[-1] for rows in sizes.mixed_decodes)
 
 
 def test_an_h20_has_no_sizes_of_an_h200() -> None:
