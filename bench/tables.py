@@ -25,7 +25,7 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", r
 PROBES = ("probe", "probe32", "probe2k")
 PHOTOS = ("720p", "smooth")
 GPUS = {"h200": "1 x H200", "h200-x2": "2 x H200", "h200-x4": "4 x H200", "h100": "1 x H100"}
-LOADS = (  # label, run, figure, bound; the first four are in the summary
+LOADS = (  # label, run, figure, bound; the first four are in the summary, the first three in all rows
     ("32 clients with one 720p image, requests/s", "image", "requests_per_s", "30"),
     ("16 clients with four 720p images, requests/s", "images4", "requests_per_s", "9.5"),
     ("64 text streams, tokens/s", "text", "output_tokens_per_s", ""),
@@ -144,14 +144,14 @@ def size_row(name: str) -> list[str]:
         bound = f" ({of_images[str(count)] / gpus:.0f})" if str(count) in of_images else ""
         cells.append("-" if value is None else figure(value) + ("*" if kind == "noise" else "") + bound)
     token = figure(value_of(found["one"], "tpot_ms")) + (f" ({of_token / gpus:.2f})" if of_token else "")
-    text = f"{value_of(found['text'], 'output_tokens_per_s'):,.0f}" if found["text"] else "-"
-    image = f"{value_of(found['image'], 'requests_per_s'):.1f}" if found["image"] else "-"
-    return [model, GPUS[folder], *cells, token, text, image, origin]
+    rates = [figure(value_of(found[run], name)) if found[run] else "-" for _, run, name, _ in LOADS[:3]]
+    return [model, GPUS[folder], *cells, token, *rates, origin]
 
 
 def sizes() -> str:
-    header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms per token", "64 x text, tokens/s", "32 x image, requests/s"]
-    return table([*header, "commit"], [size_row(name) for name in served()])
+    header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms per token"]
+    rates = ["32 x image, requests/s", "16 x four images", "64 x text, tokens/s"]
+    return table([*header, *rates, "commit"], [size_row(name) for name in served()])
 
 
 TABLES: dict[str, Callable[[], str]] = {each.__name__.replace("_", "-"): each for each in (summary, against_others, loads, sizes)}
