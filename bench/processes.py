@@ -7,7 +7,7 @@ import re
 import shlex
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from engine.launch.child import Runtime
 from engine.launch.supervise import Supervisor
 
 START_S, END_S = 300.0, 15.0
+FLAGS = "--no-access-log", "--log-level=warning", "--port=0", "--wedge-timeout=0", "--shutdown-timeout=5"
 READY = re.compile(r"ready after .*: (http://\S+) serves")
 MODULES = {
     "server.http.app": "api",
@@ -32,9 +33,8 @@ async def running_engine(
     folder: Path | None = None,
     prefix: Sequence[str] = (),
 ) -> AsyncIterator[tuple[Process, str]]:
-    """Context of a running engine of the clone in `folder` or of this one; yield it and its address."""
-    command = [*prefix, sys.executable, "-m", *module, "--port", "0", "--wedge-timeout", "0", "--no-access-log", "--shutdown-timeout", "5"]
-    process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, stderr=DEVNULL, cwd=folder)
+    """Context of a running engine of the clone in `folder` or of this one, whose warnings are shown; yield it and its address."""
+    process = await asyncio.create_subprocess_exec(*prefix, sys.executable, "-m", *module, *FLAGS, *flags, stdout=PIPE, cwd=folder)
     assert process.stdout is not None
     children: list[int] = []
     try:

@@ -1,9 +1,9 @@
-"""Measure every cell of a model's row in the published tables in one run, at one commit.
+"""Measure every cell of a model's row in the published tables at one commit.
 
     python -m bench row Qwen3-VL-8B --store h200/8B
     python -m bench row Qwen3-VL-8B --flags "--backend portable" --store h200/8B-portable
 
-Starts an engine, with dummy weights for a published size. A row takes five minutes; `--runs` measures a part.
+Starts an engine, with dummy weights for a published size. A row takes two to five minutes; `--runs` measures a part.
 `--store` replaces these runs in bench/results/GPU/MODEL.json; `bench tables` writes the pages.
 """
 
