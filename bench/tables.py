@@ -150,7 +150,7 @@ def size_row(name: str) -> list[str]:
 
 def sizes() -> str:
     header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms per token"]
-    rates = ["32 x image, requests/s", "16 x four images", "64 x text, tokens/s"]
+    rates = ["32 x image, requests/s", "16 x four images, requests/s", "64 x text, tokens/s"]
     return table([*header, *rates, "commit"], [size_row(name) for name in served()])
 
 
