@@ -31,6 +31,7 @@ invalid_image = functools.partial(RequestError, 422, code="invalid_image")
 no_vision = functools.partial(RequestError, 400, "this model does not support images", code="invalid_value")
 
 
+INTERNAL_ERROR = ErrorInfo(500, "The server failed to handle this request.", code="internal_error")
 ABORTED = ErrorInfo(503, "The engine aborted this request.", code="aborted", retry_after=1)
 
 
@@ -40,15 +41,15 @@ def overloaded(message: str, retry_after: int = 1) -> RequestError:
 
 
 def error_of(failure: BaseException) -> ErrorInfo:
-    """Return the error for the client of a request that could not be prepared."""
+    """Return the error for the client of a request that failed; log an exception that is no error of the client."""
     if isinstance(failure, RequestError):
         return failure.info
     if isinstance(failure, ArenaFull):
         return overloaded("The server's media memory is full right now.").info
     if isinstance(failure, ArenaTooSmall):
         return ErrorInfo(413, "The images of this request exceed the server's media memory.")
-    logger.error("a request could not be prepared", exc_info=failure)
-    return ErrorInfo(500, "The server failed to handle this request.")
+    logger.error("a request failed", exc_info=failure)
+    return INTERNAL_ERROR
 
 
 def forget_frames(failure: BaseException) -> None:

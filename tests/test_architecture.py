@@ -41,6 +41,8 @@ SERVER_MAY_IMPORT = {
 }
 ENVIRONMENT_ALLOWED = {"engine/launch/config.py"}
 BROAD_EXCEPT_ALLOWED = {
+    "server/http/reply.py": "a request's boundary: an exception in the handling of an event ends its stream with an error",
+    "server/processor/output.py": "a request's boundary: an exception in the conversion of an output becomes its client's error",
     "server/http/app.py": "the process's boundary: told to the launcher and raised again",
     "server/processor/intake.py": "a request's boundary: becomes its client's error, and is logged if it is no client's fault",
     "server/processor/main.py": "the process's boundary: told to the launcher and raised again",

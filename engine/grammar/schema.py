@@ -34,7 +34,7 @@ def check(schema: object) -> None:
         others = schema.keys() - ANNOTATIONS - {keyword}
         if keyword in schema and others:
             raise ValueError(f"{keyword} with {min(others)} is not supported")
-    if len(schema.get("allOf") or ()) > 1:
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         raise ValueError("allOf of several schemas is not supported")
     if "pattern" in schema and (others := {*LENGTHS, "format"} & schema.keys()):
         raise ValueError(f"pattern with {min(others)} is not supported")

@@ -303,7 +303,8 @@ class SchedulerCore:
             if index in rank0.reports:
                 rank0.reports[index].add_to(request.reports)
             if chunk.sample and (error := rank0.failed_samples.get(num_sampled - 1)) is not None:
-                self._fail(request, error)
+                for answer in self._live(request.rid):  # the error ends the request for its client
+                    self._fail(answer, error)
             elif kept:
                 self._deliver(request, kept, known[: len(kept)], reason, details)
 

@@ -19,7 +19,7 @@ from server.openai.fields import LIMITED_IN_DIALECTS, limits_of
 from server.openai.media_refs import check_url
 from server.openai.parts import FIRST, ToolList
 from server.openai.schema import MAX_STOPS, Effort, MessageList, SchemaFormat
-from server.openai.tools import FunctionDefinition, HostedTool
+from server.openai.tools import FunctionDefinition, HostedTool, Parameters
 
 MESSAGES_PATH = "/v1/messages"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
@@ -96,7 +96,7 @@ class ClientTool(FunctionDefinition):
     """A tool that the client runs. Tools that Anthropic runs have other types and are dropped."""
 
     type: Literal["custom", None] = None
-    parameters: dict[str, Any] = Field(alias="input_schema")
+    parameters: Parameters = Field(alias="input_schema")
 
     def as_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"})}

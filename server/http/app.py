@@ -27,7 +27,7 @@ from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.checkpoint import read_checkpoint
 from server.dialects import anthropic, generate, pooling, responses, updates
-from server.errors import RequestError
+from server.errors import INTERNAL_ERROR, RequestError
 from server.http.client import Client
 from server.http.connection import ConnectionLimiter
 from server.http.guards import ApiKeyGuard, ErrorDialects, HostGuard, JsonGuard, error_response
@@ -145,9 +145,8 @@ class Api:
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
         """Return HTTP 500. Starlette then raises the error again, and uvicorn logs it."""
-        info = ErrorInfo(500, "The server failed to handle this request.")
-        self._metrics.note_refusal(info)
-        return error_response(info, request.scope)
+        self._metrics.note_refusal(INTERNAL_ERROR)
+        return error_response(INTERNAL_ERROR, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -46,7 +46,7 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._responses = self._counter("engine_responses", "answers by HTTP status", "status")
-        self._refusals = self._counter("engine_refused_requests", "rejected requests by error code", "reason")
+        self._refusals = self._counter("engine_refused_requests", "rejected and failed requests by error code", "reason")
         self._finished = self._counter("vllm:request_success", "finished requests by finish reason", "finished_reason")
         self._stage = Histogram(
             "engine_stage_seconds", "time of each stage before the first token, except the queue", [*LABELS, "stage"], buckets=SECONDS,
@@ -99,6 +99,9 @@ class Metrics(Collector):
 
     def note_refusal(self, info: ErrorInfo) -> None:
         self.note_response(info.status)
+        self.note_error(info)
+
+    def note_error(self, info: ErrorInfo) -> None:
         self._refusals.labels(self._name, info.code or str(info.status)).inc()
 
     def note_finish(self, reason: str, seconds: float, n: int, max_tokens: int | None) -> None:

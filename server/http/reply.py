@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.stats import Stages
-from server.errors import ABORTED
+from server.errors import ABORTED, error_of
 from server.http.client import Client, Stream
 from server.http.direct import direct_reader
 from server.http.guards import error_response
@@ -117,16 +117,20 @@ class Reply(Answer):
         self._has_status = True
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         while True:
-            self._note_progress(events)
             error = next((event.error for event in events if event.error is not None), None)
             chunks: list[bytes] = []
-            for event in events:
-                if event.error is None:
-                    self._append_chunks(chunks, event)
+            try:
+                self._note_progress(events)
+                for event in events:
+                    if event.error is None:
+                        self._append_chunks(chunks, event)
+            except Exception as failure:  # it ends this request only
+                error = error_of(failure)
             is_last = error is not None or not self._stream.open
             if error is not None:
                 self._reason = "error"
                 self._record.reason = error.message
+                self._metrics.note_error(error)
                 chunks.append(self._format.error_chunk(error))
             elif is_last:
                 chunks.append(self._format.end(self._total(), self._extra()))

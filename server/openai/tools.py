@@ -4,7 +4,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from server.http.validate import OneOf, Open, Strict, Worded
 
@@ -15,6 +15,15 @@ CUSTOM_PARAMETERS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's parameters. Raises ValueError for one whose `properties` are no schemas."""
+    properties = schema.get("properties")
+    if properties is not None and not (isinstance(properties, dict) and all(isinstance(one, dict | bool) for one in properties.values())):
+        raise ValueError("`properties` must be an object of schemas")
+    return schema
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(check_parameters)]
 CALLS = "calls must be of type 'function' or 'custom'"
 
 
@@ -47,7 +56,7 @@ class CustomCall(Strict):
 class FunctionDefinition(Strict):
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 

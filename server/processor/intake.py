@@ -38,7 +38,7 @@ from engine.wire.messages import (
 )
 from engine.wire.params import Prompt
 from server.checkpoint import Checkpoint
-from server.errors import RequestError, forget_frames, overloaded
+from server.errors import RequestError, error_of, forget_frames, overloaded
 from server.grammar.answer import AnswerGrammars
 from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
@@ -110,16 +110,23 @@ class Intake:
         if len(self.requests) >= self.config.max_queued_requests:
             self._give_up(submit.rid, submit.body, overloaded("The server's request queue is full.").info)
             return
+        try:
+            answers, preface = self._answers(submit), scores_of(submit, self._tokens)
+        except Exception as failure:  # it ends this request only
+            self._give_up(submit.rid, submit.body, error_of(failure))
+            return
         self._note_arrival(submit.rid)
         early = self._early.pop(submit.rid, {})
         media = [self._medium(ref, early) for ref in submit.media]
-        functions = [tool["function"] for tool in tools_of(submit)]
-        schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
-        answers = [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
-        request = Request(submit, media, answers, scores_of(submit, self._tokens))
+        request = Request(submit, media, answers, preface)
         self.requests[submit.rid] = request
         request.task = asyncio.create_task(self._prepare(request))
         self.tasks.create_task(self._hand_over(request, request.task, list(early.values())))
+
+    def _answers(self, submit: Submit) -> list[Answer]:
+        functions = [tool["function"] for tool in tools_of(submit)]
+        schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
+        return [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
 
     def abort(self, message: Abort) -> None:
         """End a request whose client has disconnected, without a further event."""

@@ -6,7 +6,8 @@
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -25,7 +26,7 @@ from engine.wire.messages import (
     WantedPixels,
 )
 from engine.wire.reports import Numbers
-from server.errors import ABORTED
+from server.errors import ABORTED, error_of
 from server.processor.media.allocator import RegionAllocator
 from server.processor.request import Answer, Preface, Request
 
@@ -49,7 +50,8 @@ class Output:
                 request.backlog.append(output)
                 request.writer = request.writer or self.tasks.create_task(self._write_slowly(request, request.preface))
             elif request is not None:
-                self._append_events(events, request, request.answers[output.index], output)
+                with self._guard(request, events):
+                    self._append_events(events, request, request.answers[output.index], output)
         for rid in message.released:
             self._release(rid, events)
         for wanted in message.wanted:
@@ -59,6 +61,16 @@ class Output:
             stats = msgspec.structs.replace(stats, images_decoded=self.num_decoded())
         if events or message.heartbeat:
             self.api.send(Events(events, [], stats, message.heartbeat))
+
+    @contextlib.contextmanager
+    def _guard(self, request: Request, events: list[Event]) -> Iterator[None]:
+        """Context in which an exception ends this request only."""
+        try:
+            yield
+        except Exception as failure:
+            request.is_ended = True
+            events.append(Event(request.submit.rid, error=error_of(failure)))
+            self.scheduler.send(Abort(request.submit.rid))
 
     def _append_events(self, events: list[Event], request: Request, answer: Answer, output: RequestOutput) -> None:
         """Append one event per token; an answer's last event is terminal and carries the last token."""
@@ -102,18 +114,21 @@ class Output:
     async def _write_slowly(self, request: Request, preface: Preface) -> None:
         """Write the backlog. Other requests' events are sent between parts of a preface, which takes the time of many tokens."""
         while request.backlog:
-            output = request.backlog.popleft()
-            if output.token_ids and not request.answers[output.index].num_tokens:
-                counts = request.num_prompt_tokens, output.num_cached_tokens
-                event = Event(output.rid, num_prompt_tokens=counts[0], num_cached_tokens=counts[1], index=output.index)
-                for part in preface.parts(request.prompt_ids, output.report):
-                    if not request.is_ended:
-                        self.api.send(Events([msgspec.structs.replace(event, **part)]))
-                        await asyncio.sleep(0)
-            events: list[Event] = []
-            self._append_events(events, request, request.answers[output.index], output)
+            output, events = request.backlog.popleft(), list[Event]()
+            with self._guard(request, events):
+                await self._write_preface(request, preface, output)
+                self._append_events(events, request, request.answers[output.index], output)
             self.api.send(Events(events))
         request.writer = None
+
+    async def _write_preface(self, request: Request, preface: Preface, output: RequestOutput) -> None:
+        if output.token_ids and not request.answers[output.index].num_tokens:
+            counts = request.num_prompt_tokens, output.num_cached_tokens
+            event = Event(output.rid, num_prompt_tokens=counts[0], num_cached_tokens=counts[1], index=output.index)
+            for part in preface.parts(request.prompt_ids, output.report):
+                if not request.is_ended:
+                    self.api.send(Events([msgspec.structs.replace(event, **part)]))
+                    await asyncio.sleep(0)
 
     async def _release_after(self, writer: "asyncio.Task[None]", rid: int) -> None:
         events: list[Event] = []

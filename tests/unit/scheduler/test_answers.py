@@ -4,9 +4,11 @@ import itertools
 import random
 
 import msgspec
+import numpy as np
 import pytest
 
-from engine.wire.messages import Admit
+from engine.scheduler.core import UNREADABLE
+from engine.wire.messages import Admit, StepResult
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 BLOCK = 4
@@ -63,6 +65,19 @@ def test_answers_share_the_states_of_the_prompt(prefix_cache: bool) -> None:
     ask(sim, 0, 14, max_tokens=1)
     sim.run()
     assert sim.core.state.counters.computed_tokens == 14 + (NUM_ANSWERS - 1) * 2 and sim.worker.num_loaded == NUM_ANSWERS - 1
+
+
+def test_an_answer_that_fails_ends_the_others() -> None:
+    """Red if answers that no client reads are computed to their limit."""
+    core = make_core(num_blocks=200, max_num_batched_tokens=64)
+    core.add(msgspec.structs.replace(make_request(1, [20] * 5, [], 30, ignore_eos=True), n=3), np.full(5, 20, dtype=np.int32))
+    while (step := core.next_step()) is not None:
+        num_samples = sum(chunk.sample for chunk in step.plan.chunks)
+        failed = {0: UNREADABLE} if num_samples else {}
+        core.collect(StepResult(0, step.plan.step, [20] * num_samples, [], 0.0, 0.0, failed_samples=failed))
+    outputs = core.take_outputs(None, 0.0)
+    assert sorted(output.index for output in outputs.outputs if output.error is not None) == [0, 1, 2] and outputs.released == [1]
+    assert core.state.num_steps <= 2
 
 
 def test_one_answer_may_end_early() -> None:

@@ -7,17 +7,23 @@ import re
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
+from tokenizers import Tokenizer
 
 from engine.launch.child import COMPILING
 from engine.wire.messages import EngineRequest, RequestOutput
 from engine.wire.stats import Stages
 from server.http.scan import Scanner
+from server.openai.format import ChatFormat
+from server.processor.intake import Intake
+from server.processor.text.reasoning import OutputText
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN, png_header, save
 from tests.unit.server.raw_http import body_of, connect, head_of, text_body
@@ -235,6 +241,47 @@ def test_a_lost_region_is_a_loud_death(model_folder: Path) -> None:
     with pytest.raises(AssertionError, match="a server failed"):
         eventually(lambda: stack.servers.check())
     stack.close()
+
+
+def test_an_exception_ends_its_request_only(
+    stack: Stack, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the processor, at the arrival and in an output, and in the api."""
+    bad = 1 << 20
+
+    def fail(cls: type, method: str, is_bad: Callable[..., bool]) -> None:
+        original = getattr(cls, method)
+
+        def call(self: Any, *given: Any, **named: Any) -> Any:
+            if is_bad(*given):
+                raise KeyError("a fault")
+            return original(self, *given, **named)
+
+        monkeypatch.setattr(cls, method, call)
+
+    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
+        scheduler.held.add(request.rid)
+        for tokens in ([65], [{7: bad, 8: 68}.get(request.params.max_tokens or 0, 66)]):
+            scheduler.send([RequestOutput(request.rid, tokens, stages=Stages())], [])
+        if request.params.max_tokens == 9:
+            scheduler.send([RequestOutput(request.rid, [67], "stop")], [request.rid])
+
+    def num_failed() -> float:
+        return metrics_of(stack).get('engine_refused_requests_total{reason="internal_error"}', 0)
+
+    fail(OutputText, "push", lambda token_id, *_: token_id == bad)
+    fail(Intake, "_answers", lambda submit: submit.params.max_tokens == 6)
+    fail(ChatFormat, "token_chunk", lambda choice, event: choice.usage.num_generated == 2 and event.text == tokenizer.decode([68]))
+    stack.script, before = script, num_failed()
+    for number, (limit, stream) in enumerate(((7, False), (7, True), (6, False), (6, True), (8, True)), 1):
+        answer = stack.chat("x", max_tokens=limit, stream=stream)
+        is_late = stream and limit > 6
+        assert answer.status_code == (200 if is_late else 500)
+        error = json.loads(answer.text.strip().split("\n")[-1].removeprefix("data: "))["error"] if is_late else answer.json()["error"]
+        assert error["code"] == "internal_error" and num_failed() == before + number
+        assert stack.chat("x", max_tokens=9).status_code == 200
+    eventually(lambda: len(stack.scheduler.aborted) == 3, "those that reached the scheduler are aborted")
+    assert sum("a fault" in (record.exc_text or str(record.exc_info)) for record in caplog.records) == 5
 
 
 def test_large_prompts_wait_for_each_other(stack: Stack) -> None:
