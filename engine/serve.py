@@ -68,7 +68,7 @@ def planned_backend(config: EngineConfig, model: ModelConfig, gpus: list[Gpu]) -
     if config.backend != "auto" or not gpus:
         return "portable" if config.backend == "auto" else config.backend
     try:
-        return suit(choose("auto", "cuda", config.tp, False, gpus), "auto", model.text.heads(config.tp)).backend
+        return suit(choose("auto", "cuda", config.tp, False, gpus), "auto", model.text.heads(config.tp), config.dtype).backend
     except ValueError:
         return "portable"
 
@@ -177,7 +177,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     config = size_arenas(config, memory_limit())
     resolved = resolve(config.model, config.load_format, supervisor.run_dir)
     model = read_config(resolved.folder, with_head=config.proposals.reads_head)
-    choice = suit(choice, config.backend, model.text.heads(config.tp))
+    choice = suit(choice, config.backend, model.text.heads(config.tp), config.dtype)
     if choice.note:
         logger.warning("%s", choice.note)
     limit = model.text.max_position_embeddings

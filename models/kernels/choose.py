@@ -92,8 +92,11 @@ def choose(requested: str, device: str, tp: int, is_demo: bool, gpus: list[Gpu])
     return Choice(best, "cuda", note)
 
 
-def suit(choice: Choice, requested: str, heads: Heads) -> Choice:
-    """Return the chosen backend if it supports a decoder's heads, otherwise torch with `auto`. ValueError if it was requested."""
+def suit(choice: Choice, requested: str, heads: Heads, dtype: str) -> Choice:
+    """Return the chosen backend, `portable` instead of `hopper` in float32, if it supports a decoder's heads, otherwise torch with `auto`.
+    ValueError if it was requested."""
+    if choice.backend == "hopper" and dtype == "float32":  # our CUDA kernels compute in bfloat16
+        choice = Choice("portable", choice.device, "serving with --backend portable: --backend hopper does not compute in float32")
     lack = "" if choice.backend == "torch" else portable_lack(heads)  # `hopper` uses these kernels, too
     if lack and requested != "auto":
         raise ValueError(f"--backend {requested} {lack}")

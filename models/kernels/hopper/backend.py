@@ -34,6 +34,7 @@ class HopperBackend(PortableBackend):
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)
+        super().load(heads, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
         return eager_attention(pools, num_heads) if takes(pools, num_heads) else super().attention(pools, num_heads)

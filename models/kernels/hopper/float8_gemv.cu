@@ -345,8 +345,8 @@ void run(View x, View norm_weight, double eps, View weight, View scales, View ch
          View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params = params_of(x, weight, scales, chosen, out, adds);
-  params.norm_weight = values_of<unsigned char>(norm_weight), params.eps = float(eps);
-  params.norm_bytes = norm_weight.size(0) ? norm_weight.dtype().bits / 8 : 0;
+  NormWeight const norm = norm_weight_of(norm_weight);
+  params.norm_weight = norm.values, params.norm_bytes = norm.num_bytes, params.eps = float(eps);
   int const num_experts = int(out.size(0)), count = int(num_multiprocessors);
   is_gated ? launch<true>(params, num_experts, count, x.device()) : launch<false>(params, num_experts, count, x.device());
 }

@@ -27,6 +27,7 @@ struct Source {
 // x (rows, heads, kHeadDim): strides are multiples of 16 bytes, values contiguous. A copy transfers a box.
 inline Source source_of(View x, int box_heads, int box_rows) {
   TVM_FFI_ICHECK(x.size(2) == kHeadDim && x.stride(2) == 1);
+  void* const values = strided_values_of<__nv_bfloat16>(x);
   Source source;
   cuuint64_t const shape[3] = {kHeadDim, cuuint64_t(x.size(1)), cuuint64_t(x.size(0))};
   cuuint64_t const strides[2] = {x.stride(1) * sizeof(BFloat16), x.stride(0) * sizeof(BFloat16)};  // of heads and rows
@@ -35,7 +36,7 @@ inline Source source_of(View x, int box_heads, int box_rows) {
     int const width = chunk == kChunks - 1 ? kLastBox : kChunk;
     cuuint32_t const box[3] = {cuuint32_t(width), cuuint32_t(box_heads), cuuint32_t(box_rows)};
     CUresult const status = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
-        &source.chunks[chunk], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, x.data_ptr(), shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        &source.chunks[chunk], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, values, shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     TVM_FFI_ICHECK(status == CUDA_SUCCESS) << "attention: tensor map, error " << status;
   }

@@ -21,10 +21,55 @@ static_assert(kHeadDim % 8 == 0 && kHeadDim <= 128, "tensor maps want strides of
 
 inline void check(cudaError_t status) { TVM_FFI_ICHECK(status == cudaSuccess) << "kernel: " << cudaGetErrorString(status); }
 
+// Type of the tensors that a kernel reads and writes as T, which may be a vector of their values.
+template <typename T>
+struct Stored;
+template <DLDataTypeCode kCode, int kBits>
+struct StoredAs {
+  static bool is(DLDataType type) { return type.code == kCode && type.bits == kBits && type.lanes == 1; }
+};
+template <>
+struct Stored<__nv_bfloat16> : StoredAs<kDLBfloat, 16> {};
+template <>
+struct Stored<float> : StoredAs<kDLFloat, 32> {};
+template <>
+struct Stored<uint8_t> : StoredAs<kDLUInt, 8> {};
+template <>
+struct Stored<int64_t> : StoredAs<kDLInt, 64> {};
+template <>
+struct Stored<int> : StoredAs<kDLInt, 32> {};
+template <>
+struct Stored<int2> : Stored<int> {};
+template <>
+struct Stored<int4> : Stored<int> {};
+template <>
+struct Stored<uint32_t> : Stored<int> {};  // torch has packed codes as int32
+template <>
+struct Stored<uint4> : Stored<int> {};
+
+// All tensors of our kernels pass through one of the three functions below, which check their types.
+template <typename T>
+T* strided_values_of(View x) {
+  TVM_FFI_ICHECK(Stored<T>::is(x.dtype())) << "kernel: a tensor of type " << int(x.dtype().code) << " with " << int(x.dtype().bits) << " bits";
+  return static_cast<T*>(x.data_ptr());
+}
+
 template <typename T>
 T* values_of(View x) {
-  TVM_FFI_ICHECK(x.IsContiguous());
-  return static_cast<T*>(x.data_ptr());
+  TVM_FFI_ICHECK(x.IsContiguous()) << "kernel: a tensor that is not contiguous";
+  return strided_values_of<T>(x);
+}
+
+// Weights of a norm: their address, and bytes per weight; 0 without weights.
+struct NormWeight {
+  unsigned char const* values;
+  int num_bytes;
+};
+
+inline NormWeight norm_weight_of(View x) {
+  bool const is_float = x.dtype().code == kDLFloat;
+  void const* const values = is_float ? static_cast<void const*>(values_of<float>(x)) : values_of<__nv_bfloat16>(x);
+  return {static_cast<unsigned char const*>(values), x.size(0) ? (is_float ? 4 : 2) : 0};
 }
 
 // Launches a kernel that starts before the preceding one has finished (programmatic dependent launch): it must call

@@ -282,8 +282,8 @@ void run(View x, View norm_weight, double eps, View codes, View scales, int64_t 
          bool is_gated, bool adds, int64_t num_multiprocessors) {
   ffi::CUDADeviceGuard guard(x.device().device_id);
   Params params{};
-  params.x = values_of<BFloat16>(x), params.norm_weight = values_of<unsigned char>(norm_weight), params.eps = float(eps);
-  params.norm_bytes = norm_weight.size(0) ? norm_weight.dtype().bits / 8 : 0;
+  NormWeight const norm = norm_weight_of(norm_weight);
+  params.x = values_of<BFloat16>(x), params.norm_weight = norm.values, params.norm_bytes = norm.num_bytes, params.eps = float(eps);
   params.codes = values_of<uint4>(codes), params.scales = values_of<BFloat16>(scales), params.out = values_of<BFloat16>(out);
   params.zeros = zeros.size(0) ? values_of<uint32_t>(zeros) : nullptr;
   params.width = int(x.size(1)), params.height = int(scales.size(1)), params.num_out = int(out.size(1)), params.adds = adds;

@@ -57,7 +57,7 @@ void run(View q, View k, View v, View out, View items, View parts,
   TVM_FFI_ICHECK(out.size(1) == q.size(1) * kHeadDim && out.stride(1) == 1);
   ffi::CUDADeviceGuard guard(q.device().device_id);
   Work::Params const params{source_of(q, 1, kTileQ), source_of(k, 1, kTileKV), source_of(v, 1, kTileKV),
-                            static_cast<__nv_bfloat16*>(out.data_ptr()), out.stride(0), plan_of(items, parts, arrivals),
+                            strided_values_of<__nv_bfloat16>(out), out.stride(0), plan_of(items, parts, arrivals),
                             float(scale * M_LOG2E)};
   launch<Work>(params, int(num_blocks), q.device());
 }

@@ -118,10 +118,18 @@ def test_which_heads_each_backend_computes() -> None:
 def test_heads_that_no_kernel_computes_are_refused_before_weights_are_read() -> None:
     odd, usual = Heads(32, 8, 80, 80), Heads(24, 8, 128, 128)
     for backend in ("hopper", "portable", "torch"):
-        assert suit(Choice(backend, "cuda", "x"), backend, usual) == Choice(backend, "cuda", "x")
+        assert suit(Choice(backend, "cuda", "x"), backend, usual, "auto") == Choice(backend, "cuda", "x")
     for backend in ("hopper", "portable"):
         with pytest.raises(ValueError, match=f"--backend {backend} needs heads .* not 32 query heads on 8 KV heads of 80 values"):
-            suit(Choice(backend, "cuda"), backend, odd)
-        choice = suit(Choice(backend, "cuda"), "auto", odd)
+            suit(Choice(backend, "cuda"), backend, odd, "auto")
+        choice = suit(Choice(backend, "cuda"), "auto", odd, "auto")
         assert choice.backend == "torch" and backend in choice.note
-    assert suit(Choice("torch", "cpu"), "auto", odd) == Choice("torch", "cpu")
+    assert suit(Choice("torch", "cpu"), "auto", odd, "auto") == Choice("torch", "cpu")
+
+
+@pytest.mark.parametrize("requested", ["auto", "hopper"])
+def test_float32_takes_the_portable_kernels(requested: str) -> None:
+    usual = Heads(32, 8, 128, 128)
+    choice = suit(Choice("hopper", "cuda"), requested, usual, "float32")
+    assert choice.backend == "portable" and "float32" in choice.note
+    assert suit(Choice("hopper", "cuda"), requested, usual, "bfloat16") == Choice("hopper", "cuda")

@@ -13,7 +13,9 @@ from models.kernels.hopper import compile
 
 pytest.importorskip("triton")  # beside the kernels
 from models.kernels import humming
-from models.kernels.hopper import attention, flash_decoding, float8_gemv
+from models.kernels.heads import Heads
+from models.kernels.hopper import attention, backend, flash_decoding, float8_gemv
+from models.kernels.triton import backend as portable
 
 FOLDER = Path(compile.__file__).parent
 
@@ -67,3 +69,18 @@ def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) 
     loaded.clear()
     compile.load_kernels(64, 72)
     assert ("fused_decoding.cu", 64) not in loaded  # it is made for 128
+
+
+def test_the_kernels_are_compared_with_torch_after_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[object, ...]] = []
+    monkeypatch.setattr(backend, "load_kernels", lambda *heads: done.append(heads))
+    monkeypatch.setattr(portable, "check_kernels", lambda made, *heads: done.append((type(made), *heads)))
+    backend.HopperBackend.__new__(backend.HopperBackend).load(Heads(32, 8, 128, 128), 72)
+    assert done == [(128, 72), (backend.HopperBackend, 128, 72)]
+
+
+def test_every_tensor_of_a_kernel_is_checked() -> None:
+    """Types and contiguity are checked in one place, which alone reads a tensor's address."""
+    sources = {path.name: path.read_text() for path in FOLDER.glob("*.cu*")}
+    assert [name for name, text in sources.items() if "data_ptr()" in text] == ["hopper_launch.cuh"]
+    assert sources["hopper_launch.cuh"].count("data_ptr()") == 1
