@@ -2,10 +2,8 @@
 
     python -m bench chat --url http://127.0.0.1:8000 --resolution 720p --turns 8 --clients 1
     python -m bench chat --url http://127.0.0.1:8000 --document 16 --questions 32 --concurrency 8
-    python -m bench chat --url http://127.0.0.1:8000 --clients 8 --replicas    # the address of `engine.serve --dp 2`
 
-The second form sends the same questions twice: each with new images (cold), then all about one new document. `--replicas` reports requests
-and encoded images of each engine behind the affinity proxy: each image should be encoded once.
+The second form sends the same questions twice: each with new images (cold), then all about one new document.
 """
 
 import argparse
@@ -24,10 +22,6 @@ from bench.pictures import make_uris
 from bench.report import table, write_result
 
 TURN_TOKENS = 32
-STATISTICS_S = 2.5  # engines publish their metrics once per second
-ENCODED = "engine_images_encoded_total"
-
-Work = dict[str, dict[str, int]]  # engine -> numbers by name
 
 
 def images(args: argparse.Namespace, seed: int, count: int) -> list[str]:
@@ -88,26 +82,11 @@ def row_of(name: str, answers: list[Answer], seconds: float | None = None) -> di
     return row | rate
 
 
-async def work_of_engines(proxy: ChatClient) -> Work:
-    await asyncio.sleep(STATISTICS_S)
-    async with proxy.session.get("health") as response:
-        backends = (await response.json())["backends"]
-    found = {}
-    for backend in backends:
-        async with ChatClient(backend["url"]) as engine:
-            encoded = await engine.metrics(ENCODED)
-        found[backend["url"]] = {"requests": backend["num_taken"], "images encoded": int(encoded[ENCODED])}
-    return found
-
-
-async def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], Work]:
+async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     async with served(args) as (client, model):
         count = args.document or args.turns  # the largest measured size, which would otherwise include one-time costs
         await client.chat(question(model, images(args, 9_999, count), 9_999))
-        before = await work_of_engines(client) if args.replicas else {}
-        rows = await (document if args.document else conversations)(client, model, args)
-        after = await work_of_engines(client) if args.replicas else {}
-        return rows, {url: {name: work[name] - before[url][name] for name in work} for url, work in after.items()}
+        return await (document if args.document else conversations)(client, model, args)
 
 
 def main() -> None:
@@ -116,11 +95,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1, help="concurrent conversations")
     parser.add_argument("--document", type=int, default=0, help="images of the shared document; 0: hold conversations")
     parser.add_argument("--questions", type=int, default=32)
-    parser.add_argument("--replicas", action="store_true", help="report the work of each engine that the affinity proxy uses")
     args = parser.parse_args()
-    rows, engines = uvloop.run(run(args))
+    rows = uvloop.run(run(args))
     names, (parts, cells) = [name for name in rows[-1] if name not in ("stages_ms", "parts_ms")], part_columns(rows)
     print(table([*names, *parts], [[*(row.get(name, "") for name in names), *cells[i]] for i, row in enumerate(rows)]))
-    if engines:
-        print(table(["engine", "requests", "images encoded"], [[url, *work.values()] for url, work in engines.items()]))
-    write_result(args, rows=rows, engines=engines)
+    write_result(args, rows=rows)

@@ -3,12 +3,14 @@
 import argparse
 import asyncio
 import json
+import random
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
+from string import ascii_lowercase
 from typing import Any
 
 import aiohttp
@@ -17,7 +19,8 @@ from aiohttp.abc import AbstractStreamWriter
 
 READ_BUFFER = 1 << 20
 PIECE_BYTES = 1 << 18  # bytes of an upload per write; aiohttp copies the first piece to join it with the headers
-WORD = " the"
+SHORT_WORDS = [" " + "".join(pair) for pair in product(ascii_lowercase, repeat=2)]  # about a token each
+NUM_IDS = 4096, 100_000  # token ids whose words are used, of the first ones of the vocabulary
 HEALTH_PAUSE_S = 0.05
 
 
@@ -67,9 +70,9 @@ def succeeded(answers: Sequence[Answer]) -> list[Answer]:
     return good
 
 
-def text_of(num_tokens: int, salt: int) -> str:
-    """Return text of about `num_tokens` tokens, different for every salt so that no prefix is shared."""
-    return f"Request {salt}:" + WORD * max(1, num_tokens - 8)
+def text_of(num_tokens: int, salt: int, words: Sequence[str] = SHORT_WORDS) -> str:
+    """Return `num_tokens` random words, others for every salt: equal prompts would share prefixes and choose the same experts."""
+    return "".join(random.Random(salt).choices(words, k=max(1, num_tokens)))
 
 
 def user_message(uris: list[str], text: str, kind: str = "image") -> dict[str, Any]:
@@ -77,13 +80,13 @@ def user_message(uris: list[str], text: str, kind: str = "image") -> dict[str, A
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def chat_body(model: str, messages: list[dict[str, Any]], max_tokens: int) -> dict[str, Any]:
-    """Return a greedy, streamed request of fixed length with usage; `timings` requests stages and is ignored by other servers."""
+def chat_body(model: str, messages: list[dict[str, Any]], max_tokens: int, temperature: float = 0) -> dict[str, Any]:
+    """Return a streamed request of fixed length with usage; `timings` requests stages and is ignored by other servers."""
     return {
         "model": model,
         "messages": messages,
         "max_tokens": max_tokens,
-        "temperature": 0,
+        "temperature": temperature,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -146,6 +149,7 @@ class ChatClient:
             read_bufsize=READ_BUFFER,
             connector=aiohttp.TCPConnector(limit=0),
         )
+        self.words: Sequence[str] = SHORT_WORDS  # of `text_of`
         self._uploads = Uploads()
 
     async def __aenter__(self) -> "ChatClient":
@@ -157,6 +161,24 @@ class ChatClient:
     async def model(self) -> str:
         async with self.session.get("v1/models") as response:
             return str((await response.json())["data"][0]["id"])
+
+    async def learn_words(self, model: str) -> None:
+        """Take words from the server's vocabulary that are one token each, by routes that vLLM and SGLang have, too; without these routes
+        keep SHORT_WORDS."""
+        candidates = await self._words(model, random.Random(0).sample(range(NUM_IDS[1]), NUM_IDS[0]))
+        words = await self._words(model, await self._tokens(model, "".join(candidates))) if candidates else []
+        self.words = words or SHORT_WORDS
+
+    async def _words(self, model: str, ids: Sequence[int]) -> list[str]:
+        newline = await self._tokens(model, "\n")
+        body = {"model": model, "tokens": [each for token in ids for each in (token, *newline)]}
+        async with self.session.post("detokenize", json=body) as response:
+            found = await response.json() if newline and response.status == 200 else {}
+        return re.findall(r"^ [A-Za-z]{2,}$", found.get("prompt", found.get("text", "")), re.MULTILINE)
+
+    async def _tokens(self, model: str, text: str) -> list[int]:
+        async with self.session.post("tokenize", json={"model": model, "prompt": text}) as response:
+            return list((await response.json())["tokens"]) if response.status == 200 else []
 
     async def metrics(self, *names: str) -> dict[str, float]:
         """Return values of the server's /metrics, summed over their labels."""
@@ -205,7 +227,9 @@ class ChatClient:
 @asynccontextmanager
 async def served(args: argparse.Namespace) -> AsyncIterator[tuple[ChatClient, str]]:
     async with ChatClient(args.url, args.api_key) as client:
-        yield client, args.model or await client.model()
+        model = args.model or await client.model()
+        await client.learn_words(model.partition(",")[0])
+        yield client, model
 
 
 async def watch_health(url: str, seconds: list[float]) -> None:

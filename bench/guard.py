@@ -4,7 +4,7 @@
 
 Starts an engine with the demo model, or measures a running one (`--url`, `--api-key`; `--pid` of its launcher for memory). A stall is the
 longest gap between chunks of another client's stream during an attack, minus the longest gap on an idle engine. `bench load --rate`,
-`bench stress` and `bench faults` measure the promises about overload, long runs and signals.
+`bench stress` measures the promises about overload and long runs.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python -m bench load --url http://127.0.0.1:8000 --concurrency 32 --requests 128 --images 1 --input-tokens 256 --output-tokens 128
 
-Every request has new images and text; a client sends its next request after the previous answer. `--rate` sends at a fixed rate
-instead: several times the capacity shows how many requests an overloaded server rejects, and how long the others wait.
+Every request has new images and different random words, and samples at temperature 1: equal tokens would choose the same experts. A client
+sends its next request after the previous answer. `--rate` sends at a fixed rate instead: several times the capacity shows how many requests
+an overloaded server rejects, and how long the others wait.
 """
 
 import argparse
@@ -22,14 +23,14 @@ from bench.processes import cpu_seconds
 from bench.report import PERCENTILES, percentiles_ms, table, write_result
 
 
-def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int) -> list[dict[str, Any]]:
+def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int, words: Sequence[str]) -> list[dict[str, Any]]:
     """Return all requests, made before the clock starts. With several comma-separated models, requests use them in turn."""
     models = model.split(",")
     uris = iter(make_uris(seed, count * args.images, args.resolution, args.content))
     bodies = []
     for i in range(count):
-        message = user_message([next(uris) for _ in range(args.images)], text_of(args.input_tokens, seed + i))
-        body = chat_body(models[i % len(models)], [message], args.output_tokens) | args.fields
+        message = user_message([next(uris) for _ in range(args.images)], text_of(args.input_tokens, seed + i, words))
+        body = chat_body(models[i % len(models)], [message], args.output_tokens, temperature=1) | args.fields
         bodies.append({name: value for name, value in body.items() if value is not None})
     return bodies
 
@@ -56,8 +57,8 @@ async def drive_at_rate(client: ChatClient, bodies: list[dict[str, Any]], per_se
 
 async def load(args: argparse.Namespace) -> dict[str, Any]:
     async with served(args) as (client, model):
-        await drive(client, make_bodies(args, model, args.warm_ups, args.seed + 500_000), args.concurrency)
-        bodies, health = make_bodies(args, model, args.requests, args.seed), list[float]()
+        await drive(client, make_bodies(args, model, args.warm_ups, args.seed + 500_000, client.words), args.concurrency)
+        bodies, health = make_bodies(args, model, args.requests, args.seed, client.words), list[float]()
         cpu = cpu_seconds(args.pid) if args.pid else {}
         watcher = asyncio.create_task(watch_health(args.url, health)) if args.rate else None
         started = time.perf_counter()

@@ -28,7 +28,7 @@ CLOCKS = {"before": "ttft_ms", "after": "ttft_sent_ms"}
 async def ask(client: ChatClient, model: str, args: argparse.Namespace, resolution: str, count: int, seed: int) -> Answer:
     """Send one request with new images, made before the clock starts."""
     uris = make_uris(seed, count, resolution, args.content)
-    return await client.chat(chat_body(model, [user_message(uris, text_of(TEXT_TOKENS, seed))], OUTPUT_TOKENS))
+    return await client.chat(chat_body(model, [user_message(uris, text_of(TEXT_TOKENS, seed, client.words))], OUTPUT_TOKENS))
 
 
 async def measure(client: ChatClient, model: str, args: argparse.Namespace, resolution: str, count: int) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""Kernels of one request with many images, and the times in which the GPU idles meanwhile.
+"""Kernels of a request with many images or of several streams, and the times in which the GPU idles meanwhile.
 
     python -m bench profile --model Qwen3-VL-8B --images 32 --resolution 720p
+    python -m bench profile --model Qwen3-VL-30B-A3B --images 0 --streams 64 --output-tokens 64 --experts
 
-Starts an engine, with dummy weights for a published size, whose worker records its kernels (bench/tracing.py).
+Starts an engine, with dummy weights for a published size, whose worker records its kernels (bench/tracing.py). `--experts` counts the
+distinct experts of each layer and step instead, next to their expected number for uniform routing.
 """
 
 import argparse
@@ -15,12 +17,12 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from bench.client import ChatClient, chat_body, text_of, user_message
+from bench.client import ChatClient
 from bench.flags import make_parser
-from bench.pictures import make_uris
+from bench.load import drive, make_bodies
 from bench.processes import engine_flags, roles_of, running_engine
 from bench.report import table, write_result
-from bench.tracing import Recording
+from bench.tracing import EXPERTS, Recording
 
 TEXT_TOKENS = 256
 WARM_UPS = 2
@@ -38,14 +40,15 @@ async def measure(args: argparse.Namespace, file: Path) -> Recording:
 
     flags = engine_flags(args.model, args.flags)
     async with running_engine(flags, ("bench.tracing", str(file))) as (process, url), ChatClient(url) as client:
-        worker, model = roles_of(process.pid)["bench.tracing"], await client.model()
+        worker, args.input_tokens, args.fields = roles_of(process.pid)["bench.tracing"], TEXT_TOKENS, {}
+        model = await client.model()
+        await client.learn_words(model)
         for i in range(WARM_UPS + 1):
-            message = user_message(make_uris(args.seed + i, args.images, args.resolution, args.content), text_of(TEXT_TOKENS, i))
+            bodies = make_bodies(args, model, args.streams, args.seed + i * args.streams, client.words)
             if i == WARM_UPS:
                 await signalled(worker, Path(f"{file}.started"))
-            answer = await client.chat(chat_body(model, [message], args.output_tokens))
-            if answer.error:
-                raise SystemExit(f"the request failed: {answer.error}")
+            if errors := [answer.error for answer in await drive(client, bodies, args.streams) if answer.error]:
+                raise SystemExit(f"the request failed: {errors[0]}")
         await signalled(worker, file)
         return msgspec.json.decode(file.read_bytes(), type=Recording)
 
@@ -56,9 +59,14 @@ def main() -> None:
     )
     parser.add_argument("--model", default="Qwen3-VL-8B", help="value of the engine's --model; default: %(default)s")
     parser.add_argument("--images", type=int, default=32)
+    parser.add_argument("--streams", type=int, default=1, help="concurrent requests; default: %(default)s")
+    parser.add_argument("--experts", action="store_true", help="count distinct experts instead of recording kernels")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = uvloop.run(measure(args, Path(folder, "recording")))
+        found = uvloop.run(measure(args, Path(folder, EXPERTS if args.experts else "recording")))
+    if args.experts:
+        print(table(["layer", "experts per step", "expected"], [[i, *map("{:.1f}".format, each)] for i, each in enumerate(found.experts)]))
+        return write_result(args, experts=found.experts)
     idle, size = sum(gap for gap, _, _ in found.gaps), f"{args.images} x {args.resolution}"
     print(f"{size}: {found.span:.1f} ms from the first kernel to the last, {idle:.2f} ms idle in {len(found.gaps)} gaps")
     kernels = [[f"{ms:.3f}", calls, name[:WIDTH]] for name, calls, ms in found.kernels[:SHOWN]]

@@ -1,16 +1,13 @@
 """Mixed traffic for a long time: dialects, texts, new and known images, structured output, streams, and clients that disconnect.
 
     python -m bench stress --duration 150 --concurrency 48 --pid LAUNCHER
-    python -m bench stress --duration 1800 --concurrency 8 --traffic changed-image --pid LAUNCHER
 
-`changed-image` sends the same image with a few changed pixels, so that no cache has it, in every request (the load of vLLM's issue
-35191). The output shows how requests ended, the blocks that are free at the end, the latency of `/health`, and the private memory of each
+The output shows how requests ended, the blocks that are free at the end, the latency of `/health`, and the private memory of each
 process: its growth compares the medians of the third and the last sixth of the time.
 """
 
 import argparse
 import asyncio
-import io
 import itertools
 import random
 import time
@@ -19,19 +16,16 @@ from statistics import median
 from typing import Any
 
 import aiohttp
-import numpy as np
 import uvloop
-from PIL import Image
 
 from bench.client import ChatClient, text_of, user_message, watch_health
 from bench.flags import make_parser
-from bench.pictures import data_uri, encode, make_jpeg, make_uris
+from bench.pictures import data_uri, make_jpeg, make_uris
 from bench.processes import memory_mib
 from bench.report import percentiles_ms, table, write_result
 
 NUM_KNOWN = 16
 LEFT_PART = 0.15  # share of requests whose client disconnects
-CHANGED_SIDE = 3  # pixels
 SAMPLE_S = 2.0
 IDLE_S = 60  # until the engine is idle
 WAITING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -50,9 +44,7 @@ Request = tuple[str, dict[str, Any]]  # path, body
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     common = ("url", "duration", "pid", "seed", "json", "concurrency", "resolution")
-    parser = make_parser("stress", __doc__, *common, duration=150.0, concurrency=48)
-    parser.add_argument("--traffic", choices=TRAFFIC, default="mixed")
-    return parser.parse_args(argv)
+    return make_parser("stress", __doc__, *common, duration=150.0, concurrency=48).parse_args(argv)
 
 
 class Mixture:
@@ -90,23 +82,7 @@ class Mixture:
         return images
 
 
-class ChangedImage:
-    def __init__(self, resolution: str, seed: int):
-        self.rng = random.Random(seed)
-        self._pixels = np.asarray(Image.open(io.BytesIO(make_jpeg(seed, resolution, "smooth"))))
-
-    def next(self) -> Request:
-        pixels, side = self._pixels.copy(), CHANGED_SIDE
-        y, x = (self.rng.randrange(size - side) for size in pixels.shape[:2])
-        pixels[y : y + side, x : x + side] = [self.rng.randrange(256) for _ in range(3)]
-        content = [user_message([data_uri(encode(pixels))], text_of(32, 0))]
-        return "v1/chat/completions", {"messages": content, "max_tokens": 32, "stream": True}
-
-
-TRAFFIC: dict[str, type[Mixture | ChangedImage]] = {"mixed": Mixture, "changed-image": ChangedImage}
-
-
-async def client(server: ChatClient, model: str, traffic: Mixture | ChangedImage, end: float, ends: Counter[str]) -> None:
+async def client(server: ChatClient, model: str, traffic: Mixture, end: float, ends: Counter[str]) -> None:
     while time.monotonic() < end:
         path, body = traffic.next()
         leaves = traffic.rng.random() < LEFT_PART
@@ -146,7 +122,7 @@ async def at_rest(server: ChatClient) -> dict[str, float]:
 
 async def stress(args: argparse.Namespace) -> dict[str, Any]:
     async with ChatClient(args.url) as server:
-        model, traffic = await server.model(), TRAFFIC[args.traffic](args.resolution, args.seed)
+        model, traffic = await server.model(), Mixture(args.resolution, args.seed)
         ends, health, samples = Counter[str](), list[float](), dict[str, list[int]]()
         watchers = [asyncio.create_task(watch_health(args.url, health)), asyncio.create_task(sample_memory(args.pid, samples))]
         end = time.monotonic() + args.duration

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.bounds import Model, bound_of, checked, first_token_ms
 from bench.flags import make_parser
 from bench.report import table, write_json
 
@@ -23,18 +24,19 @@ PAGES = ("README.md", "docs/benchmarks.md")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 PROBES = ("probe", "probe32", "probe2k")
-PHOTOS = ("720p", "smooth")
 GPUS = {"h200": "1 x H200", "h200-x2": "2 x H200", "h200-x4": "4 x H200", "h100": "1 x H100"}
-LOADS = (  # label, run, figure, bound; the first four are in the summary, the first three in all rows
-    ("32 clients with one 720p image, requests/s", "image", "requests_per_s", "30"),
-    ("16 clients with four 720p images, requests/s", "images4", "requests_per_s", "9.5"),
-    ("64 text streams, tokens/s", "text", "output_tokens_per_s", ""),
-    ("one stream, ms per token", "one", "tpot_ms", "3.52"),
-    ("32 clients with one 720p image, ms to first token", "image", "ttft_ms", ""),
-    ("32 clients with one 720p image, ms per token", "image", "tpot_ms", ""),
-    ("16 clients with four 720p images, ms to first token", "images4", "ttft_ms", ""),
-    ("64 text streams, ms per token", "text", "tpot_ms", ""),
+LOADS = (  # label, run, figure; the first four have bounds and are in all tables
+    ("32 clients with one 720p image, requests/s", "image", "requests_per_s"),
+    ("16 clients with four 720p images, requests/s", "images4", "requests_per_s"),
+    ("64 text streams, tokens/s", "text", "output_tokens_per_s"),
+    ("one stream, ms per token", "one", "tpot_ms"),
+    ("32 clients with one 720p image, ms to first token", "image", "ttft_ms"),
+    ("32 clients with one 720p image, ms per token", "image", "tpot_ms"),
+    ("16 clients with four 720p images, ms to first token", "images4", "ttft_ms"),
+    ("64 text streams, ms per token", "text", "tpot_ms"),
 )
+NUM_BOUNDED = 4
+COUNTS = (1, 8, 32)
 
 Run = dict[str, Any]
 
@@ -60,19 +62,9 @@ def served() -> list[str]:
     return sorted((name for name in names if "one" in content(name)), key=order)
 
 
-def figure(value: float) -> str:
+def figure(value: float | None) -> str:
     """Format with at least three digits: 1.15, 18.5, 248, 1,334."""
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def bold(value: float | None) -> str:
-    return "-" if value is None else f"**{figure(value)}**"
-
-
-def first_tokens(found: Sequence[Run], clock: str) -> dict[tuple[str, int], tuple[float, str]]:
-    """Return milliseconds to the first token (`clock`: the field) and the kind of image, by resolution and number of images."""
-    points = [(point, run["content"]) for run in found for point in run["points"] if "error" not in point]
-    return {(point["resolution"], point["images"]): (float(point[clock]), kind) for point, kind in reversed(points)}  # the first one counts
+    return "-" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def value_of(found: Sequence[Run], name: str) -> float:
@@ -81,46 +73,76 @@ def value_of(found: Sequence[Run], name: str) -> float:
     return float(sum(results)) if "_per_" in name else statistics.median(float(result["p50"]) for result in results)
 
 
-def summary() -> str:
-    """Return the table of 8B on one H200, the bound, and the newest versions of other engines."""
-    origin, found = of_one_commit("h200/8B")
-    references = content("references")
-    bound, others = references["bounds"]["ttft_ms"]["8B"]["720p"], references["others"][1:]
-    times = {count: time for (size, count), (time, kind) in first_tokens(found["probe"], "ttft_sent_ms").items() if (size, kind) == PHOTOS}
+def others(model: str) -> list[Run]:
+    """Return the figures of other engines, and of this one by an independent client."""
+    return list(content("references")["models"].get(model, []))
+
+
+def against(model: str, loads: Sequence[tuple[str, str, str]] = LOADS[:NUM_BOUNDED], shown: int = 2) -> str:
+    """Return the table of a model on one H200 with bounds and the last `shown` references."""
+    theirs = others(model)[-shown:]
+    origin, found = of_one_commit(f"h200/{model}") if (RESULTS / f"h200/{model}.json").exists() else ("", dict[str, list[Run]]())
+    times = cells_of_probe(f"h200/{model}", found)
     rows = []
-    for count in ("1", "8", "32"):
-        theirs = [figure(other["ttft_ms"]["720p"][count]) for other in others]
-        rows.append([f"time to first token, {count} x 720p, ms", bold(times.get(int(count))), bound[count], *theirs])
-    header = ["", "this engine", "bound", *(other["name"] for other in others)]
-    return table(header, rows + [load_row(load, found, others) for load in LOADS[:4]]) + f"\n\nThis engine: commit {origin}."
+    for count, (cell, bound) in times.items():
+        figures = [figure(other["ttft_ms"]["720p"].get(str(count))) for other in theirs]
+        rows.append([f"time to first token, {count} x 720p, ms", f"**{cell}**", bound, *figures])
+    for label, run, field in loads:
+        cell, bound = cell_of_load(f"h200/{model}", found, run, field)
+        marks = [" ?" if other.get("routing") == "unknown" and run in ("text", "image") else "" for other in theirs]
+        figures = [figure(other["loads"].get(run, {}).get(field)) for other in theirs]
+        rows.append([label, f"**{cell}**", bound, *(each + mark * (each != "-") for each, mark in zip(figures, marks, strict=True))])
+    header = ["", "this engine", "bound", *(other["name"] for other in theirs)]
+    return table(header, rows) + (f"\n\nThis engine: commit {origin}." if origin else "")
 
 
-def load_row(load: tuple[str, str, str, str], found: Mapping[str, Sequence[Run]], others: Sequence[Run]) -> list[str]:
-    label, run, field, bound = load
-    theirs = [other["loads"].get(run, {}).get(field) for other in others]
-    return [label, bold(value_of(found[run], field) if found[run] else None), bound, *(figure(one) if one else "-" for one in theirs)]
+def summary() -> str:
+    return against("8B")
 
 
 def loads() -> str:
-    others = content("references")["others"][1:]
-    found = {run: runs("h200/8B", run) for _, run, _, _ in LOADS}
-    rows = [load_row(load, found, others) for load in sorted(LOADS, key=lambda load: list(found).index(load[1]))]
-    return table(["load", "this engine", "bound", *(other["name"] for other in others)], rows)
+    return against("8B", sorted(LOADS, key=lambda load: ("image", "images4", "text", "one").index(load[1])))
 
 
-def against_others() -> str:
-    """Return the table of the image-limit probe with published figures and the bound."""
-    ours = {key: value for key, (value, _) in first_tokens(runs("h200/8B", "noise") + runs("h200/8B", "noise64"), "ttft_ms").items()}
-    columns = sorted(ours, key=lambda key: (("720p", "1080p", "2k").index(key[0]), key[1]))
+def mixtures() -> str:
+    """Return the tables of mixtures with all references and their conditions."""
+    tables = []
+    for model in ("30B-A3B", "3.5-35B-A3B"):
+        found = others(model)
+        notes = "\n".join(f"* {other['name']}: {other['versions']}; ready after {other['start_s']} s." for other in found)
+        tables.append(f"{model} in bfloat16:\n\n{against(model, shown=len(found))}\n\n{notes}")
     references = content("references")
-    bounds, others = references["bounds"], references["others"]
-    rows = [["**this engine**", *(f"**{ours[key]:.0f}**" for key in columns)]]
-    for label, times in [("compute bound", bounds["ttft_ms"]["8B"]), *((other["name"], other["ttft_ms"]) for other in others)]:
-        rows.append([label, *(str(times.get(resolution, {}).get(str(count), "-")) for resolution, count in columns)])
-    notes = [f"* compute bound: {bounds['how'].partition(';')[0]}."]
-    notes += [f"* {other['name']}: {other['versions']}; {other['command']}." for other in others]
-    header = ["TTFT, ms", *(f"{resolution} x {count}" for resolution, count in columns)]
-    return table(header, rows) + "\n\n" + "\n".join(notes)
+    tables.append(f"Other engines and the independent client: {references['conditions']}; {references['runs']}. ?: routing unknown.")
+    return "\n\n".join(tables)
+
+
+def cells_of_probe(name: str, found: Mapping[str, Sequence[Run]]) -> dict[int, tuple[str, str]]:
+    """Return milliseconds to first token and bound by the number of 720p images. A star marks noise, whose files are twice as large."""
+    model, cells = model_of(name), {}
+    points = [(point, run["content"]) for probe in PROBES for run in found.get(probe, ()) for point in run["points"]]
+    times = {point["images"]: (float(point["ttft_sent_ms"]), kind) for point, kind in reversed(points) if point["resolution"] == "720p"}
+    for count in COUNTS:
+        (value, kind), bound = times.get(count, (None, "")), first_token_ms(model, count)
+        if value is not None:
+            checked(f"{name}, 720p x {count}", value, bound, is_rate=False)
+        cells[count] = figure(value) + ("*" if kind == "noise" else ""), figure(bound)
+    return cells
+
+
+def cell_of_load(name: str, found: Mapping[str, Sequence[Run]], run: str, field: str) -> tuple[str, str]:
+    """Return a figure and its bound, empty if the figure has none."""
+    value = value_of(found[run], field) if found.get(run) else None
+    if (run, field) not in [load[1:] for load in LOADS[:NUM_BOUNDED]]:
+        return figure(value), ""
+    bound = bound_of(model_of(name), run)
+    if value is not None:
+        checked(f"{name}, {run}", value, bound, is_rate="_per_" in field)
+    return figure(value), figure(bound)
+
+
+def model_of(name: str) -> Model:
+    folder, _, model = name.partition("/")
+    return Model.of(model, int(GPUS[folder][0]), folder.partition("-")[0])
 
 
 def of_one_commit(name: str) -> tuple[str, dict[str, list[Run]]]:
@@ -132,20 +154,12 @@ def of_one_commit(name: str) -> tuple[str, dict[str, list[Run]]]:
 
 
 def size_row(name: str) -> list[str]:
-    """Return the row of one model. Images are smooth JPEGs; a star marks noise, whose files are twice as large."""
+    """Return the row of one model, with the bound of each cell in brackets."""
     folder, _, model = name.partition("/")
-    bounds, gpus = content("references")["bounds"], int(GPUS[folder][0])
-    of_images = {} if folder == "h100" else bounds["ttft_ms"].get(model.removesuffix("-portable"), {}).get("720p", {})
-    of_token = None if folder == "h100" else bounds["token_ms"].get(model.removesuffix("-portable"))
     origin, found = of_one_commit(name)
-    cells, times = [], first_tokens([run for probe in PROBES for run in found[probe]], "ttft_sent_ms")
-    for count in (1, 8, 32):
-        value, kind = times.get(("720p", count), (None, ""))
-        bound = f" ({of_images[str(count)] / gpus:.0f})" if str(count) in of_images else ""
-        cells.append("-" if value is None else figure(value) + ("*" if kind == "noise" else "") + bound)
-    token = figure(value_of(found["one"], "tpot_ms")) + (f" ({of_token / gpus:.2f})" if of_token else "")
-    rates = [figure(value_of(found[run], name)) if found[run] else "-" for _, run, name, _ in LOADS[:3]]
-    return [model, GPUS[folder], *cells, token, *rates, origin]
+    loads = [cell_of_load(name, found, run, field) for _, run, field in (LOADS[3], *LOADS[:3])]
+    cells = [f"{cell} ({bound})" if cell != "-" else cell for cell, bound in (*cells_of_probe(name, found).values(), *loads)]
+    return [model, GPUS[folder], *cells, origin]
 
 
 def sizes() -> str:
@@ -154,7 +168,7 @@ def sizes() -> str:
     return table([*header, *rates, "commit"], [size_row(name) for name in served()])
 
 
-TABLES: dict[str, Callable[[], str]] = {each.__name__.replace("_", "-"): each for each in (summary, against_others, loads, sizes)}
+TABLES: dict[str, Callable[[], str]] = {each.__name__.replace("_", "-"): each for each in (summary, loads, mixtures, sizes)}
 
 
 def rendered(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:

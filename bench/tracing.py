@@ -1,6 +1,7 @@
 """Engine whose worker records its kernels: `python -m bench.tracing FILE [flags of engine.serve]`.
 
-SIGUSR1 to the worker starts a recording and creates FILE.started. A second one ends it and writes a `Recording` to FILE.
+SIGUSR1 to the worker starts a recording and creates FILE.started. A second one ends it and writes a `Recording` to FILE. A worker whose
+file has the name EXPERTS counts distinct experts instead, which takes time in every step.
 """
 
 import signal
@@ -17,7 +18,10 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import engine.worker.main
+from bench.experts import ExpertCounter
 from bench.processes import serve_with
+
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class Recording:
     span: float  # from the first kernel to the last
     gaps: list[tuple[float, str, str]]  # times in which none ran, with the kernels before and after, the longest first
     kernels: list[tuple[str, int, float]]  # name, number of calls and time of all of them, the longest first
+    experts: list[tuple[float, float]]  # distinct ones per step and their expected number, for each layer
 
 
 def recording_of(kernels: Sequence[FunctionEvent]) -> Recording:
@@ -42,7 +47,7 @@ def recording_of(kernels: Sequence[FunctionEvent]) -> Recording:
         times[kernel.name].append(kernel.time_range.elapsed_us() / 1e3)
     totals = [(name, len(taken), sum(taken)) for name, taken in times.items()]
     span = (busy_until - first.time_range.start) / 1e3
-    return Recording(span, sorted(gaps, reverse=True), sorted(totals, key=lambda total: -total[-1]))
+    return Recording(span, sorted(gaps, reverse=True), sorted(totals, key=lambda total: -total[-1]), [])
 
 
 def record_on_signal(path: Path) -> None:
@@ -50,17 +55,23 @@ def record_on_signal(path: Path) -> None:
     activity, device = ProfilerActivity.CPU, DeviceType.CPU
     if torch.cuda.is_available():
         activity, device = ProfilerActivity.CUDA, DeviceType.CUDA
-    started, recording = Path(f"{path}.started"), profile(activities=[activity])
+    started, recording, counter = Path(f"{path}.started"), profile(activities=[activity]), None
+    if path.name == EXPERTS:
+        counter = ExpertCounter()
+        counter.watch()
 
     def handle(*_: object) -> None:
-        if not started.exists():
-            recording.start()
-            started.touch()
-            return
         if device == DeviceType.CUDA:
             torch.cuda.synchronize()
-        recording.stop()
-        found = recording_of([event for event in recording.events() or () if event.device_type == device])
+        if not started.exists():
+            counter.reset() if counter else recording.start()
+            started.touch()
+            return
+        if counter:
+            found = Recording(0.0, [], [], counter.layers())
+        else:
+            recording.stop()
+            found = recording_of([event for event in recording.events() or () if event.device_type == device])
         started.write_bytes(msgspec.json.encode(found))
         started.rename(path)
 

@@ -19,6 +19,7 @@ import av
 import numpy as np
 import uvloop
 
+from bench.bounds import MERGE, PATCH, Model
 from bench.client import ChatClient, chat_body, served, succeeded, text_of, user_message
 from bench.flags import SERVER, make_parser
 from bench.load import drive, measure
@@ -31,8 +32,6 @@ CLIPS = {"374": (30, 374, 374), "720p": (10, 720, 1280), "tiny": (2, 64, 96)}  #
 RATE = 30
 TEXT_TOKENS = 50
 TEMPLATE_TOKENS = 8
-PATCH, MERGE = 16, 2
-TFLOPS = 790.0  # of an H200 in bf16, for the bound
 SHIFT, NOISE = 64, 6  # rows by which a clip moves; amplitude of its noise
 
 
@@ -59,17 +58,7 @@ def make_clip(seed: int, kind: str) -> bytes:
 
 def compute_bound(shape: Shape, pairs: int, patches: int, num_tokens: int) -> float:
     """Return the compute-bound time in ms: the tower on `pairs` frame pairs of `patches` patches each, then the decoder's prefill."""
-    width, inner = shape.vision_hidden, shape.vision_intermediate
-    joined = width * MERGE**2
-    block = 2 * patches * (4 * width**2 + 2 * width * inner) + 4 * patches**2 * width
-    mergers = 2 * (patches // MERGE**2) * (joined**2 + joined * shape.hidden) * (1 + len(shape.deepstack))
-    embedding = 2 * patches * width * 3 * PATCH**2 * 2
-    tower = pairs * (shape.vision_depth * block + mergers + embedding)
-    heads = 128 * shape.heads
-    expert = shape.intermediate if shape.experts is None else shape.experts.per_token * shape.experts.intermediate
-    layer = 2 * num_tokens * shape.hidden * (2 * heads + 2 * 128 * shape.kv_heads + 3 * expert) + 2 * heads * num_tokens**2
-    decoder = shape.layers * layer + 2 * shape.hidden * shape.vocab_size
-    return (tower + decoder) / TFLOPS / 1e9
+    return 1e3 * (pairs * Model(shape).tower_s(patches) + Model(shape).prefill_s(num_tokens))
 
 
 def expected(kind: str, fps: float) -> tuple[int, int, int]:

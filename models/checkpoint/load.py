@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 OUTPUT_MATRIX = "lm_head.weight"
 INDEX = ".index.json"
+RESIDUAL = re.compile(r"\.(o_proj|out_proj|down_proj|experts\.down)(\.weight)?$")  # matrices that write to the residual stream
 
 Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
 
@@ -74,7 +76,11 @@ def present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[Checkpo
 
 
 def init_dummy_weights(model: LanguageModel, seed: int) -> None:
-    """Fill with random values: matrices with standard deviation fan_in ** -0.5, norms one, biases zero. Replicated values are equal."""
+    """Fill with random values: matrices with standard deviation fan_in ** -0.5, norms one, biases zero. Replicated values are equal.
+
+    Untied embeddings have standard deviation 1, and matrices that write to the decoder's residual stream (2 * layers) ** -0.5 of theirs, as
+    in GPT-2: hidden states remain those of their tokens, so routers choose almost uniformly.
+    """
 
     def seeded(name: str, rank: int) -> torch.Generator:
         return torch.Generator(model.device).manual_seed(zlib.crc32(f"{seed}/{rank}/{name}".encode()))
@@ -85,11 +91,16 @@ def init_dummy_weights(model: LanguageModel, seed: int) -> None:
     def rank_of(name: str) -> int:
         return 0 if name in whole or name.startswith("visual.") or name.endswith("gate.weight") else model.tp.rank
 
+    def deviation(name: str, fan_in: int) -> float:
+        if name.endswith("embed_tokens.weight") and not model.config.tie_word_embeddings:
+            return 1.0
+        return fan_in**-0.5 * ((2 * model.config.text.num_layers) ** -0.5 if RESIDUAL.search(name) else 1.0)
+
     for name, matrix in matrices_of(model):
-        matrix.storage.fill_normal_(matrix.shape[1] ** -0.5, seeded(name, rank_of(name)))
+        matrix.storage.fill_normal_(deviation(name, matrix.shape[1]), seeded(name, rank_of(name)))
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=seeded(name, rank_of(name)))
+            parameter.data.normal_(std=deviation(name, parameter.shape[-1]), generator=seeded(name, rank_of(name)))
         else:
             parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
     if model.tp.size > model.config.text.num_kv_heads:

@@ -216,7 +216,8 @@ def test_every_result_says_where_it_comes_from() -> None:
             origin = run["environment"]
             assert re.fullmatch(r"[0-9a-f]{7,40}", run["commit"]), name
             assert origin["gpus"] and origin["versions"]["torch"] and "python -m bench" in origin["command"], name
-    assert all(other["hardware"] and other["versions"] and other["command"] for other in tables.content("references")["others"])
+    references = tables.content("references")
+    assert references["conditions"] and references["runs"] and all(each["versions"] for of in references["models"].values() for each in of)
 
 
 def test_measured_figures_of_the_readme_are_in_tables_or_name_their_file() -> None:

@@ -98,9 +98,10 @@ def test_dummy_weights_of_what_ranks_share_are_equal(tmp_path: Path, format: str
     models = [make(config, TensorParallel(rank, 4, None)) for rank in range(4)]
     for model in models:
         init_dummy_weights(model, seed=0)
-    for _, matrix in matrices_of(models[0]):
+    for name, matrix in matrices_of(models[0]):
         values = matrix.storage.values if matrix.format == "plain" else matrix.storage.dequantized()
-        assert float(values.std()) == pytest.approx(matrix.shape[1] ** -0.5, rel=0.05)
+        share = (2 * shape.layers) ** -0.5 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) else 1.0
+        assert float(values.std()) == pytest.approx(share * matrix.shape[1] ** -0.5, rel=0.05), name
     slots = [{(slot.name, str(slot.index)): slot.target for slot in model.checkpoint_tensors()} for model in models]
     keys = [next(target for (name, _), target in each.items() if name.endswith("layers.3.self_attn.k_proj.weight")) for each in slots]
     assert [keys[0].float().equal(other.float()) for other in keys] == [True, True, False, False]
