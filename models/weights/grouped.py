@@ -87,7 +87,9 @@ class Grouped:
         """Return the matrix in the final layout."""
         if self.scheme.layout == FINAL:
             return self
-        zeros = None if self.zeros is None else unpacked_rows(self.zeros, self.scheme.bits, self.layout.order) + self.layout.zero_offset
+        zeros = None if self.zeros is None else unpacked_rows(self.zeros, self.scheme.bits, self.layout.order)
+        if zeros is not None:
+            zeros = zeros + self.layout.zero_offset & (1 << self.scheme.bits) - 1  # GPTQ stores a zero point of 0 as -1
         factors, scales = self.factors, self.scales
         if scales.dtype == torch.float8_e4m3fn:
             scales = scales.to(torch.bfloat16)  # exactly; GPUs before 8.9 do not read float8

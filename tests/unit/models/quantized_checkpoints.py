@@ -52,10 +52,14 @@ def awq(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {".qweight": words, ".qzeros": zeros, ".scales": scale.t().contiguous()}, values
 
 
-def gptq(bits: int, offset: int) -> Writer:
+def gptq(bits: int, offset: int, symmetric: bool = True) -> Writer:
+    """Asymmetric matrices have some rows without negative values, whose zero points are 0."""
+
     def write(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        codes, scale, zero, values = affine(matrix, bits, 32, symmetric=True)
-        tensors = {".qweight": pack(codes, bits).t(), ".qzeros": pack(zero.t() - offset, bits), ".scales": scale.t()}
+        matrix = matrix if symmetric else torch.cat((matrix[:8].abs(), matrix[8:]))
+        codes, scale, zero, values = affine(matrix, bits, 32, symmetric)
+        zeros = pack(zero.t() - offset & (1 << bits) - 1, bits)
+        tensors = {".qweight": pack(codes, bits).t(), ".qzeros": zeros, ".scales": scale.t()}
         return tensors | {".g_idx": (torch.arange(matrix.shape[1]) // 32).int()}, values
 
     return write

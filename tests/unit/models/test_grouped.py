@@ -34,6 +34,7 @@ NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size
 CASES: dict[str, tuple[Writer, dict[str, object]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "modules_to_not_convert": None}),
     "gptq": (gptq(4, 1), GPTQ | {"bits": 4}),
+    "gptq, asymmetric": (gptq(4, 1, symmetric=False), GPTQ | {"bits": 4, "sym": False}),
     "gptq_v2 of 8 bits": (gptq(8, 0), GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"}),
     "w4a16 of 32": integers(4, True, 32),
     "w4a16 of 128, asymmetric": integers(4, False, 128),
