@@ -9,6 +9,8 @@ import msgspec
 
 from engine.wire.params import Logprob
 
+FIRST = 1  # the first token of a prompt with a log-probability
+
 
 class Numbers(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Float32 values instead of text."""
@@ -32,21 +34,12 @@ class PromptLogprobs(msgspec.Struct, tag=True, frozen=True, array_like=True):
     top_ids: bytes  # int32 (N, num_top), the most likely first
     top_logprobs: bytes  # float32 (N, num_top)
 
-    @property
-    def end(self) -> int:
-        return self.start + len(self.logprobs) // 4
-
-    def beginning_at(self, start: int) -> "PromptLogprobs":
-        skipped = 4 * (start - self.start)
-        num_top = self.num_top
-        tops = self.top_ids[skipped * num_top :], self.top_logprobs[skipped * num_top :]
-        return PromptLogprobs(start, num_top, self.logprobs[skipped:], *tops)
-
     def add_to(self, parts: "list[Report]") -> None:
-        """Append what follows the last part. After a preemption, chunks may repeat with other bounds."""
-        start = parts[-1].end if parts and isinstance(parts[-1], PromptLogprobs) else self.start
-        if self.end > start:
-            parts.append(self.beginning_at(start))
+        """Append the part. After a preemption the prompt is computed again from its beginning, with weights that may be new: the parts
+        before are dropped."""
+        if self.start == FIRST:
+            parts.clear()
+        parts.append(self)
 
 
 class TokenScores(msgspec.Struct, tag=True, frozen=True, array_like=True):
