@@ -1,14 +1,11 @@
 """Guest that compiles grammars: it answers a Grammar with a Compiled."""
 
 import json
-import random
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import xgrammar
 
 from engine.grammar.client import Compiled
@@ -32,9 +29,6 @@ LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_]\w*(\[[^\]\n]*\])?(\.-?\d+)?\s*:", re
 LARK_SCHEMA = re.compile(r"%json\s*(?=\{)")
 TEMPERATURE = re.compile(r"^\w+\[[^\]\n]*\btemperature=", re.MULTILINE)  # in a rule of xgrammar's EBNF
 LLGUIDANCE = re.compile(r"^\s*%llguidance\s*\{[^\n]*\}\s*$", re.MULTILINE)
-NUM_FOLLOWED = 64
-MAX_TOKEN_S = 0.05  # CPU time per token; usual grammars take a hundredth of it
-NUM_MEASUREMENTS = 3  # a slow one may be due to the load of the machine
 
 
 def prepare(model_folder: str) -> Callable[[bytes], bytes]:
@@ -53,7 +47,6 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
     }
     try:
         done = compiler.compile_grammar(kinds[grammar.kind](grammar.text))
-        follow(done)
         return Compiled(done.serialize_json().encode())
     except (RuntimeError, ValueError, TypeError, MemoryError, msgspec.DecodeError) as problem:
         return Compiled(error=PLACE_IN_SOURCE.sub("", str(problem)).strip()[:MAX_REASON] or "the grammar takes too much memory to compile")
@@ -128,29 +121,3 @@ def with_ebnf(tag: str) -> str:
         return {name: walked(one) for name, one in value.items()}
 
     return json.dumps(walked(json.loads(tag)))
-
-
-def follow(grammar: xgrammar.CompiledGrammar) -> None:
-    """Raise ValueError if a worker cannot evaluate the grammar fast enough."""
-    if all(slowest_token(grammar) > MAX_TOKEN_S for _ in range(NUM_MEASUREMENTS)):
-        raise ValueError("the grammar takes too long to evaluate")
-
-
-def slowest_token(grammar: xgrammar.CompiledGrammar) -> float:
-    """Return the CPU seconds of the first token that takes more than MAX_TOKEN_S, else 0. The same random tokens are sampled in every
-    call."""
-    matcher, rng = xgrammar.GrammarMatcher(grammar), random.Random(0)
-    vocab_size = grammar.tokenizer_info.vocab_size
-    words = xgrammar.allocate_token_bitmask(1, vocab_size)
-    for _ in range(NUM_FOLLOWED):
-        started = time.process_time()
-        matcher.fill_next_token_bitmask(words)
-        allowed = np.flatnonzero(np.unpackbits(words.numpy().view(np.uint8), bitorder="little")[:vocab_size])
-        if not len(allowed):
-            break
-        matcher.accept_token(int(rng.choice(allowed)))
-        if (seconds := time.process_time() - started) > MAX_TOKEN_S:
-            return seconds
-        if matcher.is_terminated():
-            break
-    return 0.0

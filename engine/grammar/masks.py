@@ -2,17 +2,22 @@
 
 The host receives a sampled token when its step is done. So rank 0 launches a step's forward pass, then waits for the tokens of the previous
 step, passes them to the matchers and fills the masks while the device is busy. A step without grammars waits for nothing.
+
+A grammar may take seconds for a token, and xgrammar cannot be interrupted. So matchers run in a thread (xgrammar releases the interpreter
+lock), which is abandoned, and its request ended, when the CPU time of a token or of the step's masks is used up.
 """
 
-import contextlib
 import functools
+import logging
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,56 +35,171 @@ from models.kernels.paged import Int32s
 if TYPE_CHECKING:  # importing it takes seconds
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
 
+logger = logging.getLogger(__name__)
+
 NUM_CACHED = 64
 INDEX_BYTES = 8
 TOO_SLOW = ErrorInfo(400, "The grammar takes too long to evaluate.", code="invalid_grammar")
-SLOW_S = 0.1  # thread time for one token of one row; tens of microseconds are usual
+BROKEN = ErrorInfo(500, "The grammar could not be evaluated.", code="internal_error")
+BUSY = ErrorInfo(503, "Too many grammars that take too long are being evaluated.", code="overloaded", retry_after=5)
+# CPU seconds; tens of microseconds per token are usual.
+TOKEN_S = 0.001  # average per token of a row
+CREDIT_S = 0.05  # that a row may use in advance
+STEP_S = 0.05  # for all rows of a step; afterwards each gets an equal share
+MIN_SHARE_S = 0.002
+POLL_S = 0.002
+MAX_STUCK = 32  # abandoned threads that still run
+LOWEST_PRIORITY = 19
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
     matcher: "GrammarMatcher"
     after: int | None  # the grammar applies after this token; None once it has been sampled
+    waiting: list[int]  # sampled tokens that the matcher has not accepted yet
     is_over: bool = False  # the text is complete, or another rule made it violate the grammar
-    is_slow: bool = False  # one token took longer than SLOW_S and delayed all rows: the grammar is no longer enforced
+    credit: float = CREDIT_S
+    error: ErrorInfo | None = None  # ends the request; the grammar is no longer enforced
 
     @property
     def restricts(self) -> bool:
-        return self.after is None and not self.is_over and not self.is_slow
+        return self.after is None and not self.is_over
 
     def take(self, token_id: int) -> None:
         if self.restricts:
-            with self._watched():
-                self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()
+            self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()
         elif token_id == self.after:
             self.after = None
 
-    def look_ahead(self, proposed: Sequence[int]) -> Iterator[bool]:
-        """Yield whether the grammar restricts the next token, then the one after each proposed token, assuming those before it, up to
-        an impossible one. Masks may be filled during the iteration, which restores the state at its end."""
-        after, is_over, num_taken = self.after, self.is_over, 0
-        yield self.restricts
-        for token in proposed:
-            is_restricted = self.restricts
+    def fill(self, proposed: Sequence[int], words: torch.Tensor) -> list[int]:
+        """Fill rows of a mask with the permitted tokens after the waiting ones, then after each proposed one, assuming those before it, up
+        to an impossible one. Return the restricted rows."""
+        for token in self.waiting:
             self.take(token)
+        self.waiting.clear()
+        places: list[int] = []
+        after, is_over, num_taken = self.after, self.is_over, 0
+        for place in range(1 + len(proposed)):
+            is_restricted = self.restricts
+            if is_restricted:
+                self.matcher.fill_next_token_bitmask(words, place)
+                places.append(place)
+            if place == len(proposed):
+                break
+            self.take(proposed[place])
             if is_restricted and self.is_over and not self.matcher.is_terminated():
                 break
             num_taken += is_restricted
-            yield self.restricts
         if proposed:
             self.matcher.rollback(num_taken)
             self.after, self.is_over = after, is_over
+        return places
 
-    def fill(self, words: torch.Tensor, place: int) -> None:
-        """Fill row `place` of a mask with the permitted next tokens."""
-        with self._watched():
-            self.matcher.fill_next_token_bitmask(words, place)
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        started = time.thread_time()
-        yield
-        self.is_slow = time.thread_time() - started > SLOW_S
+@dataclass(slots=True, eq=False)
+class Task:
+    """Masks of one row in a step: of the next token, and of the token after each proposed one."""
+
+    session: Session
+    proposed: Sequence[int]
+    words: torch.Tensor
+    places: list[int] = field(default_factory=list)  # restricted rows of `words`, when done
+    seconds: float = 0.0  # permitted on average
+
+    def __post_init__(self) -> None:
+        self.seconds = TOKEN_S * (1 + len(self.session.waiting) + len(self.proposed))
+
+    def run(self) -> None:
+        try:
+            self.places = self.session.fill(self.proposed, self.words)
+        except RuntimeError:
+            logger.exception("a grammar could not be evaluated")
+            self.session.error = BROKEN
+
+    def charge(self, seconds: float) -> None:
+        session = self.session
+        session.credit = min(CREDIT_S, session.credit + self.seconds - seconds)
+        if session.credit < 0:
+            session.error = TOO_SLOW
+
+
+class MaskThread(threading.Thread):
+    """Thread that runs lists of tasks. `lock` guards the progress."""
+
+    def __init__(self) -> None:
+        super().__init__(name="masks", daemon=True)
+        self.lock = threading.Lock()
+        self.is_abandoned = False
+        self.num_done = 0  # tasks of the current list
+        self.spent = 0.0  # CPU seconds for these
+        self.started = 0.0  # CPU time of this thread at the start of the current task
+        self._inbox: SimpleQueue[list[Task]] = SimpleQueue()
+        self._is_done = threading.Event()
+
+    def begin(self, tasks: list[Task], spent: float) -> None:
+        self.num_done, self.spent, self.started = 0, spent, self.cpu_time()
+        self._is_done.clear()
+        self._inbox.put(tasks)
+
+    def wait(self) -> bool:
+        """Wait a little and return whether the tasks are done."""
+        return self._is_done.wait(POLL_S)
+
+    def cpu_time(self) -> float:
+        assert self.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
+
+    def run(self) -> None:
+        while True:
+            for task in self._inbox.get():
+                task.run()
+                with self.lock:
+                    if self.is_abandoned:
+                        return
+                    now = self.cpu_time()
+                    task.charge(now - self.started)
+                    self.num_done, self.spent, self.started = self.num_done + 1, self.spent + now - self.started, now
+            self._is_done.set()
+
+
+class MaskRunner:
+    """Runs the tasks of a step within its time, whatever the grammars are."""
+
+    def __init__(self) -> None:
+        self._thread: MaskThread | None = None
+        self._stuck: list[MaskThread] = []
+
+    def run(self, tasks: list[Task]) -> None:
+        share, spent = max(MIN_SHARE_S, STEP_S / max(1, len(tasks))), 0.0
+        while tasks:
+            self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+            if self._thread is None and len(self._stuck) >= MAX_STUCK:
+                for task in tasks:
+                    task.session.error = BUSY
+                return
+            if self._thread is None:
+                self._thread = MaskThread()
+                self._thread.start()
+            thread = self._thread
+            thread.begin(tasks, spent)
+            num_ended = len(tasks)
+            while not thread.wait():
+                assert thread.is_alive(), "the thread of the masks has ended"
+                with thread.lock:
+                    if thread.num_done < len(tasks) and self._is_over(thread, tasks[thread.num_done], share):
+                        num_ended, spent = thread.num_done + 1, STEP_S
+                        break
+            tasks = tasks[num_ended:]
+
+    def _is_over(self, thread: MaskThread, task: Task, share: float) -> bool:
+        """Return whether the current task has used up its time. Its thread is then abandoned."""
+        permitted = task.seconds + min(task.session.credit, max(share, STEP_S - thread.spent))
+        if thread.cpu_time() - thread.started <= permitted:
+            return False
+        task.session.error, thread.is_abandoned, self._thread = TOO_SLOW, True, None
+        os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, LOWEST_PRIORITY)
+        self._stuck.append(thread)
+        return True
 
 
 Pending = tuple[list[Session | None], HostSamples, torch.Tensor, Stopwatch]  # tokens of a step that matchers have not accepted yet
@@ -106,6 +226,7 @@ class TokenRules:
         self._limited: dict[int, tuple[Session | None, Int32s | None]] = {}  # rows: grammar, and mask of the allowed tokens
         self._pending: deque[Pending] = deque()
         self._staging = Staging(max_samples * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
+        self._runner = MaskRunner()
         self._vocabulary: TokenizerInfo | None = None
         self._compiled_of = functools.lru_cache(NUM_CACHED)(self._read)  # many requests share few; any thread may call it
         self._loader = ThreadPoolExecutor(1, "grammars")
@@ -124,9 +245,7 @@ class TokenRules:
             from xgrammar import GrammarMatcher
 
             compiled = self._compiled_of(_bytes_of(admit.grammar.region, arena))
-            session = Session(GrammarMatcher(compiled), admit.grammar.after)
-            for token_id in admit.output_ids:
-                session.take(token_id)
+            session = Session(GrammarMatcher(compiled), admit.grammar.after, list(admit.output_ids))
         if session is not None or allowed:
             self._limited[admit.row] = session, bits_of(allowed, self._num_words) if allowed else None
 
@@ -151,49 +270,54 @@ class TokenRules:
         on the host when `proposing` is done, if a row has a grammar."""
         if self._limited.keys().isdisjoint(samples.rows.tolist()):
             return None
-        found = [(first, *self._limited[row], tokens) for first, row, tokens in samples.per_row() if row in self._limited]
+        found = [(first, *self._limited[row], proposed) for first, row, proposed in samples.per_row() if row in self._limited]
         if any(session is not None for _, session, _, _ in found):
             proposing.wait()
             while self._pending:
                 self._take(self._pending.popleft())
+        tasks = {
+            first: Task(session, proposed, torch.full((1 + len(proposed), self._num_words), -1, dtype=torch.int32))
+            for first, session, _, proposed in found
+            if session is not None and session.error is None
+        }
+        self._runner.run([*tasks.values()])
+        everything = np.full(self._num_words, -1, dtype=np.int32)
         limited: list[int] = []
-        words = torch.full((sum(1 + len(tokens) for *_, tokens in found), self._num_words), -1, dtype=torch.int32)
+        words: list[Int32s] = []
         for first, session, allowed, proposed in found:
-            restricted = repeat(False, 1 + len(proposed)) if session is None else session.look_ahead(proposed)
-            for index, is_restricted in enumerate(restricted, first):
-                if is_restricted and session is not None:
-                    session.fill(words, len(limited))
-                if allowed is not None:
-                    words[len(limited)] &= torch.from_numpy(allowed)
-                if is_restricted or allowed is not None:
-                    limited.append(index)
+            if session is not None and session.error is not None:
+                continue  # its tokens are not used
+            task = tasks.get(first)
+            places = range(1 + len(proposed)) if task is None or allowed is not None else task.places
+            for place in places:
+                words.append((everything if task is None else task.words[place].numpy()) & (everything if allowed is None else allowed))
+                limited.append(first + place)
         if not limited:
             return None
         self._staging.begin()
         index_A = self._staging.put(np.asarray(limited, dtype=np.int64))
-        allowed_AW = self._staging.put(words[: len(limited)].numpy())
+        allowed_AW = self._staging.put(np.stack(words))
         self._staging.copy()
         return index_A, allowed_AW
 
     def note(self, samples: HostSamples, tokens_S: torch.Tensor, watch: Stopwatch) -> dict[int, ErrorInfo]:
-        """Note sampled tokens, which are on the host when `watch` is done. Return errors by index among the sampled
-        chunks, for each whose grammar was too slow and is no longer enforced."""
+        """Note sampled tokens, which are on the host when `watch` is done. Return errors by index among the sampled chunks, for each whose
+        grammar is no longer enforced."""
         if self._limited.keys().isdisjoint(samples.rows.tolist()):
             return {}
         sessions = [self._limited.get(row, (None, None))[0] for _, row, _ in samples.per_row()]
         if not any(sessions):
             return {}
         self._pending.append((sessions, samples, tokens_S, watch))
-        return {index: TOO_SLOW for index, session in enumerate(sessions) if session is not None and session.is_slow}
+        return {index: session.error for index, session in enumerate(sessions) if session is not None and session.error is not None}
 
     def _take(self, pending: Pending) -> None:
         sessions, samples, tokens_S, watch = pending
         watch.wait()
         tokens = tokens_S.tolist()
         for session, kept in zip(sessions, samples.kept(tokens), strict=True):
-            if session is not None:
-                for index in kept:
-                    session.take(tokens[index])
+            if session is not None and session.error is None:
+                session.waiting += [tokens[index] for index in kept]
 
     def _read(self, data: bytes) -> "CompiledGrammar":
         from xgrammar import CompiledGrammar

@@ -11,7 +11,6 @@ import pytest
 
 from engine import guests
 from engine.grammar.client import QUICK_S, SMALL_BYTES, Compiled, GrammarCompiler, GrammarError
-from engine.grammar.compile import MAX_TOKEN_S, follow
 from engine.guests import MAX_CLIENTS, GuestDied, GuestKilled, GuestPool
 from engine.wire.grammar import Grammar
 from server.errors import RequestError
@@ -105,19 +104,6 @@ async def test_how_a_job_ended_is_known(forks: bool) -> None:
         assert await pool.ask(b"x", HANG_GUARD_S) == b"x"
     finally:
         await pool.close()
-
-
-@pytest.mark.parametrize(("slow", "is_refused"), [([1.0, 0.0], False), ([1.0, 1.0, 1.0], True)])
-def test_one_slow_measurement_refuses_no_grammar(monkeypatch: pytest.MonkeyPatch, slow: list[float], is_refused: bool) -> None:
-    measured = iter(slow)
-    monkeypatch.setattr("engine.grammar.compile.slowest_token", lambda grammar: next(measured))
-    assert min(filter(None, slow)) > MAX_TOKEN_S
-    if is_refused:
-        with pytest.raises(ValueError, match="too long to evaluate"):
-            follow(cast(Any, None))
-    else:
-        follow(cast(Any, None))
-    assert not list(measured)
 
 
 class FakeGuest:

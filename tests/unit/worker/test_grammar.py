@@ -3,7 +3,8 @@
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.grammar import masks
 from engine.grammar.compile import compiled as compile_grammar
-from engine.grammar.masks import TokenRules
+from engine.grammar.masks import BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskRunner, MaskThread, Session, Task, TokenRules
 from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
 from engine.wire.messages import Admit, Region, SamplingParams
 from engine.worker.sampling.samples import SampleTable
@@ -22,6 +22,7 @@ from engine.worker.stopwatch import Stopwatch
 from models.checkpoint.load import init_dummy_weights
 from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
+from tests.eventually import eventually
 from tests.unit.engine.test_grammar_compile import COMPILER, refusal
 from tests.unit.worker.in_process import Engine, load_model
 
@@ -92,21 +93,75 @@ def test_answers_follow_their_grammars(model: Qwen3VL, tokenizer: Tokenizer, com
     assert alone.run()[1] == tokens[1]
 
 
-def test_a_grammar_that_holds_all_others_up_ends_its_request(
-    model: Qwen3VL, compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+class StuckSession(Session):
+    """Does not end a mask before `may_end`."""
+
+    may_end = threading.Event()
+
+    def fill(self, proposed: Sequence[int], words: torch.Tensor) -> list[int]:
+        threading.current_thread().is_stuck = True  # type: ignore[attr-defined]
+        assert self.may_end.wait(60)
+        return []
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[MaskThread]]:
+    """CPU time by thread: a millisecond more with each look at one that is stuck."""
+    times: Counter[MaskThread] = Counter()
+
+    def cpu_time(thread: MaskThread) -> float:
+        times[thread] += hasattr(thread, "is_stuck")
+        return times[thread] / 1e3
+
+    monkeypatch.setattr(MaskThread, "cpu_time", cpu_time)
+    monkeypatch.setattr(StuckSession, "may_end", threading.Event())
+    yield times
+    StuckSession.may_end.set()
+    eventually(lambda: not any(thread.is_alive() for thread in times if hasattr(thread, "is_stuck")), "the end of abandoned threads")
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request_only(
+    model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes], clock: Counter[MaskThread]
 ) -> None:
     engine, plain = Engine(model), Engine(model)
-    free = {**PARAMS, "ignore_eos": True, "max_tokens": 20}
     for made in (engine, plain):
-        made.add(1, [[1, 4]], **free)
-    engine.add(0, [[0, 2, 3]], grammar=compiled["schema"], **PARAMS)
+        made.add(1, [[1, 4]], **PARAMS | {"ignore_eos": True, "max_tokens": 20})
+    for rid in (0, 2):
+        engine.add(rid, [[0, 2, 3]], grammar=compiled["schema"], **PARAMS)
     for _ in range(3):
         engine.step()
-    engine.propose = lambda request: (5, 6)
-    monkeypatch.setattr(masks, "SLOW_S", -1.0)  # any time is too long
+    limited = engine._runner.sampler.rules._limited
+    row = next(iter(limited))
+    session, allowed = limited[row]
+    limited[row] = StuckSession(session.matcher, None, []), allowed
     engine.run()
-    assert "too long to evaluate" in engine.errors[0] and 1 not in engine.errors
-    assert engine.tokens[1] == plain.run()[1]
+    assert "too long to evaluate" in engine.errors[0] and engine.errors.keys() == {0}
+    assert engine.tokens[1] == plain.run()[1] and follows("schema", text_of(tokenizer, model, engine.tokens[2]))
+
+
+def test_time_of_masks_is_limited_per_step(clock: Counter[MaskThread]) -> None:
+    """Rows that are stuck share the time of one step; if too many are, no further thread starts."""
+
+    def tasks(count: int) -> list[Task]:
+        return [Task(StuckSession(None, None, []), (), torch.empty(0)) for _ in range(count)]  # type: ignore[arg-type]
+
+    runner, found = MaskRunner(), tasks(16)
+    runner.run(found)
+    assert [task.session.error for task in found] == [TOO_SLOW] * 16
+    assert 1e3 * STEP_S <= sum(clock.values()) <= 1e3 * (2 * STEP_S + 16 * 2 * TOKEN_S)
+    found = tasks(MAX_STUCK)
+    runner.run(found)
+    assert [task.session.error for task in found] == [TOO_SLOW] * (MAX_STUCK - 16) + [BUSY] * 16
+
+
+def test_a_row_that_is_slow_on_average_ends() -> None:
+    session: Any = Session(None, None, [])  # type: ignore[arg-type]
+    for seconds, num_tokens in ((TOKEN_S, 1000), (2 * TOKEN_S, round(CREDIT_S / TOKEN_S))):
+        for _ in range(num_tokens):
+            assert session.error is None
+            Task(session, (), torch.empty(0)).charge(seconds)
+    Task(session, (), torch.empty(0)).charge(2 * TOKEN_S)
+    assert session.error == TOO_SLOW
 
 
 def test_thoughts_come_first(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes]) -> None:
