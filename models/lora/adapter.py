@@ -30,6 +30,7 @@ REFUSED = {  # settings that change more than the low-rank product, and their na
     "monteclora_config": "MonteCLoRA",
     "fan_in_fan_out": "transposed matrices",
 }
+MAX_ALPHA = 1_000_000
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the model's own weights
 
 
@@ -85,7 +86,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"there is no {CONFIG}: a folder as PEFT writes it is needed")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(f"{CONFIG} is not JSON: {problem}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be LORA, got {config.get('peft_type') if isinstance(config, dict) else config!r}")
@@ -136,21 +137,21 @@ def _check_shapes(path: str, shapes: tuple[tuple[int, ...], tuple[int, ...]], of
 
 def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
     """Return alpha / r, or alpha / sqrt(r) with rsLoRA, as `LoraLayer` of PEFT. ValueError if the file's rank is not the configured one."""
-    configured = _by_pattern(config.get("rank_pattern"), path, config.get("r"))
+    configured = _by_pattern(config, "rank_pattern", path, config.get("r"))
     if configured != rank:
         raise ValueError(f"lora_A of {path} has rank {rank}, {CONFIG} has {configured}")
-    alpha = _by_pattern(config.get("alpha_pattern"), path, config.get("lora_alpha"))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise ValueError(f"lora_alpha of {path} must be a number, got {alpha!r}")
+    alpha = _by_pattern(config, "alpha_pattern", path, config.get("lora_alpha"))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
+        raise ValueError(f"lora_alpha of {path} must be a number up to {MAX_ALPHA}, got {str(alpha)[:100]}")
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, path: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of the path."""
-    try:
-        return next((value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", path)), default)
-    except re.error as problem:
-        raise ValueError(f"rank_pattern or alpha_pattern is malformed: {problem}") from None
+def _by_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> Any:
+    """Return the value of the first name that is the path or its end. ValueError for regular expressions, which PEFT supports here."""
+    patterns = config.get(name) or {}
+    if not isinstance(patterns, dict) or not all(re.fullmatch(r"[\w.]+", key) for key in patterns):
+        raise ValueError(f"{name} must map names of modules, without other characters of regular expressions, to numbers")
+    return next((value for key, value in patterns.items() if f".{path}".endswith(f".{key}")), default)
 
 
 def _advice(model: ModelConfig, refused: Iterable[str]) -> str:

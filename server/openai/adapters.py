@@ -25,8 +25,8 @@ FIRST_NUMBER = 1 << 20  # larger than the numbers of --lora-modules
 
 
 class LoadRequest(Strict):
-    lora_name: str = Field(min_length=1, max_length=256)
-    lora_path: str = Field(min_length=1)
+    lora_name: str = Field(min_length=1, max_length=256, pattern=r"^\P{C}+$")  # no control characters, which could forge a line of a log
+    lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool = False  # replaces an adapter of this name
 
 
@@ -61,7 +61,7 @@ class AdapterRoutes:
             raise bad_value("lora_name", f"at most {MAX_ADAPTERS} adapters are served: unload one")
         adapter = await asyncio.to_thread(self._read, name, asked.lora_path)
         variants[name] = variant_of(adapter)
-        logger.info("loaded the adapter %s from %s", name, adapter.folder)
+        logger.info("loaded the adapter %s from %r", name, adapter.folder)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, asked: UnloadRequest) -> Response:
@@ -77,11 +77,13 @@ class AdapterRoutes:
         root = Path(config.lora_root).resolve()
         try:
             found = (root / path).resolve()
-        except (OSError, ValueError):  # such as a loop of links or a zero byte
-            found = Path("/")
-        if not found.is_relative_to(root) or found == root:
-            raise bad_value("lora_path", "must be a folder below --lora-root")
-        if not found.is_dir():
+            is_folder = found.is_dir()
+            are_inside = all(file.resolve().is_relative_to(root) for file in (found, *found.glob("adapter_*")))  # files may be links
+        except (OSError, ValueError):  # such as a loop of links, a zero byte, a name that is too long
+            are_inside = False
+        if not are_inside or found == root:
+            raise bad_value("lora_path", "must be a folder below --lora-root, as must be its files")
+        if not is_folder:
             raise RequestError(404, "lora_path: there is no such folder", "lora_path", "not_found")
         try:
             return checked(name, found, config, read_config(folder), "lora_path", next(self._numbers))

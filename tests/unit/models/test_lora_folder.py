@@ -27,7 +27,11 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights"),
     ({"r": 9}, "has rank 8, adapter_config.json has 9"),
     ({"lora_alpha": "16"}, "must be a number"),
-    ({"alpha_pattern": {"(": 3}}, "malformed"),
+    ({"lora_alpha": 10**400}, "must be a number up to"),
+    ({"lora_alpha": float("nan")}, "must be a number up to"),
+    ({"alpha_pattern": {r"(([a-z_]+)+\.?)+x": 3}}, "alpha_pattern must map names"),
+    ({"rank_pattern": [8]}, "rank_pattern must map names"),
+    ({"rank_pattern": {"self_attn.q_proj": 9}}, "q_proj has rank 8, adapter_config.json has 9"),
 ]
 TENSORS: list[tuple[dict[str, tuple[int, ...]], str]] = [
     ({"base_model.model.lm_head.weight": (4096, 128)}, "more than lora_A and lora_B of linear layers: base_model.model.lm_head.weight"),

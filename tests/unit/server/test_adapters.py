@@ -26,12 +26,17 @@ KEY = "secret"
 
 @pytest.fixture(scope="module")
 def root(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two adapters, one of the tower, one that is refused, and a link to a folder outside."""
+    """Two adapters, one of the tower, one that is refused, a link to a folder outside, and folders with a link to a file there."""
     root = tmp_path_factory.mktemp("root")
     adapters.write(root / "text", model_folder, 1)
     adapters.write(root / "team" / "both", model_folder, 2, takes=lambda _: True)
     adapters.write(root / "dora", model_folder, 3, use_dora=True)
-    (root / "link").symlink_to(adapters.write(tmp_path_factory.mktemp("outside"), model_folder, 4))
+    outside = adapters.write(tmp_path_factory.mktemp("outside"), model_folder, 4)
+    (root / "link").symlink_to(outside)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        file = adapters.write(root / f"linked-{name}", model_folder, 4) / name
+        file.unlink()
+        file.symlink_to(outside / name)
     return root
 
 
@@ -70,11 +75,13 @@ def test_a_model_names_its_adapter(serving: Stack) -> None:
 
 
 def test_what_is_refused(serving: Stack, root: Path) -> None:
-    for path in ("../x", "/etc", str(root), ".", "link", "\0"):
+    links = "link", "linked-adapter_config.json", "linked-adapter_model.safetensors"
+    for path in ("../x", "/etc", str(root), ".", *links, "\0", "x" * 300):
         status, answer = post(serving, "/v1/load_lora_adapter", lora_name="a", lora_path=path)
         assert status == 400 and "below --lora-root" in answer, path
     for name, path, words, code in (
         ("a", "nothing", "no such folder", 404), ("a", "team", "no adapter_config.json", 400), ("a", "dora", "DoRA", 400),
+        ("a", "x" * 5000, "lora_path: must have at most 4096 characters", 400), ("a\nINFO b", "text", "lora_name", 400),
         ("test-model", "text", "is served already", 400), ("", "text", "lora_name: must have at least 1 characters", 400),
     ):  # fmt: skip
         status, answer = post(serving, "/v1/load_lora_adapter", lora_name=name, lora_path=path)
