@@ -20,6 +20,11 @@ class Backend:
     num_in_flight: int = 0
     num_taken: int = 0
 
+    @property
+    def state(self) -> dict[str, int]:
+        """Return what any client may see: no address."""
+        return {"healthy": self.healthy, "num_in_flight": self.num_in_flight, "num_taken": self.num_taken}
+
 
 class Balancer:
     """Assigns keys to replicas. A key stays with its last replica until that leaves, has `bound` times the mean number of requests, or

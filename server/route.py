@@ -9,12 +9,12 @@ import logging
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import aiohttp
 import uvloop
-from anyio import create_task_group, move_on_after, sleep_forever
+from anyio import CancelScope, create_task_group, move_on_after, sleep_forever
 from multidict import CIMultiDict
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -25,8 +25,7 @@ from engine.launch.config import EngineConfig, read_api_keys
 from engine.launch.flags import add_flags
 from server.balance import BOUND, Backend, Balancer
 from server.errors import RequestError, error_body, overloaded
-from server.http.connection import FULL, ConnectionLimiter
-from server.http.direct import direct_reader
+from server.http.connection import FULL, connection_limit, connection_of
 from server.http.guards import address_of, error_response, is_authorised
 from server.http.listen import BACKLOG, make_server, url_of
 
@@ -40,6 +39,7 @@ HELD_BYTES = 64 << 20  # limit for all bodies until their keys are known
 KEY_SECONDS = 10
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
+MAX_SILENT_POLLS = 4  # then the requests of a replica end, which is stopped or cut off: 22 s
 CONNECT_SECONDS = 1
 IDLE_SECONDS = 3  # less than a replica's --idle-timeout
 DRAIN_SECONDS = 30
@@ -48,8 +48,7 @@ FILES_PER_CLIENT = 2  # file descriptors: its connection, and one to a replica
 HOP_BY_HOP = set(b"connection expect keep-alive proxy-authorization proxy-connection te trailer transfer-encoding upgrade".split())
 DIED = RequestError(502, "The replica that had this request is gone.", code="replica_gone").info
 NONE_LEFT = overloaded("No replica can be reached right now.").info
-TIMEOUTS = ("header_timeout", "idle_timeout", "write_timeout")
-FLAGS = ("host", "port", "max_connections", "api_key_file", "ssl_certfile", "ssl_keyfile", *TIMEOUTS)
+FLAGS = ("host", "port", "max_connections", "api_key_file", "ssl_certfile", "ssl_keyfile", "idle_timeout")
 
 
 class Budget:
@@ -138,6 +137,8 @@ class Proxy:
         self._api_keys = [key.encode() for key in api_keys]
         self._budget = Budget(HELD_BYTES)
         self._session: aiohttp.ClientSession
+        self._num_silent: dict[Backend, int] = defaultdict(int)  # polls without an answer, in a row
+        self._waits: dict[Backend, set[CancelScope]] = defaultdict(set)  # of the requests of a replica
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -158,7 +159,7 @@ class Proxy:
         """Handle a request; if the client disconnects, the replica's request ends."""
         if scope["path"] == "/health":
             healthy = any(backend.healthy for backend in self.balancer.backends)
-            states = {"status": "ok" if healthy else "unavailable", "backends": list(map(asdict, self.balancer.backends))}
+            states = {"status": "ok" if healthy else "unavailable", "backends": [backend.state for backend in self.balancer.backends]}
             return await JSONResponse(states, 200 if healthy else 503)(scope, receive, send)
         body = Body(receive, self._budget)
         try:
@@ -179,8 +180,12 @@ class Proxy:
         try:
             async with self._session.get(f"{backend.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_SECONDS)) as answer:
                 backend.healthy = answer.status == 200
+            self._num_silent[backend] = 0
         except (aiohttp.ClientError, TimeoutError) as error:
             backend.healthy &= _is_full(error)
+            self._num_silent[backend] += not _is_full(error)
+            for wait in list(self._waits[backend]) if self._num_silent[backend] >= MAX_SILENT_POLLS else ():
+                wait.cancel()
         if backend.healthy != was_healthy:
             logger.warning("%s is %s", backend.url, "healthy" if backend.healthy else "not healthy: it gets no requests")
 
@@ -192,41 +197,51 @@ class Proxy:
         key = received.get(SESSION_HEADER) or (await body.find_image() if has_body else b"")
         target = (scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")).decode("utf-8", "replace")
         headers = forwarded(scope, has_body)
+        upstream: aiohttp.ClientResponse | None = None
         for _ in self.balancer.backends:
             if (backend := self.balancer.take(key)) is None:
                 break
             try:
                 url, data = URL(backend.url + target, encoded=True), body.all() if has_body else None
-                async with self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False) as upstream:
-                    await _answer(scope, upstream, send)
-                return
+                with self._ended_with(backend):
+                    request = self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
+                    async with request as upstream:
+                        return await _answer(upstream, send)
+                error = DIED
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as problem:  # nothing has been sent
-                if _is_full(problem):
-                    error = FULL
-                    break
-                backend.healthy = False
+                if not _is_full(problem):
+                    backend.healthy = False
+                    continue
+                error = FULL
             except aiohttp.ClientError as problem:
                 logger.warning("%s: %s", backend.url, type(problem).__name__)
                 error = DIED
-                break
             finally:
                 self.balancer.release(backend)
-        await error_response(error, scope)(scope, body.read, send)  # type: ignore[arg-type]
-
-
-async def _answer(scope: Scope, upstream: aiohttp.ClientResponse, send: Send) -> None:
-    await send({"type": "http.response.start", "status": upstream.status, "headers": passed(upstream.raw_headers)})
-    try:
-        async for chunk, _ in upstream.content.iter_chunks():  # the chunks of the replica
-            if chunk:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
-        logger.warning("%s: %s", upstream.url.origin(), type(error).__name__)
-        if upstream.content_type == "text/event-stream":
-            await send({"type": "http.response.body", "body": b"data: " + error_body(DIED) + b"\n\n", "more_body": True})
+            break
+        if upstream is None:
+            await error_response(error, scope)(scope, body.read, send)  # type: ignore[arg-type]
+        elif upstream.content_type == "text/event-stream":
+            await send({"type": "http.response.body", "body": b"data: " + error_body(error) + b"\n\n"})
         else:
-            direct_reader(scope).abort()  # a regular end would make the answer look complete
-            return
+            connection_of(scope).abort()  # a regular end would make the answer look complete
+
+    @contextlib.contextmanager
+    def _ended_with(self, backend: Backend) -> Iterator[None]:
+        """Context of a request, which is cancelled when the replica is silent for too long."""
+        with CancelScope() as wait:
+            self._waits[backend].add(wait)
+            try:
+                yield
+            finally:
+                self._waits[backend].discard(wait)
+
+
+async def _answer(upstream: aiohttp.ClientResponse, send: Send) -> None:
+    await send({"type": "http.response.start", "status": upstream.status, "headers": passed(upstream.raw_headers)})
+    async for chunk, _ in upstream.content.iter_chunks():  # the chunks of the replica
+        if chunk:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body"})
 
 
@@ -237,7 +252,7 @@ def _is_full(error: Exception) -> bool:
 async def serve(args: argparse.Namespace) -> None:
     config = EngineConfig(**{name: getattr(args, name) for name in FLAGS})
     proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound, read_api_keys(config))
-    server = make_server(proxy, ConnectionLimiter(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)
+    server = make_server(proxy, connection_limit(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
     listener = socket.socket(fileno=args.fd) if args.fd else socket.create_server((config.host, config.port))

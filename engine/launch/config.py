@@ -115,7 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_encoder_tokens: Annotated[int, "maximum image tokens encoded per step; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "maximum number of requests, running and waiting; further ones get 503"] = 1024
     max_queue_seconds: Annotated[int | None, "seconds until a request without a first step gets 503; default: no limit"] = None
-    request_timeout: Annotated[int | None, "seconds that a request may take, waiting and running; default: its field `timeout`"] = None
+    request_timeout: Annotated[int | None, "seconds that a request may take, until its answer is read; default: its field `timeout`"] = None
     draft: Name = "off"
     enable_lora: Annotated[bool, "serve LoRA adapters; without requests that use one, nothing is slower"] = False
     lora_modules: Annotated[
@@ -150,13 +150,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     max_body_bytes: Annotated[int, "maximum size of a request body"] = 512 * MIB
     body_timeout: Annotated[int, "seconds that a request body may stall; in total it may take this plus 1 s per 32 KiB"] = 30
-    max_connections: Annotated[
-        int,
-        "maximum number of connections; beyond it the longest idle one is closed; if none is idle, only /health is answered",
-    ] = 4096
-    header_timeout: Annotated[int, "seconds that the headers of a request may take"] = 20
+    max_connections: Annotated[int, "maximum number of connections; beyond it only /health is answered"] = 4096
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
-    write_timeout: Annotated[int, "seconds that a client may stop reading its response; fewer if connections run out"] = 30
     max_images_per_request: Annotated[int, "maximum number of images per request"] = 128
     min_pixels: Annotated[int | None, "minimum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None
     max_pixels: Annotated[int | None, "maximum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None

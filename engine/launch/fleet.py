@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 READY = re.compile(r"ready after .* serves (.+)")
 OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "dp")  # fields for the proxy instead of the engines
-OF_BOTH = ("max_connections", "header_timeout", "idle_timeout", "write_timeout", "ssl_certfile", "ssl_keyfile")
+OF_BOTH = ("max_connections", "idle_timeout", "ssl_certfile", "ssl_keyfile")
 MIN_PAUSE_S, MAX_PAUSE_S = 1, 60  # before an engine is restarted; doubled if it had not become ready
 KILL_GRACE_S = 20  # after --shutdown-timeout; an engine waits 10 s for its processes
 POLL_S = 0.05

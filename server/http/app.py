@@ -28,8 +28,9 @@ from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.checkpoint import read_checkpoint
 from server.dialects import anthropic, generate, pooling, responses, updates
 from server.errors import INTERNAL_ERROR, RequestError
+from server.http.body import PacedBodies
 from server.http.client import Client
-from server.http.connection import ConnectionLimiter
+from server.http.connection import connection_limit
 from server.http.guards import ApiKeyGuard, ErrorDialects, HostGuard, JsonGuard, error_response
 from server.http.listen import BACKLOG, make_server, url_of
 from server.http.log import RequestLog, record_of
@@ -98,7 +99,7 @@ class Api:
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_error)
         app.add_exception_handler(Exception, self._on_bug)
-        guarded: ASGIApp = JsonGuard(app)
+        guarded: ASGIApp = PacedBodies(JsonGuard(app), config.body_timeout)
         if keys := read_api_keys(config):
             guarded = ApiKeyGuard(guarded, keys)
         if config.allowed_hosts:
@@ -174,7 +175,7 @@ async def serve(child: Child) -> None:
     listener.listen(BACKLOG)  # at once: clients may connect when the address is printed
     api = Api(child)
     warm_up(api.arena)
-    server = make_server(api.build(), ConnectionLimiter(child.config), child.config, GRACE_S)
+    server = make_server(api.build(), connection_limit(child.config), child.config, GRACE_S)
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -195,8 +196,8 @@ async def serve(child: Child) -> None:
     pump.add_done_callback(lambda task: stop())
     others = [asyncio.create_task(api.report_to_launcher())]
     if child.runtime.metrics_fd is not None:
-        scraped = msgspec.structs.replace(child.config, max_connections=MAX_SCRAPERS, ssl_certfile=None, ssl_keyfile=None, root_path="")
-        metrics = make_server(api.build_metrics(), ConnectionLimiter(scraped), scraped, GRACE_S)
+        scraped = msgspec.structs.replace(child.config, ssl_certfile=None, ssl_keyfile=None, root_path="")
+        metrics = make_server(api.build_metrics(), MAX_SCRAPERS, scraped, GRACE_S)
         others.append(asyncio.create_task(metrics.listen(socket.socket(fileno=child.runtime.metrics_fd))))
     await server.listen(listener)
     for task in others:

@@ -9,8 +9,9 @@ import contextlib
 import secrets
 import time
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall
@@ -18,15 +19,12 @@ from engine.wire.messages import API_ARENA
 from engine.wire.messages import Region as WireRegion
 from server.errors import RequestError, overloaded
 from server.http.client import Client
-from server.http.direct import DirectReader
 from server.http.scan import Scanner
 from server.region import Region
 
 FIRST_CAPACITY = 1 << 16  # reserved for a body without a Content-Length
 MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout
 MAX_TIMEOUTS = 10  # multiple of --body-timeout that a body may take in total
-MIN_DIRECT_BYTES = 1 << 17  # a smaller rest arrives in one or two reads anyway
-DIRECT_PIECE_BYTES = 1 << 19  # small enough to be in the CPU cache when it is scanned
 SMALL_BYTES = 1 << 20  # bodies up to this size may use the reserve
 RESERVED_PART = 1 / 8  # of the arena
 MAX_SPARE_REFERENCES = 1024  # so that requests with slightly too many images get the right error
@@ -86,20 +84,37 @@ class Pace:
         return min(left, self._timeout)
 
 
-async def read_body(
-    receive: Receive,
-    length: int | None,
-    direct: DirectReader,
-    arena: Arena,
-    config: EngineConfig,
-    client: Client,
-) -> Body:
-    """Read a body. RequestError 413 (exceeds the arena's limit), 503 (does not fit at present) or 408 (too slow); ClientDisconnect if it is
-    truncated."""
+class PacedBodies:
+    """Middleware that limits the time of every body. `receive` raises RequestError 408."""
+
+    def __init__(self, app: ASGIApp, timeout: float):
+        self._app, self._timeout = app, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop, num_bytes, more = asyncio.get_running_loop(), 0, True
+        pace = Pace(loop.time(), self._timeout, int(Headers(scope=scope).get("content-length", 0)))
+
+        async def receive_in_time() -> Message:
+            nonlocal num_bytes, more
+            if not more:
+                return await receive()
+            try:
+                async with asyncio.timeout(pace.timeout(num_bytes, loop.time())):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestError(408, "The request body arrived too slowly.") from None
+            num_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            return message
+
+        await self._app(scope, receive_in_time, send)
+
+
+async def read_body(receive: Receive, length: int | None, arena: Arena, config: EngineConfig, client: Client) -> Body:
+    """Read a body. RequestError 413 (exceeds the arena's limit) or 503 (does not fit at present); ClientDisconnect if it is truncated."""
     if length is not None and length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     started = time.monotonic()
-    pace = Pace(asyncio.get_running_loop().time(), config.body_timeout, length or 0)
     with contextlib.ExitStack() as undo:
         try:
             capacity = FIRST_CAPACITY if length is None else length
@@ -109,14 +124,10 @@ async def read_body(
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
             body = Body(region, scanner, client, started)
             undo.callback(body.give_up)
-            while await _receive_piece(receive, region, scanner, config.max_body_bytes, pace):
+            while await _receive_piece(receive, region, scanner, config.max_body_bytes):
                 _check_capacity(arena, region.capacity, 0)
-                rest = (length or 0) - region.used
-                if rest >= MIN_DIRECT_BYTES and direct.is_ready:
-                    await _read_directly(direct, rest, body, config.max_images_per_request, pace)
-                    break
-        except TimeoutError:
-            raise RequestError(408, "The request body arrived too slowly.") from None
+                if length is not None:  # the region does not grow
+                    body.announce(config.max_images_per_request)
         except ArenaTooSmall:
             raise _too_large(int((1 - RESERVED_PART) * arena.size)) from None
         except ArenaFull:
@@ -137,10 +148,9 @@ def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
         raise ArenaFull
 
 
-async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int, pace: Pace) -> bool:
+async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int) -> bool:
     """Append the bytes that uvicorn has read. Return whether there are more."""
-    async with asyncio.timeout(pace.timeout(region.used, asyncio.get_running_loop().time())):
-        message = await receive()
+    message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
     chunk: bytes = message.get("body", b"")
@@ -152,20 +162,6 @@ async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max
     check_text_bytes(scanner.num_text_bytes)
     more: bool = message.get("more_body", False)
     return more
-
-
-async def _read_directly(direct: DirectReader, rest: int, body: Body, max_images: int, pace: Pace) -> None:
-    """Read the last `rest` bytes from the socket into the region, which has space for them."""
-    region, scanner = body.region, body.scanner
-    end, loop = region.used + rest, asyncio.get_running_loop()
-    with direct.take_over(rest):
-        while region.used < end:
-            piece = region.unused[: min(DIRECT_PIECE_BYTES, end - region.used)]
-            await direct.fill(piece, lambda filled: pace.timeout(region.used + filled, loop.time()))
-            region.used += len(piece)
-            scanner.feed(bytes(piece))
-            check_text_bytes(scanner.num_text_bytes)
-            body.announce(max_images)
 
 
 def check_text_bytes(num_bytes: int) -> None:

@@ -11,8 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from engine.launch.config import EngineConfig
-from server.http.connection import ConnectionLimiter
-from server.http.direct import DirectProtocol
+from server.http.connection import LimitedProtocol
 from server.http.log import Sparing
 
 BACKLOG = 2048
@@ -29,13 +28,15 @@ class Server(uvicorn.Server):
     async def listen(self, listener: socket.socket) -> None:
         """Serve until `should_exit`."""
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # inherited by its connections
+        if listener.family != socket.AF_UNIX:  # the kernel closes a connection whose client reads nothing
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * self.config.timeout_keep_alive)
         await self.serve(sockets=[listener])
 
 
-def make_server(app: ASGIApp, limiter: ConnectionLimiter, config: EngineConfig, grace: int, is_proxy: bool = False) -> Server:
+def make_server(app: ASGIApp, max_connections: int, config: EngineConfig, grace: int, is_proxy: bool = False) -> Server:
     """Return a listener's server. Running requests have `grace` seconds at shutdown. A proxy adds no headers to responses and trusts none
     of the request's."""
-    http: Any = functools.partial(DirectProtocol, limiter)
+    http: Any = functools.partial(LimitedProtocol, max_connections)
     logging.getLogger("uvicorn.error").addFilter(Sparing())  # malformed requests
     return Server(uvicorn.Config(
         app, loop="uvloop", http=http, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,

@@ -19,7 +19,7 @@ from engine.wire.messages import ErrorInfo, Event
 from engine.wire.stats import Stages
 from server.errors import ABORTED, error_of
 from server.http.client import Client, Stream
-from server.http.direct import direct_reader
+from server.http.connection import connection_of
 from server.http.guards import error_response
 from server.http.log import Record, record_of
 from server.http.metrics import Metrics
@@ -54,9 +54,9 @@ class Answer(ABC):
         try:
             async with asyncio.timeout_at(self._deadline):
                 await self._answer(scope, receive, send)
-                await direct_reader(scope).drain()
+                await connection_of(scope).flow.drain()
         except (ClientDisconnect, TimeoutError):
-            direct_reader(scope).abort()  # the client may still be connected and read too slowly
+            connection_of(scope).abort()  # the client may still be connected and read too slowly
             if not self._has_status:
                 self._metrics.note_response(CLIENT_CLOSED_REQUEST)
         finally:

@@ -31,7 +31,6 @@ from server.errors import RequestError
 from server.grammar.request import CUT_OFF, read_grammar
 from server.http.body import Body, check_text_bytes, read_body
 from server.http.client import Client
-from server.http.direct import direct_reader
 from server.http.guards import address_of, credentials_of
 from server.http.metrics import Metrics
 from server.http.reply import GatheredReply, Reply
@@ -128,10 +127,7 @@ class Endpoint(ABC):
         header = request.headers.get("content-length")
         length = int(header) if header else None
         with service.client.reading():
-            direct = direct_reader(request.scope)
-            body = await read_body(
-                request.receive, length, direct=direct, arena=service.arena, config=service.config, client=service.client
-            )
+            body = await read_body(request.receive, length, arena=service.arena, config=service.config, client=service.client)
             body.credentials = credentials_of(request.scope)
             body.client = hashlib.sha256(body.credentials + b"\0" + address_of(request.scope).encode()).digest()
             return await self._submit(body)

@@ -182,8 +182,8 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "            if num_bytes <",
         ),
     },
-    ("server/http/connection.py", ("tests/unit/server/test_connections.py", "tests/unit/server/test_listeners.py")): {
-        "a closed connection stays counted": ("        self._open.discard(connection)\n", ""),
+    ("server/http/connection.py", ("tests/unit/server/test_connections.py",)): {
+        "a refused body is read": ("            self._linger()\n        else:", "            pass\n        else:"),
     },
 }
 MUTATIONS = tuple(Mutation(name, file, old, new, tests) for (file, tests), faults in FAULTS.items() for name, (old, new) in faults.items())

@@ -26,8 +26,7 @@ from engine.wire.arena import create_memfd
 from engine.wire.messages import Abort, Event, Events, MediaRef, Payload, Submit, ToProcessor, VideoRef
 from engine.wire.stats import EngineStats
 from server.http.app import Api
-from server.http.connection import ConnectionLimiter
-from server.http.direct import DirectProtocol
+from server.http.connection import LimitedProtocol, connection_limit
 from server.http.listen import make_server
 from tests.eventually import HANG_GUARD_S
 
@@ -189,12 +188,6 @@ class Wire(asyncio.Transport):
         self._is_paused = False
         self._loop.call_soon(self._deliver)
 
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._protocol = protocol
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        assert (high, low) == (HIGH_WATER, None)
-
     def get_write_buffer_size(self) -> int:
         return len(self._unsent)
 
@@ -209,18 +202,7 @@ class Wire(asyncio.Transport):
 
     def _deliver(self) -> None:
         while self._input and not self._is_paused and not self.is_closed and not self._is_lost:
-            piece = self._input.popleft()
-            if isinstance(self._protocol, asyncio.BufferedProtocol):
-                room = self._protocol.get_buffer(-1)
-                assert len(room), "asyncio refuses an empty buffer"
-                size = min(len(room), len(piece))
-                room[:size] = piece[:size]
-                self._protocol.buffer_updated(size)
-            else:
-                size = len(piece)
-                cast(asyncio.Protocol, self._protocol).data_received(piece)
-            if size < len(piece):
-                self._input.appendleft(piece[size:])
+            cast(asyncio.Protocol, self._protocol).data_received(self._input.popleft())
 
     def _close_if_sent(self) -> None:
         if self.is_closed and not self._unsent:
@@ -238,14 +220,14 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, config: EngineConfig | None = None):
         config = config or EngineConfig()
-        self.limiter = ConnectionLimiter(config)
-        self._server = make_server(app, self.limiter, config, grace=1)
+        self.max_connections = connection_limit(config)
+        self._server = make_server(app, self.max_connections, config, grace=1)
         del logging.getLogger("uvicorn.error").filters[1:]  # every server adds one
         self._server.config.load()
 
     def connect(self) -> Wire:
         of_uvicorn: dict[str, Any] = {"config": self._server.config, "server_state": self._server.server_state, "app_state": {}}
-        protocol = DirectProtocol(self.limiter, **of_uvicorn)
+        protocol = LimitedProtocol(self.max_connections, **of_uvicorn)
         wire = Wire(protocol)
         protocol.connection_made(wire)
         return wire

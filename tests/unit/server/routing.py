@@ -11,7 +11,6 @@ from aiohttp import web
 
 from engine.launch.config import EngineConfig
 from server import route
-from server.http.connection import ConnectionLimiter
 from server.http.listen import make_server, url_of
 from server.route import Proxy
 from tests.eventually import HANG_GUARD_S, eventually_async
@@ -25,6 +24,8 @@ class Replica:
     def __init__(self, name: str, handler: Handler | None = None):
         self.name = name
         self.healthy = True
+        self.runs = asyncio.Event()  # while it is not set, connections are accepted and nothing is answered
+        self.runs.set()
         self.num_requests = 0
         self.port = 0
         self.handler = handler or self._say_name
@@ -54,6 +55,7 @@ class Replica:
         await self._runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
+        await self.runs.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
@@ -91,7 +93,7 @@ async def routed(*replicas: Replica, api_keys: Sequence[str] = ()) -> AsyncItera
     for replica in replicas:
         await replica.start()
     proxy, config = Proxy([replica.url for replica in replicas], api_keys=api_keys), EngineConfig()
-    server = make_server(proxy, ConnectionLimiter(config, 0), config, grace=1, is_proxy=True)
+    server = make_server(proxy, config.max_connections, config, grace=1, is_proxy=True)
     listener = socket.create_server(("127.0.0.1", 0))
     async with proxy.running():
         serving = asyncio.create_task(server.listen(listener))

@@ -16,7 +16,6 @@ from engine.launch.child import Child, Runtime, Status
 from engine.wire.ipc import AsyncInbox
 from engine.wire.messages import Events
 from server.http.app import Api
-from server.http.connection import ConnectionLimiter
 from server.http.listen import BACKLOG, make_server, url_of
 from server.processor.main import Processor
 from tests.eventually import HANG_GUARD_S
@@ -96,7 +95,7 @@ class InProcess:
         inbox: AsyncInbox[Events] = AsyncInbox(run_dir, "api", Events)
         self._listener.listen(BACKLOG)
         self.api = Api(children["api"])
-        server = make_server(self.api.build(), ConnectionLimiter(config), config, 1)
+        server = make_server(self.api.build(), config.max_connections, config, 1)
         async with asyncio.TaskGroup() as tasks:
             processor = self.processor = Processor(children["processor"], tasks)
             processor._intake.start = lambda: None  # type: ignore[method-assign]  # helpers start when they are needed

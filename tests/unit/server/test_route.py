@@ -19,10 +19,8 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from engine.launch.config import EngineConfig
 from server import balance, route
 from server.balance import Balancer
-from server.http.connection import ConnectionLimiter
 from server.route import IMAGE_BYTES, SCANNED_BYTES, Body, Budget
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.routing import Replica, patient_proxy, routed  # noqa: F401
@@ -237,6 +235,7 @@ async def test_health_tells_of_the_replicas_and_follows_them() -> None:
         async with running.client.get(f"{running.url}/health") as answer:
             told = await answer.json()
             assert (answer.status, told["status"], [state["healthy"] for state in told["backends"]]) == (200, "ok", [True, True])
+            assert "127.0.0.1" not in json.dumps(told)  # the route is open
         running.replicas[0].healthy = False
         await running.until(num_healthy=1)
         assert {await running.ask(f"{index}") for index in range(10)} == {"b"}
@@ -312,6 +311,42 @@ async def test_a_death_ends_its_own_streams_with_an_error_and_no_others() -> Non
         await dying.start()
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_requests_of_a_silent_replica_end(monkeypatch: pytest.MonkeyPatch, has_begun: bool) -> None:
+    """A stopped process accepts connections and never answers: its requests must not wait for ever. One that stops by itself answers 503
+    and finishes them."""
+    for name in ("HEALTH_SECONDS", "POLL_SECONDS"):
+        monkeypatch.setattr(route, name, 0.05)
+    goes_on = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if has_begun or request.headers["x-session-id"] == "1":
+            await response.prepare(request)
+            await response.write(b"data: begin\n\n")
+        await goes_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with routed(Replica("a", stream), Replica("b", stream)) as running:
+        sessions: list[dict[str, str]] = [{"x-session-id": "0"}, {"x-session-id": "1"}]
+        asked = [asyncio.ensure_future(running.client.post(running.url, data=b"{}", headers=session)) for session in sessions]
+        await eventually_async(lambda: all(replica.num_requests for replica in running.replicas), "both requests")
+        home = running.proxy.balancer.take(b"0")
+        assert home is not None
+        stopped = running.of(home.url)
+        (leaving,) = (replica for replica in running.replicas if replica is not stopped)
+        stopped.runs.clear()
+        leaving.healthy = False
+        lost = await asyncio.wait_for(asked[0], HANG_GUARD_S)
+        text = await asyncio.wait_for(lost.text(), HANG_GUARD_S)
+        assert lost.status == (200 if has_begun else 502) and '"replica_gone"' in text and "[DONE]" not in text
+        goes_on.set()
+        assert (await (await asked[1]).text()).endswith("data: [DONE]\n\n")
+        stopped.runs.set()
+        await running.until(num_healthy=1)
+
+
 async def test_a_client_that_goes_ends_its_request_on_the_replica() -> None:
     started, cancelled = asyncio.Semaphore(0), asyncio.Semaphore(0)
 
@@ -367,10 +402,10 @@ async def test_the_proxy_refuses_in_its_own_words(caplog: pytest.LogCaptureFixtu
     async with routed(Replica("a", refuse), api_keys=[SECRET]) as running:
         for data, status in (
             (b"GET /v1/models HTTP/1.1\r\n" + KEY + b"\0\r\n\r\n", 400),
-            (b"GET /v1/models HTTP/1.1\r\n" + KEY + b"\r\nX: " + b"x" * 70_000, 431),
+            (b"GET /v1/models HTTP/1.1\r\n" + KEY + b"\r\nX: " + b"x" * 400_000, 431),
             (b"GET /v1/models HTTP/1.1\r\nHost: a\r\nHost: b\r\n" + KEY + b"\r\n\r\n", 400),
             *(
-                (b"POST /v1/models HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: " + codings + b"\r\n" + KEY + b"\r\n\r\n0\r\n\r\n", 501)
+                (b"POST /v1/models HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: " + codings + b"\r\n" + KEY + b"\r\n\r\n0\r\n\r\n", 400)
                 for codings in (b"gzip, chunked", b"gzip\r\nTransfer-Encoding: chunked")
             ),
         ):
@@ -417,15 +452,6 @@ async def test_a_full_file_table_is_not_a_dead_replica(monkeypatch: pytest.Monke
             await proxy._poll(proxy.balancer.backends[0])
         assert proxy.balancer.backends[0].healthy and proxy.balancer.backends[0].num_in_flight == 0
         assert await running.ask() == "a"
-
-
-def test_connections_fit_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each client takes a connection to a replica too."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
-    assert ConnectionLimiter(EngineConfig(), 64, 2).max_connections == (1000 - 64 - 64) // 2
-    assert ConnectionLimiter(EngineConfig(max_connections=5), 64, 2).max_connections == 5
-    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
-    assert ConnectionLimiter(EngineConfig(), 64, 2).max_connections == 1
 
 
 async def test_the_proxy_ends_tls_and_raises_its_limit_of_files(certificate: Path) -> None:

@@ -17,8 +17,8 @@ from engine.wire.messages import RequestOutput
 from server.http.log import POLLS
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN
+from tests.unit.server.raw_http import large_image
 from tests.unit.server.stack import Stack, StackOf, hold, hold_silently
-from tests.unit.server.test_direct import large_image
 from tests.unit.server.test_stack import chunks_of, ids_of, image, metrics_of, uri, user
 
 

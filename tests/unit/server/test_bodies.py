@@ -1,58 +1,55 @@
-"""Large bodies that bypass the HTTP parser: the next request on the connection, bodies that break off, and bodies that come slowly."""
+"""Bodies of requests: large ones, truncated ones and slow ones."""
 
 import asyncio
 import base64
 import json
 from pathlib import Path
 
-import pytest
-
 from server.http.body import MIN_BYTES_PER_S, Pace
-from server.http.direct import DirectReader
-from tests.unit.server.in_process import MIB, Wire, hold, serving, settle, virtual
-from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, JPEG, body_of, head_of, large_image, packets, request_of, text_body
+from server.http.connection import LINGER_S
+from tests.unit.server.in_process import MIB, Wire, serving, settle, virtual
+from tests.unit.server.raw_http import CHUNKED, JPEG, body_of, head_of, large_image, packets, request_of, text_body
 
 TIMEOUT_S = 30
 
 
-@pytest.fixture
-def num_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each body that was read directly."""
-    found: list[int] = []
-    take_over = DirectReader.take_over
-    monkeypatch.setattr(DirectReader, "take_over", lambda self, num_bytes: found.append(num_bytes) or take_over(self, num_bytes))
-    return found
-
-
 @virtual
-async def test_large_bodies_and_small_ones_share_a_connection(model_folder: Path, num_direct: list[int]) -> None:
-    """Fails if a byte is lost where the reader takes over or hands back, also if the next request follows the body in the same packet, or
-    if a client that offers HTTP/2, as Java's always does, gets its body dropped."""
+async def test_large_bodies_and_small_ones_share_a_connection(model_folder: Path) -> None:
+    """Fails if a byte of a payload is lost, also if the next request follows the body in the same packet."""
     images = [large_image(size) for size in (500_000, 900_000, 300_000)]
     large, small = body_of(*images), body_of(JPEG)
-    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n\r\n"
-    heads = head_of(len(large)), head_of(len(large))[:-2] + offer
     expected = [[base64.b64encode(data) for data in images], [base64.b64encode(JPEG)]]
     with serving(model_folder) as api:
-        for head in heads:
-            messages = head + large + request_of(small)
-            for cut in (10, len(head), 100_000, 1_900_000, len(messages) - len(small) - 20):
-                api.media.clear()
-                wire = await api.ask(*packets(messages[:cut]))
-                wire.send(*packets(messages[cut:]), *packets(messages))
-                await settle()
-                assert wire.statuses == [200] * 4 and api.media == expected * 2, cut
-                wire.leave()
-    assert len(num_direct) == 20 and min(num_direct) > MIB
+        messages = request_of(large) + request_of(small)
+        for cut in (10, 150, 100_000, 1_900_000, len(messages) - len(small) - 20):
+            api.media.clear()
+            wire = await api.ask(*packets(messages[:cut]))
+            wire.send(*packets(messages[cut:]), *packets(messages))
+            await settle()
+            assert wire.statuses == [200] * 4 and api.media == expected * 2, cut
+            wire.leave()
 
 
 @virtual
-async def test_a_refused_body_is_read_to_its_end(model_folder: Path, num_direct: list[int]) -> None:
-    """Fails if a client that sends too much text cannot read why, or if its connection is unusable afterwards."""
+async def test_too_much_text_is_refused_with_the_reason(model_folder: Path) -> None:
     with serving(model_folder) as api:
-        wire = await api.ask(*packets(request_of(text_body("x" * (12 * MIB)))), request_of(body_of(JPEG)))
-        ((status, error), (following, _)) = wire.answers
-    assert (status, following, len(num_direct)) == (413, 200, 1) and b"besides its images" in error
+        wire = await api.ask(*packets(request_of(text_body("x" * (12 * MIB)))))
+        ((status, error),) = wire.answers
+        assert status == 413 and b"besides its images" in error
+        await asyncio.sleep(LINGER_S + 0.1)
+        assert wire.is_closed
+
+
+@virtual
+async def test_the_bodies_of_all_routes_have_the_same_timeout(model_folder: Path) -> None:
+    """Fails if a route reads its body without a limit of time, as /abort_request did."""
+    with serving(model_folder, body_timeout=TIMEOUT_S, allow_lora_updates=True, api_key="k", lora_root=str(model_folder)) as api:
+        for path in ("/v1/chat/completions", "/abort_request", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            wire = await api.ask(head_of(1000, path).replace(b"Host", b"X-Api-Key: k\r\nHost") + b'{"rid": ')
+            await asyncio.sleep(TIMEOUT_S - 1)
+            assert not wire.received, path
+            await asyncio.sleep(2)
+            assert wire.statuses == [408] and b"too slowly" in wire.received, path
 
 
 @virtual
@@ -103,9 +100,8 @@ async def drip(wire: Wire, body: bytes, num_bytes: int, pause: float) -> float:
 
 
 @virtual
-async def test_a_slow_body_is_given_up(model_folder: Path, num_direct: list[int]) -> None:
-    """Fails if a client that pauses, or sends a byte now and then, keeps the memory that it was promised, whether the parser reads its body
-    or it is read directly; or if a steady client is refused."""
+async def test_a_slow_body_is_given_up(model_folder: Path) -> None:
+    """Fails if a client that pauses, or sends a byte now and then, keeps the memory that it was promised, or a steady client is refused."""
     small, large, steady = body_of(large_image(100_000)), body_of(large_image(4_000_000)), body_of(large_image(2_000_000))
     with serving(model_folder, body_timeout=TIMEOUT_S) as api:
 
@@ -125,18 +121,6 @@ async def test_a_slow_body_is_given_up(model_folder: Path, num_direct: list[int]
         assert wire.statuses == [408]
         status, seconds = await answer(steady, 40_000, 1.0)
         assert status == 200 and seconds > 2 * TIMEOUT_S
-    assert len(num_direct) > 2
-
-
-@virtual
-async def test_a_client_that_leaves_with_two_requests(model_folder: Path) -> None:
-    with serving(model_folder) as api:
-        api.script = hold
-        wire = await api.ask(request_of(body_of(JPEG)) + GET_HEALTH)
-        assert len(api.submits) == 1 and not wire.received
-        wire.leave()
-        await settle()
-        assert api.aborted == [api.submits[0].rid] and not api.client.num_streams
 
 
 @virtual
