@@ -203,7 +203,7 @@ ANNEXES = {
     "drafting": (r"draft|\bmtp\b", r"(launch|scheduler)/drafts|(worker|decoders|layers)/head|wire/details", 5),
     "video": (r"video", r"video", 8),
     "grammars": (r"grammar", r"grammar", 8),
-    "LoRA": (r"lora|adapter", r"lora/|adapters\.py", 15),
+    "LoRA": (r"lora|adapter", r"lora/|adapters\.py", 18),
     "pooling": (r"pool(ing|ed)|rerank", r"pooling", 6),
     "prompt log-probabilities": (r"prompt_?logprobs", r"sampling/prompt|/scores", 6),
     "Anthropic's dialect": (r"anthropic", r"anthropic", 1),

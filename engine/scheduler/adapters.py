@@ -3,6 +3,8 @@
 A slot whose adapter has running requests is in use; of the others the least recently started one is replaced first. If all slots are in
 use, a request whose adapter has no slot waits, and younger requests may overtake it. One adapter must then give up its slot: its new
 requests do not start, so that the slot becomes free.
+
+An adapter gets a slot when all ranks have read it to host memory. One adapter is read at a time.
 """
 
 import time
@@ -11,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.scheduler.request import Request
-from engine.wire.adapters import AdapterRef, LoadAdapter, number_of
+from engine.wire.adapters import AdapterRead, AdapterRef, LoadAdapter, ReadAdapter, number_of
 from engine.wire.messages import EngineRequest, ErrorInfo
 from engine.wire.metric import Info
 
@@ -29,15 +31,20 @@ class Held:
 class AdapterDirectory:
     """Adapters in slots, by number. Invariant (`check`): slots are distinct; an adapter keeps its slot while a request uses it."""
 
-    def __init__(self, num_slots: int):
+    def __init__(self, num_slots: int, num_ranks: int):
         self._failed: set[int] = set()  # adapters that a worker could not read
-        self._num_slots = num_slots
+        self._num_slots, self._num_ranks = num_slots, num_ranks
+        self._next: AdapterRef | None = None  # the adapter that is read for the next slot
+        self._num_read = 0  # ranks that have read it, or failed
+        self._is_claimed = False  # a request of this plan may start with it
+        self._reads: list[ReadAdapter] = []  # not sent yet
         self._held: OrderedDict[int, Held] = OrderedDict()  # least recently started first
         self._loads: list[LoadAdapter] = []
         self._promised: dict[int, int] = {}  # in this plan: waiting adapter -> adapter that must give up its slot
 
     def begin_plan(self) -> None:
         self._promised.clear()
+        self._is_claimed = False
 
     def may_start(self, wire: EngineRequest) -> bool:
         adapter = wire.adapter
@@ -48,9 +55,10 @@ class AdapterDirectory:
             return adapter.number not in promised
         if adapter.number in self._promised:
             return False
+        is_read = self._is_read(adapter)  # also while it waits for a slot
         others = [(number, held) for number, held in self._held.items() if number not in promised]
         if len(self._held) < self._num_slots or any(not held.num_users for _, held in others):
-            return True
+            return is_read
         if others:
             self._promised[adapter.number] = others[0][0]
         return False
@@ -78,8 +86,15 @@ class AdapterDirectory:
         loads, self._loads = self._loads, []
         return loads
 
-    def note_failed(self, numbers: set[int]) -> None:
-        self._failed |= numbers
+    def take_reads(self) -> Sequence[ReadAdapter]:
+        reads, self._reads = self._reads, []
+        return reads
+
+    def note_read(self, read: AdapterRead) -> None:
+        assert self._next is not None and self._next.number == read.number
+        self._num_read += 1
+        if not read.is_readable:
+            self._failed.add(read.number)
 
     def infos(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Info]:
         if not self._num_slots:
@@ -96,8 +111,20 @@ class AdapterDirectory:
         slots = [held.slot for held in self._held.values()]
         assert len(set(slots)) == len(slots) <= self._num_slots
 
+    def _is_read(self, adapter: AdapterRef) -> bool:
+        """Return whether all ranks have read the adapter. If not, it is read next, unless another one is read or claimed."""
+        is_done = self._next is None or self._num_read == self._num_ranks
+        if self._next is not None and self._next.number == adapter.number:
+            self._is_claimed = is_done
+            return is_done
+        if is_done and not self._is_claimed:
+            self._next, self._num_read = adapter, 0
+            self._reads.append(ReadAdapter(adapter))
+        return False
+
     def _place(self, adapter: AdapterRef) -> Held:
-        slot = len(self._held)
+        assert self._next is not None and self._next.number == adapter.number
+        self._next, slot = None, len(self._held)
         if slot == self._num_slots:
             idle = next(number for number, held in self._held.items() if not held.num_users and number not in self._promised.values())
             slot = self._held.pop(idle).slot

@@ -20,6 +20,7 @@ from engine.scheduler.policy import PlannedStep
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State, is_idle, waiting_requests
+from engine.wire.adapters import AdapterRead
 from engine.wire.details import TokenDetails
 from engine.wire.messages import (
     DEPTH,
@@ -121,9 +122,15 @@ class SchedulerCore:
                 self._outputs += [RequestOutput(request.rid, [], "abort", index=request.index)] if rid is None else []
                 self._end(request)
 
-    def take_pixels(self, pixels: Pixels) -> None:
-        """Continue the request, or end it with the error. Ended requests are ignored."""
-        requests = self._live(pixels.rid)
+    def take(self, awaited: Pixels | AdapterRead) -> None:
+        """Continue the requests that waited for it, or end them with an error. Ended requests are ignored."""
+        if isinstance(awaited, AdapterRead):
+            self._last_progress = time.monotonic()
+            self.state.slots.note_read(awaited)
+            if not awaited.is_readable:
+                self._fail_all(self.state.slots.error_of)
+            return
+        pixels, requests = awaited, self._live(awaited.rid)
         if not requests:
             return
         self._last_progress = time.monotonic()
@@ -270,9 +277,6 @@ class SchedulerCore:
         results = step.results
         self._fail_images({step.made[image_id] for result in results for image_id in result.failed_images}, UNREADABLE)
         self._fail_images({step.made[image_id] for result in results for image_id in result.starved_images}, OUT_OF_MEMORY)
-        if failed := {number for result in results for number in result.failed_loads}:
-            self.state.slots.note_failed(failed)
-            self._fail_all(self.state.slots.error_of)
         if any(result.out_of_memory for result in results):
             self._give_up(step)
         rank0 = next(result for result in results if result.rank == 0)

@@ -24,6 +24,7 @@ from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.state import Limits, State
 from engine.updates.control import UpdateControl
+from engine.wire.adapters import AdapterRead, ReadAdapter
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import (
     PROCESSOR_ARENA,
@@ -76,6 +77,8 @@ class Scheduler:
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
                 core.hash_early(step)
+            for order in core.state.slots.take_reads():
+                self._send_workers(order)
             core.expire(time.monotonic())
             self._flush(core)
             self._receive(core, control)
@@ -100,7 +103,8 @@ class Scheduler:
         blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size, config.snapshot_share)
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready))
         limits = make_limits(config, ready[0])
-        state = State(limits, blocks, images, AdapterDirectory(config.num_adapter_slots), free_rows=list(range(config.max_num_seqs)))
+        slots, rows = AdapterDirectory(config.num_adapter_slots, config.tp), list(range(config.max_num_seqs))
+        state = State(limits, blocks, images, slots, free_rows=rows)
         proposer = make_drafter(config.draft, limits.step_sizes.verify_rows)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
         return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, proposer)
@@ -125,8 +129,8 @@ class Scheduler:
                 case EngineRequest():
                     prediction = None if message.prediction is None else self._ids(message.prediction)
                     core.add(message, self._ids(message.prompt), prediction)
-                case Pixels():
-                    core.take_pixels(message)
+                case Pixels() | AdapterRead():
+                    core.take(message)
                 case Abort():
                     core.abort(message.rid, message.index)
                 case Forget():
@@ -153,7 +157,7 @@ class Scheduler:
             sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), num_hit, num_bytes)
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d hit, plan of %d bytes", *sizes)
 
-    def _send_workers(self, message: StepPlan | Job | Verdict) -> int:
+    def _send_workers(self, message: StepPlan | ReadAdapter | Job | Verdict) -> int:
         """Send the same bytes to every rank and return their number."""
         data = self._encoder.encode(message)
         for worker in self._workers:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from engine.scheduler.request import Request
+from engine.wire.adapters import AdapterRead, ReadAdapter
 from engine.wire.messages import EngineRequest, ErrorInfo, Load
 from engine.wire.metric import Info
 
@@ -29,8 +30,11 @@ class Slots(Protocol):
     def take_loads(self) -> Sequence[Load]:
         """Return the orders since the last call, for the next plan."""
 
-    def note_failed(self, numbers: set[int]) -> None:
-        """Note the numbers of orders that a worker could not execute (`StepResult.failed_loads`)."""
+    def take_reads(self) -> Sequence[ReadAdapter]:
+        """Return the orders to read since the last call, to be sent after the plan."""
+
+    def note_read(self, read: AdapterRead) -> None:
+        """Note a rank's answer to such an order."""
 
     def infos(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Info]:
         """Return metrics about the slots of these requests."""

@@ -14,6 +14,19 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     has_tower: bool  # whether it changes embeddings of images
 
 
+class ReadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Order to read an adapter to host memory while steps go on; a plan loads it when all ranks have read it."""
+
+    adapter: AdapterRef
+
+
+class AdapterRead(msgspec.Struct, tag=True, frozen=True):
+    """A rank's answer to `ReadAdapter`."""
+
+    number: int
+    is_readable: bool
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True):
     """Order to write an adapter to a slot of the device, replacing the previous one."""
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.wire.adapters import AdapterRef, LoadAdapter, image_key
+from engine.wire.adapters import AdapterRead, AdapterRef, LoadAdapter, ReadAdapter, image_key
 from engine.wire.details import TokenDetails
 from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.media import MediaRef, Region
@@ -377,7 +377,6 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_samples: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
     proposed: list[list[int]] = []  # tokens that workers had proposed before each sampled chunk
-    failed_loads: list[int] = []  # numbers of the adapters of `StepPlan.loads` that this rank could not read
 
 
 Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads images
@@ -392,5 +391,5 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
-ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat | Order | JobState
-ToWorker = StepPlan | Prefetch | LoadGrammar | Job | Verdict
+ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat | AdapterRead | Order | JobState
+ToWorker = StepPlan | ReadAdapter | Prefetch | LoadGrammar | Job | Verdict

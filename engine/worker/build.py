@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from engine.launch.memory import (
     step_graph_bytes,
 )
 from engine.updates.worker import UpdateWorker
+from engine.wire.adapters import AdapterRead, ReadAdapter
 from engine.wire.arena import ArenaView
 from engine.wire.ipc import Outbox
 from engine.wire.messages import MAX_PROPOSED, PROCESSOR_ARENA, Prefetch, WorkerReady
@@ -108,7 +110,9 @@ def build_runner(
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch does not support read-only buffers
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
-    handlers = {Prefetch: images.prefetch, **loaded.sampler.rules.handlers(arena, Outbox(child.run_dir, "processor"))}
+    handlers: dict[type, Callable[[Any], object]] = {Prefetch: images.prefetch, ReadAdapter: loaded.slots.read}
+    handlers |= loaded.sampler.rules.handlers(arena, Outbox(child.run_dir, "processor"))
+    handlers |= UpdateWorker(child, rank, model, images.forget_early).handlers
     runner = Runner(
         model=model,
         attention=attention,
@@ -121,7 +125,7 @@ def build_runner(
         tp=loaded.tp,
         agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
         head=make_head(model, attention, rows, staged) if text.has_head else None,
-        handlers={**handlers, **UpdateWorker(child, rank, model, images.forget_early).handlers},
+        handlers=handlers,
         slots=loaded.slots,
     )
     ready = WorkerReady(
@@ -161,7 +165,8 @@ def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: 
     if not config.num_adapter_slots:
         return FixedWeights()
     num_slots, num_kept = config.num_adapter_slots, config.max_cpu_loras or config.num_adapter_slots
-    adapters = WorkerAdapters(model, backend, num_slots, num_kept, config.max_lora_rank, stream)
+    report = Outbox[AdapterRead](child.run_dir, "scheduler").send
+    adapters = WorkerAdapters(model, backend, num_slots, num_kept, config.max_lora_rank, stream, report)
     adapters.keep(child.runtime.adapters[:num_kept])
     return adapters
 

@@ -49,7 +49,6 @@ class LaunchedStep:
     failed_samples: dict[int, ErrorInfo] = field(default_factory=dict)
     samples: HostSamples = NO_SAMPLES
     proposed: Sequence[Sequence[int]] = ()  # by sampled chunk, as `sampled`: see `StepResult`
-    failed_loads: list[int] = field(default_factory=list)
 
     def result(self) -> StepResult:
         """Wait for the device and return the result."""
@@ -77,7 +76,6 @@ class LaunchedStep:
             out_of_memory=self.out_of_memory,
             failed_samples=self.failed_samples,
             proposed=[] if self.rank else [*map(list, self.proposed)],
-            failed_loads=self.failed_loads,
         )
 
 
@@ -113,15 +111,16 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue a step and return at once (on a GPU). If memory runs out, the step is abandoned, not the engine. Several ranks
         first estimate its memory and abandon it together before it begins: later, others may wait in a collective."""
-        launched, failed = time.monotonic(), self.slots.load(plan.loads)
+        launched = time.monotonic()
+        self.slots.load(plan.loads)
         try:
-            return replace(self._launch(plan, launched), failed_loads=failed)
+            return self._launch(plan, launched)
         except (torch.OutOfMemoryError, MemoryError):
             if self.tp.size > 1:
                 raise
             if self._on_gpu:
                 torch.cuda.synchronize()  # the step's allocations may still be in use
-        return replace(self._give_up(plan, launched), failed_loads=failed)
+        return self._give_up(plan, launched)
 
     def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
         self.images.evict(plan.evict)

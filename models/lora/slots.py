@@ -130,6 +130,6 @@ def read_weights(adapter: Adapter, dtype: torch.dtype, is_pinned: bool = False) 
     with safe_open(adapter.weights, framework="pt") as file:
         for target in adapter.targets:
             a, b = file.get_tensor(target.prefix + OF_A), file.get_tensor(target.prefix + OF_B).float() * target.scale
-            factors = a.to(dtype), b.to(dtype)
+            factors = a.to(dtype, copy=True), b.to(dtype)  # a view of the file would be read when it is used
             weights[target.module] = (factors[0].pin_memory(), factors[1].pin_memory()) if is_pinned else factors
     return weights

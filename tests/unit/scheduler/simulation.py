@@ -20,7 +20,7 @@ from engine.scheduler.policy import STEP_PART_WORTH_WAITING, PlannedStep
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import Limits
 from engine.scheduler.state import State as SchedulerState
-from engine.wire.adapters import AdapterRef, number_of
+from engine.wire.adapters import AdapterRead, AdapterRef, number_of
 from engine.wire.messages import (
     ON_DEVICE,
     Chunk,
@@ -63,7 +63,7 @@ def make_core(
         "step_sizes": HOPPER_STEP_SIZES,
     }
     merged = Limits(**{**defaults, **limits})
-    images, adapters = ImageDirectory(image_tokens * TOKEN_BYTES), AdapterDirectory(num_slots)
+    images, adapters = ImageDirectory(image_tokens * TOKEN_BYTES), AdapterDirectory(num_slots, num_ranks)
     state = SchedulerState(merged, BlockPool(num_blocks, block_size), images, adapters, free_rows=list(range(merged.max_num_seqs)))
     drafter = make_drafter("mtp" if merged.num_lookahead else "lookup", verify_rows) if verify_rows else None
     return SchedulerCore(state, num_ranks, 10_000, frozenset([EOS]), proposer=drafter)
@@ -317,6 +317,7 @@ class Simulation:
         self.asked: dict[tuple[int, bytes], WantedPixels] = {}  # every question of the core's
         self.open: list[WantedPixels] = []  # those without an answer
         self.answers = True
+        self.reads: list[AdapterRef] = []  # adapters that are being read
         self.give_up_rate = 0.0  # of steps that run out of memory
         self.given_up: set[int] = set()
         self.draft_rate = 0.0  # share of requests that get drafts before a step, also while results are in flight
@@ -362,6 +363,13 @@ class Simulation:
             self._check_forks(step)
             self._check_nobody_repeats(step)
         self._take()
+        self.reads += [order.adapter for order in self.core.state.slots.take_reads()]
+        if self.reads and (not self.in_flight or self.rng.random() < 0.5):
+            for _ in range(self.core._num_ranks):
+                self.core.take(AdapterRead(self.reads[0].number, True))
+            self.reads.clear()
+            if not self.in_flight:
+                return True
         while self.open and self.answers and (not self.in_flight or self.rng.random() < 0.5):
             self.answer(self.open[self.rng.randrange(len(self.open))])
             if not self.in_flight:
@@ -397,7 +405,7 @@ class Simulation:
         digest = self.sequences[wanted.rid].wire.images[wanted.index].hash
         is_bad = digest in self.bad_files
         source, error = (None, ErrorInfo(503, "")) if is_bad else (make_source(digest, "rgb"), None)
-        self.core.take_pixels(Pixels(wanted.rid, wanted.index, source, error))
+        self.core.take(Pixels(wanted.rid, wanted.index, source, error))
         self._check_state()
         self._take()
 

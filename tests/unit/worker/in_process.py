@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
-from engine.wire.adapters import AdapterRef
+from engine.wire.adapters import AdapterRead, AdapterRef
 from engine.wire.arena import Arena, create_memfd
 from engine.wire.grammar import CompiledGrammar
 from engine.wire.messages import (
@@ -55,6 +56,7 @@ from models.kernels.reference.sampling import TorchSampling
 from models.kernels.reference.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.kernels.step_sizes import StepSizes
 from models.parallel.group import TensorParallel
+from tests.eventually import HANG_GUARD_S
 from tests.unit.scheduler.simulation import Key, key_of
 
 ARENA_BYTES = 1 << 24
@@ -121,6 +123,7 @@ class Engine:
         depth: int = 1,  # plans in flight
         slots: FixedWeights | None = None,
         num_slots: int = 0,
+        adapters_read: "SimpleQueue[AdapterRead] | None" = None,  # reports of `slots`
         **limits: int | bool,
     ):
         config, spec = model.config, model.cache_spec
@@ -137,7 +140,7 @@ class Engine:
             "num_lookahead": MAX_HEAD_DRAFTS if config.text.has_head else 0,
         }
         merged = Limits(**{**defaults, **limits})
-        directory, blocks, places = ImageDirectory(image_tokens * per_token), BlockPool(num_blocks, 16), AdapterDirectory(num_slots)
+        directory, blocks, places = ImageDirectory(image_tokens * per_token), BlockPool(num_blocks, 16), AdapterDirectory(num_slots, 1)
         state = State(merged, blocks, directory, places, free_rows=list(range(merged.max_num_seqs)))
         self.core = SchedulerCore(state, 1, 100_000, frozenset(config.eos_token_ids), proposer=drafter)
         self._arena = Arena(create_memfd("test", ARENA_BYTES), ARENA_BYTES)
@@ -163,6 +166,8 @@ class Engine:
         staging, more = Staging(1 << 22, CPU), {"head": head, "slots": slots}
         self._runner = Runner(model, attention, rows, sampler, images, staging, self.graphs, self._arena, tp, **more)
         self._config, self._is_free = config, drafter is None
+        self._slots, self._adapters_read = slots, adapters_read or SimpleQueue()
+        self._num_reading, self.awaits_adapters = 0, True  # else they are read concurrently with steps, as in the product
         self._depth, self._results = depth, deque[StepResult]()
         self.tokens: dict[Key, list[int]] = {}
         self.errors: dict[int, str] = {}
@@ -208,11 +213,23 @@ class Engine:
             request.proposed = self.propose(request) if request.is_decoding else ()
         while len(self._results) < self._depth and (step := self.core.next_step()) is not None:
             self._results.append(self._runner.launch(step.plan).result())
+        for order in self.core.state.slots.take_reads():
+            self._slots.read(order)
+            self._num_reading += 1
+        if self._num_reading and (self.awaits_adapters or not self._results):
+            self.core.take(self._adapters_read.get(timeout=HANG_GUARD_S))
+            self._num_reading -= 1
+            self._take()
+            return not self.awaits_adapters or self.step()
         if not self._results:
             return False
         self.core.collect(self._results.popleft())
         for _ in self.core.state.checks():
             pass
+        self._take()
+        return True
+
+    def _take(self) -> None:
         for output in self.core.take_outputs(None, 0.0).outputs:
             key = key_of(output.rid, output.index)
             self.tokens[key] += output.token_ids
@@ -221,7 +238,6 @@ class Engine:
                 self.reports[key] = output.report
             if output.error is not None:
                 self.errors[output.rid] = output.error.message
-        return True
 
     def run(self) -> dict[Key, list[int]]:
         while self.step():

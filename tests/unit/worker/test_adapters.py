@@ -2,11 +2,15 @@
 adapter merged into the weights. Red when a slot, a cached block, an image or a graph of another adapter is used."""
 
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
 
-from engine.wire.adapters import AdapterRef
+from engine.wire.adapters import AdapterRead, AdapterRef
+from engine.worker import adapters as worker_adapters
 from engine.worker import graphs
 from engine.worker.adapters import WorkerAdapters
 from engine.worker.rows import HostStep
@@ -15,6 +19,7 @@ from models.decoders.qwen3_vl import Qwen3VL
 from models.lora.adapter import read_adapter
 from models.lora.slots import read_weights
 from models.scaffold import SHAPES, write_model_folder
+from tests.eventually import HANG_GUARD_S
 from tests.unit.models import adapters
 from tests.unit.worker.in_process import TORCH, Engine, load_model, make_picture
 from tests.unit.worker.test_graphs import SIZES
@@ -54,8 +59,9 @@ def merged(folder: Path) -> list[Qwen3VL]:
 
 def adapted(folder: Path, num_slots: int, replayed: bool = False, **limits: int) -> Engine:
     model = load_model(folder / "model")
-    found = WorkerAdapters(model, TORCH, num_slots, 2, MAX_RANK, None)
-    return Engine(model, graphs=replayed, sizes=SIZES, slots=found, num_slots=num_slots, **limits)
+    reports = SimpleQueue[AdapterRead]()
+    found = WorkerAdapters(model, TORCH, num_slots, 2, MAX_RANK, None, reports.put)
+    return Engine(model, graphs=replayed, sizes=SIZES, slots=found, num_slots=num_slots, adapters_read=reports, **limits)
 
 
 def alone(models: list[Qwen3VL], number: int, prompt: int) -> list[int]:
@@ -119,3 +125,25 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(folder: Path, m
     words = "The adapter could not be read: load it again."
     assert engine.errors == {0: words, 2: words} and refused.error is not None and refused.error.message == words
     assert (tokens[1], tokens[3]) == (alone(merged, 1, 0), alone(merged, 0, 0))
+
+
+def test_no_step_waits_for_an_adapters_files(folder: Path, merged: list[Qwen3VL], monkeypatch: pytest.MonkeyPatch) -> None:
+    is_back, read = Event(), worker_adapters.read_adapter
+
+    def slow(path: Path, *others: Any) -> object:
+        assert path.name != "2" or is_back.wait(HANG_GUARD_S)
+        return read(path, *others)
+
+    monkeypatch.setattr(worker_adapters, "read_adapter", slow)
+    engine = adapted(folder, 2)
+    engine.awaits_adapters = False
+    for rid, number in enumerate((0, 1)):
+        engine.add(rid, PROMPTS[0], max_tokens=12, adapter=ref(folder, number))
+    while len(engine.tokens[1]) < 2:
+        assert engine.step()
+    engine.add(2, PROMPTS[0], max_tokens=12, adapter=ref(folder, 2))
+    while len(engine.tokens[1]) < 12:
+        assert engine.step()
+    assert not engine.tokens[2]
+    is_back.set()
+    assert engine.run() == {number: alone(merged, number, 0) for number in (0, 1, 2)}
