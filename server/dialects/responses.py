@@ -22,7 +22,7 @@ from server.openai.format import logprobs_json
 from server.openai.media_refs import check_urls
 from server.openai.parts import FIRST, Content, RefusalPart, TextPart, ToolList
 from server.openai.schema import AnswerFormat, Effort, MessageList
-from server.openai.tools import CustomText, FunctionDefinition, FunctionName, HostedTool, Name
+from server.openai.tools import FunctionDefinition, FunctionName, HostedTool, Name, custom_text
 
 LIMITED = LIMITED_IN_DIALECTS | limits_of(
     ((), "conversation max_tokens messages previous_response_id prompt"),
@@ -225,7 +225,7 @@ class ResponseFormat(BlockFormat):
 
     def begin(self, call: Call | None) -> bytes:
         kind = KINDS[self._open]
-        self._text, self._pieces, self._logprobs = CustomText(), list[str](), list[Json]()
+        self._pieces, self._logprobs = list[str](), list[Json]()
         item = {"id": f"{kind.prefix}_{secrets.token_hex(16)}", "status": "in_progress", **kind.start}
         if call is not None:
             item |= {"call_id": call.id, **self._names.get(call.name, {"name": call.name}), kind.field: ""}
@@ -244,8 +244,7 @@ class ResponseFormat(BlockFormat):
         return "custom" if call.name in self._custom_tools else "call"
 
     def delta(self, piece: str, event: Event) -> bytes:
-        if self._open == "custom" and not (piece := self._text.push(piece)):
-            return b""
+        piece = custom_text(piece) if self._open == "custom" else piece
         self._pieces.append(piece)
         entries = logprobs_json(event.logprobs) if self._open == "text" else []
         self._logprobs += entries

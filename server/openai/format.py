@@ -9,7 +9,7 @@ from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob
 from server.errors import error_body
 from server.http.streaming import Call, Choice, Format, ReplyOptions, Usage, encode
 from server.openai.scores import scores_json
-from server.openai.tools import CustomText, custom_text
+from server.openai.tools import custom_text
 
 DONE = b"data: [DONE]\n\n"
 NO_REASONING = {"reasoning": None, "reasoning_content": None}
@@ -84,7 +84,6 @@ class ChatFormat(OpenAIFormat):
     def __init__(self, options: ReplyOptions):
         super().__init__(options)
         self._custom_tools = options.custom_tools
-        self._texts: dict[tuple[int, int], CustomText] = {}  # parsers of custom tools' calls, by choice and call
 
     def first_chunk(self, choice: Choice) -> bytes:
         delta = {"role": "assistant", "content": "", **NO_REASONING}
@@ -127,7 +126,7 @@ class ChatFormat(OpenAIFormat):
         """Return a piece of a call; only the first has its id, type and name."""
         call = choice.calls[delta.index]
         if call.name in self._custom_tools:
-            text = self._texts.setdefault((choice.index, delta.index), CustomText()).push(delta.arguments)
+            text = custom_text(delta.arguments)
             piece = {"custom": {"input": text}} if delta.name is None else _custom_json(call, text)
         else:
             piece = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)

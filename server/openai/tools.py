@@ -1,7 +1,6 @@
 """Tools and calls of chat completions: functions, custom tools, which take one text, and tools run by a vendor, which are dropped."""
 
 import json
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -95,33 +94,13 @@ class CustomTool(Strict):
         return Tool(type="function", function=function)
 
 
-MAX_HELD = 256  # characters needed to detect a text and its end
-INPUT_BEGINS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-INPUT = re.compile(r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*+')
-
-
-class CustomText:
-    """Parser of a custom tool's text from streamed arguments."""
-
-    def __init__(self) -> None:
-        self._held = ""  # undecided: before the text, or part of an escape sequence
-        self._has_begun = False
-
-    def push(self, piece: str) -> str:
-        text = self._held + piece
-        if not self._has_begun:
-            begins = INPUT_BEGINS.match(text)
-            self._has_begun = begins is not None
-            text = text[begins.end() :] if begins else text
-        end = INPUT.match(text).end() if self._has_begun else 0  # type: ignore[union-attr]  # there is always a match
-        self._held = text[end : end + MAX_HELD]
-        shown = str(json.loads(f'"{text[:end]}"', strict=False))
-        return shown.encode("utf-8", "replace").decode()  # an unpaired surrogate cannot be sent
-
-
 def custom_text(arguments: str) -> str:
-    """Return the text of complete arguments; arguments of another form are returned unchanged."""
-    return CustomText().push(arguments) if INPUT_BEGINS.match(arguments) else arguments
+    """Return the text in a custom tool's arguments; arguments of another form, such as truncated ones, are returned unchanged."""
+    try:
+        text = json.loads(arguments, strict=False)["input"]
+    except (ValueError, RecursionError, TypeError, LookupError):
+        return arguments
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else arguments  # an unpaired surrogate cannot be sent
 
 
 class HostedTool(Open):

@@ -207,7 +207,7 @@ def _finish(request: Request, answer: Answer, output: RequestOutput, text: str, 
     """Return the terminal event. Held-back text is shown unless it completes a stop string."""
     request.end(answer)
     calls = answer.text.calls
-    rest, is_stopped = answer.text.flush()
+    rest, is_stopped = answer.text.flush(is_cut=reason != "stop")
     last = output.token_ids[-1] if output.token_ids else None
     stop_token = last if reason == "stop" and last in request.submit.params.stop_token_ids else None
     stop_reason = answer.text.stop_string if is_stopped else stop_token

@@ -1,202 +1,80 @@
-"""Parser of tool calls in streamed text: text passes through, calls become deltas.
+"""Parser of tool calls in streamed text: text passes through, a call becomes its name, and its arguments when it is complete.
 
-    text ── <tool_call> ──▶ { ──▶ JSON: {"name": ..., "arguments": {...}}               (Hermes; Qwen3-VL)
-      ▲                     └──▶ XML: <function=name><parameter=x>...</parameter>...    (the coder models)
-      └──── </tool_call> ───────────────┘
+    Hermes (Qwen3-VL):        <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    XML (the coder models):   <tool_call><function=name><parameter=x>...</parameter></function></tool_call>
 
-Text decides, not ids: tokenizers differ in what is a token. Only what may begin a marker is held back, and white space before it. A marker
-within a string of the JSON is part of it.
+Text decides, not ids: tokenizers differ in what is a token. Only text that may begin a marker is held back, and white space before it. A
+marker within a string of the JSON is part of it. The time is linear in the length of the text.
 """
 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Never
 
 from engine.wire.messages import CallDelta
 from server.processor.text.detokenize import possible_start
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-ESCAPE_OR_MARK = re.compile(r'\\.|(["{}\[\]\n])', re.DOTALL)
-WHITE_SPACE = re.compile(r"\s+")
-NAME_BEGIN = re.compile(r'"name"\s*:\s*"')
-STRING_REST = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to the closing quote
-ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*$')
-STRING_OF_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*("(?:\\.|[^"\\])*")', re.DOTALL)
-WINDOW = 16  # characters of `"parameters" : `
+XML_END, VALUE_END = "</function>", "</parameter>"
+MAX_HEAD = 320  # characters of a call in which its name is sought before its end
 MAX_SPACES = 64  # spaces after a marker in a string; with more, the string continues
-XML_MARK, XML_END = "<function=", "</function>"
-FUNCTION, PARAMETER, VALUE_END = re.compile(XML_MARK), re.compile("<parameter="), re.compile("</parameter>")
-NAME_END = re.compile(r"[>\n]")
+NAME = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\\n]++|\\.)*+")|<function=([^>\n]*)>')
+MEMBER = re.compile(r'[\s,{]*+("(?:[^"\\]++|\\.)*+")\s*:\s*', re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
+STRING = re.compile(r'"(?:[^"\\\n]++|\\.)*+"', re.DOTALL)  # a raw line break in a string is invalid JSON
+OPEN_STRING = re.compile(r'"[^"\n]*\Z')
 
-Schemas = Mapping[str, Mapping[str, Any]]  # by function: types of its parameters by name
-
-
-class JsonBody:
-    """Parser of `{"name": ..., "arguments": {...}}`; arguments are passed on unchanged."""
-
-    def __init__(self) -> None:
-        self._top: list[str] = []  # pieces of the object without nested objects and arrays
-        self._end = ""  # the last WINDOW characters of `_top`, with white space collapsed
-        self._literal: list[str] | None = None  # pieces of the name's string, once it has begun
-        self._name: str | None = None
-        self._arguments: list[str] | None = None  # pieces not yet returned; None: the arguments have not begun
-        self._is_argument = False  # within the arguments
-        self._depth = 0
-        self._in_string = False
-        self._is_broken = False  # a raw line break in a string is invalid JSON: the end of strings is unknown
-        self._is_whole = False
-        self._is_name_read = False
-        self._held = ""  # a backslash whose escaped character has not arrived
-
-    def push(self, text: str) -> tuple[str | None, str]:
-        """Return the function's name when it becomes known, and the next piece of its arguments' JSON, which is empty until then."""
-        before, text, start, end = self._name, self._held + text, 0, 0
-        for mark in ESCAPE_OR_MARK.finditer(text):
-            end = mark.end()
-            if mark[1] is None or self._is_whole:
-                continue
-            if self._in_string or mark[1] in '"\n':
-                self._quote(mark[1])
-            else:
-                border = mark.start() if mark[1] in "{[" else end
-                self._keep(text[start:border])
-                self._bracket(mark[1])
-                start = border
-        self._held = "\\" if end < len(text) and text.endswith("\\") else ""
-        self._keep(text[start : len(text) - len(self._held)])
-        if self._name is None or self._arguments is None:
-            return self._name if before is None else None, ""
-        piece = "".join(self._arguments)
-        self._arguments.clear()
-        return self._name if before is None else None, piece
-
-    def is_in_string(self) -> bool:
-        """Return whether a marker at this position would be part of a string."""
-        return self._in_string and self._depth > 0 and not self._is_broken
-
-    def _quote(self, char: str) -> None:
-        self._is_broken |= self._in_string and char == "\n"
-        self._in_string ^= char == '"'
-
-    def _bracket(self, char: str) -> None:
-        self._depth += 1 if char in "{[" else -1
-        if char == "{" and self._depth == 2 and self._arguments is None and ARGUMENTS.search(self._end):
-            self._is_argument, self._arguments = True, []
-        elif self._depth == 1:
-            self._is_argument = False
-        elif self._depth == 0:
-            self._is_whole = True
-            if self._arguments is None:
-                found = STRING_OF_ARGUMENTS.search("".join(self._top))
-                self._arguments = [(found and _text_of(found[1])) or "{}"]
-
-    def _keep(self, text: str) -> None:
-        if self._is_argument:
-            assert self._arguments is not None
-            self._arguments.append(text)
-        elif self._depth < 2:
-            self._top.append(text)
-            if not self._is_name_read:
-                self._read_name(text)
-            self._end = WHITE_SPACE.sub(" ", self._end + text)[-WINDOW:]
-
-    def _read_name(self, text: str) -> None:
-        """Find the first string that is the value of a member `name`. `text` does not cut an escape sequence."""
-        if self._literal is None:
-            text = self._end + text
-            begin = NAME_BEGIN.search(text)
-            if begin is None:
-                return
-            text, self._literal = text[begin.end() :], []
-        rest = STRING_REST.match(text)
-        assert rest is not None
-        self._literal.append(rest[0])
-        if rest.end() < len(text):
-            self._is_name_read = True
-            self._name = _text_of('"' + "".join(self._literal) + '"')
+Schemas = Mapping[str, Mapping[str, Any]]  # by function: schemas of its parameters by name
 
 
-def _text_of(literal: str) -> str | None:
-    """Return the decoded JSON string, with "?" for an unpaired surrogate, or None if it is invalid."""
-    try:
-        return str(json.loads(literal)).encode("utf-8", "replace").decode()
-    except ValueError:
-        return None
+def _refuse(constant: str) -> Never:
+    raise ValueError(f"{constant} is not JSON")
 
 
-def _json_of(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isascii() or text.encode("utf-8", "replace").decode() == text else json.dumps(value)
+DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-class XmlBody:
-    """Parser of `<function=name><parameter=x>value</parameter></function>`. A value is JSON unless its schema has the type string."""
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()  # an unpaired surrogate becomes "?"
 
-    def __init__(self, schemas: Schemas):
-        self._schemas = schemas
-        self._name: str | None = None
-        self._parameter = ""  # parameter being read
-        self._until = FUNCTION  # expected marker
-        self._pieces: list[str] = []  # text before the marker
-        self._held = ""  # may be the beginning of the marker
-        self._rest: list[str] = []  # pieces of what follows the function's name, or the last parameter
-        self._num_sent = 0
 
-    def push(self, text: str) -> tuple[str | None, str]:
-        """Return the function's name when it becomes known, and more of its arguments' JSON. Each character is searched a constant number
-        of times."""
-        before, members, start, rest = self._name, [], 0, len(self._held)
-        text = self._held + text
-        while (mark := self._until.search(text, start)) is not None:
-            value = "".join((*self._pieces, text[start : mark.start()]))
-            self._pieces.clear()
-            start = mark.end()
-            if self._until is VALUE_END:
-                members.append(self._member(value.removeprefix("\n").removesuffix("\n")))
-            if self._take(mark[0], value.strip()):
-                self._rest.clear()
-                rest = start
-        keep = len(text) if self._until is NAME_END else possible_start(text, self._until.pattern)
-        self._pieces.append(text[start:keep])
-        self._held = text[keep:]
-        self._rest.append(text[rest:])
-        return self._name if before is None else None, "".join(members)
+def json_call(text: str) -> tuple[str | None, str]:
+    """Return name and arguments of a call in JSON. Arguments that are incomplete or no JSON are returned as they are."""
+    name, arguments, position = None, "", max(0, text.find("{"))
+    while (member := MEMBER.match(text, position)) is not None:
+        start = member.end()
+        try:
+            value, position = DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            value, position = None, len(text)
+        if member[1] == '"name"' and isinstance(value, str) and name is None:
+            name = _sendable(value)
+        elif member[1] in ('"arguments"', '"parameters"'):
+            arguments = _sendable(value) if isinstance(value, str) else text[start:position]
+    is_empty = arguments == "null" or (not arguments and text.rstrip().endswith("}"))
+    return name, "{}" if is_empty else arguments
 
-    def close(self, is_cut: bool) -> str:
-        """Return the rest of the JSON at the end. `is_cut`: a stop string ended the text."""
-        if self._name is None or (is_cut and not "".join(self._rest).lstrip().startswith(XML_END)):
-            return ""
-        return "}" if self._num_sent else "{}"
 
-    def _take(self, mark: str, value: str) -> bool:
-        """Continue after the expected marker with the text before it. Return whether the function's name or a parameter is complete."""
-        is_whole, seeks = False, FUNCTION if self._name is None else PARAMETER
-        if self._until in (FUNCTION, PARAMETER):
-            self._until = NAME_END
-        elif self._until is VALUE_END:
-            self._until, is_whole = PARAMETER, True
-        elif mark == "\n":  # a name cannot contain a line break
-            self._until = seeks
-        elif self._name is None:
-            self._name, self._until, is_whole = value, PARAMETER, True
-        else:
-            self._parameter, self._until = value, VALUE_END
-        return is_whole
+def xml_arguments(text: str, schemas: Mapping[str, Any], is_cut: bool) -> str:
+    """Return the arguments of a call in XML as JSON; those of a truncated call as they are. A value is JSON unless its schema has the type
+    string."""
+    members: list[str] = []
+    position = 0
+    while (parameter := PARAMETER.search(text, position)) is not None and (end := text.find(VALUE_END, parameter.end())) >= 0:
+        name, value, position = parameter[1].strip(), text[parameter.end() : end], end + len(VALUE_END)
+        members.append(f"{json.dumps(name, ensure_ascii=False)}: {_json_value(schemas.get(name), value)}")
+    return text if is_cut and XML_END not in text[position:] else "{" + ", ".join(members) + "}"
 
-    def _member(self, text: str) -> str:
-        opening = ", " if self._num_sent else "{"
-        self._num_sent += 1
-        return f"{opening}{json.dumps(self._parameter, ensure_ascii=False)}: {self._value(self._parameter, text)}"
 
-    def _value(self, parameter: str, text: str) -> str:
-        schema = self._schemas.get(self._name or "", {}).get(parameter)
-        if not (isinstance(schema, dict) and schema.get("type") == "string"):
-            try:
-                return _json_of(json.loads(text))
-            except (ValueError, RecursionError):  # invalid JSON, or nested too deeply
-                pass
-        return json.dumps(text, ensure_ascii=False)
+def _json_value(schema: object, text: str) -> str:
+    if not (isinstance(schema, dict) and schema.get("type") == "string"):
+        try:
+            DECODER.decode(text)
+            return text.strip()
+        except (ValueError, RecursionError):  # invalid JSON, or nested too deeply
+            pass
+    return json.dumps(text.removeprefix("\n").removesuffix("\n"), ensure_ascii=False)
 
 
 class CallSplitter:
@@ -209,13 +87,17 @@ class CallSplitter:
         self._spaces: list[str] = []  # white space before `_held`, which is not shown before a call
         self._shown = ""  # text to return
         self._deltas: list[CallDelta] = []  # deltas to return
-        self._body: JsonBody | XmlBody | None = None
         self.is_inside = False  # a call has begun and not ended
-        self._raw: list[str] = []  # text of the call so far, to be shown if it turns out not to be a call
-        self._begin = ""  # start of the call, until its notation is known
         self._is_after_call = False  # then white space is not shown
-        self._has_name = False
         self.num_calls = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pieces: list[str] = []  # of the call
+        self._head = ""  # its first characters, without white space before it
+        self._name: str | None = None
+        self._unread: list[str] = []  # pieces since the last search for strings
+        self._is_in_string = False  # at that time
 
     def push(self, text: str) -> tuple[str, list[CallDelta], bool]:
         """Return the text to show, deltas of calls, and whether the answer ends here."""
@@ -229,17 +111,16 @@ class CallSplitter:
         return *self._take(), is_done
 
     def flush(self, is_cut: bool = False) -> tuple[str, list[CallDelta]]:
-        """Return the rest at the end of the text or at a stop string (`is_cut`)."""
+        """Return the rest at the end of the text, at a stop string or at the token limit (`is_cut`)."""
         held, self._held = self._held, ""
         if not self.is_inside:
             self._shown += "".join((*self._spaces, held))
             self._spaces.clear()
+        elif held.startswith(CLOSE):
+            self._end_call(held, is_cut)
         else:
-            if held.startswith(CLOSE):
-                self._raw.append(held)
-            else:
-                self._feed(held)
-            self._end_call(is_cut)
+            self._feed(held)
+            self._end_call("", is_cut)
         return self._take()
 
     def _take(self) -> tuple[str, list[CallDelta]]:
@@ -259,8 +140,8 @@ class CallSplitter:
             self._spaces.clear()
         if begins:
             self._spaces.clear()
-            self._held, self._raw, self._begin = rest, [OPEN], ""
-            self.is_inside, self._has_name, self._body = True, False, None
+            self._held, self.is_inside = rest, True
+            self._begin()
         else:
             self._spaces.append(held[len(shown) : end])
             self._held = held[end:]
@@ -275,7 +156,7 @@ class CallSplitter:
         if found < 0:
             return False
         rest = self._held[len(CLOSE) :]
-        if isinstance(self._body, JsonBody) and self._body.is_in_string():
+        if self._ends_in_string():
             if len(rest) <= MAX_SPACES and not rest.strip(" "):
                 return False  # strings do not continue after a line break or the end
             if not rest.lstrip(" ").startswith("\n"):
@@ -283,30 +164,34 @@ class CallSplitter:
                 self._feed(CLOSE)
                 return True
         self._held = rest
-        self._raw.append(CLOSE)
-        self._end_call()
+        self._end_call(CLOSE)
         return True
 
-    def _feed(self, text: str) -> None:
-        self._raw.append(text)
-        if self._body is None:
-            text = self._begin = (self._begin + text).lstrip()
-            if XML_MARK.startswith(text):
-                return
-            self._body = XmlBody(self._schemas) if text.startswith(XML_MARK) else JsonBody()
-        name, arguments = self._body.push(text)
-        if name is not None:
-            self._has_name = True
-        if name is not None or arguments:
-            self._deltas.append(CallDelta(self.num_calls, arguments, name))
+    def _ends_in_string(self) -> bool:
+        text = STRING.sub("", '"' * self._is_in_string + "".join(self._unread))
+        self._unread.clear()
+        self._is_in_string = self._head.startswith("{") and OPEN_STRING.search(text) is not None
+        return self._is_in_string
 
-    def _end_call(self, is_cut: bool = False) -> None:
-        rest = self._body.close(is_cut) if isinstance(self._body, XmlBody) else ""
+    def _feed(self, text: str) -> None:
+        self._pieces.append(text)
+        self._unread.append(text)
+        if self._name is None and len(self._head) < MAX_HEAD:
+            self._head = (self._head + text).lstrip()[:MAX_HEAD]
+            if (found := NAME.match(self._head)) is not None:
+                self._name = json_call(found[0])[0] if found[1] else found[2].strip()
+                self._deltas += () if self._name is None else (CallDelta(self.num_calls, "", self._name),)
+
+    def _end_call(self, marker: str, is_cut: bool = False) -> None:
+        text, name = "".join(self._pieces), self._name
+        if self._head.startswith("<") and name is not None:
+            arguments = xml_arguments(text.partition(">")[2], self._schemas.get(name, {}), is_cut)
+        else:
+            name, arguments = json_call(text)
         self.is_inside = False
-        if self._has_name:
-            if rest:
-                self._deltas.append(CallDelta(self.num_calls, rest))
+        if name is None:
+            self._shown += OPEN + text + marker
+        else:
+            self._deltas.append(CallDelta(self.num_calls, arguments, name if self._name is None else None))
             self.num_calls += 1
             self._is_after_call = True
-        else:
-            self._shown += "".join(self._raw)

@@ -98,21 +98,21 @@ class OutputText:
             self._is_after_marker = not text
         return self._split(*self._stops.push(text))
 
-    def flush(self) -> tuple[str, bool]:
-        """Return held-back text at the end, and whether it completes a stop string."""
-        return self._split(*self._end_part(), is_end=True)
+    def flush(self, is_cut: bool = False) -> tuple[str, bool]:
+        """Return held-back text at the end, and whether it completes a stop string. `is_cut`: the token limit ended the text."""
+        return self._split(*self._end_part(), is_end=True, is_cut=is_cut)
 
     def _end_part(self) -> tuple[str, bool]:
         text, is_stopped = self._stops.push(self._detokenizer.flush())
         return (text, True) if is_stopped else (text + self._stops.flush(), False)
 
-    def _split(self, text: str, is_stopped: bool, is_end: bool = False) -> tuple[str, bool]:
+    def _split(self, text: str, is_stopped: bool, is_end: bool = False, is_cut: bool = False) -> tuple[str, bool]:
         """Extract calls. Only a call may continue from the reasoning into the content."""
         splitter = self._splitter
         if splitter is None:
             return text, is_stopped
         shown, self.calls, is_done = splitter.push(text)
         if is_stopped or is_end:
-            rest, calls = splitter.flush(is_cut=is_stopped)
+            rest, calls = splitter.flush(is_cut=is_stopped or is_cut)
             shown, self.calls = shown + rest, self.calls + calls
         return shown, is_stopped or is_done

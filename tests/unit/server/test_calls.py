@@ -1,4 +1,4 @@
-"""Tool calls out of a scripted text, however it is cut into pieces: nothing is lost, shown twice, or held back until its end."""
+"""Tool calls out of a scripted text, however it is cut into pieces: nothing is lost or shown twice."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.wire.messages import CallDelta
 from server.processor.text import calls
-from server.processor.text.calls import CLOSE, CallSplitter, JsonBody, XmlBody
+from server.processor.text.calls import CLOSE, MAX_HEAD, CallSplitter
 
 SCHEMAS = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}, "code": {"type": "string"}}}
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln \\"}{\\" 🌧", "days": [1, {"a": null}]}}\n</tool_call>'
@@ -96,15 +96,39 @@ def test_every_cut_gives_the_same() -> None:
             assert (said, calls_of(deltas)) == (shown, expected), (name, pieces)
 
 
-def test_arguments_do_not_wait_for_the_end() -> None:
-    splitter = CallSplitter(SCHEMAS, False)
-    assert splitter.push("Hello")[0] == "Hello"
-    assert splitter.push(" there <b>")[0] == " there <b>"
-    (begin,) = splitter.push('<tool_call>{"name": "f", "arguments": {"text": "once')[1]
-    assert (begin.name, begin.arguments) == ("f", '{"text": "once')
-    for word in (" upon", " a", " time"):
-        assert [delta.arguments for delta in splitter.push(word)[1]] == [word]
-    assert [delta.arguments for delta in splitter.push('"}}</tool_call>')[1]] == ['"}']
+def test_the_name_does_not_wait_for_the_arguments() -> None:
+    """The arguments come once, when they are complete."""
+    for text, arguments in ((HERMES, ARGUMENTS), (XML, XML_ARGUMENTS)):
+        splitter, found = CallSplitter(SCHEMAS, False), list[tuple[int, CallDelta]]()
+        assert splitter.push("Hello")[0] == "Hello" and splitter.push(" there <b>")[0] == " there <b>"
+        for number, char in enumerate(text, 1):
+            found += [(number, delta) for delta in splitter.push(char)[1]]
+        (begin, name), (end, rest) = found
+        assert begin < 35 and name == CallDelta(0, "", "weather")
+        assert end == len(text) and rest.name is None and json.loads(rest.arguments) == arguments
+
+
+def test_a_cut_call_shows_its_raw_text() -> None:
+    """`max_tokens` or a stop string has ended the text. Arguments that are complete are a call."""
+    whole = ((HERMES, ARGUMENTS), (HERMES[:-14], ARGUMENTS), (XML[:-13], XML_ARGUMENTS))
+    cut = (HERMES[:60], HERMES[:60].partition('"arguments": ')[2]), (HERMES[:40], ""), (XML[:70], XML[:70].partition("weather>")[2])
+    for text, expected in (*whole, *cut, ('<tool_call>{"name": "f", "arguments": {"a": NaN', '{"a": NaN')):
+        splitter = CallSplitter(SCHEMAS, False)
+        arguments = calls_text([*splitter.push(text)[1], *splitter.flush(is_cut=True)[1]])
+        assert (arguments if isinstance(expected, str) else json.loads(arguments)) == expected, text
+
+
+def test_values_in_xml_are_json() -> None:
+    """Red if arguments contain `Infinity`, which no JSON parser of a client must accept."""
+    for value, expected in (("NaN", "NaN"), ("-Infinity", "-Infinity"), ('[1, "a"]', [1, "a"]), ("1" * 31, int("1" * 31)), ("1e999", "")):
+        text = f"<tool_call><function=f><parameter=x>{value}</parameter></function></tool_call>"
+        arguments = calls_text(CallSplitter({}, False).push(text)[1])
+        assert "Infinity" not in arguments.replace('"-Infinity"', "")
+        assert arguments == '{"x": 1e999}' if value == "1e999" else json.loads(arguments) == {"x": expected}
+
+
+def calls_text(deltas: list[CallDelta]) -> str:
+    return "".join(delta.arguments for delta in deltas)
 
 
 def test_a_string_that_is_no_json_hides_no_marker() -> None:
@@ -147,14 +171,6 @@ WORDS = [
 CUTS = st.lists(st.integers(0, 400), max_size=10)
 
 
-def read_body(body: JsonBody | XmlBody, pieces: Iterator[str]) -> tuple[str | None, str]:
-    """The name, which must come once, and the arguments."""
-    found = [body.push(piece) for piece in pieces]
-    names = [name for name, _ in found if name is not None]
-    assert len(names) < 2
-    return (names[0] if names else None), "".join(arguments for _, arguments in found)
-
-
 @given(st.lists(st.sampled_from([*WORDS, "<tool_call>", "</tool_call>", "<tool_call>\n<function=f>", "<tool", "\n\n"]), max_size=40), CUTS)
 def test_cuts_make_no_difference(words: list[str], cuts: list[int]) -> None:
     text = "".join(words)
@@ -187,13 +203,10 @@ class Counting:
         Counting.examined += (match.end() if match else len(text)) - start
         return match
 
-    def match(self, text: str) -> re.Match[str] | None:
-        Counting.examined += len(text)
-        return self._pattern.match(text)
-
-    def finditer(self, text: str) -> Iterator[re.Match[str]]:
-        Counting.examined += len(text)
-        return self._pattern.finditer(text)
+    def match(self, text: str, start: int = 0) -> re.Match[str] | None:
+        match = self._pattern.match(text, start)
+        Counting.examined += (match.end() if match else len(text)) - start
+        return match
 
     def sub(self, new: str, text: str) -> str:
         Counting.examined += len(text)
@@ -231,8 +244,6 @@ def strings_in(value: Any) -> Iterator[int]:
     for kept in vars(value).values():
         if isinstance(kept, str):
             yield len(kept)
-        elif isinstance(kept, JsonBody | XmlBody):
-            yield from strings_in(kept)
 
 
 def test_each_character_is_examined_a_constant_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +254,9 @@ def test_each_character_is_examined_a_constant_number_of_times(monkeypatch: pyte
         splitter, Counting.examined = CallSplitter(CITY, is_single=False), 0
         for piece in pieces:
             splitter.push(piece)
-            assert max(strings_in(splitter)) <= 128, f"{name}: what is kept in one string is copied with each token"
+            assert max(strings_in(splitter)) <= MAX_HEAD, f"{name}: what is kept in one string is copied with each token"
         splitter.flush()
-        assert Counting.examined <= MAX_PER_CHARACTER * sum(map(len, pieces)), name
+        assert Counting.examined <= MAX_PER_CHARACTER * sum(map(len, pieces)) + MAX_HEAD**2 / 2, name
 
 
 def test_odd_json_does_not_end_the_processor() -> None:
@@ -258,8 +269,3 @@ def test_odd_json_does_not_end_the_processor() -> None:
         deltas = CallSplitter({}, is_single=False).push(f"<tool_call>{text}</tool_call>")[1]
         msgspec.msgpack.encode(deltas)
         assert (deltas[0].name, json.loads("".join(delta.arguments for delta in deltas))) == (name, arguments)
-
-
-def test_a_function_without_a_name_is_named_once() -> None:
-    assert read_body(XmlBody({}), iter("<function=><parameter=x>1</parameter>"))[0] == ""
-    assert read_body(JsonBody(), iter('{"name": "", "arguments": {"x": 1}}'))[0] == ""

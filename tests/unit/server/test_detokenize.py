@@ -20,8 +20,7 @@ from engine.wire.reports import PromptLogprobs
 from engine.wire.stats import Stages
 from server.dialects.generate import GenerateFormat, GenerateRequest
 from server.http.streaming import Choice, ReplyOptions
-from server.openai import tools
-from server.openai.tools import CustomText
+from server.openai.tools import custom_text
 from server.processor.media.allocator import RegionAllocator
 from server.processor.output import Output
 from server.processor.request import Answer, Request
@@ -139,17 +138,9 @@ def test_streams_that_repeat_the_answer_take_linear_time() -> None:
     assert double < 2.5 * size
 
 
-def test_arguments_of_another_form_are_not_kept() -> None:
-    for begin in ('{"other": "', '{"input": "x", "other": "', "{" + " " * 1000):
-        text = CustomText()
-        for piece in [begin, *["word "] * LENGTH]:
-            text.push(piece)
-            assert len(text._held) <= tools.MAX_HELD
-
-
-def test_half_a_surrogate_pair_in_a_custom_call() -> None:
-    text = CustomText()
-    assert "".join(text.push(piece) for piece in ('{"input": "a\\ud8', '00\\u0041b"}')) == "a?Ab"
+def test_texts_of_custom_calls() -> None:
+    for arguments, text in ((r'{"input": "a\ud800\u0041b"}', "a?Ab"), ('{"input": "a',) * 2, ("[1]",) * 2, ('{"input": 1}',) * 2):
+        assert custom_text(arguments) == text
 
 
 def test_white_space_at_the_end_of_a_prompt(tokenizer: Tokenizer, table: TokenTable) -> None:

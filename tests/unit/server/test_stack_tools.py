@@ -59,15 +59,15 @@ def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tok
     assert cut["finish_reason"] == "length" and cut["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
-def test_one_chunk_per_token_and_ids_once(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Each delta has an index; id, type and name come with a call's first delta only."""
+def test_a_call_is_two_deltas(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Id, type and name come when the name is known, the arguments when they are complete."""
     say(stack, tokenizer, f"Well. {CALL}{CALL}")
     chunks: list[Any] = chunks_of(stack.chat("x", stream=True, tools=TOOLS).text)
     for index in range(2):
         calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", []) if call["index"] == index]
         assert calls[0].keys() == {"index", "id", "type", "function"} and calls[0]["function"]["name"] == "weather"
         assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in calls[1:])
-        assert json.loads("".join(call["function"]["arguments"] for call in calls)) == ARGUMENTS and len(calls) > 6
+        assert json.loads("".join(call["function"]["arguments"] for call in calls)) == ARGUMENTS and len(calls) == 2
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "Well."
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     shown = [chunk["choices"][0]["delta"] for chunk in chunks[1:-1]]
