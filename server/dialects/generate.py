@@ -194,7 +194,7 @@ class Native:
             DescribedRoute("/get_model_info", self.model_info),
             DescribedRoute("/model_info", self.model_info),
             DescribedRoute("/get_server_info", self.server_info),
-            BodyRoute("/abort_request", Command(self.abort_request), response_class=Response),
+            BodyRoute("/abort_request", Command(self.abort_request, passes_keys=True), response_class=Response),
         ]
 
     async def model_info(self) -> Json:
@@ -210,10 +210,11 @@ class Native:
         state |= {"num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}
         return {**await self.model_info(), "version": VERSION, "max_total_num_tokens": stats.max_model_len, "internal_states": [state]}
 
-    async def abort_request(self, asked: AbortRequest) -> Response:
-        """Abort the requests with this `rid`, or all requests."""
+    async def abort_request(self, asked: AbortRequest, keys: bytes) -> Response:
+        """Abort the client's own requests: that with this `rid`, or all."""
         client = self._service.client
-        streams = [stream for stream in client.replies if asked.abort_all or (asked.rid and stream.name == asked.rid)]
+        own = [stream for stream in client.replies if stream.owner == keys]
+        streams = [stream for stream in own if asked.abort_all or (asked.rid and stream.name == asked.rid)]
         for rid, index in [answer for stream in streams for answer in stream.open]:
             client.send(Abort(rid, index=index))
             client.dispatch(Events([Event(rid, finish_reason="abort", index=index)]))

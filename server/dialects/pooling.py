@@ -20,6 +20,7 @@ from engine.wire.messages import ChatPrompt, Event
 from engine.wire.params import OutputOptions, SamplingParams, TokenCount
 from engine.wire.reports import Numbers
 from server.http.body import Body
+from server.http.client import check_prompts_bytes
 from server.http.reply import GatheredReply
 from server.http.streaming import encode
 from server.http.validate import OneOf, Strict, bad_value
@@ -97,10 +98,13 @@ class PoolingEndpoint(Endpoint):
         )  # fmt: skip
         reply = functools.partial(GatheredReply, show=functools.partial(self._answer, request))
         job = Job(request=request, submits=submits, reply=reply)
+        num_bytes = 0
         for submit, prompt in zip(submits, prompts, strict=True):
             if not isinstance(prompt[0], int):
                 messages, submit.media = read_conversation(request, prompt, body)
                 submit.prompt = ChatPrompt(msgspec.json.encode(messages))
+                num_bytes += len(submit.prompt.messages)
+                check_prompts_bytes(num_bytes if len(prompts) > 1 else 0)
         return job
 
     def _answer(self, request: PoolingRequest, events: list[Event]) -> Response:

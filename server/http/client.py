@@ -22,14 +22,23 @@ HEARTBEAT_STALE_S = 7.0
 NUM_ENDS = 64
 MAX_RETRY_S = 60
 MAX_UNREAD_EVENTS = 1 << 18  # a few hundred bytes each
+MAX_PROMPTS_BYTES = 16 << 20  # of a request's prompts, each with its copy of the text that they share
+
+
+def check_prompts_bytes(num_bytes: int) -> None:
+    """Raise RequestError 413 if the prompts of a list, of which each has its copy of shared text, exceed MAX_PROMPTS_BYTES."""
+    if num_bytes > MAX_PROMPTS_BYTES:
+        words = f"The prompts of this request, each with the text that they share, exceed {MAX_PROMPTS_BYTES >> 20} MiB."
+        raise RequestError(413, f"{words} Send several requests.")
 
 
 class Stream:
     """Events of one client's choices, in order; the last event of a choice is terminal. The engine identifies a choice by (rid, index), the
     client by a number."""
 
-    def __init__(self, answers: list[tuple[int, int]], name: str | None = None):
+    def __init__(self, answers: list[tuple[int, int]], name: str | None = None, owner: bytes = b""):
         self.name = name  # given by the client
+        self.owner = owner  # the client's key
         self.choices = {answer: number for number, answer in enumerate(answers)}
         self.open = set(answers)  # without a terminal event yet
         self._events: list[Event] = []
@@ -136,13 +145,22 @@ class Client:
         finally:
             self.num_reading -= 1
 
-    def submit(self, messages: list[Submit], name: str | None = None) -> Stream:
-        """Send one client's requests. RequestError as in `check_open`; the caller then still owns the body."""
+    def submit(self, messages: list[Submit], name: str | None = None, owner: bytes = b"") -> Stream:
+        """Send one client's requests. RequestError as in `check_open` and `check_prompts_bytes`, or 400; the caller then still owns the
+        body."""
         self.check_open()
-        stream = Stream([(message.rid, index) for message in messages for index in range(message.n)], name)
-        self.replies.add(stream)
+        encoded, num_bytes = [], 0
         for message in messages:
-            self._outbox.send(message)
+            try:
+                encoded.append(msgspec.msgpack.encode(message))
+            except OverflowError:
+                raise RequestError(400, "An integer of this request does not fit in 64 bits.", code="invalid_value") from None
+            num_bytes += len(encoded[-1])
+            check_prompts_bytes(num_bytes if len(messages) > 1 else 0)
+        stream = Stream([(message.rid, index) for message in messages for index in range(message.n)], name, owner)
+        self.replies.add(stream)
+        for message, data in zip(messages, encoded, strict=True):
+            self._outbox.send_bytes(data)
             if message.body is not None:
                 self._num_readers[message.body] += 1
             self._streams[message.rid] = stream

@@ -42,7 +42,9 @@ def address_of(scope: Scope) -> str:
 
 
 def credentials_of(scope: Scope) -> bytes:
-    return b"\0".join(value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
+    """Return the client's keys, in whichever header they are."""
+    values = (value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
+    return b"\0".join(value[7:] if value[:7].lower() == b"bearer " else value for value in values)
 
 
 def error_response(info: ErrorInfo, scope: Scope) -> Response:

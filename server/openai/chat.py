@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from engine.wire.messages import ChatPrompt, Event, Submit
 from engine.wire.params import Temperature, TopP
 from server.http.body import Body
+from server.http.client import check_prompts_bytes
 from server.http.scan import Scanner
 from server.http.streaming import encode
 from server.http.validate import Open, bad_value, check
@@ -118,9 +119,11 @@ class BatchChatEndpoint(ChatEndpoint):
         conversations = value.get("messages")
         if not isinstance(conversations, list) or not 1 <= len(conversations) <= MAX_PROMPTS:
             raise bad_value("messages", f"must be a list of 1 to {MAX_PROMPTS} conversations")
-        first, *others = [super(BatchChatEndpoint, self).read({**value, "messages": messages}, body) for messages in conversations]
-        for job in others:
-            submit = job.submits[0]
+        first, num_bytes = super().read({**value, "messages": conversations[0]}, body), 0
+        for messages in conversations[1:]:
+            submit = super().read({**value, "messages": messages}, body).submits[0]
+            num_bytes += len(msgspec.msgpack.encode(submit))
+            check_prompts_bytes(num_bytes)
             submit.rid = body.new_rid()
             first.submits.append(submit)
         _vary_seeds(first.submits, value.get("seed"))

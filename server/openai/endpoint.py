@@ -149,7 +149,7 @@ class Endpoint(ABC):
                 submit.client = body.client
                 submit.deadline = body.received + min(limits) if limits else None
                 submit.body = body.region.offset if is_needed else None  # released by the last one
-            stream = service.client.submit(job.submits, job.request.rid)
+            stream = service.client.submit(job.submits, job.request.rid, body.credentials)
             if is_needed:
                 undo.pop_all()  # from now on the processor releases the body
         return job.reply(

@@ -21,6 +21,7 @@ from server.dialects.generate import Native
 from server.dialects.updates import WeightUpdates
 from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
+from server.http.client import MAX_PROMPTS_BYTES
 from server.http.connection import HEAD_SECONDS, MAX_HEAD_BYTES
 from server.http.validate import MAX_VALUES
 from server.openai import parts, schema
@@ -171,6 +172,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     expected = {
         "body": f"{config.max_body_bytes >> 20} MiB",
         "JSON of a body, without images": f"{MAX_TEXT_BYTES >> 20} MiB",
+        "prompts of a list (documents, inputs, conversations), each with the text that they share": f"{MAX_PROMPTS_BYTES >> 20} MiB",
         "lists, objects and members in it": f"{MAX_VALUES:,}",
         "head of a request, its URL included": f"{MAX_HEAD_BYTES >> 10} KiB, checked after each read; {HEAD_SECONDS:.0f} s",
         "connections; a pause between two requests": f"{config.max_connections:,}; {config.idle_timeout} s",

@@ -108,7 +108,7 @@ class PromptBuilder:
         """Return the conversation with at most `limit` tokens of the text that ends it."""
         messages = msgspec.json.decode(prompt.messages)
         content = messages[-1]["content"]
-        part, name = (messages[-1], "content") if isinstance(content, str) else (content[-1], "text")
+        part, name = (messages[-1], "content") if isinstance(content, str) else ((content or [{}])[-1], "text")
         encoding = self._literal.encode(part.get(name, ""), add_special_tokens=False)
         if len(encoding.ids) <= limit:
             return prompt

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import httptools
 import httpx
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.launch.child import Child, Runtime
@@ -298,6 +299,9 @@ class ServedApi(HttpServer):
         self.app = self.api.build()
         self.http = client_of(self.app)
         super().__init__(self.app, config)
+
+    def send_bytes(self, data: bytes) -> None:
+        self.send(msgspec.msgpack.decode(data, type=Submit))
 
     def send(self, message: ToProcessor) -> None:
         """The processor gets a message."""

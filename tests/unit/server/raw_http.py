@@ -65,8 +65,8 @@ def head_of(length: int, path: str = "/v1/chat/completions") -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-def request_of(body: bytes) -> bytes:
-    return head_of(len(body)) + body
+def request_of(body: bytes, path: str = "/v1/chat/completions") -> bytes:
+    return head_of(len(body), path) + body
 
 
 def packets(data: bytes, size: int = 1 << 18) -> list[bytes]:

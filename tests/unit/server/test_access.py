@@ -20,7 +20,7 @@ from server.http import client as client_module
 from server.http.client import Client
 from server.openai.endpoint import LARGE_JSON_BYTES
 from server.openai.status import Status
-from tests.unit.server.in_process import client_of, serving, settle, virtual
+from tests.unit.server.in_process import client_of, hold, serving, settle, virtual
 from tests.unit.server.raw_http import request_of, text_body
 from tests.unit.server.stack import Stack
 
@@ -174,3 +174,30 @@ async def test_a_large_request_does_not_take_the_seed_of_a_later_one(model_folde
         assert [wire.statuses for wire in wires] == [[200], [200]]
     expected = random.Random(1)
     assert [submit.params.seed for submit in reversed(api.submits)] == [expected.getrandbits(63) for _ in range(2)]
+
+
+@virtual
+async def test_a_key_ends_its_own_requests_only(model_folder: Path, tmp_path: Path) -> None:
+    """`abort_all` of one key ended the streams of all others."""
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    with serving(model_folder, api_key_file=str(tmp_path / "keys")) as api:
+        api.script = hold
+
+        def keyed(header: bytes, body: bytes, path: str) -> bytes:
+            return request_of(body, path).replace(b"Host", header + b"\r\nHost", 1)
+
+        wires = [await api.ask(keyed(b"X-Api-Key: " + key, text_body(rid="r"), "/v1/chat/completions")) for key in (b"one", b"two")]
+        for body, num_ended in ((b'{"rid": "r"}', [0, 1]), (b'{"abort_all": true}', [0, 1])):
+            assert (await api.ask(keyed(b"Authorization: Bearer two", body, "/abort_request"))).statuses == [200]
+            assert [len(wire.answers) for wire in wires] == num_ended
+        wires[0].leave()
+        await settle()
+
+
+@virtual
+async def test_a_request_that_cannot_be_encoded_leaves_no_stream(model_folder: Path) -> None:
+    """An open stream made every later drain wait for its full time."""
+    with serving(model_folder) as api:
+        ((status, error),) = (await api.ask(request_of(text_body(chat_template_kwargs={"x": 10**30})))).answers
+        assert status == 400 and json.loads(error)["error"]["code"] == "invalid_value"
+        assert not api.client.num_streams and not api.client.replies and not api.submits

@@ -17,6 +17,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from engine.launch.config import EngineConfig
 from engine.wire.messages import Event, Submit
+from engine.wire.params import OutputOptions, SamplingParams
+from engine.wire.stats import Stages
 from server.http import client as client_module
 from server.http.client import Client
 from server.http.connection import HEAD_SECONDS, LINGER_S, MAX_HEAD_BYTES, NUM_RESERVED, LimitedProtocol, connection_limit
@@ -338,9 +340,9 @@ def test_streams_of_a_process_that_are_not_read(stack: Stack) -> None:
 
 def test_unread_events_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "MAX_UNREAD_EVENTS", 100)
-    client = Client(cast(Any, SimpleNamespace(send=lambda _: None)), cast(Any, None), 10)
+    client = Client(cast(Any, SimpleNamespace(send_bytes=lambda _: None)), cast(Any, None), 10)
     client.check_open = lambda: None
-    streams = [client.submit([cast(Submit, SimpleNamespace(rid=rid, n=1, body=None))]) for rid in range(4)]
+    streams = [client.submit([Submit(rid, "x", [], SamplingParams(), OutputOptions(), Stages())]) for rid in range(4)]
     for stream, count in zip(streams, (40, 20, 30, 45), strict=True):
         for _ in range(count):
             stream.push(Event(streams.index(stream), num_tokens=1))

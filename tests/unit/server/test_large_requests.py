@@ -5,6 +5,7 @@ import functools
 import json
 import threading
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,6 +28,8 @@ from server.http.validate import MAX_VALUES, check, read_object
 from server.openai.schema import MAX_IDS, DetokenizeRequest
 from server.processor.text.detokenize import NUM_AT_ONCE, TokenTable
 from server.processor.text.prompt import PromptBuilder
+from tests.unit.server.in_process import MIB, hold, serving, settle, virtual
+from tests.unit.server.raw_http import packets, request_of
 from tests.unit.server.stack import Stack
 
 MESSAGES = b'{"messages": [{"role": "user", "content": "x"}], "ignored": %s}'
@@ -61,6 +64,40 @@ def test_the_largest_requests_that_are_meant_are_read() -> None:
     properties = {f"p{i}": {"type": "string", "description": "x"} for i in range(15)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
     assert read_object(json.dumps({"tools": [tool] * 1024}).encode())
+
+
+LONG = "x" * MIB
+LISTS: dict[str, dict[str, Any]] = {
+    "/rerank": {"query": LONG, "documents": ["x"] * 1000},
+    "/score": {"text_1": {"content": [{"type": "text", "text": LONG}]}, "text_2": ["x"] * 1000},
+    "/v1/embeddings": {"input": ["x"] * 1000, "instruction": LONG},
+    "/v1/chat/completions/batch": {
+        "messages": [[{"role": "user", "content": "x"}]] * 128,
+        "prediction": {"type": "content", "content": LONG},
+    },
+    "/v1/completions": {"prompt": ["x"] * 128, "prediction": {"type": "content", "content": LONG}},
+    "/generate": {"text": ["x"] * 128, "regex": "(" + LONG + ")"},
+}
+
+
+@virtual
+async def test_text_that_prompts_share_counts_for_each(model_folder: Path) -> None:
+    """Fails if the copies of a shared text are made before they are counted: 1,000 of 1 MiB stopped all streams."""
+    with serving(model_folder) as api:
+        api.script = hold
+        for path, fields in LISTS.items():
+            tracemalloc.start()
+            wire = await api.ask(*packets(request_of(json.dumps(fields).encode(), path)))
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            ((status, error),) = wire.answers
+            assert status == 413 and b"exceed 16 MiB" in error and not api.submits, path
+            assert peak < 100 * MIB, path
+        many = {"query": "x" * 1000, "documents": ["x" * 4000] * 1000}
+        wire = await api.ask(*packets(request_of(json.dumps(many).encode(), "/rerank")))
+        assert len(api.submits) == 1000
+        wire.leave()
+        await settle()
 
 
 def test_what_clients_wrote_is_not_kept() -> None:
