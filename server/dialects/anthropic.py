@@ -217,6 +217,8 @@ def _part(block: Any, name: str, scanner: Scanner) -> dict[str, Any]:
 
 
 class MessageFormat(BlockFormat):
+    ping = named_event("ping")
+
     def __init__(self, options: ReplyOptions):
         self._head = {"id": f"msg_{secrets.token_hex(16)}", "type": "message", "role": "assistant", "model": options.model}
         self._warnings = {"warnings": options.warnings} if options.warnings else {}

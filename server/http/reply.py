@@ -29,6 +29,7 @@ SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-
 LARGE_LOGPROBS = 1024  # documents with more are serialised in a thread
 LARGE_NUMBERS = 1 << 14  # the same limit for numbers, and for characters of a text
 WRITE_S = 5
+PING_S = 10  # without a chunk
 CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
 
 
@@ -116,6 +117,7 @@ class Reply(Answer):
         self._metrics.note_response(200)
         self._has_status = True
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        loop, quiet_until = asyncio.get_running_loop(), 0.0
         while True:
             error = next((event.error for event in events if event.error is not None), None)
             chunks: list[bytes] = []
@@ -134,10 +136,19 @@ class Reply(Answer):
                 chunks.append(self._format.error_chunk(error))
             elif is_last:
                 chunks.append(self._format.end(self._total(), self._extra()))
-            await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": not is_last})
+            body = b"".join(chunks)
+            if not body and loop.time() >= quiet_until:
+                body = self._format.ping
+            if body or is_last:
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                quiet_until = loop.time() + PING_S
             if is_last:
                 return
-            events = await self._stream.next()
+            try:
+                async with asyncio.timeout_at(quiet_until):
+                    events = await self._stream.next()
+            except TimeoutError:
+                events = []
 
     def _append_chunks(self, chunks: list[bytes], event: Event) -> None:
         choice = self._choices[event.rid, event.index]

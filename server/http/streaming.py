@@ -158,6 +158,8 @@ class ReplyOptions:
 class Format(ABC):
     """Serialisation of an answer. Methods that return bytes return complete SSE messages or the whole document."""
 
+    ping = b": ping\n\n"  # keeps an idle connection open
+
     @abstractmethod
     def first_chunk(self, choice: Choice) -> bytes:
         """Return the chunk before the first token."""

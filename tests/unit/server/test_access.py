@@ -1,6 +1,7 @@
 """Who gets in, what probes are told, how long a request may take, and which seed it gets."""
 
 import asyncio
+import itertools
 import json
 import random
 import resource
@@ -21,7 +22,7 @@ from server.http.client import Client
 from server.openai.endpoint import LARGE_JSON_BYTES
 from server.openai.status import Status
 from tests.unit.server.in_process import client_of, hold, serving, settle, virtual
-from tests.unit.server.raw_http import request_of, text_body
+from tests.unit.server.raw_http import head_of, request_of, text_body
 from tests.unit.server.stack import Stack
 
 
@@ -134,6 +135,26 @@ async def test_the_field_and_the_flag_become_the_deadline(model_folder: Path) ->
             assert all(json.loads(text)["error"]["param"] == "timeout" for _, text in wire.answers[1:])
             (submit,) = api.submits
             assert submit.deadline == (None if expected is None else submit.stages.received + expected)
+
+
+@virtual
+async def test_a_stream_without_chunks_sends_pings(model_folder: Path) -> None:
+    """While no token arrives, and while those of a tool call do."""
+    tools = [{"type": "function", "function": {"name": "f"}}], [{"name": "f", "input_schema": {"type": "object"}}]
+    cases = (("/v1/chat/completions", tools[0], b": ping\n\n"), ("/v1/messages", tools[1], b"event: ping\n"))
+    with serving(model_folder) as api:
+        for (path, tools_of_path, ping), has_tokens in itertools.product(cases, (True, False)):
+            api.script = lambda api, submit: api.dispatch(Event(submit.rid, "a", 1, num_prompt_tokens=3))
+            body = text_body(max_tokens=99, stream=True, tools=tools_of_path)
+            wire = await api.ask(head_of(len(body), path) + body)
+            for number in range(2, 27):
+                await asyncio.sleep(1)
+                if has_tokens:
+                    api.dispatch(Event(api.submits[-1].rid, "", number))
+            assert wire.received.count(ping) == 2
+            api.dispatch(Event(api.submits[-1].rid, "b", 27, finish_reason="stop", num_prompt_tokens=3))
+            await settle()
+            assert wire.received.endswith(b"0\r\n\r\n") and wire.received.count(ping) == 2
 
 
 def test_a_deadline_ends_the_preparation_too(stack: Stack) -> None:
