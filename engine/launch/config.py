@@ -13,6 +13,7 @@ from engine.launch.drafts import MODES, Mode, Name
 VERSION = "0.3.0.dev0"  # the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_PORT = (1 << 16) - 1
+MAX_STEP_TOKENS = 1 << 15  # times the widest matrix, below 1 << 16, offsets fit into int32
 UNIX_HOST = "unix:"  # internal: listen on a Unix socket in the run directory
 MAY_BE_ZERO = frozenset(  # all other numbers must be at least 1
     {"port", "metrics_port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request"}
@@ -289,6 +290,8 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
     yield from lora_problems(config)
     if config.min_pixels is not None and config.max_pixels is not None and config.min_pixels > config.max_pixels:
         yield "--min-pixels must not exceed --max-pixels"
+    if config.max_num_batched_tokens > MAX_STEP_TOKENS:
+        yield f"--max-num-batched-tokens must be at most {MAX_STEP_TOKENS}: kernels count the values of a step in 32 bits"
     if config.max_num_seqs > config.max_num_batched_tokens:
         yield "--max-num-seqs must not exceed --max-num-batched-tokens: every running request decodes one token per step"
 

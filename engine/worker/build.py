@@ -4,7 +4,7 @@ step has no branches for it."""
 import io
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
 from models.cache.states import RowStates, Snapshots
 from models.checkpoint.load import init_dummy_weights, load_weights
-from models.config.formats import entry_of
+from models.config.formats import Format, entry_of, final_format
 from models.config.types import ModelConfig
 from models.decoders.contract import LanguageModel
 from models.decoders.make import make_model
@@ -270,8 +270,7 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
     format = decoder_format(child.config, model_config.text)
-    if not backend.runs(format):
-        raise ValueError(f"{format} needs a GPU of compute capability {'.'.join(map(str, entry_of(format).capability))} or newer")
+    check_formats(backend, {format, *(final_format(rule.format) for rule in model_config.text.rules)}, dtype)
     text = replace(model_config.text, quantized_to=format)
     text = replace(text, format=format) if is_dummy else text
     model = make_model(replace(model_config, text=text), tp, backend, dtype)
@@ -284,6 +283,15 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
         model.predictor.round_output_matrix()
     logger.info("weights are on %s after %.1f s", backend.device, time.monotonic() - started)
     return model
+
+
+def check_formats(backend: Backend, formats: Iterable[Format], dtype: torch.dtype) -> None:
+    """ValueError if the backend cannot multiply matrices of one of the formats."""
+    for format in formats:
+        if not backend.runs(format):
+            raise ValueError(f"{format} needs a GPU of compute capability {'.'.join(map(str, entry_of(format).capability))} or newer")
+        if format == "float8" and dtype == torch.float32 and backend.name != "torch":
+            raise ValueError("float8 matrices are multiplied in bfloat16: --dtype float32 needs --backend torch")
 
 
 def make_progress() -> Callable[[int, int], None]:
@@ -305,7 +313,7 @@ def make_graphs(
     """Return graphs of small steps, not yet captured, if the backend supports any."""
     num_heads, num_samples = model.config.text.num_heads // model.tp.size, max_samples(config, sizes)
     most = MAX_PREFILL_ROWS + 1, num_samples + sizes.large_step
-    make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_qk_norm)
+    make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_fusable_heads)
     if make_attention is None:
         return None
     return StepGraphs(

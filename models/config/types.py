@@ -82,6 +82,11 @@ class TextConfig:
     def has_head(self) -> bool:
         return self.head_path != ""
 
+    @property
+    def has_fusable_heads(self) -> bool:
+        """Return whether new heads are normalised and rotated as a whole, and have no gates: a kernel can make them and attend at once."""
+        return self.has_qk_norm and self.rotary_dim == self.head_dim and self.delta is None
+
     def layer_path(self, layer: int) -> str:
         """Return the path of a layer in the checkpoint; the one after the last is the head's."""
         return f"{self.head_path}.layers.0" if layer == self.num_layers else f"model.language_model.layers.{layer}"

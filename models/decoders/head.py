@@ -10,7 +10,7 @@ from models.layers.head import PredictionHead
 from models.layers.linear import VocabParallelEmbedding
 from models.layers.rotary import MRope
 from models.parallel.group import TensorParallel
-from models.weights.matrix import Matrix, copy_values, storage_of
+from models.weights.matrix import Matrix, storage_of
 
 ROUNDED = "float8"  # output matrix for `top_tokens`
 
@@ -45,4 +45,4 @@ class HeadPredictor:
 
     def finish(self) -> None:
         if self._rounded is not None:
-            copy_values(self._rounded.storage, self._lm_head.as_matrix(ROUNDED).storage)
+            self._rounded.storage.quantize_(self._lm_head.weight.data)  # in place: an update has no memory for another one

@@ -42,14 +42,17 @@ class BlockScaled:
     @classmethod
     def quantized(cls, matrix_NK: torch.Tensor) -> "BlockScaled":
         """Quantize so that each block's largest value becomes LARGEST."""
-        rows, columns = matrix_NK.shape
-        made = cls.empty(rows, columns, matrix_NK.device)
-        for start in range(0, rows, BLOCK):  # float32 copies of whole matrices would not fit beside them
+        made = cls.empty(*matrix_NK.shape, matrix_NK.device)
+        made.quantize_(matrix_NK)
+        return made
+
+    def quantize_(self, matrix_NK: torch.Tensor) -> None:
+        """Replace the values by those of `quantized`."""
+        for start in range(0, len(matrix_NK), BLOCK):  # float32 copies of whole matrices would not fit beside them
             stripe = matrix_NK[start : start + BLOCK].float().unflatten(1, (-1, BLOCK))
             scale = (stripe.abs().amax((0, 2)) / LARGEST).clamp_(min=LEAST_SCALE)
-            made.scales[start // BLOCK].copy_(scale)
-            made.values[start : start + BLOCK].copy_((stripe / scale[:, None]).flatten(1))
-        return made
+            self.scales[start // BLOCK].copy_(scale)
+            self.values[start : start + BLOCK].copy_((stripe / scale[:, None]).flatten(1))
 
     def in_format(self, format: str) -> "BlockScaled":
         return self

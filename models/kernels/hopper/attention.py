@@ -28,7 +28,7 @@ def eager_attention(pools: Sequence[KVPool], num_heads: int) -> EagerAttention:
 
 
 def fixed_attention_factory(
-    pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True
+    pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, is_fusable: bool = True
 ) -> MakeFixed:
     """See `Backend.fixed_attention`."""
     prefill, split = PrefillKernel(pools, num_heads), SplitKernel(pools, num_heads)
@@ -36,7 +36,7 @@ def fixed_attention_factory(
     max_pages = (max_prefill_rows + max_decode_rows) * max_blocks
 
     def make(num_tokens: int, num_decodes: int, num_rows: int) -> PagedAttention:
-        if num_tokens == 0 and has_norms and FusedDecoding.takes(pools, num_heads, num_decodes):
+        if num_tokens == 0 and is_fusable and FusedDecoding.takes(pools, num_heads, num_decodes):
             return FusedDecoding(pools, num_heads, num_decodes, max_pages)
         if num_tokens <= MAX_SPLIT_TOKENS:
             pieces: list[Piece] = [Split(split, num_decodes + max_token_groups(num_tokens, num_rows, split.group_tokens))]

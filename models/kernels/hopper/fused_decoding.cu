@@ -402,7 +402,7 @@ void run(View qkv, View k, View v, View rows, View pages, View out,
          View cos_sin, View slots) {
   ffi::CUDADeviceGuard guard(qkv.device().device_id);
   int const num_heads = int(out.size(1)), kv_heads = int(k.size(1)), group = num_heads / kv_heads;
-  TVM_FFI_ICHECK(group * kv_heads == num_heads && group <= 2 * kHeads && page_size >= 8 && k.size(2) == kHeadDim);
+  TVM_FFI_ICHECK(group * kv_heads == num_heads && group <= 2 * kHeads && page_size >= 8 && k.size(2) == kHeadDim && cos_sin.size(1) == kHeadDim);
   Params params{};
   params.qkv = values_of<BFloat16>(qkv), params.k = values_of<BFloat16>(k), params.v = values_of<BFloat16>(v), params.out = values_of<BFloat16>(out);
   params.rows = values_of<int2>(rows), params.pages = values_of<int>(pages), params.num_pages = int(pages.size(0));

@@ -48,7 +48,7 @@ class PortableBackend:
         return eager_attention(pools, num_heads, attention_tiles(self._capability, pools[0][0].shape[3]))
 
     def fixed_attention(
-        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, has_norms: bool = True
+        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, is_fusable: bool = True
     ) -> MakeFixed | None:
         tiles = attention_tiles(self._capability, pools[0][0].shape[3])
         return fixed_attention_factory(pools, num_heads, tiles, max_prefill_rows, max_decode_rows, max_blocks)

@@ -190,6 +190,7 @@ def test_what_cannot_be_had_is_refused_with_what_to_use_instead(capsys: pytest.C
         (["--limit-mm-per-prompt.image=lots"], "not a whole number"),
         (["--hf-overrides.rope_scaling.factor", "2"], "edit config.json"),
         (["--max-num-seqs.image", "2"], "did you mean --max-num-seqs?"),
+        (["--max-num-batched-tokens", "32769"], "--max-num-batched-tokens must be at most 32768"),
         (["--default-chat-template-kwargs", "[]"], "must be a JSON object"),
     ):
         said = refusal(arguments, capsys)

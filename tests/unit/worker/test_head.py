@@ -27,6 +27,7 @@ from models.config.types import ModelConfig
 from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
 from models.scaffold import SHAPES, write_model_folder
+from models.weights.float8 import BlockScaled
 from tests.unit.models import harness, qwen3_5_checkpoints, reference
 from tests.unit.models.harness import Prompt
 from tests.unit.scheduler.simulation import Key, key_of
@@ -237,7 +238,7 @@ def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_drafts_come_from_an_output_matrix_in_float8(tmp_path: Path) -> None:
+def test_drafts_come_from_an_output_matrix_in_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if it is not used, or a block has another one's scale: drafts would be arbitrary tokens."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0)
     model = harness.load(tmp_path, with_head=True)
@@ -249,6 +250,9 @@ def test_drafts_come_from_an_output_matrix_in_float8(tmp_path: Path) -> None:
     model.lm_head.weight.zero_()
     found_S = logits_SV.gather(1, model.predictor.top_tokens(hidden_SD)[:, None])[:, 0]
     assert (found_S > 0.9 * logits_SV.amax(dim=-1)).all()
+    monkeypatch.delattr(BlockScaled, "empty")  # an update has no memory for a second one
+    model.predictor.finish()
+    assert not model.predictor.top_tokens(hidden_SD).any(), "of zeros"
 
 
 def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import sys
 import threading
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +25,7 @@ from engine.worker.profile import StepMemory, idle_bytes_of_graphs, profile_peak
 from engine.worker.staging import Staging, staged_bytes
 from models.cache.states import RowStates
 from models.config.huggingface import read_config
+from models.config.schemes import Rule
 from models.config.types import ModelConfig
 from models.kernels.heads import Heads
 from models.kernels.reference.backend import TorchBackend
@@ -79,10 +81,28 @@ class OldBackend(TorchBackend):
         return format != "float8"
 
 
+class OtherBackend(TorchBackend):
+    name = "portable"
+
+
 def test_float8_is_refused_where_it_does_not_run(child: Child, config: ModelConfig) -> None:
-    child.config = EngineConfig(load_format="dummy", quantization="fp8")
-    with pytest.raises(ValueError, match=r"compute capability 8\.9"):
-        load_model(child, config, TensorParallel.single(), OldBackend(torch.device("cpu")), torch.float32)
+    """Also if only some modules have it."""
+    mixed = replace(config, text=replace(config.text, rules=(Rule(".*mlp.*", "float8"),)))
+    for model, quantization, backend, words in (
+        (config, "fp8", OldBackend, r"compute capability 8\.9"),
+        (mixed, None, OldBackend, r"compute capability 8\.9"),
+        (mixed, None, OtherBackend, "--dtype float32 needs --backend torch"),
+    ):
+        child.config = EngineConfig(load_format="dummy", quantization=quantization)
+        with pytest.raises(ValueError, match=words):
+            load_model(child, model, TensorParallel.single(), backend(torch.device("cpu")), torch.float32)
+
+
+def test_which_heads_one_kernel_makes_and_attends(config: ModelConfig) -> None:
+    text = config.text
+    assert text.has_fusable_heads
+    assert not replace(text, rotary_dim=text.head_dim // 2).has_fusable_heads, "the kernel rotates whole heads"
+    assert not replace(text, has_qk_norm=False).has_fusable_heads
 
 
 @torch.inference_mode()
