@@ -3,7 +3,7 @@
 A worker reports them by chunk, the scheduler joins the parts of a request, and the first output of an answer carries them. Clients get the
 converted numbers with the events of the answer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -49,7 +49,8 @@ class TokenScores(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
     @property
     def size(self) -> int:
-        return len(self.entries)
+        """Return the number of tokens and alternatives."""
+        return sum(1 + len(entry.top) for entry in self.entries)
 
 
 Report = PromptLogprobs | Numbers
@@ -63,7 +64,3 @@ def joined(parts: Sequence[Report]) -> Report | None:
         return parts[0] if parts else None
     arrays = (b"".join(part) for part in zip(*((part.logprobs, part.top_ids, part.top_logprobs) for part in scores), strict=True))
     return PromptLogprobs(scores[0].start, scores[0].num_top, *arrays)
-
-
-def token_scores(reports: Iterable[ShownReport]) -> list[Logprob]:
-    return [entry for report in reports if isinstance(report, TokenScores) for entry in report.entries]

@@ -5,6 +5,7 @@ import re
 import secrets
 import time
 from collections import Counter
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -13,7 +14,6 @@ from starlette.responses import Response
 from engine.launch.config import VERSION
 from engine.wire.messages import Abort, Event, Events
 from engine.wire.params import NumLogprobs
-from engine.wire.reports import token_scores
 from engine.wire.updates import FIRST_METADATA
 from server.http.body import Body
 from server.http.streaming import Choice, ReplyOptions, Usage, encode
@@ -152,11 +152,12 @@ class GenerateFormat(CompletionFormat):
         """Return triples of value, id, and text or null: for the tokens of prompt and answer, and for the most likely tokens at their
         positions."""
         start, found = self._asked.logprob_start_len or 0, dict[str, Any]()
-        for name, entries in (("output", choice.logprobs), ("input", token_scores(choice.reports)[start:])):
-            if entries:
-                found[f"{name}_token_logprobs"] = [self._triple(entry.id, entry.token, entry.logprob) for entry in entries]
-            if entries and self._asked.top_logprobs_num:
-                found[f"{name}_top_logprobs"] = [[self._triple(*token) for token in entry.top] or None for entry in entries]
+        for name, scores, first in (("output", choice.logprobs, 0), ("input", choice.prompt_scores, start)):
+            if scores:
+                found[f"{name}_token_logprobs"] = [self._triple(one.id, one.token, one.logprob) for one in islice(scores, first, None)]
+            if scores and self._asked.top_logprobs_num:
+                tops = (one.top for one in islice(scores, first, None))
+                found[f"{name}_top_logprobs"] = [[self._triple(*token) for token in top] or None for top in tops]
         return found
 
     def _triple(self, token_id: int, text: bytes, value: float | None) -> Triple:

@@ -260,7 +260,7 @@ class ResponseFormat(BlockFormat):
     def document(self, choices: list[Choice], usage: Usage, timings: Json) -> bytes:
         for kind, text, call in choices[0].blocks():
             self._begin(self.kind_of(call) if call else kind, call)
-            self.delta(text, Event(0, logprobs=choices[0].logprobs[usage.num_reasoning :]))
+            self.delta(text, Event(0, logprobs=[*choices[0].logprobs][usage.num_reasoning :]))
         return encode(self._finish(choices[0], usage, timings)[1])
 
     def error_chunk(self, info: ErrorInfo) -> bytes:

@@ -17,17 +17,18 @@ from starlette.types import Receive, Scope, Send
 
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.stats import Stages
-from server.errors import ABORTED, error_of
+from server.errors import ABORTED, RequestError, error_of
 from server.http.client import Client, Stream
 from server.http.connection import connection_of
 from server.http.guards import error_response
 from server.http.log import Record, record_of
 from server.http.metrics import Metrics
-from server.http.streaming import Choice, Format, ReplyOptions, Usage, stage_times, timings_json
+from server.http.streaming import Choice, Format, ReplyOptions, Usage, size_of, stage_times, timings_json
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LARGE_LOGPROBS = 1024  # documents with more are serialised in a thread
 LARGE_NUMBERS = 1 << 14  # the same limit for numbers, and for characters of a text
+MAX_PROMPT_SCORES = 1 << 18  # log-probabilities of a request's prompts
 WRITE_S = 5
 PING_S = 10  # without a chunk
 CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
@@ -95,6 +96,7 @@ class Reply(Answer):
         self._stages = Stages(received=options.received)
         self._reason = "disconnect"  # replaced when all choices have ended
         self._has_first_token = False
+        self._num_prompt_scores = 0
 
     async def respond(self, send: Send) -> Response | ErrorInfo | None:
         events = await self._stream.next()
@@ -157,6 +159,7 @@ class Reply(Answer):
             choice.prompt_ids = event.prompt_ids
             chunks.append(self._format.first_chunk(choice))
         is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated and event.finish_reason is None
+        self._count_scores(event)
         choice.note(event)
         if event.text or is_token or event.calls or event.logprobs or event.token_ids:
             chunks.append(self._format.token_chunk(choice, event))
@@ -172,6 +175,7 @@ class Reply(Answer):
                     self._reason = "error"
                     return event.error
                 choice = self._choices[event.rid, event.index]
+                self._count_scores(event)
                 choice.note(event)
                 choice.note_text(event)
             if not self._stream.open:
@@ -183,6 +187,15 @@ class Reply(Answer):
         document = functools.partial(self._format.document, choices, self._total(), self._extra())
         body = await asyncio.to_thread(document) if is_large else document()
         return Response(body, media_type="application/json")
+
+    def _count_scores(self, event: Event) -> None:
+        """Raise RequestError 400 if the prompts have more than MAX_PROMPT_SCORES log-probabilities."""
+        self._num_prompt_scores += event.report.size if event.report else 0
+        self._num_prompt_scores += 0 if event.num_tokens else size_of(event.logprobs)
+        if self._num_prompt_scores > MAX_PROMPT_SCORES:
+            self._reason = "error"
+            words = f"The log-probabilities of the prompts exceed {MAX_PROMPT_SCORES:,}, the limit of a request: ask for fewer alternatives."
+            raise RequestError(400, words, code="invalid_value")
 
     def _total(self) -> Usage:
         """Return the total usage. A prompt counts once for all of its answers."""

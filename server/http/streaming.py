@@ -10,10 +10,11 @@ import msgspec
 from engine.wire.details import TokenDetails
 from engine.wire.messages import ErrorInfo, Event, Logprob
 from engine.wire.params import SamplingParams
-from engine.wire.reports import ShownReport
+from engine.wire.reports import TokenScores
 from engine.wire.stats import Stages
 
 encode = msgspec.json.Encoder().encode
+decode_entries = msgspec.msgpack.Decoder(list[Logprob]).decode
 
 # Stages of the critical path, and the boundary at which each ends.
 STAGES = {
@@ -86,6 +87,30 @@ class Call:
         return True
 
 
+class Scores:
+    """Log-probabilities of tokens as msgpack, which takes a twentieth of the memory of objects."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self.size = 0  # tokens and their alternatives
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    def __iter__(self) -> Iterator[Logprob]:
+        for piece in self._pieces:
+            yield from decode_entries(piece)
+
+    def add(self, entries: list[Logprob]) -> None:
+        if entries:
+            self._pieces.append(msgspec.msgpack.encode(entries))
+            self.size += size_of(entries)
+
+
+def size_of(entries: list[Logprob]) -> int:
+    return sum(1 + len(entry.top) for entry in entries)
+
+
 @dataclass(slots=True)
 class Choice:
     index: int
@@ -93,10 +118,10 @@ class Choice:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
+    logprobs: Scores = field(default_factory=Scores)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
-    reports: list[ShownReport] = field(default_factory=list)
+    prompt_scores: Scores = field(default_factory=Scores)
     num_characters: int = 0  # characters of tokens with reported log-probabilities
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -117,14 +142,15 @@ class Choice:
 
     def note_text(self, event: Event) -> None:
         (self.reasoning if event.is_reasoning else self.content).append(event.text)
-        self.logprobs += event.logprobs
+        self.logprobs.add(event.logprobs)
         self.token_ids += event.token_ids
-        self.reports += () if event.report is None else (event.report,)
+        if isinstance(event.report, TokenScores):
+            self.prompt_scores.add(event.report.entries)
 
     @property
     def num_reported(self) -> int:
-        """Number of tokens and entries with numbers."""
-        return len(self.logprobs) + sum(report.size for report in self.reports)
+        """Number of log-probabilities."""
+        return self.logprobs.size + self.prompt_scores.size
 
     def blocks(self) -> Iterator[tuple[str, str, Call | None]]:
         """Yield kind, text and call of each block: `thinking`, `text`, then each `call` with its arguments as text."""

@@ -4,6 +4,7 @@
 
 import secrets
 from abc import abstractmethod
+from collections.abc import Iterable
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob
 from server.errors import error_body
@@ -178,7 +179,7 @@ def _prompt_ids(choice: Choice) -> dict[str, object]:
 
 def _of_prompt(choice: Choice) -> dict[str, object]:
     """Return vLLM's members about the prompt."""
-    return {"prompt_token_ids": choice.prompt_ids or None, **scores_json(choice.reports)}
+    return {"prompt_token_ids": choice.prompt_ids or None, **scores_json(choice.prompt_scores)}
 
 
 def _ending(choice: Choice) -> dict[str, object]:
@@ -193,11 +194,11 @@ def _custom_json(call: Call, text: str) -> dict[str, object]:
     return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
 
 
-def _token_list(entries: list[Logprob]) -> dict[str, object]:
+def _token_list(entries: Iterable[Logprob]) -> dict[str, object]:
     return {"content": logprobs_json(entries), "refusal": None}
 
 
-def logprobs_json(entries: list[Logprob]) -> list[dict[str, object]]:
+def logprobs_json(entries: Iterable[Logprob]) -> list[dict[str, object]]:
     """Return tokens with their log-probabilities in the form of chat completions and responses."""
     tops = ([_token_json(token, value) for _, token, value in entry.top] for entry in entries)
     return [{**_token_json(entry.token, entry.logprob), "top_logprobs": top} for entry, top in zip(entries, tops, strict=True)]
@@ -207,7 +208,7 @@ def _token_json(token: bytes, logprob: float | None) -> dict[str, object]:
     return {"token": _text(token), "logprob": logprob, "bytes": list(token)}
 
 
-def _completion_logprobs(entries: list[Logprob], choice: Choice) -> dict[str, object]:
+def _completion_logprobs(entries: Iterable[Logprob], choice: Choice) -> dict[str, object]:
     """Return parallel lists. In `top_logprobs` the token itself comes first, then the others in descending order."""
     offsets = []
     for entry in entries:

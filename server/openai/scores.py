@@ -1,14 +1,15 @@
 """Log-probabilities of a prompt's tokens in documents."""
 
-from collections.abc import Sequence
+import msgspec
 
 from engine.wire.messages import Logprob
-from engine.wire.reports import ShownReport, token_scores
+from server.http.streaming import Scores, encode
 
 
-def scores_json(reports: Sequence[ShownReport]) -> dict[str, object]:
-    """Return vLLM's member: for each token of the prompt an object by ids, null for the first."""
-    return {"prompt_logprobs": [_entry_json(entry) for entry in token_scores(reports)] or None}
+def scores_json(scores: Scores) -> dict[str, object]:
+    """Return vLLM's member: for each token of the prompt an object by ids, null for the first. Each is serialised at once: its objects
+    would take far more memory."""
+    return {"prompt_logprobs": [msgspec.Raw(encode(_entry_json(entry))) for entry in scores] or None}
 
 
 def _entry_json(entry: Logprob) -> dict[str, object] | None:

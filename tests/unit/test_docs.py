@@ -23,6 +23,7 @@ from server.http.app import ENDPOINTS
 from server.http.body import MAX_TEXT_BYTES
 from server.http.client import MAX_PROMPTS_BYTES
 from server.http.connection import HEAD_SECONDS, MAX_HEAD_BYTES
+from server.http.reply import MAX_PROMPT_SCORES
 from server.http.validate import MAX_VALUES
 from server.openai import parts, schema
 from server.openai.adapters import AdapterRoutes
@@ -184,6 +185,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
         "tokens of an image": f"{config.max_num_encoder_tokens:,}",
         "a download": f"{download}, {config.max_request_downloads} at once for a request",
         "requests in the engine": f"{config.max_queued_requests:,}",
+        "log-probabilities of a request's prompts: tokens and alternatives": f"{MAX_PROMPT_SCORES:,}",
         "answers (`n`); log-probabilities per token; biased tokens; bad words": answers,
         "messages; tools; stop strings; stop tokens; prompts of a text completion": listed,
     }

@@ -16,19 +16,20 @@ import pytest
 from starlette.responses import Response
 from tokenizers import Tokenizer
 
-from engine.wire.messages import ChatPrompt, Event, Submit
-from engine.wire.reports import Numbers
+from engine.wire.messages import ChatPrompt, Event, Logprob, Submit
+from engine.wire.reports import Numbers, TokenScores
 from server.checkpoint import Checkpoint
 from server.dialects import pooling
 from server.errors import RequestError
 from server.http import validate
 from server.http.client import Stream
-from server.http.reply import LARGE_NUMBERS, GatheredReply
+from server.http.reply import LARGE_NUMBERS, MAX_PROMPT_SCORES, GatheredReply
+from server.http.streaming import Scores
 from server.http.validate import MAX_VALUES, check, read_object
 from server.openai.schema import MAX_IDS, DetokenizeRequest
 from server.processor.text.detokenize import NUM_AT_ONCE, TokenTable
 from server.processor.text.prompt import PromptBuilder
-from tests.unit.server.in_process import MIB, hold, serving, settle, virtual
+from tests.unit.server.in_process import MIB, ServedApi, hold, serving, settle, virtual
 from tests.unit.server.raw_http import packets, request_of
 from tests.unit.server.stack import Stack
 
@@ -98,6 +99,35 @@ async def test_text_that_prompts_share_counts_for_each(model_folder: Path) -> No
         assert len(api.submits) == 1000
         wire.leave()
         await settle()
+
+
+@virtual
+async def test_log_probabilities_of_prompts_are_bounded(model_folder: Path) -> None:
+    """Fails if a request holds any number of them, if the engine goes on after the refusal, or if they are kept as objects."""
+    part = [Logprob(1, b"word", -1.0, [(i, b"other", -2.0) for i in range(20)]) for _ in range(256)]
+    num_parts = MAX_PROMPT_SCORES // (256 * 21)
+
+    def script(api: ServedApi, submit: Submit) -> None:
+        for _ in range(num_parts // 2 + (submit.prompt == "long")):
+            api.dispatch(Event(submit.rid, report=TokenScores(part)))
+        if submit.prompt != "long":
+            api.dispatch(Event(submit.rid, "x", 1, finish_reason="stop", num_prompt_tokens=3))
+
+    with serving(model_folder) as api:
+        api.script = script
+        for prompts, expected in ((["a", "b"], 200), (["long", "long"], 400)):
+            body = json.dumps({"prompt": prompts, "prompt_logprobs": 20}).encode()
+            ((status, text),) = (await api.ask(request_of(body, "/v1/completions"))).answers
+            assert status == expected
+        assert f"{MAX_PROMPT_SCORES:,}" in json.loads(text)["error"]["message"]
+        assert {*api.aborted} == {submit.rid for submit in api.submits[2:]}
+    scores = Scores()
+    tracemalloc.start()
+    for _ in range(num_parts):
+        scores.add(part)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 30 * scores.size and sum(1 for _ in scores) == 256 * num_parts
 
 
 def test_what_clients_wrote_is_not_kept() -> None:
