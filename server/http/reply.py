@@ -194,7 +194,7 @@ class Reply(Answer):
         self._num_prompt_scores += 0 if event.num_tokens else size_of(event.logprobs)
         if self._num_prompt_scores > MAX_PROMPT_SCORES:
             self._reason = "error"
-            words = f"The log-probabilities of the prompts exceed {MAX_PROMPT_SCORES:,}, the limit of a request: ask for fewer alternatives."
+            words = f"The log-probabilities of the prompts exceed {MAX_PROMPT_SCORES:,}, the limit: ask for fewer alternatives."
             raise RequestError(400, words, code="invalid_value")
 
     def _total(self) -> Usage:
