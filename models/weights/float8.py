@@ -42,7 +42,8 @@ class BlockScaled:
     @classmethod
     def quantized(cls, matrix_NK: torch.Tensor) -> "BlockScaled":
         """Quantize so that each block's largest value becomes LARGEST."""
-        made = cls.empty(*matrix_NK.shape, matrix_NK.device)
+        rows, columns = matrix_NK.shape
+        made = cls.empty(rows, columns, matrix_NK.device)
         made.quantize_(matrix_NK)
         return made
 
