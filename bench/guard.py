@@ -3,8 +3,8 @@
     python -m bench guard --duration 6 --json guard.json
 
 Starts an engine with the demo model, or measures a running one (`--url`, `--api-key`; `--pid` of its launcher for memory). A stall is the
-longest gap between chunks of another client's stream during an attack, minus the longest gap on an idle engine. `bench load --rate`,
-`bench stress` measures the promises about overload and long runs.
+longest gap between chunks of another client's stream during an attack, minus the longest gap on an idle engine; that of a harmless request
+of the same size is its control. `bench load --rate` and `bench stress` measure the promises about overload and long runs.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 import aiohttp
 import uvloop
+from yarl import URL
 
 from bench.client import ChatClient, chat_body, text_of, user_message, watch_health
 from bench.flags import make_parser
@@ -84,10 +85,14 @@ async def idle(target: Target) -> str:
     return f"longest gap {target.idle_gap:.3f} s, /health {health:.3f} s"
 
 
-def stall(attack: Measure) -> Measure:
+def stall(attack: Measure, control: Measure | None = None) -> Measure:
     async def probe(target: Target) -> str:
-        gap, health, outcome = await longest(target, attack)
-        return f"{max(0.0, gap - target.idle_gap):.3f} s, /health {health:.3f} s; {outcome}"
+        found = []
+        for measure in (attack, control):
+            if measure is not None:
+                gap, health, outcome = await longest(target, measure)
+                found.append(f"{max(0.0, gap - target.idle_gap):.3f} s, /health {health:.3f} s; {outcome}")
+        return "; control: ".join(found)
 
     return probe
 
@@ -123,18 +128,17 @@ def requests(path: str, *bodies: dict[str, Any], clients: int = 1) -> Measure:
     return repeatedly(send, clients)
 
 
-def blank_lines(connections: int) -> Measure:
-    """Return an attack without an API key: chunked bodies of newlines, one connection each. Status 0: the server closed the connection."""
-
-    async def body() -> AsyncIterator[bytes]:
-        yield b"\n" * 0x40000
+def raw(data: bytes, connections: int) -> Measure:
+    """Return an attack without an API key: connections that send these bytes and leave with the answer. Status 0: there was none."""
 
     async def send(target: Target) -> AsyncIterator[int]:
-        status = 0
-        with contextlib.suppress(aiohttp.ClientError, ConnectionError):
-            async with aiohttp.ClientSession(target.url) as session, session.post(f"/{CHAT}", data=body()) as response:
-                status = response.status
-        yield status
+        url, line = URL(target.url), b""
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        with contextlib.suppress(OSError, TimeoutError):
+            writer.write(data)
+            line = await asyncio.wait_for(reader.readline(), target.seconds)
+        writer.transport.abort()
+        yield int(line.split()[1]) if line else 0
 
     return repeatedly(send, connections)
 
@@ -157,16 +161,24 @@ def schema(salt: int) -> dict[str, Any]:
     return ask(response_format=form)
 
 
+def shared(num_documents: int) -> dict[str, Any]:
+    return {"query": "x" * (1 << 20), "documents": ["x"] * num_documents}
+
+
 async def growth(target: Target) -> str:
     grown = {role: size - target.memory.get(role, size) for role, size in memory_mib(target.pid).items()}
     return ", ".join(f"{role} {size:+d} MiB" for role, size in grown.items()) or "unknown without --pid"
 
 
+CHUNKED = f"POST /{CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+PLAIN = requests(CHAT, {"messages": "x" * (4 << 20)})
+
 # Name, promised value, and factory of the probe: bodies are made before the clock starts.
 PROBES: tuple[tuple[str, str, Callable[[], Measure]], ...] = (
     ("idle engine", "", lambda: idle),
-    ("chunked body of blank lines without a key", STALL, lambda: stall(blank_lines(1))),
-    ("the same body on 16 connections", STALL, lambda: stall(blank_lines(16))),
+    ("4 MiB of blank lines before a request", STALL, lambda: stall(raw(b"\r\n" * (2 << 20), 1), PLAIN)),
+    ("refused body in chunks of one byte, 4 connections", STALL, lambda: stall(raw(CHUNKED + b"1\r\n\n\r\n" * 700_000, 4), PLAIN)),
+    ("1 MiB shared by 1,000 documents", STALL, lambda: stall(*(requests("rerank", shared(count)) for count in (1000, 1)))),
     ("video of 3,000,000 commas", STALL, lambda: stall(requests(CHAT, ask("data:video/jpeg;base64," + "," * 3_000_000, kind="video")))),
     ("1,000 embeddings", STALL, lambda: stall(requests("v1/embeddings", {"input": [f"Text {i}" for i in range(1000)]}))),
     ("2,000,000 ids to detokenize", STALL, lambda: stall(requests("detokenize", {"tokens": [5] * 2_000_000}))),
