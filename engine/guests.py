@@ -11,9 +11,7 @@ import resource
 import signal
 import struct
 import sys
-import time
 from asyncio.subprocess import PIPE, Process
-from collections import Counter
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -22,7 +20,6 @@ from engine.launch.config import child_environment, python_command
 
 HEADER = struct.Struct("<Ii")  # length of the data, number
 NICENESS = 19  # the engine's own processes have priority
-MAX_CLIENTS = 1024
 START_S, END_S = 120.0, 5.0
 
 
@@ -94,76 +91,44 @@ class Guest:
 
 
 class GuestPool:
-    """Fair pool of guests for many clients. Next is the client that has used the least time since the queue was last empty, with its
-    smallest job. Large jobs leave one guest to the others. A guest may use `memory` bytes; if it `forks`, a child process answers each
-    job."""
+    """Guests that take jobs in their order. Large jobs leave one guest to the others. A guest may use `memory` bytes; if it `forks`, a
+    child process answers each job."""
 
     def __init__(self, size: int, module: str, *arguments: str, memory: int, forks: bool = False, fds: tuple[int, ...] = ()):
         self.guests = [Guest((module, str(memory), str(int(forks)), *arguments), fds) for _ in range(size)]
         self.idle = list(self.guests)
-        self._num_large = 0
-        self._used: Counter[bytes] = Counter()  # milliseconds by client
-        self._waiting: list[tuple[bytes, int, bool, asyncio.Future[Guest]]] = []
+        self._may_begin = asyncio.Semaphore(size)
+        self._may_begin_large = asyncio.Semaphore(max(1, size - 1))
 
     async def close(self) -> None:
         guests, self.guests = self.guests, []
         for guest in guests:
             await guest.close()
 
-    async def ask(
-        self, job: bytes, timeout: float, cpu_seconds: float = 0.0, client: bytes = b"", size: int = 0, is_large: bool = False
-    ) -> bytes:
+    async def ask(self, job: bytes, timeout: float, cpu_seconds: float = 0.0, is_large: bool = False) -> bytes:
         """Return the answer to a job. Errors as in `Guest.ask`; a job whose guest was killed is repeated once. A cancelled call returns
         only after its job has ended, since the job may write to an arena."""
-        came = asyncio.get_running_loop().create_future()
-        self._waiting.append((client, size, is_large, came))
-        self._assign()
-        try:
-            guest = await came
-        except asyncio.CancelledError:
-            if not came.cancelled():
-                self._release(came.result(), is_large)
-            raise
-
-        async def answer() -> bytes:
-            started = time.monotonic()
+        async with self._may_begin_large if is_large else contextlib.nullcontext(), self._may_begin:
+            task = asyncio.create_task(self._answer(job, timeout, cpu_seconds))
             try:
-                try:
-                    return await guest.ask(job, timeout, cpu_seconds)
-                except GuestKilled:
-                    if guest not in self.guests:  # removed by `close`
-                        raise
-                return await guest.ask(job, timeout, cpu_seconds)
-            finally:
-                self._used[client] += int(1e3 * (time.monotonic() - started))
-                if len(self._used) > MAX_CLIENTS:  # drop the clients that have used the least
-                    self._used = Counter(dict(self._used.most_common(MAX_CLIENTS // 2)))
-                self._release(guest, is_large)
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                while not task.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([task])
+                raise
 
-        task = asyncio.create_task(answer())
+    async def _answer(self, job: bytes, timeout: float, cpu_seconds: float) -> bytes:
+        guest = self.idle.pop()
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            while not task.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([task])
-            raise
-
-    def _release(self, guest: Guest, is_large: bool) -> None:
-        self._num_large -= is_large
-        self.idle.append(guest)
-        self._assign()
-
-    def _assign(self) -> None:
-        self._waiting = [one for one in self._waiting if not one[3].cancelled()]
-        num_large = max(1, len(self.guests) - 1)
-        while self.idle and (allowed := [one for one in self._waiting if not one[2] or self._num_large < num_large]):
-            following = min(allowed, key=lambda one: (self._used[one[0]], one[1]))
-            self._waiting.remove(following)
-            self._num_large += following[2]
-            following[3].set_result(self.idle.pop())
-        if not self._waiting:
-            self._used.clear()
+            try:
+                return await guest.ask(job, timeout, cpu_seconds)
+            except GuestKilled:
+                if guest not in self.guests:  # removed by `close`
+                    raise
+            return await guest.ask(job, timeout, cpu_seconds)
+        finally:
+            self.idle.append(guest)
 
 
 def death(code: int | None) -> GuestDied:

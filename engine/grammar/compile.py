@@ -18,11 +18,10 @@ PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is fal
 MAX_REASON = 200  # characters of an error, which may contain the grammar
 BOUNDED = re.compile(r"(characters\w* ::= \(\()" + re.escape(r"[^\"\\\r\n]"))
 PLAIN = r"[^\0-\x1f\"\\\r\n]"
-MAX_DIGITS, MAX_EXPONENT_DIGITS = 20, 3
+MAX_DIGITS = 19  # after the first
 DIGIT_RULE = re.compile(r"^(\w+) ::= \(\(\[0-9\]\)\)$", re.MULTILINE)
-DIGITS_RULE = re.compile(r"^(\w+) ::= \(\(\[0-9\] \1\) \| \(\[0-9\]\)\)$", re.MULTILINE)  # in times of day
 UNBOUNDED = re.compile(  # an unbounded repetition outside of literals and character classes
-    r'"(?:[^"\\]|\\.)*"|(?P<before>\[1-9\] |\[eE\] \w+ )?(?P<rule>\w+|\[0-9\])(?:\*|\{(?P<least>\d+), -1\})|\[(?:[^\]\\]|\\.)*\]'
+    r'"(?:[^"\\]|\\.)*"|(?P<rule>\w+|\[0-9\])(?:\*|\{(?P<least>\d+), -1\})|\[(?:[^\]\\]|\\.)*\]'
 )
 EBNF_RULE = re.compile(r"^\s*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_]\w*(\[[^\]\n]*\])?(\.-?\d+)?\s*:", re.MULTILINE)
@@ -65,18 +64,14 @@ def schema_grammar(schema: object, separators: tuple[str, str] = (",", ":")) -> 
 
 
 def bounded(grammar: xgrammar.Grammar) -> str:
-    """Return the EBNF of a schema's grammar with two corrections: numbers have at most MAX_DIGITS digits before and after the point, since
-    a model could repeat digits forever, and strings of bounded length have no control characters, which JSON forbids."""
+    """Return the EBNF of a schema's grammar with two corrections: a model cannot repeat the digits of a number forever, and strings of
+    bounded length have no control characters, which JSON forbids."""
     text = BOUNDED.sub(lambda match: match[1] + PLAIN, str(grammar))
-    text = DIGITS_RULE.sub(rf"\1 ::= [0-9]{{1, {MAX_DIGITS}}}", text)
     digits = {"[0-9]", *DIGIT_RULE.findall(text)}
 
     def limit(match: re.Match[str]) -> str:
-        before, least = match["before"] or "", int(match["least"] or 0)
-        if match["rule"] not in digits:
-            return match[0]
-        most = MAX_EXPONENT_DIGITS if "e" in before else MAX_DIGITS - bool(before)
-        return f"{before}{match['rule']}{{{least}, {max(least, most)}}}"
+        least = int(match["least"] or 0)
+        return f"{match['rule']}{{{least}, {max(least, MAX_DIGITS)}}}" if match["rule"] in digits else match[0]
 
     return UNBOUNDED.sub(limit, text)
 

@@ -1,10 +1,8 @@
 """Masks of the next tokens that the rows' grammars and allowed-token lists permit.
 
 The host receives a sampled token when its step is done. So rank 0 launches a step's forward pass, then waits for the tokens of the previous
-step, passes them to the matchers and fills the masks while the device is busy. A step without grammars waits for nothing.
-
-A grammar may take seconds for a token, and xgrammar cannot be interrupted. So matchers run in a thread (xgrammar releases the interpreter
-lock), which is abandoned, and its request ended, when the CPU time of a token or of the step's masks is used up.
+step, passes them to the matchers and fills the masks while the device is busy. A step without grammars waits for nothing. Matchers, which
+may take seconds for a token, run in a thread (xgrammar releases the interpreter lock). It is abandoned when its CPU time is used up.
 """
 
 import functools
@@ -17,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,16 +51,26 @@ LOWEST_PRIORITY = 19
 
 @dataclass(slots=True, eq=False)
 class Session:
+    """Grammar of a row, and its masks in the current step: of the next token and of the token after each of the `proposed` ones."""
+
     matcher: "GrammarMatcher"
     after: int | None  # the grammar applies after this token; None once it has been sampled
     waiting: list[int]  # sampled tokens that the matcher has not accepted yet
     is_over: bool = False  # the text is complete, or another rule made it violate the grammar
     credit: float = CREDIT_S
     error: ErrorInfo | None = None  # ends the request; the grammar is no longer enforced
+    proposed: Sequence[int] = ()
+    words: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    places: list[int] = field(default_factory=list)  # restricted rows of `words`
 
     @property
     def restricts(self) -> bool:
         return self.after is None and not self.is_over
+
+    @property
+    def seconds(self) -> float:
+        """Return the usual time of this step's work."""
+        return TOKEN_S * (1 + len(self.waiting) + len(self.proposed))
 
     def take(self, token_id: int) -> None:
         if self.restricts:
@@ -71,135 +78,109 @@ class Session:
         elif token_id == self.after:
             self.after = None
 
-    def fill(self, proposed: Sequence[int], words: torch.Tensor) -> list[int]:
-        """Fill rows of a mask with the permitted tokens after the waiting ones, then after each proposed one, assuming those before it, up
-        to an impossible one. Return the restricted rows."""
+    def fill(self) -> None:
+        """Accept the waiting tokens, then fill the masks up to an impossible proposed token."""
         for token in self.waiting:
             self.take(token)
-        self.waiting.clear()
-        places: list[int] = []
         after, is_over, num_taken = self.after, self.is_over, 0
-        for place in range(1 + len(proposed)):
+        self.places = []
+        for place in range(1 + len(self.proposed)):
             is_restricted = self.restricts
             if is_restricted:
-                self.matcher.fill_next_token_bitmask(words, place)
-                places.append(place)
-            if place == len(proposed):
+                self.matcher.fill_next_token_bitmask(self.words, place)
+                self.places.append(place)
+            if place == len(self.proposed):
                 break
-            self.take(proposed[place])
+            self.take(self.proposed[place])
             if is_restricted and self.is_over and not self.matcher.is_terminated():
                 break
             num_taken += is_restricted
-        if proposed:
+        if self.proposed:
             self.matcher.rollback(num_taken)
             self.after, self.is_over = after, is_over
-        return places
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """Masks of one row in a step: of the next token, and of the token after each proposed one."""
-
-    session: Session
-    proposed: Sequence[int]
-    words: torch.Tensor
-    places: list[int] = field(default_factory=list)  # restricted rows of `words`, when done
-    seconds: float = 0.0  # permitted on average
-
-    def __post_init__(self) -> None:
-        self.seconds = TOKEN_S * (1 + len(self.session.waiting) + len(self.proposed))
-
-    def run(self) -> None:
-        try:
-            self.places = self.session.fill(self.proposed, self.words)
-        except RuntimeError:
-            logger.exception("a grammar could not be evaluated")
-            self.session.error = BROKEN
 
     def charge(self, seconds: float) -> None:
-        session = self.session
-        session.credit = min(CREDIT_S, session.credit + self.seconds - seconds)
-        if session.credit < 0:
-            session.error = TOO_SLOW
+        """Account for the step's work."""
+        self.credit = min(CREDIT_S, self.credit + self.seconds - seconds)
+        self.waiting.clear()
+        if self.credit < 0:
+            self.error = TOO_SLOW
 
 
 class MaskThread(threading.Thread):
-    """Thread that runs lists of tasks. `lock` guards the progress."""
+    """Fills the masks of a step's sessions. `lock` guards the progress."""
 
     def __init__(self) -> None:
         super().__init__(name="masks", daemon=True)
-        self.lock = threading.Lock()
+        self.lock, self.done = threading.Lock(), threading.Event()
         self.is_abandoned = False
-        self.num_done = 0  # tasks of the current list
-        self.spent = 0.0  # CPU seconds for these
-        self.started = 0.0  # CPU time of this thread at the start of the current task
-        self._inbox: SimpleQueue[list[Task]] = SimpleQueue()
-        self._is_done = threading.Event()
+        self.left: deque[Session] = deque()  # the first one is in work
+        self.spent = self.started = 0.0  # CPU time in this step; of this thread when the current session began
+        self._may_begin = threading.Semaphore(0)
 
-    def begin(self, tasks: list[Task], spent: float) -> None:
-        self.num_done, self.spent, self.started = 0, spent, self.cpu_time()
-        self._is_done.clear()
-        self._inbox.put(tasks)
-
-    def wait(self) -> bool:
-        """Wait a little and return whether the tasks are done."""
-        return self._is_done.wait(POLL_S)
+    def begin(self, sessions: Sequence[Session], spent: float) -> None:
+        self.left, self.spent, self.started = deque(sessions), spent, self.cpu_time()
+        self.done.clear()
+        self._may_begin.release()
 
     def cpu_time(self) -> float:
-        assert self.ident is not None
-        return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
+        return time.clock_gettime(time.pthread_getcpuclockid(self.ident or 0))
 
     def run(self) -> None:
-        while True:
-            for task in self._inbox.get():
-                task.run()
+        while self._may_begin.acquire():
+            while self.left:
+                try:
+                    self.left[0].fill()
+                except RuntimeError:
+                    logger.exception("a grammar could not be evaluated")
+                    self.left[0].error = BROKEN
                 with self.lock:
                     if self.is_abandoned:
                         return
                     now = self.cpu_time()
-                    task.charge(now - self.started)
-                    self.num_done, self.spent, self.started = self.num_done + 1, self.spent + now - self.started, now
-            self._is_done.set()
+                    self.left.popleft().charge(now - self.started)
+                    self.spent, self.started = self.spent + now - self.started, now
+            self.done.set()
 
 
-class MaskRunner:
-    """Runs the tasks of a step within its time, whatever the grammars are."""
+class MaskFiller:
+    """Fills masks within the time of a step, whatever the grammars are."""
 
     def __init__(self) -> None:
         self._thread: MaskThread | None = None
         self._stuck: list[MaskThread] = []
 
-    def run(self, tasks: list[Task]) -> None:
-        share, spent = max(MIN_SHARE_S, STEP_S / max(1, len(tasks))), 0.0
-        while tasks:
-            self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-            if self._thread is None and len(self._stuck) >= MAX_STUCK:
-                for task in tasks:
-                    task.session.error = BUSY
-                return
+    def fill(self, sessions: Sequence[Session]) -> None:
+        """Fill the sessions' masks, or set their errors."""
+        share, spent = max(MIN_SHARE_S, STEP_S / max(1, len(sessions))), 0.0
+        while sessions:
             if self._thread is None:
+                self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+                if len(self._stuck) >= MAX_STUCK:
+                    for session in sessions:
+                        session.error = BUSY
+                    return
                 self._thread = MaskThread()
                 self._thread.start()
-            thread = self._thread
-            thread.begin(tasks, spent)
-            num_ended = len(tasks)
-            while not thread.wait():
+            thread, self._thread = self._thread, None
+            thread.begin(sessions, spent)
+            while not thread.done.wait(POLL_S):
                 assert thread.is_alive(), "the thread of the masks has ended"
                 with thread.lock:
-                    if thread.num_done < len(tasks) and self._is_over(thread, tasks[thread.num_done], share):
-                        num_ended, spent = thread.num_done + 1, STEP_S
+                    if thread.left and thread.cpu_time() - thread.started > _permitted(thread.left[0], share, thread.spent):
+                        thread.is_abandoned = True
                         break
-            tasks = tasks[num_ended:]
+            if not thread.is_abandoned:
+                self._thread = thread
+                return
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, LOWEST_PRIORITY)
+            self._stuck.append(thread)
+            stuck, *sessions = thread.left
+            stuck.error, spent = TOO_SLOW, STEP_S
 
-    def _is_over(self, thread: MaskThread, task: Task, share: float) -> bool:
-        """Return whether the current task has used up its time. Its thread is then abandoned."""
-        permitted = task.seconds + min(task.session.credit, max(share, STEP_S - thread.spent))
-        if thread.cpu_time() - thread.started <= permitted:
-            return False
-        task.session.error, thread.is_abandoned, self._thread = TOO_SLOW, True, None
-        os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, LOWEST_PRIORITY)
-        self._stuck.append(thread)
-        return True
+
+def _permitted(session: Session, share: float, spent: float) -> float:
+    return session.seconds + min(session.credit, max(share, STEP_S - spent))
 
 
 Pending = tuple[list[Session | None], HostSamples, torch.Tensor, Stopwatch]  # tokens of a step that matchers have not accepted yet
@@ -226,7 +207,7 @@ class TokenRules:
         self._limited: dict[int, tuple[Session | None, Int32s | None]] = {}  # rows: grammar, and mask of the allowed tokens
         self._pending: deque[Pending] = deque()
         self._staging = Staging(max_samples * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
-        self._runner = MaskRunner()
+        self._filler = MaskFiller()
         self._vocabulary: TokenizerInfo | None = None
         self._compiled_of = functools.lru_cache(NUM_CACHED)(self._read)  # many requests share few; any thread may call it
         self._loader = ThreadPoolExecutor(1, "grammars")
@@ -275,22 +256,20 @@ class TokenRules:
             proposing.wait()
             while self._pending:
                 self._take(self._pending.popleft())
-        tasks = {
-            first: Task(session, proposed, torch.full((1 + len(proposed), self._num_words), -1, dtype=torch.int32))
-            for first, session, _, proposed in found
-            if session is not None and session.error is None
-        }
-        self._runner.run([*tasks.values()])
-        everything = np.full(self._num_words, -1, dtype=np.int32)
+        sessions: list[Session] = []
+        for _, session, _, proposed in found:
+            if session is not None and session.error is None:
+                session.proposed, session.words = proposed, torch.full((1 + len(proposed), self._num_words), -1, dtype=torch.int32)
+                sessions.append(session)
+        self._filler.fill(sessions)
         limited: list[int] = []
         words: list[Int32s] = []
         for first, session, allowed, proposed in found:
             if session is not None and session.error is not None:
                 continue  # its tokens are not used
-            task = tasks.get(first)
-            places = range(1 + len(proposed)) if task is None or allowed is not None else task.places
-            for place in places:
-                words.append((everything if task is None else task.words[place].numpy()) & (everything if allowed is None else allowed))
+            for place in range(1 + len(proposed)) if session is None or allowed is not None else session.places:
+                masks = [mask for mask in (allowed, None if session is None else session.words[place].numpy()) if mask is not None]
+                words.append(functools.reduce(np.bitwise_and, masks))
                 limited.append(first + place)
         if not limited:
             return None

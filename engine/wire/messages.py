@@ -85,7 +85,6 @@ class Submit(msgspec.Struct, tag=True):
     is_counted_only: bool = False  # the only event has `prompt_ids` and the echo
     grammar: Grammar | None = None
     grammar_field: str = ""  # field of the client's request, for errors
-    client: bytes = b""  # digest of key and address
     prompt_field: str = "messages"  # field of the client's request, for errors
     truncated_to: int | None = None  # number of tokens of the prompt to keep, from its end; -1: as many as leave space for the answer
     keeps_beginning: bool = False  # keep the first tokens instead

@@ -45,7 +45,7 @@ class AnswerGrammars:
             return
         field = submit.grammar_field or "tools"
         try:
-            data = await self.compiler.compile(grammar, submit.client)
+            data = await self.compiler.compile(grammar)
         except GrammarError as error:
             raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
         except (TimeoutError, GuestKilled):

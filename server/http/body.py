@@ -43,7 +43,6 @@ class Body:
         self.new_rid = client.new_rid
         self.rid = client.new_rid()
         self.credentials = b""  # the client's Authorization header or key
-        self.client = b""  # identifies the client
         self.seed = 0  # for its requests without a seed
         self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
         self._client = client

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import random
 import time
 from abc import ABC, abstractmethod
@@ -31,7 +30,7 @@ from server.errors import RequestError
 from server.grammar.request import CUT_OFF, read_grammar
 from server.http.body import Body, check_text_bytes, read_body
 from server.http.client import Client
-from server.http.guards import address_of, credentials_of
+from server.http.guards import credentials_of
 from server.http.metrics import Metrics
 from server.http.reply import GatheredReply, Reply
 from server.http.streaming import Format, ReplyOptions
@@ -129,7 +128,6 @@ class Endpoint(ABC):
         with service.client.reading():
             body = await read_body(request.receive, length, arena=service.arena, config=service.config, client=service.client)
             body.credentials = credentials_of(request.scope)
-            body.client = hashlib.sha256(body.credentials + b"\0" + address_of(request.scope).encode()).digest()
             return await self._submit(body)
 
     async def _submit(self, body: Body) -> ASGIApp:
@@ -146,7 +144,6 @@ class Endpoint(ABC):
             limits = [limit for limit in (job.request.timeout, service.config.request_timeout) if limit is not None]
             is_needed = bool(body.scanner.used or body.num_announced)
             for submit in job.submits:
-                submit.client = body.client
                 submit.deadline = body.received + min(limits) if limits else None
                 submit.body = body.region.offset if is_needed else None  # released by the last one
             stream = service.client.submit(job.submits, job.request.rid, body.credentials)

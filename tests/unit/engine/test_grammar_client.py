@@ -1,4 +1,4 @@
-"""Verdicts on grammars depend on the grammar alone; the jobs of guests are ordered by client, and end by themselves or with their guest."""
+"""Verdicts on grammars depend on the grammar alone; the jobs of guests run in order, and end by themselves or with their guest."""
 
 import asyncio
 import signal
@@ -9,9 +9,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from engine import guests
-from engine.grammar.client import QUICK_S, SMALL_BYTES, Compiled, GrammarCompiler, GrammarError
-from engine.guests import MAX_CLIENTS, GuestDied, GuestKilled, GuestPool
+from engine.grammar.client import Compiled, GrammarCompiler, GrammarError
+from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.wire.grammar import Grammar
 from server.errors import RequestError
 from server.grammar.answer import AnswerGrammars
@@ -53,21 +52,16 @@ async def test_interrupted_compilation_is_repeated(failure: Exception) -> None:
     assert await compiler.compile(GRAMMAR) == b"data"
 
 
-async def test_the_answer_for_a_client_that_has_left_is_remembered() -> None:
-    """Red if a cancelled request cancels its compilation, or if the same grammar is compiled twice at a time."""
-    compiler = compiler_of(None)
-    leaver, other = (asyncio.create_task(compiler.compile(GRAMMAR)) for _ in range(2))
-    pool = cast(Any, compiler.pool)
-    await asyncio.wait_for(pool.is_asked.wait(), HANG_GUARD_S)
-    leaver.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaver
-    pool.may_answer.set()
-    assert await other == await compiler.compile(GRAMMAR) == b"data"
+async def test_equal_grammars_are_compiled_once() -> None:
+    compiler = compiler_of(None)  # another job would find no answer
+    first, second = (asyncio.create_task(compiler.compile(GRAMMAR)) for _ in range(2))
+    await asyncio.wait_for(cast(Any, compiler.pool).is_asked.wait(), HANG_GUARD_S)
+    cast(Any, compiler.pool).may_answer.set()
+    assert await asyncio.gather(first, second) == [b"data"] * 2 and await compiler.compile(GRAMMAR) == b"data"
 
 
 async def test_verdicts_on_a_grammar_are_remembered() -> None:
-    for deaths, words in (((LATE, LATE), "limit of 5 s CPU time"), ((GuestDied(-signal.SIGSEGV),), "too deep or too large")):
+    for deaths, words in (((LATE,), "limit of 5 s CPU time"), ((GuestDied(-signal.SIGSEGV),), "too deep or too large")):
         compiler = compiler_of(*deaths)
         for _ in range(2):  # another job would find no answer
             with pytest.raises(GrammarError, match=words):
@@ -107,23 +101,16 @@ async def test_how_a_job_ended_is_known(forks: bool) -> None:
 
 
 class FakeGuest:
-    """Works for one second of the `clock`, or until `may_end` is set."""
+    """Works until `may_end` is set."""
 
-    def __init__(self, clock: Any):
-        self.clock, self.order, self.may_end = clock, [], None  # type: ignore[var-annotated]
+    def __init__(self) -> None:
+        self.order: list[bytes] = []
+        self.may_end = asyncio.Event()
 
     async def ask(self, job: bytes, *_: object) -> bytes:
         self.order.append(job)
-        await (self.may_end.wait() if self.may_end else asyncio.sleep(0))
-        self.clock.now += 1
+        await self.may_end.wait()
         return job
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(guests, "time", clock)
-    return clock
 
 
 def pool_of(*fakes: FakeGuest) -> GuestPool:
@@ -132,26 +119,20 @@ def pool_of(*fakes: FakeGuest) -> GuestPool:
     return pool
 
 
-async def test_the_client_that_has_used_least_is_next(clock: Any) -> None:
-    guest = FakeGuest(clock)
+async def test_jobs_run_in_their_order() -> None:
+    guest = FakeGuest()
     pool = pool_of(guest)
-
-    def ask(client: bytes, size: int) -> asyncio.Task[bytes]:
-        return asyncio.create_task(pool.ask(client + b"%d" % size, 60, client=client, size=size))
-
-    sizes = ((b"d", 1), (b"a", 5), (b"a", 7), (b"a", 6), (b"b", 100), (b"b", 90), (b"c", 95))
-    tasks, leaver = [ask(client, size) for client, size in sizes], ask(b"e", 1)
+    tasks = [asyncio.create_task(pool.ask(b"%d" % number, 60)) for number in range(5)]
     await asyncio.sleep(0)
-    leaver.cancel()
-    await asyncio.gather(*tasks)
-    assert guest.order == [b"d1", b"a5", b"b90", b"c95", b"a6", b"b100", b"a7"]
-    assert leaver.cancelled() and pool.idle == [guest]
+    tasks.pop(2).cancel()
+    guest.may_end.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), HANG_GUARD_S)
+    assert guest.order == [b"0", b"1", b"3", b"4"] and pool.idle == [guest]
 
 
-async def test_a_client_that_leaves_ends_no_job(clock: Any) -> None:
+async def test_a_client_that_leaves_ends_no_job() -> None:
     """Red if a call returns, or its guest gets another job, while the job may still write to memory that the caller frees."""
-    guest = FakeGuest(clock)
-    guest.may_end = asyncio.Event()
+    guest = FakeGuest()
     pool = pool_of(guest)
     leaver, last = (asyncio.create_task(pool.ask(job, 60)) for job in (b"first", b"last"))
     while not guest.order:
@@ -165,9 +146,9 @@ async def test_a_client_that_leaves_ends_no_job(clock: Any) -> None:
     assert leaver.cancelled()
 
 
-async def test_large_jobs_leave_a_guest_to_small_ones(clock: Any) -> None:
-    large, small = FakeGuest(clock), FakeGuest(clock)
-    large.may_end = asyncio.Event()
+async def test_large_jobs_leave_a_guest_to_small_ones() -> None:
+    large, small = FakeGuest(), FakeGuest()
+    small.may_end.set()
     pool = pool_of(small, large)  # the last one is taken first
     waiting = [asyncio.create_task(pool.ask(b"large", 60, is_large=True)) for _ in range(2)]
     while not large.order:
@@ -177,36 +158,12 @@ async def test_large_jobs_leave_a_guest_to_small_ones(clock: Any) -> None:
     assert await asyncio.gather(*waiting) == [b"large"] * 2
 
 
-async def test_what_is_remembered_of_clients_is_bounded(clock: Any) -> None:
-    pool = pool_of(FakeGuest(clock))
-    pool._assign, assign = (lambda: None), pool._assign  # type: ignore[method-assign]
-    pool._used[b"heavy"] = 10**6
-    for number in range(3 * MAX_CLIENTS):
-        task = asyncio.create_task(pool.ask(b"", 60, client=b"%d" % number))
-        await asyncio.sleep(0)
-        pool._waiting.append((b"z", 1 << 60, True, asyncio.get_running_loop().create_future()))  # others always wait
-        assign()
-        await task
-        pool._waiting.clear()
-    assert len(pool._used) <= MAX_CLIENTS
-    assert pool._used[b"heavy"] == 10**6
-
-
-async def test_small_grammars_are_not_large_jobs() -> None:
-    """A small one that exceeds its CPU time becomes a large one."""
-    asked: list[tuple[int, bool, float]] = []
-
-    class Pool:
-        async def ask(self, job: bytes, wall: float, seconds: float, *, size: int, is_large: bool, **__: object) -> bytes:
-            asked.append((size, is_large, seconds))
-            if not is_large:
-                raise LATE
-            return msgspec.msgpack.encode(DONE)
-
-    compiler = compiler_of()
-    compiler.pool = cast(Any, Pool())
-    grammars = [Grammar("regex", "a"), Grammar("regex", "a" * SMALL_BYTES)]
-    for grammar in grammars:
-        assert await compiler.compile(grammar) == b"data"
-    small, large = (len(msgspec.msgpack.encode(grammar)) for grammar in grammars)
-    assert asked == [(small, False, QUICK_S), (small, True, 5), (large, True, 5)]
+async def test_the_queue_of_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.grammar.client.MAX_WAITING", 2)
+    compiler = compiler_of(None, DONE)
+    waiting = [asyncio.create_task(compiler.compile(Grammar("regex", text))) for text in "ab"]
+    await asyncio.wait_for(cast(Any, compiler.pool).is_asked.wait(), HANG_GUARD_S)
+    with pytest.raises(TimeoutError):
+        await compiler.compile(Grammar("regex", "c"))
+    cast(Any, compiler.pool).may_answer.set()
+    assert await asyncio.gather(*waiting) == [b"data"] * 2

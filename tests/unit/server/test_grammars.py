@@ -84,7 +84,7 @@ def test_grammars_reach_the_scheduler(stack: Stack, model_folder: Path) -> None:
 
 def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    async def compile(self: GrammarCompiler, grammar: Grammar, client: bytes = b"") -> bytes:
+    async def compile(self: GrammarCompiler, grammar: Grammar) -> bytes:
         return b"compiled"
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile)

@@ -4,7 +4,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.grammar.compile import compiled as compile_grammar
-from engine.grammar.masks import BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskRunner, MaskThread, Session, Task, TokenRules
+from engine.grammar.masks import BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskFiller, MaskThread, Session, TokenRules
 from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
 from engine.wire.messages import Admit, Region, SamplingParams
 from engine.worker.sampling.samples import SampleTable
@@ -98,10 +98,9 @@ class StuckSession(Session):
 
     may_end = threading.Event()
 
-    def fill(self, proposed: Sequence[int], words: torch.Tensor) -> list[int]:
+    def fill(self) -> None:
         threading.current_thread().is_stuck = True  # type: ignore[attr-defined]
         assert self.may_end.wait(60)
-        return []
 
 
 @pytest.fixture
@@ -142,16 +141,16 @@ def test_a_grammar_that_takes_too_long_ends_its_request_only(
 def test_time_of_masks_is_limited_per_step(clock: Counter[MaskThread]) -> None:
     """Rows that are stuck share the time of one step; if too many are, no further thread starts."""
 
-    def tasks(count: int) -> list[Task]:
-        return [Task(StuckSession(None, None, []), (), torch.empty(0)) for _ in range(count)]  # type: ignore[arg-type]
+    def sessions(count: int) -> list[StuckSession]:
+        return [StuckSession(None, None, []) for _ in range(count)]  # type: ignore[arg-type]
 
-    runner, found = MaskRunner(), tasks(16)
-    runner.run(found)
-    assert [task.session.error for task in found] == [TOO_SLOW] * 16
+    filler, found = MaskFiller(), sessions(16)
+    filler.fill(found)
+    assert [session.error for session in found] == [TOO_SLOW] * 16
     assert 1e3 * STEP_S <= sum(clock.values()) <= 1e3 * (2 * STEP_S + 16 * 2 * TOKEN_S)
-    found = tasks(MAX_STUCK)
-    runner.run(found)
-    assert [task.session.error for task in found] == [TOO_SLOW] * (MAX_STUCK - 16) + [BUSY] * 16
+    found = sessions(MAX_STUCK)
+    filler.fill(found)
+    assert [session.error for session in found] == [TOO_SLOW] * (MAX_STUCK - 16) + [BUSY] * 16
 
 
 def test_a_row_that_is_slow_on_average_ends() -> None:
@@ -159,8 +158,8 @@ def test_a_row_that_is_slow_on_average_ends() -> None:
     for seconds, num_tokens in ((TOKEN_S, 1000), (2 * TOKEN_S, round(CREDIT_S / TOKEN_S))):
         for _ in range(num_tokens):
             assert session.error is None
-            Task(session, (), torch.empty(0)).charge(seconds)
-    Task(session, (), torch.empty(0)).charge(2 * TOKEN_S)
+            session.charge(seconds)
+    session.charge(2 * TOKEN_S)
     assert session.error == TOO_SLOW
 
 
