@@ -165,12 +165,17 @@ def shared(num_documents: int) -> dict[str, Any]:
     return {"query": "x" * (1 << 20), "documents": ["x"] * num_documents}
 
 
+def pattern(rest: str) -> Measure:
+    return requests(CHAT, ask(n=16, temperature=1, max_tokens=200, regex="[0-9]{70}!" + rest))
+
+
 async def growth(target: Target) -> str:
     grown = {role: size - target.memory.get(role, size) for role, size in memory_mib(target.pid).items()}
     return ", ".join(f"{role} {size:+d} MiB" for role, size in grown.items()) or "unknown without --pid"
 
 
 CHUNKED = f"POST /{CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+SLOW_REGEX = "(.*.*.*){1,100}=(.*.*.*){1,100}"
 PLAIN = requests(CHAT, {"messages": "x" * (4 << 20)})
 
 # Name, promised value, and factory of the probe: bodies are made before the clock starts.
@@ -186,6 +191,7 @@ PROBES: tuple[tuple[str, str, Callable[[], Measure]], ...] = (
     ("images of 169 megapixels", STALL, lambda: stall(requests(CHAT, ask(blank("1", HUGE, "PNG")), ask(blank("L", HUGE, "JPEG"))))),
     ("broken videos of 10 clients", STALL, lambda: stall(requests(CHAT, *broken_clips(), clients=10))),
     ("schemas of 3,000 properties", STALL, lambda: stall(requests(CHAT, *(schema(i) for i in range(3))))),
+    ("pattern that is slow after 70 digits, 16 answers", "at most 0.5 s", lambda: stall(*map(pattern, (SLOW_REGEX, ".{300}")))),
     ("1,000,000 JSON values", "at most 0.25 s", lambda: stall(requests(CHAT, {"messages": [0] * 1_000_000}))),
     ("private memory after all attacks", "below +300 MiB", lambda: growth),
 )
