@@ -2,6 +2,7 @@
 (`rope_scaling`, `rope_theta`). Imports no torch."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ Json = Mapping[str, Any]
 # Values of the published checkpoints, for folders without preprocessor_config.json.
 DEFAULT_MIN_PIXELS = 65_536
 DEFAULT_MAX_PIXELS = 16_777_216
+MAX_SIZE = 1 << 24  # of a model's dimensions
 UNREAD = r"\.(weight_shape|g_idx|input_scale|input_global_scale|[kv]_scale)$"  # ignored tensors: redundant, or for inputs
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
@@ -28,6 +30,13 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
 
     `with_head`: also read the prediction head.
     """
+    try:
+        return _read(folder, with_head)
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, re.error) as problem:
+        raise ValueError(f"{folder.name}: a JSON file has a value of an unexpected type or size ({problem})") from problem
+
+
+def _read(folder: Path, with_head: bool) -> ModelConfig:
     config = read_json(folder / "config.json", is_required=True)
     architecture = architecture_of(config)
     text = _value(config, "text_config") if architecture.has_tower else config
@@ -40,6 +49,8 @@ def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
     vision = _vision(_value(config, "vision_config")) if architecture.has_tower else None
     quantization = config.get("quantization_config")
     quantized = read_quantization(quantization)
+    for rule in quantized.rules:
+        re.compile(rule.pattern)
     plain = [name for key in ("modules_to_not_convert", "ignored_layers") for name in (quantization or {}).get(key) or () if name]
     plain_modules = tuple(architecture.known_name(f"{name}.").rstrip(".") for name in plain)
     decoder = _text(text, has_tower=vision is not None, head_path=architecture.head if with_head else "")
@@ -87,6 +98,12 @@ def _value(config: Json, name: str) -> Any:
     return config[name]
 
 
+def _size(config: Json, name: str) -> int:
+    if type(value := _value(config, name)) is not int or not 0 < value < MAX_SIZE:
+        raise ValueError(f"{name} in config.json must be a whole number from 1 to {MAX_SIZE - 1}, got {str(value)[:100]}")
+    return value
+
+
 def _first(sources: tuple[Json, ...], keys: tuple[str, ...], default: object) -> Any:
     """Return the first value that any source has under any of the keys."""
     for source in sources:
@@ -122,8 +139,8 @@ def _reject_unsupported(text: Json, model_type: str) -> None:
 
 def _text(config: Json, has_tower: bool, head_path: str) -> TextConfig:
     is_hybrid, moe = _is_hybrid(config), _moe(config)
-    hidden_size, num_heads = _value(config, "hidden_size"), _value(config, "num_attention_heads")
-    head_dim = _value(config, "head_dim") if has_tower else _first((config,), ("head_dim",), hidden_size // num_heads)
+    hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    head_dim = _size(config, "head_dim") if has_tower else _first((config,), ("head_dim",), hidden_size // num_heads)
     rope = _rotary(config, default_theta=5_000_000.0 if has_tower else 10_000.0)
     rotary_dim = int(head_dim * _first((rope, config), ("partial_rotary_factor",), 0.25 if is_hybrid else 1.0))
     published = (11, 11, 10) if is_hybrid else (24, 20, 20)
@@ -131,18 +148,18 @@ def _text(config: Json, has_tower: bool, head_path: str) -> TextConfig:
     if len(section) != 3 or sum(section) != rotary_dim // 2:
         raise ValueError(f"mrope_section must be three numbers that sum to half of the rotary values ({rotary_dim}), got {section}")
     return TextConfig(
-        num_layers=_value(config, "num_hidden_layers"),
+        num_layers=_size(config, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=_value(config, "num_key_value_heads") if has_tower else _first((config,), ("num_key_value_heads",), num_heads),
+        num_kv_heads=_size(config, "num_key_value_heads") if has_tower else _first((config,), ("num_key_value_heads",), num_heads),
         head_dim=head_dim,
-        intermediate_size=_value(config, "intermediate_size") if moe is None else config.get("intermediate_size", 0),  # 0: of no layer
-        vocab_size=_value(config, "vocab_size"),
-        rms_norm_eps=_value(config, "rms_norm_eps"),
+        intermediate_size=_size(config, "intermediate_size") if moe is None else int(config.get("intermediate_size", 0)),  # 0: of no layer
+        vocab_size=_size(config, "vocab_size"),
+        rms_norm_eps=float(_value(config, "rms_norm_eps")),
         rope_theta=float(rope["rope_theta"]),
         rotary_dim=rotary_dim,
         mrope_section=section,
-        max_position_embeddings=_value(config, "max_position_embeddings"),
+        max_position_embeddings=_size(config, "max_position_embeddings"),
         llama3=rope["llama3"],
         has_qk_norm=config.get("model_type") != "llama",
         moe=moe,
@@ -173,11 +190,11 @@ def _delta(config: Json) -> DeltaConfig | None:
     if not _is_hybrid(config):
         return None
     delta = DeltaConfig(
-        num_key_heads=_value(config, "linear_num_key_heads"),
-        num_value_heads=_value(config, "linear_num_value_heads"),
-        key_dim=_value(config, "linear_key_head_dim"),
-        value_dim=_value(config, "linear_value_head_dim"),
-        kernel_size=_value(config, "linear_conv_kernel_dim"),
+        num_key_heads=_size(config, "linear_num_key_heads"),
+        num_value_heads=_size(config, "linear_num_value_heads"),
+        key_dim=_size(config, "linear_key_head_dim"),
+        value_dim=_size(config, "linear_value_head_dim"),
+        kernel_size=_size(config, "linear_conv_kernel_dim"),
     )
     if delta.num_value_heads % delta.num_key_heads:
         raise ValueError(f"linear_num_value_heads must be a multiple of linear_num_key_heads, got {delta}")
@@ -188,7 +205,7 @@ def _delta_layers(config: Json) -> frozenset[int]:
     """Return the DeltaNet layers by `layer_types`, or else all but every n-th. ValueError unless some layers have attention."""
     if not _is_hybrid(config):
         return frozenset()
-    num_layers, interval = _value(config, "num_hidden_layers"), config.get("full_attention_interval", 4)
+    num_layers, interval = _size(config, "num_hidden_layers"), config.get("full_attention_interval", 4)
     regular = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
     kinds = config.get("layer_types") or regular
     if len(kinds) != num_layers or set(kinds) != {"linear_attention", "full_attention"}:
@@ -203,10 +220,10 @@ def _num_experts(config: Json) -> int:
 def _moe(config: Json) -> MoeConfig | None:
     if not _num_experts(config):
         return None
-    size, shared_size = _value(config, "moe_intermediate_size"), config.get("shared_expert_intermediate_size") or 0
+    size, shared_size = _size(config, "moe_intermediate_size"), config.get("shared_expert_intermediate_size") or 0
     if shared_size not in (0, size):
         raise ValueError(f"shared_expert_intermediate_size must be moe_intermediate_size ({size}), as in every published model")
-    moe = MoeConfig(_num_experts(config), _value(config, "num_experts_per_tok"), size, shared_size > 0)
+    moe = MoeConfig(_num_experts(config), _size(config, "num_experts_per_tok"), size, shared_size > 0)
     if not 0 < moe.num_experts_per_tok <= moe.num_experts:
         raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({moe.num_experts}), got {moe.num_experts_per_tok}")
     return moe
@@ -216,16 +233,16 @@ def _vision(config: Json) -> VisionConfig:
     if (found := config.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
         raise ValueError(f"vision_config.hidden_act must be 'gelu_pytorch_tanh', got {found!r}")
     return VisionConfig(
-        depth=_value(config, "depth"),
-        hidden_size=_value(config, "hidden_size"),
-        num_heads=_value(config, "num_heads"),
-        intermediate_size=_value(config, "intermediate_size"),
-        in_channels=_value(config, "in_channels"),
-        patch_size=_value(config, "patch_size"),
-        temporal_patch_size=_value(config, "temporal_patch_size"),
-        merge_size=_value(config, "spatial_merge_size"),
-        out_hidden_size=_value(config, "out_hidden_size"),
-        num_position_embeddings=_value(config, "num_position_embeddings"),
+        depth=_size(config, "depth"),
+        hidden_size=_size(config, "hidden_size"),
+        num_heads=_size(config, "num_heads"),
+        intermediate_size=_size(config, "intermediate_size"),
+        in_channels=_size(config, "in_channels"),
+        patch_size=_size(config, "patch_size"),
+        temporal_patch_size=_size(config, "temporal_patch_size"),
+        merge_size=_size(config, "spatial_merge_size"),
+        out_hidden_size=_size(config, "out_hidden_size"),
+        num_position_embeddings=_size(config, "num_position_embeddings"),
         deepstack_indexes=tuple(config.get("deepstack_visual_indexes") or ()),
         rope_theta=float((config.get("rope_parameters") or {}).get("rope_theta", 10_000.0)),
     )

@@ -121,6 +121,31 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
+ODD = (0, -1, 1.5, "x", [1], {"x": 1}, ["("], {"(": {}})
+
+
+def test_odd_values_are_refused_with_a_reason(tmp_path: Path) -> None:
+    """Values of other types, sizes of zero or beyond all memory, patterns that are none: ValueError or none, never another exception."""
+    write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=1)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    methods = [by_compressed("nvfp4-pack-quantized", **NVFP4)[1], GPTQ | {"bits": 4, "dynamic": {}}, CASES["modelopt_fp8"][1]]
+    refused = 0
+    for quantization in methods:
+        whole = config | {"quantization_config": quantization}
+        sections = [whole, whole["text_config"], whole["vision_config"], quantization]
+        for section in sections:
+            for name, before in list(section.items()):
+                for odd in (*ODD, 10**30):
+                    section[name] = odd
+                    (tmp_path / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+                    try:
+                        read_config(tmp_path)
+                    except ValueError as problem:
+                        refused += "\n" not in str(problem)
+                section[name] = before
+    assert refused > 100
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_supported_is_named_before_weights_are_read(case: str, tmp_path: Path) -> None:
     config, message = REFUSED[case]
