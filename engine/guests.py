@@ -1,7 +1,7 @@
 """Guest processes: child processes that decode media or compile output constraints, and may be killed at any time.
 
 The module's `prepare(*arguments)` returns the function that answers jobs. Pipes carry frames of a header and data; the header's number is a
-job's CPU time limit in milliseconds, or the exit code of a child without an answer. A guest's first frame reports that it is ready."""
+job's CPU time limit in milliseconds. A guest's first frame reports that it is ready."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ START_S, END_S = 120.0, 5.0
 
 
 class GuestDied(RuntimeError):
-    """A guest, or its child, ended without an answer. `is_late`: the job exceeded its CPU time."""
+    """A guest ended without an answer. `is_late`: the job exceeded its CPU time."""
 
     def __init__(self, code: int | None):
         super().__init__(f"the process ended with code {code}")
@@ -53,7 +53,7 @@ class Guest:
             async with asyncio.timeout(timeout):
                 process.stdin.write(HEADER.pack(len(job), int(1e3 * cpu_seconds)) + job)
                 await process.stdin.drain()
-                answer, code = await _receive(process)
+                return await _receive(process)
         except (asyncio.IncompleteReadError, ConnectionError) as problem:
             with contextlib.suppress(TimeoutError):  # wait for the exit code
                 await asyncio.wait_for(process.wait(), END_S)
@@ -62,9 +62,6 @@ class Guest:
         except (TimeoutError, asyncio.CancelledError):
             await self.close()
             raise
-        if code:
-            raise death(code)
-        return answer
 
     async def start(self) -> Process:
         command = python_command("engine.guests", *self._arguments)
@@ -91,11 +88,10 @@ class Guest:
 
 
 class GuestPool:
-    """Guests that take jobs in their order. Large jobs leave one guest to the others. A guest may use `memory` bytes; if it `forks`, a
-    child process answers each job."""
+    """Guests that take jobs in their order. Large jobs leave one guest to the others. A guest may use `memory` bytes."""
 
-    def __init__(self, size: int, module: str, *arguments: str, memory: int, forks: bool = False, fds: tuple[int, ...] = ()):
-        self.guests = [Guest((module, str(memory), str(int(forks)), *arguments), fds) for _ in range(size)]
+    def __init__(self, size: int, module: str, *arguments: str, memory: int, fds: tuple[int, ...] = ()):
+        self.guests = [Guest((module, str(memory), *arguments), fds) for _ in range(size)]
         self.idle = list(self.guests)
         self._may_begin = asyncio.Semaphore(size)
         self._may_begin_large = asyncio.Semaphore(max(1, size - 1))
@@ -135,48 +131,35 @@ def death(code: int | None) -> GuestDied:
     return (GuestKilled if code in (-signal.SIGKILL, -signal.SIGTERM) else GuestDied)(code)
 
 
-async def _receive(process: Process) -> tuple[bytes, int]:
+async def _receive(process: Process) -> bytes:
     assert process.stdout is not None
-    length, code = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
-    return await process.stdout.readexactly(length), code
+    length, _ = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
+    return await process.stdout.readexactly(length)
 
 
-def serve(answer: Callable[[bytes], bytes], forks: bool, source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer jobs until the end of `source`. If the guest forks, no thread may run when a job begins."""
+def serve(answer: Callable[[bytes], bytes], source: BinaryIO, sink: BinaryIO) -> None:
+    """Answer jobs until the end of `source`."""
 
-    def send(data: bytes, code: int = 0) -> None:
-        sink.write(HEADER.pack(len(data), code) + data)
+    def send(data: bytes) -> None:
+        sink.write(HEADER.pack(len(data), 0) + data)
         sink.flush()
 
-    guest = os.getpid()
     settle_heap()
     send(b"")
     while len(head := source.read(HEADER.size)) == HEADER.size:
         length, milliseconds = HEADER.unpack(head)
         job = source.read(length)
-        if forks and (child := os.fork()):
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code == -signal.SIGKILL:  # possibly while it wrote its answer
-                os.kill(os.getpid(), signal.SIGKILL)
-            if code:
-                send(b"", code)
-            continue
-        die_with_parent(signal.SIGKILL)
-        if forks and os.getppid() != guest:  # the guest has already died
-            os._exit(1)
         signal.setitimer(signal.ITIMER_PROF, milliseconds / 1e3)  # its signal ends the process
         data = answer(job)
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(data)
-        if forks:
-            os._exit(0)
 
 
 if __name__ == "__main__":
-    module, memory, forks, *arguments = sys.argv[1:]
+    module, memory, *arguments = sys.argv[1:]
     die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
     prepared = importlib.import_module(module).prepare(*arguments)
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    serve(prepared, forks == "1", sys.stdin.buffer, sys.stdout.buffer)
+    serve(prepared, sys.stdin.buffer, sys.stdout.buffer)

@@ -34,7 +34,7 @@ class GrammarCompiler:
     limit per grammar."""
 
     def __init__(self, model_folder: Path, seconds: float):
-        self.pool = GuestPool(1, "engine.grammar.compile", str(model_folder), memory=MEMORY_BYTES, forks=True)
+        self.pool = GuestPool(1, "engine.grammar.compile", str(model_folder), memory=MEMORY_BYTES)
         self._seconds = seconds
         self._cache: LRUCache[bytes, Compiled] = LRUCache(CACHE_BYTES, lambda compiled: ENTRY_BYTES + len(compiled.data))  # by hash
         self._turn = asyncio.Lock()

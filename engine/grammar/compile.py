@@ -31,7 +31,7 @@ LLGUIDANCE = re.compile(r"^\s*%llguidance\s*\{[^\n]*\}\s*$", re.MULTILINE)
 
 
 def prepare(model_folder: str) -> Callable[[bytes], bytes]:
-    """Return the guest's function. It leaves no running thread, since the guest forks."""
+    """Return the guest's function."""
     compiler = xgrammar.GrammarCompiler(read_vocabulary(Path(model_folder)), max_threads=NUM_THREADS, cache_enabled=False)
     return lambda job: msgspec.msgpack.encode(compiled(compiler, msgspec.msgpack.decode(job, type=Grammar)))
 

@@ -71,11 +71,7 @@ class Call:
     def __init__(self, name: str):
         self.id = f"call_{secrets.token_hex(12)}"
         self.name = name
-        self.pieces: list[str] = []
-
-    @property
-    def arguments(self) -> str:
-        return "".join(self.pieces)
+        self.arguments = ""
 
     @property
     def is_whole(self) -> bool:
@@ -134,7 +130,7 @@ class Choice:
         for delta in event.calls:
             if delta.name is not None:
                 self.calls.append(Call(delta.name))
-            self.calls[delta.index].pieces.append(delta.arguments)
+            self.calls[delta.index].arguments += delta.arguments
         if event.finish_reason is not None:
             has_calls = bool(self.calls) and (self.calls[-1].is_whole or not isinstance(event.stop_reason, str))  # no stop string cut it
             self.finish_reason = "tool_calls" if has_calls and event.finish_reason == "stop" else event.finish_reason

@@ -101,7 +101,7 @@ print(gc.get_freeze_count(), len(gc.get_objects()))
 
 def test_a_guest_has_a_settled_heap() -> None:
     code = "import gc, sys; from engine.guests import serve; modules = [[] for _ in range(60_000)];"
-    code += "serve(lambda _: b'%d' % gc.get_freeze_count(), False, sys.stdin.buffer, sys.stdout.buffer)"
+    code += "serve(lambda _: b'%d' % gc.get_freeze_count(), sys.stdin.buffer, sys.stdout.buffer)"
     job = HEADER.pack(1, 0) + b"?"
     run = subprocess.run([sys.executable, "-c", code], input=job, capture_output=True, check=True, timeout=HANG_GUARD_S)
     assert run.stdout[: HEADER.size] == HEADER.pack(0, 0) and int(run.stdout[2 * HEADER.size :]) > 50_000
