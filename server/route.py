@@ -4,7 +4,6 @@ arrive."""
 import argparse
 import asyncio
 import contextlib
-import errno
 import logging
 import re
 import signal
@@ -25,7 +24,7 @@ from engine.launch.config import EngineConfig, read_api_keys
 from engine.launch.flags import add_flags
 from server.balance import BOUND, Backend, Balancer
 from server.errors import RequestError, error_body, overloaded
-from server.http.connection import FULL, connection_limit, connection_of
+from server.http.connection import connection_limit, connection_of
 from server.http.guards import address_of, error_response, is_authorised
 from server.http.listen import BACKLOG, make_server, url_of
 
@@ -52,8 +51,6 @@ FLAGS = ("host", "port", "max_connections", "api_key_file", "ssl_certfile", "ssl
 
 
 class Budget:
-    """Limit of the bytes that all bodies hold together."""
-
     def __init__(self, num_free: int):
         self.num_free = num_free
 
@@ -130,8 +127,6 @@ def forwarded(scope: Scope, has_body: bool) -> CIMultiDict[str]:
 
 
 class Proxy:
-    """ASGI application of the proxy."""
-
     def __init__(self, urls: Sequence[str], bound: float = BOUND, api_keys: Sequence[str] = ()):
         self.balancer = Balancer(urls, bound=bound)
         self._api_keys = [key.encode() for key in api_keys]
@@ -181,9 +176,9 @@ class Proxy:
             async with self._session.get(f"{backend.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_SECONDS)) as answer:
                 backend.healthy = answer.status == 200
             self._num_silent[backend] = 0
-        except (aiohttp.ClientError, TimeoutError) as error:
-            backend.healthy &= _is_full(error)
-            self._num_silent[backend] += not _is_full(error)
+        except (aiohttp.ClientError, TimeoutError):
+            backend.healthy = False
+            self._num_silent[backend] += 1
             for wait in list(self._waits[backend]) if self._num_silent[backend] >= MAX_SILENT_POLLS else ():
                 wait.cancel()
         if backend.healthy != was_healthy:
@@ -208,11 +203,9 @@ class Proxy:
                     async with request as upstream:
                         return await _answer(upstream, send)
                 error = DIED
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as problem:  # nothing has been sent
-                if not _is_full(problem):
-                    backend.healthy = False
-                    continue
-                error = FULL
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # nothing has been sent
+                backend.healthy = False
+                continue
             except aiohttp.ClientError as problem:
                 logger.warning("%s: %s", backend.url, type(problem).__name__)
                 error = DIED
@@ -228,7 +221,6 @@ class Proxy:
 
     @contextlib.contextmanager
     def _ended_with(self, backend: Backend) -> Iterator[None]:
-        """Context of a request, which is cancelled when the replica is silent for too long."""
         with CancelScope() as wait:
             self._waits[backend].add(wait)
             try:
@@ -243,10 +235,6 @@ async def _answer(upstream: aiohttp.ClientResponse, send: Send) -> None:
         if chunk:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body"})
-
-
-def _is_full(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 async def serve(args: argparse.Namespace) -> None:

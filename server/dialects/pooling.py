@@ -206,7 +206,6 @@ def probability_of_yes(logits: Floats) -> float:
 
 
 def judged(request: PoolingRequest, query: str | ItemContent, document: str | ItemContent) -> list[Message]:
-    """Return the question that a reranker answers with yes or no."""
     parts = [f"<Instruct>: {request.instruction or RERANK}", "<Query>:", *_parts(query), "\n<Document>:", *_parts(document)]
     content = [TextPart(type="text", text=part) if isinstance(part, str) else part for part in parts]
     return [Message(role="system", content=JUDGE), Message(role="user", content=content)]

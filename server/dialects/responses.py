@@ -186,8 +186,6 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
 
 
 class Kind(NamedTuple):
-    """Kind of an item."""
-
     prefix: str  # of its ids
     delta: str  # name of its events
     start: Json  # its first members
@@ -289,7 +287,6 @@ class ResponseFormat(BlockFormat):
         return {"type": KINDS[self._open].delta, "text": text, **shared}
 
     def _open_event(self, name: str, logprobs: list[Json], /, **fields: object) -> bytes:
-        """Return an event of the open item."""
         fields |= {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         fields |= {} if KINDS[self._open].field else {"content_index": 0}
         return self._event(name, **fields, **({"logprobs": logprobs} if self._open == "text" else {}))

@@ -141,11 +141,9 @@ class Api:
         return error_response(info, request.scope)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
-        """Return a response that no client reads."""
         return error_response(ErrorInfo(400, "The request body ended early."), request.scope)
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
-        """Return HTTP 500. Starlette then raises the error again, and uvicorn logs it."""
         self._metrics.note_refusal(INTERNAL_ERROR)
         return error_response(INTERNAL_ERROR, request.scope)
 
@@ -164,7 +162,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def viewer() -> Response:
-    """Return a viewer of the OpenAPI document, with code from a CDN."""
+    """A viewer of the OpenAPI document, with code from a CDN."""
     return get_swagger_ui_html(openapi_url="openapi.json", title=TITLE)
 
 

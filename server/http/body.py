@@ -60,7 +60,6 @@ class Body:
         self.num_announced += len(complete)
 
     def give_up(self) -> None:
-        """Release the region of a rejected or truncated body."""
         if self.num_announced:
             self._client.abandon(self.rid, self.region.offset)
         else:
@@ -148,7 +147,6 @@ def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
 
 
 async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int) -> bool:
-    """Append the bytes that uvicorn has read. Return whether there are more."""
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect

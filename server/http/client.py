@@ -89,7 +89,6 @@ class EngineHealth:
         return "ok" if time.monotonic() - self.heartbeat < HEARTBEAT_STALE_S else "stalled"
 
     def check(self) -> None:
-        """Raise RequestError 503 while the server starts, stops or makes no progress."""
         if self.refusal is not None:
             raise RequestError.of(self.refusal)
         if self.state == "starting":
@@ -121,7 +120,6 @@ class Client:
 
     @property
     def has_bodies(self) -> bool:
-        """Return whether the api or the processor holds a body in the arena."""
         return bool(self._num_readers or self.num_reading)
 
     def new_rid(self) -> int:
@@ -132,13 +130,11 @@ class Client:
         self._outbox.send(Payload(rid, payload))
 
     def abandon(self, rid: int, body: int) -> None:
-        """Cancel an announced request; the processor releases its body."""
         self._outbox.send(Abort(rid, body))
         self._num_readers[body] += 1
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Context during which a body in the arena has no other owner."""
         self.num_reading += 1
         try:
             yield
@@ -176,7 +172,6 @@ class Client:
             raise overloaded("The server's request queue is full.")
 
     def close(self, stream: Stream) -> None:
-        """Close the stream; abort the request in the engine if it is unfinished."""
         self.replies.discard(stream)
         self._free(stream)
         for rid in {rid for rid, _ in stream.open}:
@@ -224,7 +219,6 @@ class Client:
         return msgspec.structs.replace(error, retry_after=max(error.retry_after or 1, seconds))
 
     def refuse_new(self, error: ErrorInfo) -> None:
-        """Reject new streams and report bad health; open streams continue."""
         self.health.refusal = error
 
     def refuse_all(self, error: ErrorInfo) -> None:

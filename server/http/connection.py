@@ -109,7 +109,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def abort(self) -> None:
-        """Close the connection of a request whose response cannot be completed."""
         assert self._running is not None
         self._end(self._running)
         self.transport.abort()
@@ -182,5 +181,4 @@ def connection_of(scope: Scope) -> LimitedProtocol:
 
 
 async def show_health_only(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Application of connections beyond the limit."""
     await (app if is_open(scope) else error_response(FULL, scope))(scope, receive, send)

@@ -32,12 +32,10 @@ class ErrorDialects:
 
 
 def is_open(scope: Scope) -> bool:
-    """Return whether this path, as the router will see it, needs no key."""
     return get_route_path(scope) in OPEN_PATHS
 
 
 def address_of(scope: Scope) -> str:
-    """Return the client's address, "" if unknown."""
     return str((scope.get("client") or ("",))[0])
 
 
@@ -62,8 +60,6 @@ def is_authorised(scope: Scope, keys: list[bytes]) -> bool:
 
 
 class Guard(ABC):
-    """Middleware that rejects some requests."""
-
     def __init__(self, app: ASGIApp):
         self._app = app
 

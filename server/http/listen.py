@@ -12,10 +12,8 @@ from starlette.types import ASGIApp
 
 from engine.launch.config import EngineConfig
 from server.http.connection import LimitedProtocol
-from server.http.log import Sparing
 
 BACKLOG = 2048
-SEND_BYTES = 1 << 16  # kernel buffer of a response
 
 
 class Server(uvicorn.Server):
@@ -26,9 +24,7 @@ class Server(uvicorn.Server):
         yield
 
     async def listen(self, listener: socket.socket) -> None:
-        """Serve until `should_exit`."""
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # inherited by its connections
-        if listener.family != socket.AF_UNIX:  # the kernel closes a connection whose client reads nothing
+        if listener.family != socket.AF_UNIX:  # its connections inherit it: the kernel closes one whose client reads nothing
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * self.config.timeout_keep_alive)
         await self.serve(sockets=[listener])
 
@@ -37,9 +33,9 @@ def make_server(app: ASGIApp, max_connections: int, config: EngineConfig, grace:
     """Return a listener's server. Running requests have `grace` seconds at shutdown. A proxy adds no headers to responses and trusts none
     of the request's."""
     http: Any = functools.partial(LimitedProtocol, max_connections)
-    logging.getLogger("uvicorn.error").addFilter(Sparing())  # malformed requests
     return Server(uvicorn.Config(
-        app, loop="uvloop", http=http, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+        app, loop="uvloop", http=http, ws="none", lifespan="off", access_log=False, log_config=None,
+        log_level=logging.ERROR, server_header=False,  # any client can cause any number of warnings
         date_header=not is_proxy, proxy_headers=not is_proxy, timeout_keep_alive=config.idle_timeout, timeout_graceful_shutdown=grace,
         backlog=BACKLOG, root_path=config.root_path, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
     ))  # fmt: skip

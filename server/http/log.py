@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 HEADER = "x-request-id"
 KEY = "engine.record"
-SPARING_S = 10.0
 POLLS = frozenset({"/health", "/health/live", "/health_generate", "/ping", "/metrics"})  # logged at DEBUG
 
 
@@ -34,25 +33,6 @@ class Record:
 def record_of(scope: Scope) -> Record:
     record: Record = scope[KEY]
     return record
-
-
-class Sparing(logging.Filter):
-    """Filter that passes one of equal messages per SPARING_S, since clients can cause any number of them; the next one reports how many
-    were hidden."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[str, tuple[float, int]] = {}  # time of the last shown message, and number of hidden ones since
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        shown, num_hidden = self._seen.get(record.msg, (-SPARING_S, 0))
-        if record.created - shown < SPARING_S:
-            self._seen[record.msg] = shown, num_hidden + 1
-            return False
-        self._seen[record.msg] = record.created, 0
-        if num_hidden:
-            record.msg = f"{record.msg} ({num_hidden} more since the last one)"
-        return True
 
 
 class RequestLog:

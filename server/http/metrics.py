@@ -59,7 +59,6 @@ class Metrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's latest statistics."""
         stats = self._client.stats
         for field, metric in METRICS.items():
             value = getattr(stats, field)
@@ -86,7 +85,6 @@ class Metrics(Collector):
             family.add_sample(name + suffix, {"model_name": self._name, **labels}, value)
         return family
 
-
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(name, text, [*LABELS, label], registry=self._registry)
 
@@ -111,7 +109,6 @@ class Metrics(Collector):
             self._observe(request_params_max_tokens=max_tokens)
 
     def note_stats(self, stats: EngineStats) -> None:
-        """Observe the batches since the previous statistics."""
         num_steps, num_tokens = stats.steps - self._stats.steps, stats.computed_tokens - self._stats.computed_tokens
         self._stats = stats
         for _ in range(num_steps):

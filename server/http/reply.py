@@ -87,8 +87,6 @@ class Answer(ABC):
 
 
 class Reply(Answer):
-    """Response with the model's output, as a stream or as one document."""
-
     def __init__(self, *, format: Callable[[ReplyOptions], Format], options: ReplyOptions, **exchange: Any):
         super().__init__(**exchange)
         self._options, self._format = options, format(options)

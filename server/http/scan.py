@@ -60,11 +60,9 @@ class Scanner:
 
     @property
     def num_complete(self) -> int:
-        """Return the number of references with complete payloads, which are the first ones."""
         return len(self.references) - self._in_payload
 
     def index_of(self, text: str) -> int | None:
-        """Return the index of the reference `text`."""
         return int(text[len(self.prefix) :]) if text.startswith(self.prefix) else None
 
     def json(self, body: memoryview, keep: Container[int] | None = None) -> bytes:

@@ -66,8 +66,6 @@ def timings_json(stages: Stages, started: float) -> dict[str, float]:
 
 
 class Call:
-    """A tool call, with the id by which the client returns its result."""
-
     def __init__(self, name: str):
         self.id = f"call_{secrets.token_hex(12)}"
         self.name = name
@@ -75,7 +73,6 @@ class Call:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether its arguments are valid JSON."""
         try:
             msgspec.json.decode(self.arguments)
         except (ValueError, RecursionError):
@@ -145,7 +142,6 @@ class Choice:
 
     @property
     def num_reported(self) -> int:
-        """Number of log-probabilities."""
         return self.logprobs.size + self.prompt_scores.size
 
     def blocks(self) -> Iterator[tuple[str, str, Call | None]]:

@@ -61,7 +61,6 @@ class Service:
 
     @property
     def names(self) -> list[str]:
-        """Names that requests may have as their `model`."""
         return [*self.model_names, *self.variants]
 
     def choose(self, model: str | None, submits: Iterable[Submit] = ()) -> None:

@@ -191,7 +191,6 @@ class GenerationRequest(ListedFields):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Names of tools that take one text."""
         return frozenset()
 
     def check_together(self, vocab_size: int) -> None:
@@ -247,7 +246,6 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @functools.cached_property
     def functions(self) -> list[Tool]:
-        """Return the tools as functions, without those that a vendor runs."""
         tools = [tool.as_function() if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]
         return [tool for tool in tools if not isinstance(tool, HostedTool)]
 
@@ -262,7 +260,6 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def called(self) -> str | None:
-        """Return the name of the function that must be called, if any."""
         choice = self.tool_choice
         return choice.function.name if isinstance(choice, NamedTool) else choice.custom.name if isinstance(choice, NamedCustom) else None
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import logging
 import os
 import selectors
 import shutil
@@ -223,7 +222,6 @@ class HttpServer:
         config = config or EngineConfig()
         self.max_connections = connection_limit(config)
         self._server = make_server(app, self.max_connections, config, grace=1)
-        del logging.getLogger("uvicorn.error").filters[1:]  # every server adds one
         self._server.config.load()
 
     def connect(self) -> Wire:

@@ -22,12 +22,12 @@ from engine.wire.stats import Stages
 from server.http import client as client_module
 from server.http.client import Client
 from server.http.connection import HEAD_SECONDS, LINGER_S, MAX_HEAD_BYTES, NUM_RESERVED, LimitedProtocol, connection_limit
-from server.http.listen import SEND_BYTES, make_server
+from server.http.listen import make_server
 from server.http.reply import WRITE_S
-from tests.eventually import eventually, eventually_async
+from tests.eventually import eventually_async
 from tests.unit.server.in_process import HttpServer, Wire, echo, say, serving, settle, virtual
-from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, connect, packets, request_of, text_body
-from tests.unit.server.stack import ROOT, Stack, answer_ids
+from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, packets, request_of, text_body
+from tests.unit.server.stack import ROOT
 
 LISTENING = re.compile(r"\.(listen|create_server|start_server|serve_forever|AppRunner|TCPSite|Config|run_app)\(")
 PLACES = {
@@ -132,7 +132,7 @@ async def test_what_a_proxy_may_understand_differently_is_refused(caplog: pytest
     for head in (b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01 rubbish\r\n\r\n"):
         ((status, error),) = (await server.ask(head + hidden)).answers
         assert status == 400 and json.loads(error)["error"]["type"] == "invalid_request_error"
-    assert sum("Invalid HTTP" in message for message in caplog.messages) <= 1
+    assert not caplog.messages
 
 
 @virtual
@@ -321,21 +321,6 @@ async def test_the_kernel_closes_a_connection_whose_client_reads_nothing() -> No
         await eventually_async(lambda: bool(ended), "the end of the write")
     server.should_exit = True
     await task
-
-
-def test_streams_of_a_process_that_are_not_read(stack: Stack) -> None:
-    """Fails if an unread answer holds a place in the engine, or more of the kernel's memory than it may."""
-    stack.script = answer_ids([65 + i % 26 for i in range(6000)], step=10)
-    count = len(stack.scheduler.requests)
-    with contextlib.ExitStack() as undo:
-        for _ in range(4):
-            undo.enter_context(connect(stack, receive_bytes=2048)).sendall(STREAM)
-        eventually(lambda: len(stack.scheduler.requests) == count + 4, "every request")
-        eventually(lambda: stack.http.get("/load").json() == {"server_load": 0}, "no request in the engine")
-        port = int(stack.url.rsplit(":", 1)[1])
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        unsent = [int(row[4].split(":")[0], 16) for row in rows if int(row[1].split(":")[1], 16) == port and row[3] != "0A"]
-        assert len(unsent) >= 4 and max(unsent) <= 2 * SEND_BYTES  # as the kernel counts them
 
 
 def test_unread_events_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import errno
 import hashlib
 import json
 import resource
@@ -435,23 +434,6 @@ async def test_bodies_without_an_image_are_held_within_a_budget() -> None:
     for body in bodies:
         assert sum([len(piece) async for piece in body.all()]) == 8 * len(data)
     assert budget.num_free == 4 * MIB
-
-
-async def test_a_full_file_table_is_not_a_dead_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with routed(Replica("a")) as running:
-        proxy = running.proxy
-
-        def fail(*arguments: object, **options: object) -> None:
-            raise aiohttp.ClientConnectorError(cast(Any, None), OSError(errno.EMFILE, "Too many open files"))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(proxy._session, "request", fail)
-            patch.setattr(proxy._session, "get", fail)
-            async with running.client.post(running.url, data=b"{}") as answer:
-                assert answer.status == 503 and "connection limit" in await answer.text()
-            await proxy._poll(proxy.balancer.backends[0])
-        assert proxy.balancer.backends[0].healthy and proxy.balancer.backends[0].num_in_flight == 0
-        assert await running.ask() == "a"
 
 
 async def test_the_proxy_ends_tls_and_raises_its_limit_of_files(certificate: Path) -> None:
