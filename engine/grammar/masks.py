@@ -126,6 +126,13 @@ class MaskThread(threading.Thread):
     def cpu_time(self) -> float:
         return time.clock_gettime(time.pthread_getcpuclockid(self.ident or 0))
 
+    def abandon_if_late(self, share: float) -> None:
+        """Abandon the thread if the current session has used its credit, or the step's time and its share."""
+        with self.lock:
+            late = self.cpu_time() - self.started
+            if self.left and late > self.left[0].seconds + min(self.left[0].credit, max(share, STEP_S - self.spent)):
+                self.is_abandoned = True
+
     def run(self) -> None:
         while self._may_begin.acquire():
             while self.left:
@@ -164,12 +171,9 @@ class MaskFiller:
                 self._thread.start()
             thread, self._thread = self._thread, None
             thread.begin(sessions, spent)
-            while not thread.done.wait(POLL_S):
+            while not thread.is_abandoned and not thread.done.wait(POLL_S):
                 assert thread.is_alive(), "the thread of the masks has ended"
-                with thread.lock:
-                    if thread.left and thread.cpu_time() - thread.started > _permitted(thread.left[0], share, thread.spent):
-                        thread.is_abandoned = True
-                        break
+                thread.abandon_if_late(share)
             if not thread.is_abandoned:
                 self._thread = thread
                 return
@@ -177,10 +181,6 @@ class MaskFiller:
             self._stuck.append(thread)
             stuck, *sessions = thread.left
             stuck.error, spent = TOO_SLOW, STEP_S
-
-
-def _permitted(session: Session, share: float, spent: float) -> float:
-    return session.seconds + min(session.credit, max(share, STEP_S - spent))
 
 
 Pending = tuple[list[Session | None], HostSamples, torch.Tensor, Stopwatch]  # tokens of a step that matchers have not accepted yet
