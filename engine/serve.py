@@ -21,7 +21,7 @@ import msgspec
 
 from engine.launch.adapters import named_adapters
 from engine.launch.child import Runtime, setup_logging
-from engine.launch.config import GIB, UNIX_HOST, EngineConfig, read_api_keys
+from engine.launch.config import GIB, MIB, UNIX_HOST, EngineConfig, read_api_keys
 from engine.launch.flags import parse_args
 from engine.launch.fleet import Fleet
 from engine.launch.memory import cuts, describe, fit
@@ -74,9 +74,10 @@ def planned_backend(config: EngineConfig, model: ModelConfig, gpus: list[Gpu]) -
 
 
 def serve_several(config: EngineConfig) -> int:
-    share = size_arenas(config, memory_limit() // config.dp)
+    gpus = list_gpus() if config.device != "cpu" else []
+    share = size_arenas(config, memory_limit() // config.dp, bool(gpus))
     with bind(config.host, config.port) as listener:
-        return asyncio.run(Fleet(share, listener).serve(list_gpus() if config.device != "cpu" else []))
+        return asyncio.run(Fleet(share, listener).serve(gpus))
 
 
 def serve_one(config: EngineConfig) -> int:
@@ -157,10 +158,10 @@ def bind_unix(run_dir: Path) -> socket.socket:
     return listener
 
 
-def size_arenas(config: EngineConfig, memory: int) -> EngineConfig:
+def size_arenas(config: EngineConfig, memory: int, has_gpu: bool) -> EngineConfig:
     """Set the arenas' sizes for a machine with so many bytes of memory. Raises ValueError if the flags exceed half of it."""
-    api_bytes = config.api_arena_bytes or min(GIB, memory // 16)
-    processor_bytes = config.processor_arena_bytes or min(2 * GIB, memory // 8)
+    api_bytes = config.api_arena_bytes or min(GIB if has_gpu else 64 * MIB, memory // 16)
+    processor_bytes = config.processor_arena_bytes or min(2 * GIB if has_gpu else 192 * MIB, memory // 8)
     total = api_bytes + processor_bytes
     if total > memory // 2:
         there = f"{memory / GIB:.1f} GiB of memory"
@@ -174,7 +175,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     choice = choose(config.backend, config.device, config.tp, config.model == DEMO, gpus)
     if choice.device == "cpu" and config.device == "auto" and config.model != DEMO:
         logger.warning("no GPU found: the model runs on the CPU, slowly")
-    config = size_arenas(config, memory_limit())
+    config = size_arenas(config, memory_limit(), choice.device == "cuda")
     resolved = resolve(config.model, config.load_format, supervisor.run_dir)
     model = read_config(resolved.folder, with_head=config.proposals.reads_head)
     choice = suit(choice, config.backend, model.text.heads(config.tp), config.dtype)

@@ -24,27 +24,18 @@ class Region:
         """Return the used bytes. Valid until the next `reserve`."""
         return self._arena.view(self.offset, self.used)
 
-    async def prepare(self, num_bytes: int) -> None:
-        """Reserve memory for `reserve(num_bytes)` without blocking the event loop for long."""
-        if self.used + num_bytes > self.capacity:
-            await self._arena.prepare(self._next_capacity(num_bytes), self.offset)
-
     def reserve(self, num_bytes: int) -> None:
         """Ensure capacity for so many further bytes. Capacity doubles, so that many small pieces cost no more than one large one."""
         need = self.used + num_bytes
         if need > self.capacity:
-            capacity = self._next_capacity(num_bytes)
+            wanted = max(need, min(2 * self.capacity, self._arena.size), self.capacity + MIN_GROWTH)
+            capacity = min(wanted, self._arena.size) if need <= self._arena.size else need
             try:
                 self.offset = self._arena.grow(self.offset, self.used, capacity)
             except ArenaFull:  # a nearly full arena may still have the bytes that are really needed
                 capacity = need
                 self.offset = self._arena.grow(self.offset, self.used, capacity)
             self.capacity = capacity
-
-    def _next_capacity(self, num_bytes: int) -> int:
-        need = self.used + num_bytes
-        capacity = max(need, min(2 * self.capacity, self._arena.size), self.capacity + MIN_GROWTH)
-        return min(capacity, self._arena.size) if need <= self._arena.size else need
 
     def append(self, data: bytes) -> None:
         self.reserve(len(data))

@@ -143,8 +143,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
     jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "decoder of baseline JPEGs in the worker"] = "auto"
 
-    api_arena_bytes: Annotated[int | None, "maximum shared memory for request bodies; default: 1/16 of the host's, at most 1G"] = None
-    processor_arena_bytes: Annotated[int | None, "the same for images and token ids; default: 1/8 of the host's, at most 2G"] = None
+    api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: 1/16 of the host's, at most 1G, on CPUs 64M"] = None
+    processor_arena_bytes: Annotated[int | None, "the same for media and token ids; default: 1/8, at most 2G, on CPUs 192M"] = None
     media_pool_size: Annotated[int, "threads that fetch, decode base64 and hash"] = max(2, min(16, num_cpus()))
     processing_pool_size: Annotated[int, "processes (2 or more) for non-baseline images; threads for baseline JPEGs on CPUs"] = max(
         1, min(16, num_cpus())

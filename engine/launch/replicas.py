@@ -26,6 +26,7 @@ from engine.launch.forward import Forwarder
 from engine.launch.process import ServerProcess
 from engine.serve import size_arenas
 from engine.wire.arena import memory_limit
+from models.kernels.choose import list_gpus
 
 set_ray_defaults()  # read by Ray when it is imported
 import ray  # noqa: E402
@@ -47,7 +48,8 @@ class Replica:
         """Return when the engine is ready. Raises ValueError or ChildDied."""
         setup_logging("replica", config.log_level)
         raise_file_limit()
-        self._server = ServerProcess(size_arenas(config, memory_limit() // num_neighbours))
+        has_gpu = config.device != "cpu" and bool(list_gpus())
+        self._server = ServerProcess(size_arenas(config, memory_limit() // num_neighbours, has_gpu))
         await self._server.start()
         self._forwarder = Forwarder(self._server.path)
 

@@ -3,22 +3,19 @@
 The api writes one (request payloads), the processor the other (token ids, image bytes). Children inherit the descriptors: nothing has a
 name in the file system, and the kernel frees all of it with the last process.
 
-The first RESIDENT_BYTES always have memory. The writer reserves memory beyond them before a region lies there, so that no write fails, and
-gives it back when the arena is empty.
+All memory is reserved at the start, so that no write fails, and the engine's processes map it when they start: the first access to a page
+would take 1 to 9 us.
 
      0        64       192                      size
      | region | free   | region  | free ...      |      offsets are multiples of 64, neighbouring free ranges are always merged
 """
 
-import asyncio
 import bisect
 import contextlib
 import mmap
 import os
 
 ALIGNMENT = 64
-RESIDENT_BYTES = 128 << 20
-STEP_BYTES = 16 << 20  # reserved or given back at once: about 2 ms
 
 
 class ArenaFull(Exception):
@@ -30,11 +27,10 @@ class ArenaTooSmall(ValueError):
 
 
 def create_memfd(name: str, size: int) -> int:
-    """Return an inheritable memfd of `size` bytes that has memory for the first RESIDENT_BYTES. Raises OSError."""
+    """Return an inheritable memfd of `size` bytes with memory. Raises OSError."""
     fd = os.memfd_create(name, 0)
     try:
-        os.ftruncate(fd, size)
-        os.posix_fallocate(fd, 0, min(size, RESIDENT_BYTES))
+        os.posix_fallocate(fd, 0, size)
     except OSError:
         os.close(fd)
         raise
@@ -52,13 +48,13 @@ def memory_limit() -> int:
 
 
 class ArenaView:
-    """Mapped arena; `buffer` is all of it."""
+    """Mapped arena; `buffer` is all of it. `populate` maps every page at once."""
 
-    def __init__(self, fd: int, size: int, writable: bool = False):
+    def __init__(self, fd: int, size: int, writable: bool = False, populate: bool = False):
         self.fd = fd
         self.size = size
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-        self.buffer = memoryview(self._map)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        self.buffer = memoryview(mmap.mmap(fd, size, flags, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)))
 
     def view(self, offset: int, length: int) -> memoryview:
         """Return a view without copying. Raises IndexError outside the arena."""
@@ -74,10 +70,9 @@ class Arena(ArenaView):
     """
 
     def __init__(self, fd: int, size: int):
-        super().__init__(fd, size, writable=True)
+        super().__init__(fd, size, writable=True, populate=True)
         self._free_starts, self._free_ends = [0], [size]
         self._allocated: dict[int, int] = {}  # offset -> end
-        self._reserved = min(size, RESIDENT_BYTES)  # bytes from the beginning that have memory
 
     def is_empty(self) -> bool:
         return not self._allocated
@@ -90,22 +85,12 @@ class Arena(ArenaView):
         """Return the offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
         if (need := _aligned(length)) > self.size:
             raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
-        if (offset := self.find(length)) is None:
-            raise ArenaFull(f"no space for {length} bytes")
-        self._take(bisect.bisect_left(self._free_starts, offset), need)
-        self._allocated[offset] = offset + need
-        try:
-            self._reserve(offset + length)
-        except OSError as problem:
-            self.free(offset)
-            raise ArenaFull(f"no memory for {length} bytes") from problem
-        return offset
-
-    def find(self, length: int) -> int | None:
-        """Return the offset that `alloc` would return now; None if no free range is large enough."""
-        need = _aligned(length)
-        ranges = zip(self._free_starts, self._free_ends, strict=True)
-        return next((start for start, end in ranges if end - start >= need), None)
+        for i, (start, end) in enumerate(zip(self._free_starts, self._free_ends, strict=True)):
+            if end - start >= need:
+                self._take(i, need)
+                self._allocated[start] = start + need
+                return start
+        raise ArenaFull(f"no space for {length} bytes")
 
     def free(self, offset: int) -> None:
         """Release the region at `offset`. Raises KeyError if it is not allocated (a double free)."""
@@ -154,36 +139,9 @@ class Arena(ArenaView):
         for end, start in zip(self._free_ends, self._free_starts[1:], strict=False):
             assert end < start, "two free ranges touch"
 
-    async def prepare(self, length: int, offset: int | None = None) -> None:
-        """Reserve memory for the next region of `length` bytes, or for one at `offset`, in steps that yield to the event loop."""
-        with contextlib.suppress(OSError):  # `alloc` reports it again
-            while (start := self.find(length) if offset is None else offset) is not None:
-                if start + length <= self._reserved + STEP_BYTES:
-                    return
-                self._reserve(self._reserved + STEP_BYTES)
-                await asyncio.sleep(0)
-
-    def has_memory(self, length: int) -> bool:
-        """Return whether `alloc(length)` reserves at most STEP_BYTES."""
-        start = self.find(length)
-        return start is None or start + length <= self._reserved + STEP_BYTES
-
-    def trim(self) -> None:
-        """Release some memory if the arena is empty. Call it repeatedly while the arena is idle."""
-        start = max(RESIDENT_BYTES, self._reserved - STEP_BYTES)
-        if self.is_empty() and start < self._reserved:
-            self._map.madvise(mmap.MADV_REMOVE, start, self._reserved - start)
-            self._reserved = start
-
     def grow(self, offset: int, used: int, length: int) -> int:
         """Extend the region at `offset` to `length` bytes, moving its first `used` bytes if necessary. Return its offset."""
-        capacity = self._allocated[offset] - offset
         if self._extend(offset, length):
-            try:
-                self._reserve(offset + length)
-            except OSError as problem:
-                self.shrink(offset, capacity)
-                raise ArenaFull(f"no memory for {length} bytes") from problem
             return offset
         moved = self.alloc(length)
         self.buffer[moved : moved + used] = self.buffer[offset : offset + used]
@@ -194,13 +152,6 @@ class Arena(ArenaView):
         self._free_starts[i] += need
         if self._free_starts[i] == self._free_ends[i]:
             del self._free_starts[i], self._free_ends[i]
-
-    def _reserve(self, end: int) -> None:
-        """Reserve memory up to `end`, rounded up to whole pages. Raises OSError."""
-        if end > self._reserved:
-            end = min(self.size, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE)
-            os.posix_fallocate(self.fd, self._reserved, end - self._reserved)
-            self._reserved = end
 
 
 def _aligned(length: int) -> int:

@@ -41,7 +41,6 @@ from server.openai.adapters import adapter_routes, variant_of
 from server.openai.endpoint import Endpoint, Service
 from server.openai.openapi import BodyRoute, DescribedRoute
 from server.openai.status import Status
-from server.warm import warm_up
 
 # Registration of the dialects: routes, and error bodies that differ from OpenAI's, by path prefix.
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
@@ -125,7 +124,6 @@ class Api:
                 self._metrics.note_stats(message.stats)
             if message.stats is not None and not self.client.has_bodies:
                 assert self.arena.is_empty(), "a request body was never released"
-                self.arena.trim()
 
     async def report_to_launcher(self) -> None:
         while True:
@@ -172,7 +170,6 @@ async def serve(child: Child) -> None:
     listener = socket.socket(fileno=child.runtime.listener_fd)
     listener.listen(BACKLOG)  # at once: clients may connect when the address is printed
     api = Api(child)
-    warm_up(api.arena)
     server = make_server(api.build(), connection_limit(child.config), child.config, GRACE_S)
     loop = asyncio.get_running_loop()
 

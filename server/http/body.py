@@ -117,7 +117,6 @@ async def read_body(receive: Receive, length: int | None, arena: Arena, config: 
         try:
             capacity = FIRST_CAPACITY if length is None else length
             _check_capacity(arena, capacity, capacity)
-            await arena.prepare(capacity)
             region = Region(arena, capacity)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
             body = Body(region, scanner, client, started)
@@ -153,7 +152,6 @@ async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max
     chunk: bytes = message.get("body", b"")
     if region.used + len(chunk) > max_bytes:
         raise _too_large(max_bytes)
-    await region.prepare(len(chunk))
     region.append(chunk)
     scanner.feed(chunk)
     check_text_bytes(scanner.num_text_bytes)

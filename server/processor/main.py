@@ -40,7 +40,6 @@ from server.processor.media.sources import Sources
 from server.processor.media.video import Videos
 from server.processor.output import Output
 from server.processor.request import Request
-from server.warm import warm_up
 
 
 class Processor:
@@ -55,7 +54,6 @@ class Processor:
         checkpoint = read_checkpoint(folder, child.config.chat_template, template_kwargs=child.config.default_chat_template_kwargs or "{}")
         bodies = child.arena_view(API_ARENA)
         self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
-        warm_up(self._arena, bodies)
         requests: dict[int, Request] = {}
         gpu_decodes = child.runtime.gpu_decodes_jpegs
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
@@ -110,7 +108,6 @@ class Processor:
         if not self._intake.num_holders:
             self._arena.check()
             assert self._arena.is_empty(), "a region of a request was never released"
-            self._arena.trim()
 
 
 async def serve(child: Child) -> None:

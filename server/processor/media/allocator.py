@@ -39,7 +39,6 @@ class RegionAllocator:
         deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         while True:
             released = self._released
-            await self.arena.prepare(capacity)
             try:
                 return self.allocate(capacity)
             except ArenaFull as lack:

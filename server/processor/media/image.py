@@ -66,9 +66,8 @@ class Image:
     def start(self) -> None:
         """Start to decode the payload, if there is one; errors are raised by `load`."""
         if self.ref.payload is not None and self._task is None:
-            if self._allocator.arena.has_memory(self.num_bytes):
-                with contextlib.suppress(ArenaFull, ArenaTooSmall):
-                    self._take_payload(self.ref.payload)  # at once: a thread starts while the event loop is busy
+            with contextlib.suppress(ArenaFull, ArenaTooSmall):
+                self._take_payload(self.ref.payload)  # at once: a thread starts while the event loop is busy
             self._task = start_task(self._encode())
 
     async def load(self, index: int, allowance: Allowance) -> None:
@@ -121,8 +120,6 @@ class Image:
         """payload or URL -> encoded"""
         payload = self.ref.payload
         if payload is not None:
-            if self._job is None:
-                await self._allocator.arena.prepare(decoded_bytes(payload))
             digest, header = await result_of(self._job or self._take_payload(payload))
         else:
             self.encoded = await self._sources.fetch(self.ref, self._hold)
@@ -179,7 +176,6 @@ class Image:
             self.source = ImageSource("file", wire(self.encoded), *inspector.size_for_workers(geometry, *size))
         else:
             self.num_bytes = 3 * math.prod(self._stored)
-            await self._allocator.arena.prepare(self.num_bytes)
             size = await self._decode(self._allocator.allocate(self.num_bytes))
         self.grid = inspector.grid(geometry, *size)
         self.num_tokens = geometry.num_tokens(self.grid)

@@ -60,7 +60,6 @@ class Sources:
                 raise RequestError(400, "no media with this uuid is cached: send it with its URL", code="unknown_uuid")
         else:
             data = await run(self.pool, lambda: decode_data_url(url) if scheme == "data" else self.fetcher.read_local(url, max_bytes))
-        await self.allocator.arena.prepare(len(data))
         encoded = hold(self.allocator.allocate(len(data)))
         encoded.append(data)
         return encoded

@@ -169,7 +169,6 @@ class VideoFile(Video):
     async def _unpack(self, payload: WireRegion) -> None:
         if decoded_bytes(payload) > self._decoders.max_bytes + 3:
             raise too_large(self._decoders.max_bytes)
-        await self._allocator.arena.prepare(decoded_bytes(payload))
         self._encoded = self._hold(self._allocator.allocate(decoded_bytes(payload)))
         await run(self._sources.pool, self._sources.unpacking(payload, self._encoded))
 

@@ -22,20 +22,20 @@ def test_the_example_works_as_it_stands(api_key: str | None) -> None:
     assert ("-H 'Authorization: Bearer " in text) == (api_key is not None) and "secret" not in text
 
 
-SIZES = [(GIB, (64, 128)), (4 * GIB, (256, 512)), (16 * GIB, (1024, 2048)), (500 * GIB, (1024, 2048))]
+SIZES = [(GIB, True, (64, 128)), (4 * GIB, True, (256, 512)), (500 * GIB, True, (1024, 2048)), (500 * GIB, False, (64, 192))]
 
 
-@pytest.mark.parametrize(("memory", "sizes"), SIZES)
-def test_arenas_follow_the_memory(memory: int, sizes: tuple[int, int]) -> None:
-    config = size_arenas(EngineConfig(), memory)
+@pytest.mark.parametrize(("memory", "has_gpu", "sizes"), SIZES)
+def test_arenas_follow_the_memory(memory: int, has_gpu: bool, sizes: tuple[int, int]) -> None:
+    config = size_arenas(EngineConfig(), memory, has_gpu)
     assert (config.api_arena_bytes, config.processor_arena_bytes) == tuple(size * MIB for size in sizes)
 
 
 def test_arenas_that_are_too_large_are_refused_by_their_flags() -> None:
     asked = EngineConfig(api_arena_bytes=3 * GIB)
-    assert size_arenas(asked, 8 * GIB) == msgspec.structs.replace(asked, processor_arena_bytes=GIB)
+    assert size_arenas(asked, 8 * GIB, True) == msgspec.structs.replace(asked, processor_arena_bytes=GIB)
     with pytest.raises(ValueError, match=r"--api-arena-bytes and --processor-arena-bytes take 3.5 GiB.* 4.0 GiB"):
-        size_arenas(asked, 4 * GIB)
+        size_arenas(asked, 4 * GIB, True)
 
 
 def test_an_unusable_address_is_reported_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:

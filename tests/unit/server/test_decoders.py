@@ -1,4 +1,4 @@
-"""Large images: processes that decode them, and memory of the arenas: who waits for it, regions that grow, reservation in small steps."""
+"""Large images: processes that decode them, and memory of the arenas: who waits for it, regions that grow."""
 
 import asyncio
 import base64
@@ -6,16 +6,14 @@ import io
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from PIL import Image as PillowImage
 
-from engine.wire import arena as module
 from engine.wire.arena import Arena, ArenaFull, create_memfd
 from engine.wire.messages import MediaRef
 from models.kernels.reference.ops import TorchOps
@@ -230,38 +228,3 @@ def test_what_fits_is_had_although_twice_as_much_does_not() -> None:
     arena.free(neighbour)
     arena.check()
     assert arena.is_empty()
-
-
-RESIDENT, STEP = 1 << 16, 1 << 14
-
-
-@pytest.fixture
-async def unreserved(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loading]:
-    """Little memory is reserved in advance, and the rest in more than two small steps."""
-    monkeypatch.setattr(module, "RESIDENT_BYTES", RESIDENT)
-    monkeypatch.setattr(module, "STEP_BYTES", STEP)
-    running, steps, reserve = Loading(checkpoint), list[int](), os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: (steps.append(length), reserve(fd, offset, length)))
-    yield running
-    assert len(steps) > 2 and max(steps) <= STEP
-    await running.close()
-
-
-async def test_image_beyond_the_reserved_memory_is_loaded_in_steps(unreserved: Loading) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (200, 300, 3), np.uint8)
-    file = io.BytesIO()
-    PillowImage.fromarray(pixels).save(file, "PNG")
-    image = await unreserved.load_bytes(file.getvalue())
-    assert unreserved.bytes_of(image) == pixels.tobytes()
-    memory = os.fstat(unreserved.arena_fd).st_blocks * 512
-    assert memory >= image.source.region.offset + image.source.region.length > RESIDENT
-
-
-async def test_growing_region_is_prepared_in_steps(unreserved: Loading) -> None:
-    """Red if a body of unknown length stops the event loop whenever its region doubles."""
-    region, piece = Region(unreserved.arena, 1024), bytes(range(256)) * 64
-    for _ in range(100):
-        await region.prepare(len(piece))
-        region.append(piece)
-    assert region.view.tobytes() == piece * 100
-    region.free()
