@@ -195,7 +195,7 @@ class Native:
             DescribedRoute("/get_model_info", self.model_info),
             DescribedRoute("/model_info", self.model_info),
             DescribedRoute("/get_server_info", self.server_info),
-            BodyRoute("/abort_request", Command(self.abort_request, passes_keys=True), response_class=Response),
+            BodyRoute("/abort_request", Command(self.abort_request, passes_owner=True), response_class=Response),
         ]
 
     async def model_info(self) -> Json:
@@ -211,10 +211,10 @@ class Native:
         state |= {"num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}
         return {**await self.model_info(), "version": VERSION, "max_total_num_tokens": stats.max_model_len, "internal_states": [state]}
 
-    async def abort_request(self, asked: AbortRequest, keys: bytes) -> Response:
+    async def abort_request(self, asked: AbortRequest, owner: bytes) -> Response:
         """Abort the client's own requests: that with this `rid`, or all."""
         client = self._service.client
-        own = [stream for stream in client.replies if stream.owner == keys]
+        own = [stream for stream in client.replies if stream.owner == owner]
         streams = [stream for stream in own if asked.abort_all or (asked.rid and stream.name == asked.rid)]
         for rid, index in [answer for stream in streams for answer in stream.open]:
             client.send(Abort(rid, index=index))

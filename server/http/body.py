@@ -43,6 +43,7 @@ class Body:
         self.new_rid = client.new_rid
         self.rid = client.new_rid()
         self.credentials = b""  # the client's Authorization header or key
+        self.owner = b""  # the key, if the server has keys
         self.seed = 0  # for its requests without a seed
         self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
         self._client = client

@@ -38,7 +38,7 @@ class Stream:
 
     def __init__(self, answers: list[tuple[int, int]], name: str | None = None, owner: bytes = b""):
         self.name = name  # given by the client
-        self.owner = owner  # the client's key
+        self.owner = owner  # the client's key, if the server has keys
         self.choices = {answer: number for number, answer in enumerate(answers)}
         self.open = set(answers)  # without a terminal event yet
         self._events: list[Event] = []

@@ -15,6 +15,7 @@ from server.errors import error_body
 
 PORT = re.compile(r":\d*$")
 ERROR_BODY = "engine.error_body"
+OWNER = "engine.owner"
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
 
 
@@ -43,6 +44,12 @@ def credentials_of(scope: Scope) -> bytes:
     """Return the client's keys, in whichever header they are."""
     values = (value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
     return b"\0".join(value[7:] if value[:7].lower() == b"bearer " else value for value in values)
+
+
+def owner_of(scope: Scope) -> bytes:
+    """Return the client's key, b"" if the server has no keys."""
+    owner: bytes = scope.get(OWNER, b"")
+    return owner
 
 
 def error_response(info: ErrorInfo, scope: Scope) -> Response:
@@ -78,7 +85,10 @@ class ApiKeyGuard(Guard):
         self._keys = [key.encode() for key in api_keys]
 
     def problem_of(self, scope: Scope) -> Response | None:
-        if is_open(scope) or is_authorised(scope, self._keys):
+        if is_authorised(scope, self._keys):
+            scope[OWNER] = credentials_of(scope)
+            return None
+        if is_open(scope):
             return None
         response = _refusal(401, "A valid API key is required.", "invalid_api_key", scope)
         response.headers["WWW-Authenticate"] = "Bearer"

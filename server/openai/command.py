@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from server.errors import RequestError
-from server.http.guards import credentials_of
+from server.http.guards import owner_of
 from server.http.validate import check, read_object
 
 Run = Callable[..., Awaitable[Any]]
@@ -17,13 +17,13 @@ Run = Callable[..., Awaitable[Any]]
 
 class Command:
     """ASGI application that calls `run` with the body as its type of `asked`; parameters of the query are members, too. `gives`: type of
-    the answer's JSON; `passes_keys`: `run` also gets the client's keys, to act on its own requests only."""
+    the answer's JSON; `passes_owner`: `run` also gets the client's key, to act on its own requests only."""
 
     streams: Any = None
     last_data = ""
 
-    def __init__(self, run: Run, gives: Any = None, max_bytes: int = 1 << 20, passes_keys: bool = False):
-        self.run, self.gives, self._max_bytes, self._passes_keys = run, gives, max_bytes, passes_keys
+    def __init__(self, run: Run, gives: Any = None, max_bytes: int = 1 << 20, passes_owner: bool = False):
+        self.run, self.gives, self._max_bytes, self._passes_owner = run, gives, max_bytes, passes_owner
         self.takes = get_type_hints(run)["asked"]
         self.__doc__ = run.__doc__
 
@@ -34,6 +34,6 @@ class Command:
             if len(data) > self._max_bytes:
                 raise RequestError(413, f"The body is larger than {self._max_bytes >> 20} MiB: send several requests.")
         value = dict(request.query_params) | (await asyncio.to_thread(read_object, bytes(data)) if data.strip() else {})
-        answer = await self.run(check(self.takes, value), *((credentials_of(scope),) if self._passes_keys else ()))
+        answer = await self.run(check(self.takes, value), *((owner_of(scope),) if self._passes_owner else ()))
         response = answer if isinstance(answer, Response) else JSONResponse(answer)
         await response(scope, receive, send)

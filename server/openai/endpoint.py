@@ -30,7 +30,7 @@ from server.errors import RequestError
 from server.grammar.request import CUT_OFF, read_grammar
 from server.http.body import Body, check_text_bytes, read_body
 from server.http.client import Client
-from server.http.guards import credentials_of
+from server.http.guards import credentials_of, owner_of
 from server.http.metrics import Metrics
 from server.http.reply import GatheredReply, Reply
 from server.http.streaming import Format, ReplyOptions
@@ -126,7 +126,7 @@ class Endpoint(ABC):
         length = int(header) if header else None
         with service.client.reading():
             body = await read_body(request.receive, length, arena=service.arena, config=service.config, client=service.client)
-            body.credentials = credentials_of(request.scope)
+            body.credentials, body.owner = credentials_of(request.scope), owner_of(request.scope)
             return await self._submit(body)
 
     async def _submit(self, body: Body) -> ASGIApp:
@@ -145,7 +145,7 @@ class Endpoint(ABC):
             for submit in job.submits:
                 submit.deadline = body.received + min(limits) if limits else None
                 submit.body = body.region.offset if is_needed else None  # released by the last one
-            stream = service.client.submit(job.submits, job.request.rid, body.credentials)
+            stream = service.client.submit(job.submits, job.request.rid, body.owner)
             if is_needed:
                 undo.pop_all()  # from now on the processor releases the body
         return job.reply(

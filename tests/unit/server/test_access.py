@@ -213,6 +213,11 @@ async def test_a_key_ends_its_own_requests_only(model_folder: Path, tmp_path: Pa
             assert [len(wire.answers) for wire in wires] == num_ended
         wires[0].leave()
         await settle()
+    with serving(model_folder) as api:  # without keys, all clients are one
+        api.script = hold
+        wire = await api.ask(keyed(b"Authorization: Bearer any", text_body(), "/v1/chat/completions"))
+        assert (await api.ask(request_of(b'{"abort_all": true}', "/abort_request"))).statuses == [200]
+        assert wire.statuses == [200]
 
 
 @virtual
