@@ -74,11 +74,6 @@ def packets(data: bytes, size: int = 1 << 18) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def chunked(body: bytes, size: int, path: bytes = b"/v1/chat/completions") -> bytes:
-    """A request whose body comes in chunks of `size` bytes."""
-    return b"POST " + path + CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in [*packets(body, size), b""])
-
-
 def connect(stack: Stack, receive_bytes: int = 1 << 16) -> socket.socket:
     """A client whose kernel holds so many bytes that it has not read."""
     host, port = stack.url.removeprefix("http://").split(":")
