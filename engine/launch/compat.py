@@ -103,7 +103,7 @@ S:--lora-backend S:--lora-target-modules ok:* | slots support every linear layer
 V:--enable-tower-connector-lora ok | adapters may include the tower
 V:--default-mm-loras no | name the adapter as `model`
 S:--max-total-tokens no | use --kv-cache-memory-bytes
-V:--weight-transfer-config ok:* | see --enable-weight-updates; each request describes its tensors
+V:--weight-transfer-config ok:* | see --enable-weight-updates
 --enable-sleep-mode --enable-memory-saver no | stop and start the server
 --skip-tokenizer-init no | requests may give token ids as `prompt`
 V:--max-parallel-loading-workers V:--model-loader-extra-config no | weights are read at the speed of the disk

@@ -1,38 +1,50 @@
 """Methods of `AsyncLLM` for weight updates."""
 
 import asyncio
-import contextlib
 import os
-from typing import Any, Protocol
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
-import msgspec
-
-from engine.wire.updates import Drain
+MEMORY = "/dev/shm"  # a file system in memory
 
 
 class Poster(Protocol):
     async def post(self, path: str, body: dict[str, Any]) -> None: ...
 
 
-async def pause_requests(self: Poster, mode: Drain = "abort") -> None:
-    """Start no further requests until `resume`. Running ones end ("abort"), finish ("wait") or are continued later ("keep")."""
-    await self.post("/pause", {"mode": mode})
+async def pause_requests(self: Poster, mode: Literal["abort", "wait"] = "abort") -> None:
+    """Start no further requests until `resume`. Running ones end ("abort") or finish ("wait")."""
+    await self.post("/pause_generation", {"mode": mode})
 
 
 async def resume_requests(self: Poster) -> None:
-    await self.post("/resume", {})
+    await self.post("/continue_generation", {})
 
 
 async def replace_weights(self: Poster, source: Any, weight_version: str | None = None) -> None:
-    """Replace weights by those of a checkpoint's folder, or by tensors (a mapping from names in checkpoints). Requests wait meanwhile.
-    Needs the flag `enable_weight_updates`. Raises ValueError if names, shapes or formats differ; nothing has changed then."""
-    version = {"weight_version": weight_version}
+    """Replace all weights by those of a checkpoint's folder, or by tensors (a mapping from names in checkpoints), which are written to a
+    private folder first. Requests wait meanwhile. Needs the flag `enable_weight_updates`. Raises ValueError if names, shapes or formats
+    differ; nothing has changed then."""
+    body = {"weight_version": weight_version}
     if isinstance(source, str | os.PathLike):
-        await self.post("/update_weights_from_disk", {"model_path": os.path.abspath(source), **version})
+        await self.post("/update_weights_from_disk", {"model_path": os.path.abspath(source), **body})
         return
-    from engine.updates.memory import shared  # imports torch
+    num_bytes = sum(tensor.nbytes for tensor in source.values())
+    has_space = os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > num_bytes
+    with tempfile.TemporaryDirectory(prefix="weights-", dir=MEMORY if has_space else None) as folder:
+        await asyncio.to_thread(_write, source, os.path.join(folder, "model.safetensors"))
+        await self.post("/update_weights_from_disk", {"model_path": folder, **body})
 
-    with contextlib.ExitStack() as stack:
-        specs = await asyncio.to_thread(stack.enter_context, shared(source))
-        tensors = [msgspec.to_builtins(spec) for spec in specs]
-        await self.post("/update_weights_from_tensor", {"named_tensors": tensors, **version})
+
+def _write(tensors: Mapping[str, Any], path: str) -> None:
+    from safetensors.torch import save_file  # imports torch
+
+    written, storages = {}, set[int]()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        is_shared = value.untyped_storage().data_ptr() in storages  # tied tensors, which the format does not have
+        storages.add(value.untyped_storage().data_ptr())
+        written[name] = value.clone() if is_shared else value
+    save_file(written, path)

@@ -23,7 +23,7 @@ from engine.scheduler.images import ImageDirectory
 from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.state import Limits, State
-from engine.updates.control import UpdateControl
+from engine.scheduler.updates import UpdateControl
 from engine.wire.adapters import AdapterRead, ReadAdapter
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import (
@@ -40,7 +40,7 @@ from engine.wire.messages import (
     ToScheduler,
     WorkerReady,
 )
-from engine.wire.updates import UPDATES_INBOX, Job, JobState, OrderDone, Pause, Resume, Verdict
+from engine.wire.updates import UPDATES_INBOX, Job, JobState, OrderDone, Pause, Progress, Resume, Verdict
 from models.config.huggingface import read_config
 
 logger = logging.getLogger(__name__)
@@ -73,14 +73,14 @@ class Scheduler:
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
             if core.num_in_flight:
-                self._flush(core)  # the device is busy: serve clients first
+                self._flush(core, control)  # the device is busy: serve clients first
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
                 core.hash_early(step)
             for order in core.state.slots.take_reads():
                 self._send_workers(order)
             core.expire(time.monotonic())
-            self._flush(core)
+            self._flush(core, control)
             self._receive(core, control)
             control.advance()
 
@@ -137,7 +137,7 @@ class Scheduler:
                     core.forget_all(message.images)
                 case StepResult():
                     core.collect(message)
-                case Pause() | Resume() | Job() | JobState():
+                case Pause() | Resume() | Job() | JobState() | Progress():
                     control.take(message)
                 case WorkerReady():
                     raise AssertionError("a worker started twice")
@@ -164,14 +164,14 @@ class Scheduler:
             worker.send_bytes(data)
         return len(data)
 
-    def _flush(self, core: SchedulerCore) -> None:
+    def _flush(self, core: SchedulerCore, control: UpdateControl) -> None:
         """Send outputs; once per second, or when all requests are done, also statistics."""
         now = time.monotonic()
         beat = now - self._last_heartbeat >= HEARTBEAT_S or (core.has_outputs and not core.num_requests)
         if beat:
             self._last_heartbeat = now
         if beat or core.has_outputs:
-            alive = self._liveness.alive_at(now, core.alive_at(now))
+            alive = min(self._liveness.alive_at(now, core.alive_at(now)), control.alive_at(now))
             self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
 
 

@@ -1,72 +1,42 @@
 """Messages of weight updates.
 
-| edge                | messages           |
-|---------------------|--------------------|
-| api -> scheduler    | Pause, Resume, Job |
-| scheduler -> api    | OrderDone          |
-| scheduler -> worker | Job, Verdict       |
-| worker -> scheduler | JobState           |
+| edge                | messages            |
+|---------------------|---------------------|
+| api -> scheduler    | Pause, Resume, Job  |
+| scheduler -> api    | OrderDone           |
+| scheduler -> worker | Job, Verdict        |
+| worker -> scheduler | JobState, Progress  |
 
 Every rank prepares a job: it checks everything and writes nothing. Only if all ranks are prepared does the scheduler let them write.
 """
-
-from typing import Literal
 
 import msgspec
 
 UPDATES_INBOX = "updates"  # name of the api's inbox
 FIRST_VERSION = "default"
 
-Drain = Literal["wait", "abort", "keep"]  # requests finish, end, or are computed again later
-
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
-    """Start no requests until a Resume. Answered when no request is running."""
+    """Start no requests until a Resume. Running ones finish, or end now. Answered when no request is running."""
 
     number: int
-    drain: Drain
+    aborts: bool
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-class Segment(msgspec.Struct, tag="segment", frozen=True):
-    """Bytes of a tensor in the shared-memory file `name` of the host."""
-
-    name: str
-    offset: int = 0
-
-
-class CudaMemory(msgspec.Struct, tag="cuda", frozen=True):
-    """Memory of another process on a GPU: the fields of torch's reduction of a CUDA tensor. `offset` and `stride` are in elements."""
-
-    handle: bytes
-    storage_size_bytes: int
-    storage_offset_bytes: int
-    ref_counter_handle: bytes
-    ref_counter_offset: int
-    event_handle: bytes
-    event_sync_required: bool
-    offset: int
-    stride: tuple[int, ...]
-
-
 class TensorSpec(msgspec.Struct, frozen=True):
-    """A tensor of an update by its name in checkpoints. `places`: its memory by device ("cpu" or the UUID of a GPU)."""
+    """A tensor of an update by its name in checkpoints."""
 
     name: str
     dtype: str  # as torch names it
     shape: tuple[int, ...]
-    places: dict[str, Segment | CudaMemory] = {}
 
 
 class FromFolder(msgspec.Struct, tag=True, frozen=True):
     path: str
-
-
-class FromMemory(msgspec.Struct, tag=True, frozen=True):
-    tensors: tuple[TensorSpec, ...]
 
 
 class FromGroup(msgspec.Struct, tag=True, frozen=True):
@@ -77,7 +47,7 @@ class FromGroup(msgspec.Struct, tag=True, frozen=True):
 
 
 class JoinGroup(msgspec.Struct, tag=True, frozen=True):
-    """Join a process group as ranks `first_rank`, ... of `size`; rank 0 waits at the address."""
+    """Join a process group as ranks `first_rank`, ... of `size`; rank 0, a trainer, listens at the address."""
 
     group: str
     backend: str
@@ -91,16 +61,12 @@ class LeaveGroup(msgspec.Struct, tag=True, frozen=True):
     group: str
 
 
-class Rename(msgspec.Struct, tag=True, frozen=True):
-    """Change only the version."""
-
-
 class Job(msgspec.Struct, tag=True, frozen=True):
-    """Work of all workers while no request runs. Afterwards the weights have the version, if there is one."""
+    """Work of all workers while no request runs: running ones finish, or end now. Afterwards the weights have the version, if any."""
 
     number: int
-    task: FromFolder | FromMemory | FromGroup | JoinGroup | LeaveGroup | Rename
-    drain: Drain = "wait"
+    task: FromFolder | FromGroup | JoinGroup | LeaveGroup
+    aborts: bool = False
     version: str | None = None
 
 
@@ -110,10 +76,15 @@ class Verdict(msgspec.Struct, tag=True, frozen=True):
     is_granted: bool
 
 
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """A rank has read or received a tensor."""
+
+
 class JobState(msgspec.Struct, tag=True, frozen=True):
-    """A rank has prepared or executed the only current job. `problem`: the reason if it cannot."""
+    """A rank has prepared or executed the job. `problem`: the reason if it cannot; `is_whole`: it replaces all weights."""
 
     problem: str | None = None
+    is_whole: bool = False
 
 
 class OrderDone(msgspec.Struct, tag=True, frozen=True):

@@ -28,7 +28,6 @@ from engine.launch.memory import (
     state_bytes,
     step_graph_bytes,
 )
-from engine.updates.worker import UpdateWorker
 from engine.wire.adapters import AdapterRead, ReadAdapter
 from engine.wire.arena import ArenaView
 from engine.wire.ipc import Outbox
@@ -46,6 +45,7 @@ from engine.worker.sampling.sampler import Sampler
 from engine.worker.sampling.samples import BYTES_PER_SAMPLE
 from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
+from engine.worker.updates import UpdateWorker
 from models.cache.states import RowStates, Snapshots
 from models.checkpoint.load import init_dummy_weights, load_weights
 from models.config.formats import Format, entry_of, final_format

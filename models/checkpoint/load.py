@@ -115,15 +115,20 @@ def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
     files: set[Path] = set()
     for pattern in architecture.weight_files:
         parent = (folder / pattern).parent
-        indexes = sorted(folder.glob(pattern + INDEX)) or sorted(parent.glob("*.safetensors" + INDEX))
+        indexes = _files(folder, pattern + INDEX) or _files(parent, "*.safetensors" + INDEX)
         found = [{parent / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()} for index in indexes]
         whole = [each for each in found if all(file.is_file() for file in each)] or found[:1]
         if any(each != whole[0] for each in whole):
             raise ValueError(f"{parent} contains several weight indexes: {', '.join(index.name for index in indexes)}; keep one")
-        files.update(whole[0] if whole else folder.glob(pattern))
+        files.update(whole[0] if whole else _files(folder, pattern))
     if not files:
         raise ValueError(f"{folder} contains no safetensors weights (dummy weights need no files: --load-format dummy)")
     return sorted(files)
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Return the regular files in order: opening a pipe would wait for ever."""
+    return [path for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
 def demand_none(verb: str, names: Set[str]) -> None:

@@ -1,51 +1,50 @@
-"""Weight updates by the routes of vLLM and of SGLang: pause, replace weights, resume. Served only with `--enable-weight-updates`.
+"""Weight updates by SGLang's routes: pause, replace weights, continue. Served only with `--enable-weight-updates`.
 
-body ──▶ request type ──▶ order ──▶ scheduler ──▶ OrderDone ──▶ the document of the route's server
+body ──▶ request type ──▶ order ──▶ scheduler ──▶ OrderDone ──▶ document
 """
 
+import asyncio
+import itertools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel, Field
 
 from engine.launch.child import Child
+from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import ErrorInfo
 from engine.wire.updates import (
-    Drain,
+    FIRST_VERSION,
+    UPDATES_INBOX,
     FromFolder,
     FromGroup,
-    FromMemory,
     Job,
     JoinGroup,
     LeaveGroup,
+    Order,
+    OrderDone,
     Pause,
-    Rename,
     Resume,
     TensorSpec,
+    metadata_of,
 )
-from server.errors import error_body
+from server.errors import RequestError, error_body
 from server.http.client import Client
-from server.http.updates import Orders
-from server.http.validate import Strict, bad_value, check
+from server.http.validate import Strict, bad_value
 from server.openai.command import Command, Run
 from server.openai.openapi import BodyRoute, DescribedRoute
 
 Json = dict[str, Any]
 MAX_BYTES = 64 << 20  # limit of a body, enough for tens of thousands of tensors
 GROUP = "weight_update_group"
-DRAINS: dict[str | None, Drain] = {
-    None: "abort", "abort": "abort", "wait": "wait", "finish": "wait", "keep": "keep", "retract": "keep", "in_place": "keep",
-}  # fmt: skip
-PICKLE = "is a pickle, which is not accepted: send names, dtypes, shapes and plain handles as docs/guides/weight-updates.md describes"
-UPDATE_PATHS = "/update_weights_from_"  # SGLang's
+UPDATE_PATHS = "/update_weights_from_"
+POLL_S = 1.0  # interval of checks whether the server stops
 
 
 class Done(BaseModel):
-    """Answer of all routes: vLLM's have a `status` or nothing else, SGLang's have `success`."""
-
     message: str
-    status: str | None = None
-    success: bool | None = None
+    success: bool
 
 
 class Nothing(Strict):
@@ -53,8 +52,7 @@ class Nothing(Strict):
 
 
 class Mode(Strict):
-    mode: Literal["abort", "wait", "finish", "keep", "retract", "in_place"] | None = None
-    wait_for_inflight_requests: str | bool | None = None
+    mode: Literal["abort", "wait"] | None = None
 
 
 class Options(Strict):
@@ -67,55 +65,61 @@ class Folder(Options):
     model_path: str
 
 
-class NamedTensors(Options):
-    named_tensors: list[Json] | None = None
-    serialized_named_tensors: Any = None
-
-
-class Group(Strict):
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    group_name: str = GROUP
-    backend: Literal["nccl", "gloo"] = "nccl"
-
-
 class GroupName(Strict):
     group_name: str = GROUP
 
 
+class Group(GroupName):
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(ge=1)  # rank 0 is the trainer, which listens
+    world_size: int = Field(ge=2)
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+
 class Announced(Options):
-    names: list[str]
+    names: list[str] = Field(min_length=1)
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = GROUP
 
 
-class Version(Options):
-    weight_version: str = Field(alias="new_version")
+class Orders:
+    """Orders to the scheduler, which answers to a separate inbox."""
 
+    def __init__(self, child: Child, client: Client):
+        self._run_dir, self._client = child.run_dir, client
+        self._scheduler: Outbox[Order] = Outbox(child.run_dir, "scheduler")
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._rename(FIRST_VERSION)
 
-class Start(Strict):
-    is_checkpoint_format: Literal[True] | None = None
+    async def give(self, order: Callable[[int], Order]) -> OrderDone:
+        """Wait until the order has been executed. RequestError 400 with the reason if it was rejected, 503 if the server stops."""
+        self._client.health.check()
+        self._reader = self._reader or asyncio.create_task(self._read())
+        number = next(self._numbers)
+        done = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._scheduler.send(order(number))
+        while not (await asyncio.wait([done], timeout=POLL_S))[0]:
+            if (refusal := self._client.health.refusal) is not None:
+                raise RequestError.of(refusal)
+        answer = done.result()
+        self._rename(answer.version)
+        if answer.problem is not None:
+            raise RequestError(400, answer.problem, code="weight_update_refused")
+        return answer
 
+    def _rename(self, version: str) -> None:
+        self.version, self._client.metadata = version, metadata_of(version)
 
-class InitInfo(Strict):
-    init_info: Json
-
-
-class Transfer(Strict):
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    ipc_handles: list[Json] | None = None
-    ipc_handles_pickled: Any = None
-    packed: Literal[False] | None = None
-    group_name: str = GROUP
-
-
-class UpdateInfo(Options):
-    update_info: Transfer
+    async def _read(self) -> None:
+        inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
+        while True:
+            answer = await inbox.recv()
+            if not (done := self._waiting.pop(answer.number)).done():  # cancelled
+                done.set_result(answer)
 
 
 class WeightUpdates:
@@ -126,126 +130,62 @@ class WeightUpdates:
 
     def routes(self) -> list[DescribedRoute]:
         posts: dict[str, Run] = {
-            "/pause": self.pause,
-            "/resume": self.resume,
-            "/init_weight_transfer_engine": self.init,
-            "/start_weight_update": self.mark,
-            "/update_weights": self.update,
-            "/finish_weight_update": self.mark,
             "/pause_generation": self.pause,
             "/continue_generation": self.resume,
             "/update_weights_from_disk": self.load,
-            "/update_weights_from_tensor": self.copy,
             "/init_weights_update_group": self.join,
-            "/destroy_weights_update_group": self.leave,
             "/update_weights_from_distributed": self.receive,
-            "/update_weight_version": self.rename,
+            "/destroy_weights_update_group": self.leave,
         }
-        gets = {
-            "/is_paused": self.is_paused, "/get_world_size": self.world_size, "/get_weight_version": self.version,
-            "/weight_version": self.version,
-        }  # fmt: skip
         commands = [BodyRoute(path, Command(method, Done, MAX_BYTES)) for path, method in posts.items()]
-        return commands + [DescribedRoute(path, method) for path, method in gets.items()]
+        return [*commands, DescribedRoute("/get_weight_version", self.version)]
 
     async def pause(self, asked: Mode) -> Json:
-        """Start no further requests. Running ones end (`abort`), finish (`wait`) or continue after the resume (`keep`)."""
-        waits = asked.mode is None and str(asked.wait_for_inflight_requests).lower() == "true"
-        self._orders.is_paused = True
-        await self._orders.give(lambda number: Pause(number, "wait" if waits else DRAINS[asked.mode]))
-        return {"status": "paused", "message": "Generation is paused."}
+        """Start no further requests. Running ones end (`abort`, the default) or finish (`wait`)."""
+        await self._orders.give(lambda number: Pause(number, asked.mode != "wait"))
+        return _success("Generation is paused.")
 
     async def resume(self, asked: Nothing) -> Json:
         """Start requests again."""
         await self._orders.give(Resume)
-        self._orders.is_paused = False
-        return {"status": "resumed", "message": "Generation continues."}
+        return _success("Generation continues.")
 
     async def load(self, asked: Folder) -> Json:
         """Replace all weights by those of a folder with a checkpoint of the same architecture and formats."""
         return await self._update(FromFolder(asked.model_path), asked)
 
-    async def copy(self, asked: NamedTensors) -> Json:
-        """Replace weights by tensors in memory of a process on this host: shared memory, or CUDA IPC."""
-        if asked.serialized_named_tensors is not None:
-            raise bad_value("serialized_named_tensors", PICKLE)
-        return await self._update(FromMemory(_specs(asked.named_tensors or [], "named_tensors")), asked)
-
     async def join(self, asked: Group) -> Json:
-        """Join a trainer's process group: its rank 0 waits at the address, worker i becomes rank `rank_offset` + i."""
+        """Join a trainer's process group: its rank 0 listens at the address, worker i becomes rank `rank_offset` + i."""
         task = JoinGroup(asked.group_name, asked.backend, asked.master_address, asked.master_port, asked.rank_offset, asked.world_size)
         await self._orders.give(lambda number: Job(number, task))
-        return {"success": True, "message": f"All workers have joined {asked.group_name}."}
+        return _success(f"All workers have joined {asked.group_name}.")
+
+    async def receive(self, asked: Announced) -> Json:
+        """Replace weights by tensors that rank 0 of the group broadcasts, in this order."""
+        names, dtypes, shapes = asked.names, asked.dtypes, asked.shapes
+        if not len(set(names)) == len(names) == len(dtypes) == len(shapes):
+            raise bad_value("names", f"must differ, and be as many as dtypes ({len(dtypes)}) and shapes ({len(shapes)}), got {len(names)}")
+        if any(size < 0 for shape in shapes for size in shape):
+            raise bad_value("shapes", "must not be negative")
+        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True))
+        return await self._update(FromGroup(asked.group_name, specs), asked)
 
     async def leave(self, asked: GroupName) -> Json:
         """Leave a process group."""
         await self._orders.give(lambda number: Job(number, LeaveGroup(asked.group_name)))
-        return {"success": True, "message": f"All workers have left {asked.group_name}."}
-
-    async def receive(self, asked: Announced) -> Json:
-        """Replace weights by tensors that rank 0 of the group broadcasts, in this order."""
-        specs = _zipped(asked.names, asked.dtypes, asked.shapes, [{}] * len(asked.names))
-        return await self._update(FromGroup(asked.group_name, specs), asked)
-
-    async def rename(self, asked: Version) -> Json:
-        """Change only the version of the weights."""
-        return await self._update(Rename(), asked)
-
-    async def mark(self, asked: Start) -> Json:
-        """vLLM's markers of an update's first and last request. They have no effect: between pause and resume updates belong together."""
-        return {"message": "Weight update noted"}
-
-    async def init(self, asked: InitInfo) -> Json:
-        """vLLM's route for joining a group; without an address it has no effect."""
-        if asked.init_info:
-            await self.join(check(Group, asked.init_info))
-        return {"message": "Weight transfer initialized"}
-
-    async def update(self, asked: UpdateInfo) -> Json:
-        """vLLM's route for an update: from handles if there are any, otherwise from the group that was joined."""
-        info = asked.update_info
-        if info.ipc_handles_pickled is not None:
-            raise bad_value("update_info.ipc_handles_pickled", PICKLE)
-        specs = _zipped(info.names, info.dtype_names, info.shapes, info.ipc_handles or [{}] * len(info.names))
-        await self._update(FromGroup(info.group_name, specs) if info.ipc_handles is None else FromMemory(specs), asked)
-        return {"message": "Weights updated"}
-
-    async def is_paused(self) -> Json:
-        """Whether the engine is paused."""
-        return {"is_paused": self._orders.is_paused}
-
-    async def world_size(self) -> Json:
-        """The number of workers, which are the ranks of a group except the trainer's."""
-        return {"world_size": self._orders.num_ranks}
+        return _success(f"All workers have left {asked.group_name}.")
 
     async def version(self) -> Json:
         """The version of the weights."""
         return {"weight_version": self._orders.version}
 
-    async def _update(self, task: Any, asked: Options) -> Json:
-        drain: Drain = "abort" if asked.abort_all_requests else "wait"
-        done = await self._orders.give(lambda number: Job(number, task, drain, asked.weight_version))
-        words = f"The weights have the version {done.version}."
-        return {"success": True, "message": words, "num_paused_requests": done.num_waiting}
+    async def _update(self, task: FromFolder | FromGroup, asked: Options) -> Json:
+        done = await self._orders.give(lambda number: Job(number, task, bool(asked.abort_all_requests), asked.weight_version))
+        return {**_success(f"The weights have the version {done.version}."), "num_paused_requests": done.num_waiting}
 
 
-def _zipped(names: list[str], dtypes: list[str], shapes: list[list[int]], places: list[Json]) -> tuple[TensorSpec, ...]:
-    if not len(names) == len(dtypes) == len(shapes) == len(places):
-        raise bad_value("names", f"must be as many as dtypes and shapes, got {len(names)}, {len(dtypes)} and {len(shapes)}")
-    columns = zip(names, dtypes, shapes, places, strict=True)
-    return _specs([{"name": name, "dtype": dtype, "shape": shape, "places": place} for name, dtype, shape, place in columns], "names")
-
-
-def _specs(values: list[Json], field: str) -> tuple[TensorSpec, ...]:
-    try:
-        specs = msgspec.convert(values, tuple[TensorSpec, ...])
-    except msgspec.ValidationError as problem:
-        raise bad_value(field, f"holds no description of a tensor: {problem}") from None
-    if not specs or any(size < 0 for spec in specs for size in spec.shape):
-        raise bad_value(field, "must name at least one tensor, and sizes must not be negative")
-    if len({spec.name for spec in specs}) < len(specs):
-        raise bad_value(field, "must name each tensor once")
-    return specs
+def _success(message: str) -> Json:
+    return {"success": True, "message": message}
 
 
 def weight_routes(child: Child, client: Client) -> list[DescribedRoute]:

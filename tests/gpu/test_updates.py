@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from engine.updates import group as groups
-from engine.updates.memory import shared
+from engine.worker import updates as groups
 from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.serving import Engine, image_part, picture, serve, text_part
 from tests.e2e.test_updates import alongside, announced, give, trainer
@@ -59,21 +57,18 @@ def assert_equal(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
 
 
 @pytest.mark.parametrize("flags", [(), ("--quantization", "fp8")], ids=["bfloat16", "float8"])
-def test_from_disk_and_by_cuda_ipc(folders: tuple[Path, Path], flags: tuple[str, ...]) -> None:
+def test_from_disk(folders: tuple[Path, Path], flags: tuple[str, ...]) -> None:
     first, second = folders
     with start(second, *flags) as fresh:
         expected = seen(fresh)
     with start(first, *flags) as engine:
         before = seen(engine)
         assert before != expected
-        tensors = {name: tensor.cuda() for name, tensor in load_file(first / FILE).items()}  # meanwhile graphs of the tower are captured
         give(engine, "/update_weights_from_disk", {"model_path": str(second)})
         assert_equal(seen(engine), expected)
         free = torch.cuda.mem_get_info()[0]
-        for _ in range(4):
-            with shared(tensors) as specs:
-                named = [msgspec.to_builtins(spec) for spec in specs]
-                give(engine, "/update_weights_from_tensor", {"named_tensors": named, "weight_version": "2"})
+        for folder in (first, second, first):
+            give(engine, "/update_weights_from_disk", {"model_path": str(folder), "weight_version": "2"})
         assert_equal(seen(engine), before)
         assert abs(torch.cuda.mem_get_info()[0] - free) < 1 << 29, "an update keeps memory"
 

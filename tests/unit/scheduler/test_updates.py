@@ -1,26 +1,29 @@
 """Orders for weights: nothing computed with previous weights is used afterwards, and every order and every request has one answer."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.updates.control import UpdateControl
-from engine.wire.updates import Drain, FromFolder, FromGroup, FromMemory, Job, JobState, OrderDone, Pause, Resume, Verdict
+from engine.scheduler import updates
+from engine.scheduler.updates import UpdateControl
+from engine.wire.updates import FromFolder, FromGroup, Job, JobState, OrderDone, Pause, Progress, Resume, Verdict
 from tests.unit.scheduler.simulation import Simulation, make_core, make_request
 from tests.unit.scheduler.test_properties import random_prompt
 
 NUM_RANKS = 2
-DRAINS: tuple[Drain, ...] = ("wait", "abort", "keep")
 
 
 class Workers:
-    """All ranks: they answer at once, as `refuses` says, and lose everything that they have computed when weights change."""
+    """All ranks: they answer at once, as `refuses` says, and lose everything that they have computed when weights change. A folder has all
+    weights, a group some, unless `is_whole`."""
 
     def __init__(self, sim: Simulation) -> None:
-        self.sim, self.refuses, self.num_executed = sim, False, 0
+        self.sim, self.refuses, self.is_whole, self.num_executed = sim, False, True, 0
         self.done: dict[int, OrderDone] = {}
         self.control = UpdateControl(sim.core, NUM_RANKS, self.take, self.answer)
         self._replies: list[JobState] = []
@@ -31,17 +34,17 @@ class Workers:
     def take(self, message: Job | Verdict) -> None:
         assert not self.sim.in_flight
         if isinstance(message, Job):
-            problems = [None, "it does not fit" if self.refuses else None]
+            states = [JobState(), JobState("it does not fit" if self.refuses else None)]
         elif message.is_granted:
-            problems = [None, None]
+            states = [JobState(is_whole=self.is_whole)] * 2
             self.num_executed += 1
             worker = self.sim.worker
             worker.slots.clear()
             worker.saved.clear()
             worker.images = dict.fromkeys(worker.images, b"of previous weights")
         else:
-            problems = []
-        self._replies += map(JobState, problems)
+            states = []
+        self._replies += states
 
     def advance(self) -> None:
         """One pass of the scheduler's loop."""
@@ -68,13 +71,13 @@ def test_updates_under_load(snapshot_blocks: int, seed: int) -> None:
         choice = rng.random()
         if choice < 0.3:
             is_paused = True
-            workers.control.take(Pause(number, rng.choice(DRAINS)))
+            workers.control.take(Pause(number, rng.random() < 0.5))
         elif choice < 0.6:
             is_paused = False
             workers.control.take(Resume(number))
         else:
             workers.refuses = rng.random() < 0.3
-            workers.control.take(Job(number, FromFolder("x"), rng.choice(DRAINS), str(number)))
+            workers.control.take(Job(number, FromFolder("x"), rng.random() < 0.5, str(number)))
             for _ in range(1000):
                 workers.advance()
                 if number in workers.done or not sim.step():
@@ -92,50 +95,80 @@ def test_updates_under_load(snapshot_blocks: int, seed: int) -> None:
     assert len(sim.terminal) == len(sim.sequences)
 
 
-def test_a_pause_ends_or_keeps_what_runs() -> None:
-    """Requests that arrive later wait; those that are kept give the same tokens as without a pause."""
-    finished: dict[Drain, tuple[int, str]] = {}
-    for mode in DRAINS:
+def test_a_pause_ends_what_runs_or_lets_it_finish() -> None:
+    """Requests that arrive later wait."""
+    for aborts in (True, False):
         sim = Simulation(make_core())
         workers = Workers(sim)
         sim.ask(0, [20, 21, 22], [], 9, ignore_eos=True)
         for _ in range(4):
             sim.step()
-        workers.control.take(Pause(0, mode))
+        workers.control.take(Pause(0, aborts))
         sim.ask(1, [20, 21], [], 2, ignore_eos=True)
         while sim.step():
             pass
         workers.advance()
-        assert workers.done[0].num_waiting == (2 if mode == "keep" else 1)
-        assert not sim.step() and 1 not in sim.terminal
-        assert sim.core.alive_at(1e12) == 1e12, "waiting for a trainer is no hang"
+        assert workers.done[0].num_waiting == 1 and not sim.step() and 1 not in sim.terminal
+        assert sim.core.alive_at(1e12) == workers.control.alive_at(1e12) == 1e12, "waiting for a trainer is no hang"
         workers.control.take(Resume(1))
         sim.run()
-        finished[mode] = len(sim.received[0]), sim.terminal[0]
-    assert finished["wait"] == finished["keep"] == (9, "length")
-    assert finished["abort"][0] < 9 and finished["abort"][1] == "abort"
+        assert (len(sim.received[0]) == 9, sim.terminal[0]) == ((False, "abort") if aborts else (True, "length"))
 
 
-def test_updates_in_several_requests_belong_together() -> None:
+PART, WHOLE, FOLDER = FromGroup("g", ()), FromGroup("whole", ()), FromFolder("x")
+UPDATES = {  # since a pause: tasks, and which of them are refused; whether a resume is refused then
+    "one that is refused": ([(PART, True)], False),
+    "all accepted": ([(PART, False), (PART, False)], False),
+    "the second is refused": ([(PART, False), (PART, True)], True),
+    "the first is refused": ([(PART, True), (PART, False)], True),
+    "another one follows": ([(PART, False), (PART, True), (PART, False)], True),
+    "a folder is refused": ([(PART, False), (FOLDER, True)], True),
+    "a folder follows": ([(PART, False), (PART, True), (FOLDER, False)], False),
+    "all tensors follow": ([(PART, True), (PART, False), (WHOLE, False)], False),
+    "one is refused after all tensors": ([(PART, False), (WHOLE, False), (PART, True)], False),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_between_pause_and_resume_belong_together(name: str) -> None:
     """After one that failed, the engine does not go on with a mixture."""
-    sim = Simulation(make_core())
+    (tasks, is_mixed), sim = UPDATES[name], Simulation(make_core())
     workers = Workers(sim)
-
-    def give(order: Pause | Resume | Job, refuses: bool = False) -> str | None:
-        workers.refuses = refuses
-        workers.control.take(order)
+    workers.control.take(Pause(0, False))
+    workers.advance()
+    for number, (task, workers.refuses) in enumerate(tasks, 1):
+        workers.is_whole = task is not PART
+        workers.control.take(Job(number, task))
         workers.advance()
-        return workers.done[order.number].problem
+        assert (workers.done[number].problem is not None) == workers.refuses
+    workers.control.take(Resume(9))
+    assert ("mixture" in str(workers.done[9].problem)) == is_mixed and sim.core.state.is_open != is_mixed
+    if is_mixed:
+        workers.refuses, workers.is_whole = False, True
+        workers.control.take(Job(10, FOLDER))
+        workers.advance()
+        workers.control.take(Resume(11))
+        assert workers.done[11].problem is None and sim.core.state.is_open
 
-    assert give(Job(0, FromMemory(())), refuses=True) == "it does not fit"
-    assert sim.core.state.is_open, "nothing was written"
-    give(Pause(1, "wait"))
-    assert give(Job(2, FromMemory(())), refuses=True) and give(Resume(3)) is None
-    give(Pause(4, "wait"))
-    give(Job(5, FromGroup("g", ())))
-    assert give(Job(6, FromGroup("g", ())), refuses=True)
-    assert "mixture" in str(give(Resume(7))) and not sim.core.state.is_open
-    assert give(Job(8, FromFolder("x"))) is None and give(Resume(9)) is None and sim.core.state.is_open
+
+def test_a_job_that_hangs_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it hangs in one rank only, and whatever clients order; a tensor that was read is progress."""
+    clock = SimpleNamespace(now=10.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(updates, "time", clock)
+    sim, sent, done = Simulation(make_core()), list[Any](), list[OrderDone]()
+    control = UpdateControl(sim.core, 2, sent.append, done.append)
+    control.take(Job(0, FOLDER))
+    assert control.alive_at(1e9) == 1e9
+    control.advance()
+    for message, expected in ((Pause(1, False), 10.0), (JobState(), 30.0), (Job(2, FOLDER), 30.0), (Progress(), 50.0), (Progress(), 60.0)):
+        clock.now += 10.0
+        control.take(message)
+        assert control.alive_at(1e9) == expected
+    assert done == [OrderDone(2, "default", 0, "another update is in progress")]
+    control.take(JobState())
+    control.take(JobState())
+    control.take(JobState())
+    assert sent == [Job(0, FOLDER), Verdict(True)] and control.alive_at(1e9) == 1e9 and done[-1].problem is None
 
 
 def test_a_resume_before_all_requests_have_ended() -> None:
@@ -143,7 +176,7 @@ def test_a_resume_before_all_requests_have_ended() -> None:
     workers = Workers(sim)
     sim.ask(0, [20], [], 5, ignore_eos=True)
     sim.step()
-    workers.control.take(Pause(0, "wait"))
+    workers.control.take(Pause(0, False))
     workers.advance()
     assert 0 not in workers.done
     workers.control.take(Resume(1))

@@ -1,4 +1,4 @@
-"""Orders that requests for weights become, in the forms of vLLM and SGLang."""
+"""Orders that requests for weights become."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,21 +7,7 @@ from typing import Any, cast
 import pytest
 
 from engine.wire.messages import Event
-from engine.wire.updates import (
-    CudaMemory,
-    FromFolder,
-    FromGroup,
-    FromMemory,
-    Job,
-    JoinGroup,
-    LeaveGroup,
-    Order,
-    OrderDone,
-    Pause,
-    Rename,
-    Segment,
-    TensorSpec,
-)
+from engine.wire.updates import FromFolder, FromGroup, Job, JoinGroup, LeaveGroup, Order, OrderDone, Pause, TensorSpec
 from server.dialects.updates import WeightUpdates, refusal_body
 from server.errors import ABORTED, RequestError
 from server.http.client import Stream
@@ -33,7 +19,7 @@ from tests.unit.server.in_process import virtual
 class Noted:
     """Stands in for `Orders`."""
 
-    version, is_paused = "v", False
+    version = "v"
 
     def __init__(self) -> None:
         self.orders: list[Order] = []
@@ -52,33 +38,17 @@ def order_of(path: str, body: dict[str, Any]) -> Order:
 
 PLAIN = {"names": ["a"], "shapes": [[2, 3]]}
 SPEC = TensorSpec("a", "bfloat16", (2, 3))
-CUDA = {
-    "type": "cuda", "handle": "eHg=", "storage_size_bytes": 12, "storage_offset_bytes": 0, "ref_counter_handle": "eQ==",
-    "ref_counter_offset": 1, "event_handle": "eg==", "event_sync_required": True, "offset": 0, "stride": [3, 1],
-}  # fmt: skip
-MEMORY = CudaMemory(b"xx", 12, 0, b"y", 1, b"z", True, 0, (3, 1))
 GROUP = {"master_address": "host", "master_port": 5, "rank_offset": 1, "world_size": 3}
 JOIN = JoinGroup("weight_update_group", "nccl", "host", 5, 1, 3)
-NAMED = [{"name": "a", "dtype": "bfloat16", "shape": [2, 3], "places": {"cpu": {"type": "segment", "name": "s", "offset": 64}}}]
 ORDERS: list[tuple[str, dict[str, Any], Order | None]] = [
-    ("/pause", {}, Pause(0, "abort")),
-    ("/pause", {"wait_for_inflight_requests": "true"}, Pause(0, "wait")),
-    ("/pause_generation", {"mode": "retract"}, Pause(0, "keep")),
-    ("/update_weights_from_disk", {"model_path": "x", "abort_all_requests": True}, Job(0, FromFolder("x"), "abort")),
-    ("/update_weights_from_disk", {"model_path": "x", "weight_version": "2", "flush_cache": False}, Job(0, FromFolder("x"), "wait", "2")),
-    ("/update_weights_from_tensor", {"named_tensors": NAMED},
-     Job(0, FromMemory((TensorSpec("a", "bfloat16", (2, 3), {"cpu": Segment("s", 64)}),)))),
-    ("/update_weights", {"update_info": {**PLAIN, "dtype_names": ["bfloat16"], "ipc_handles": [{"GPU-1": CUDA}]}},
-     Job(0, FromMemory((TensorSpec("a", "bfloat16", (2, 3), {"GPU-1": MEMORY}),)))),
-    ("/update_weights", {"update_info": {**PLAIN, "dtype_names": ["bfloat16"]}}, Job(0, FromGroup("weight_update_group", (SPEC,)))),
+    ("/pause_generation", {}, Pause(0, True)),
+    ("/pause_generation", {"mode": "wait"}, Pause(0, False)),
+    ("/update_weights_from_disk", {"model_path": "x", "abort_all_requests": True}, Job(0, FromFolder("x"), True)),
+    ("/update_weights_from_disk", {"model_path": "x", "weight_version": "2", "flush_cache": False}, Job(0, FromFolder("x"), False, "2")),
     ("/update_weights_from_distributed", {**PLAIN, "dtypes": ["bfloat16"], "group_name": "g"}, Job(0, FromGroup("g", (SPEC,)))),
     ("/init_weights_update_group", GROUP, Job(0, JOIN)),
-    ("/init_weight_transfer_engine", {"init_info": GROUP}, Job(0, JOIN)),
-    ("/init_weight_transfer_engine", {"init_info": {}}, None),
-    ("/start_weight_update", {"is_checkpoint_format": True}, None),
     ("/destroy_weights_update_group", {}, Job(0, LeaveGroup("weight_update_group"))),
-    ("/update_weight_version", {"new_version": "3"}, Job(0, Rename(), "wait", "3")),
-]  # fmt: skip
+]
 
 
 def test_orders() -> None:
@@ -89,19 +59,15 @@ def test_orders() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/pause", {"mode": "stop"}, "mode: must be"),
+        ("/pause_generation", {"mode": "retract"}, "mode: must be"),
         ("/update_weights_from_disk", {}, "model_path: is missing"),
         ("/update_weights_from_disk", {"model_path": "x", "load_format": "pt"}, "load_format: must be"),
-        ("/update_weights_from_tensor", {"serialized_named_tensors": ["x"]}, "is a pickle"),
-        ("/update_weights_from_tensor", {"named_tensors": []}, "at least one tensor"),
-        ("/update_weights_from_tensor", {"named_tensors": NAMED * 2}, "each tensor once"),
-        ("/update_weights_from_tensor", {"named_tensors": [{**NAMED[0], "shape": [-1]}]}, "must not be negative"),
-        ("/update_weights_from_tensor", {"named_tensors": [{**NAMED[0], "places": {"cpu": {"type": "file"}}}]}, "Invalid value 'file'"),
-        ("/update_weights_from_distributed", {**PLAIN, "dtypes": []}, "got 1, 0 and 1"),
-        ("/update_weights", {"update_info": {**PLAIN, "dtype_names": ["x"], "ipc_handles_pickled": "gASV"}}, "is a pickle"),
-        ("/update_weights", {"update_info": {**PLAIN, "dtype_names": ["x"], "packed": True}}, "packed: must be"),
-        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format: must be"),
+        ("/update_weights_from_distributed", {**PLAIN, "dtypes": []}, "as many as dtypes (0)"),
+        ("/update_weights_from_distributed", {"names": ["a", "a"], "shapes": [[1]] * 2, "dtypes": ["x"] * 2}, "must differ"),
+        ("/update_weights_from_distributed", {"names": ["a"], "shapes": [[-1]], "dtypes": ["x"]}, "must not be negative"),
+        ("/update_weights_from_distributed", {"names": [], "shapes": [], "dtypes": []}, "names: must have at least 1"),
         ("/init_weights_update_group", {**GROUP, "backend": "mpi"}, "backend: must be"),
+        ("/init_weights_update_group", {**GROUP, "rank_offset": 0}, "rank_offset: must be"),
     ],
 )
 def test_refusals(path: str, body: dict[str, Any], words: str) -> None:

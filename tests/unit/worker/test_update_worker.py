@@ -10,11 +10,12 @@ from typing import Any, cast
 import pytest
 from safetensors.torch import load_file
 
-from engine.updates.memory import FOLDER, shared
-from engine.updates.worker import UpdateWorker
+from engine.llm.updates import _write
 from engine.wire.ipc import Inbox
 from engine.wire.messages import ToScheduler
-from engine.wire.updates import FromFolder, FromGroup, FromMemory, Job, JobState, LeaveGroup, Segment, TensorSpec, Verdict
+from engine.wire.updates import FromFolder, FromGroup, Job, JobState, LeaveGroup, Progress, TensorSpec, Verdict
+from engine.worker import updates
+from engine.worker.updates import UpdateWorker
 from models.decoders.qwen3_vl import Qwen3VL
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.models import text_checkpoints
@@ -27,7 +28,8 @@ class Rank:
 
     def __init__(self, model: Qwen3VL, run_dir: Path) -> None:
         self.inbox: Inbox[ToScheduler] = Inbox(str(run_dir), "scheduler", ToScheduler)
-        self.num_forgotten = 0
+        self.num_forgotten = self.num_progress = 0
+        self.last = JobState()
         self.worker = UpdateWorker(cast(Any, SimpleNamespace(run_dir=str(run_dir))), 0, model, self.forget)
 
     def forget(self) -> None:
@@ -42,8 +44,10 @@ class Rank:
         return problem
 
     def state(self) -> JobState:
-        state = self.inbox.recv(60)
+        while isinstance(state := self.inbox.recv(60), Progress):
+            self.num_progress += 1
         assert isinstance(state, JobState)
+        self.last = state
         return state
 
 
@@ -67,11 +71,27 @@ def test_a_job_is_executed_or_dropped(rank: Rank, tiny_folder: Path, tmp_path: P
     assert_same(rank.worker._model, load(tiny_folder))
     assert rank.give(FromFolder(str(folder))) is None and rank.num_forgotten == 1
     assert_same(rank.worker._model, load(folder))
-    with shared(load_file(tiny_folder / FILE)) as specs:
-        assert rank.give(FromMemory(tuple(specs))) is None
-        maps = Path("/proc/self/maps").read_text()
-        assert specs[0].places["cpu"].name not in maps, "memory of the sender is still mapped"  # type: ignore[union-attr]
+    tensors = load_file(tiny_folder / FILE)
+    (tmp_path / "tensors").mkdir()
+    views = {name: value.t().contiguous().t() if value.dim() == 2 else value for name, value in tensors.items()}
+    _write(views, str(tmp_path / "tensors" / FILE))
+    assert rank.give(FromFolder(str(tmp_path / "tensors"))) is None
     assert_same(rank.worker._model, load(tiny_folder))
+
+
+def test_tensors_of_a_group(rank: Rank, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them replace the model, some a part of it; progress is reported."""
+    tensors = load_file(alter(tiny_folder, tmp_path / "altered") / FILE)
+    rank.worker._groups["g"] = cast(Any, None)
+    monkeypatch.setattr(updates, "PROGRESS_S", -1.0)
+    for names in (list(tensors)[:1], list(tensors)):
+        values = iter([tensors[name] for name in names])
+        monkeypatch.setattr(updates, "broadcast", lambda group, tensor, values=values: tensor.copy_(next(values)))
+        specs = tuple(TensorSpec(name, str(tensors[name].dtype), tuple(tensors[name].shape)) for name in names)
+        assert rank.give(FromGroup("g", specs)) is None
+        assert rank.num_progress == len(names) and rank.last.is_whole == (len(names) == len(tensors))
+        rank.num_progress = 0
+    assert_same(rank.worker._model, load(tmp_path / "altered"))
 
 
 def test_refused_jobs(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
@@ -80,32 +100,29 @@ def test_refused_jobs(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
     write_model_folder(tmp_path / "tied", replace(SHAPES["tiny"], tied=True), weights="random", seed=1)
     write_model_folder(tmp_path / "float8", SHAPES["tiny"], weights="random", seed=1, format="float8")
     write_model_folder(tmp_path / "empty", SHAPES["tiny"], weights="none", seed=1)
-    (file := FOLDER / f"test-{os.getpid()}").write_bytes(bytes(100))
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped" / f"{FILE}.index.json")
+    os.mkfifo(tmp_path / "piped" / FILE)
     name = "model.language_model.norm.weight"
     good = TensorSpec(name, "float32", (128,))
 
-    def placed(**changes: Any) -> FromMemory:
-        return FromMemory((TensorSpec(**{"name": name, "dtype": "float32", "shape": (8,), **changes}),))
+    def announced(**changes: Any) -> FromGroup:
+        return FromGroup("g", (TensorSpec(**{"name": name, "dtype": "float32", "shape": (8,), **changes}),))
 
     cases = {
         "contains a different model": [FromFolder(str(tmp_path / folder)) for folder in ("narrow", "tied", "float8")],
         "the folder cannot be read": [FromFolder(str(tmp_path / "empty")), FromFolder(str(tmp_path / "none")), FromFolder("\0")],
-        "has no memory that rank 0 can read: GPU-1": [placed(places={"GPU-1": Segment(file.name)})],
-        "must be the name of a file": [placed(places={"cpu": Segment(path)}) for path in ("../etc/passwd", "/etc/passwd", "", "..", "a/b")],
-        "cannot be opened": [placed(places={"cpu": Segment("there-is-none")})],
-        "is not within its segment": [placed(places={"cpu": Segment(file.name, offset)}) for offset in (72, -1, 1 << 40)],
-        "dtype float64 is not": [placed(dtype="float64", places={"cpu": Segment(file.name)})],
-        "has shape (8,), the model requires (128,)": [placed(places={"cpu": Segment(file.name)})],
-        "group g does not exist": [FromGroup("g", (good,)), LeaveGroup("g")],
+        "contains no safetensors weights": [FromFolder(str(tmp_path / "piped"))],
+        "dtype float64 is not": [announced(dtype="float64")],
+        "has shape (8,), the model requires (128,)": [announced()],
+        "group h does not exist": [FromGroup("h", (good,)), LeaveGroup("h")],
     }
     before = {path: tensor.clone() for path, tensor in stored_tensors(cast(Any, rank.worker._model)).items()}
-    try:
-        for words, tasks in cases.items():
-            for task in tasks:
-                problem = rank.give(task)
-                assert problem is not None and words in problem and str(tmp_path) not in problem, (task, problem)
-    finally:
-        file.unlink()
+    rank.worker._groups["g"] = cast(Any, None)
+    for words, tasks in cases.items():
+        for task in tasks:
+            problem = rank.give(task)
+            assert problem is not None and words in problem and str(tmp_path) not in problem, (task, problem)
     after = stored_tensors(cast(Any, rank.worker._model))
     assert not [path for path in before if not before[path].equal(after[path])] and rank.num_forgotten == 0
 
@@ -113,9 +130,10 @@ def test_refused_jobs(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
 def test_a_text_model_is_updated_by_the_names_of_its_trainer(tmp_path: Path) -> None:
     text_checkpoints.write(folder := tmp_path / "llama", "llama")
     theirs = alter(folder, tmp_path / "altered")
+    assert {name.split(".")[1] for name in load_file(theirs / FILE)} == {"layers", "embed_tokens", "norm", "weight"}
+    (theirs / "config.json").unlink()
     rank = Rank(load(folder), tmp_path)
-    with shared(load_file(theirs / FILE)) as specs:
-        assert {spec.name.split(".")[1] for spec in specs} == {"layers", "embed_tokens", "norm", "weight"}
-        assert rank.give(FromMemory(tuple(specs))) is None
+    assert rank.give(FromFolder(str(theirs))) is None
+    (theirs / "config.json").write_bytes((folder / "config.json").read_bytes())
     assert_same(cast(Any, rank.worker._model), load(theirs))
     rank.inbox.close()

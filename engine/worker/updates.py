@@ -4,40 +4,46 @@ A failure while weights are written ends the engine: they would be a mixture of 
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
+from torch.distributed.rendezvous import rendezvous
 
 from engine.launch.child import Child
-from engine.updates.group import broadcast, join
-from engine.updates.memory import dtype_of, opened_tensor
 from engine.wire.ipc import Outbox
-from engine.wire.updates import FromFolder, FromGroup, FromMemory, Job, JobState, JoinGroup, LeaveGroup, Rename, TensorSpec, Verdict
+from engine.wire.updates import FromFolder, FromGroup, Job, JobState, JoinGroup, LeaveGroup, Progress, TensorSpec, Verdict
 from engine.worker.failure import explain
 from models.checkpoint.load import opened
 from models.checkpoint.names import Stored
-from models.checkpoint.update import InMemory, WeightUpdate
+from models.checkpoint.update import DTYPES, InMemory, WeightUpdate
 from models.config.huggingface import read_config
 from models.decoders.contract import LanguageModel
 
 FAILURES = (ValueError, OSError, RuntimeError, MemoryError, SafetensorError)
+TIMEOUT = timedelta(seconds=300)
+PROGRESS_S = 1.0
+
+Run = Callable[[], None]
 
 
 class UpdateWorker:
     """Jobs of one rank. `forget` drops results computed from the old weights before a plan asked for them."""
 
-    def __init__(self, child: Child, rank: int, model: LanguageModel, forget: Callable[[], None]) -> None:
+    def __init__(self, child: Child, rank: int, model: LanguageModel, forget: Run) -> None:
         self._child, self._rank, self._model, self._forget = child, rank, model, forget
-        self._scheduler: Outbox[JobState] = Outbox(child.run_dir, "scheduler")
+        self._scheduler: Outbox[JobState | Progress] = Outbox(child.run_dir, "scheduler")
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._resources = ExitStack()  # resources of the prepared job
-        self._execute: Callable[[], None] = _nothing
+        self._execute, self._is_whole, self._reported = _nothing, False, 0.0
 
     @property
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
@@ -64,22 +70,18 @@ class UpdateWorker:
                 self._child.failed(f"some weights were already replaced, so the engine exits: {explain(failure)}")
                 os._exit(1)
             self._forget()
-            self._scheduler.send(JobState())
+            self._scheduler.send(JobState(is_whole=self._is_whole))
         self._drop()
 
-    def _prepared(self, task: FromFolder | FromMemory | FromGroup | JoinGroup | LeaveGroup | Rename) -> Callable[[], None]:
+    def _prepared(self, task: FromFolder | FromGroup | JoinGroup | LeaveGroup) -> Run:
         """Check the task and return a function that executes it."""
         match task:
             case FromFolder():
                 return self._from_folder(Path(task.path))
-            case FromMemory():
-                return self._writing(self._known({spec.name: InMemory(opened_tensor(spec, self._model.device)) for spec in task.tensors}))
             case FromGroup():
                 return self._from_group(self._group(task.group), task.tensors)
             case JoinGroup():
                 return self._join(task)
-            case Rename():
-                return _nothing
             case LeaveGroup():
                 group = self._group(task.group)
 
@@ -89,39 +91,50 @@ class UpdateWorker:
 
                 return leave
 
-    def _from_folder(self, folder: Path) -> Callable[[], None]:
-        model, architecture = self._model.config, self._model.config.architecture
+    def _from_folder(self, folder: Path) -> Run:
+        """A folder without config.json has weights of this model."""
+        model = self._model.config
         try:
-            found = read_config(folder, model.text.has_head)
-            tensors = self._resources.enter_context(opened(folder, architecture))
+            found = read_config(folder, model.text.has_head) if (folder / "config.json").exists() else model
+            tensors = self._resources.enter_context(opened(folder, model.architecture))
         except (ValueError, OSError) as problem:  # it contains the path, which clients must not see
             reason = str(problem).replace(str(folder), "it") if isinstance(problem, ValueError) else type(problem).__name__
             raise ValueError(f"the folder cannot be read: {reason}") from None
         theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
-        if found.architecture != architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
+        if found.architecture != model.architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
             raise ValueError("the folder contains a different model: the architecture, sizes or format in its config.json differ")
-        return self._writing(tensors, is_whole=True)
+        update = self._checked(tensors, is_whole=True)
 
-    def _from_group(self, group: dist.ProcessGroup, specs: tuple[TensorSpec, ...]) -> Callable[[], None]:
+        def write() -> None:
+            for name in update.names:
+                update.write(name, tensors[name])
+                self._report_progress()
+            update.finish()
+
+        return write
+
+    def _from_group(self, group: dist.ProcessGroup, specs: tuple[TensorSpec, ...]) -> Run:
         """Receive each tensor into one buffer, which is allocated before anything is written."""
-        announced = {spec.name: InMemory(torch.empty(spec.shape, dtype=dtype_of(spec), device="meta")) for spec in specs}
-        update = self._checked(self._known(announced))
-        size = max((each.tensor.nbytes for each in announced.values()), default=0)
+        announced = {spec.name: torch.empty(spec.shape, dtype=dtype_of(spec), device="meta") for spec in specs}
+        names = self._model.config.architecture.names_of(announced)  # the model's to the sender's
+        update = self._checked({known: InMemory(announced[name]) for known, name in names.items()}, is_whole=False)
+        size = max((each.nbytes for each in announced.values()), default=0)
         buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
-        known_of = {name: known for known, name in self._names(announced).items()}
+        known_of = {name: known for known, name in names.items()}
 
         def receive() -> None:
             for spec in specs:
-                meta = announced[spec.name].tensor
+                meta = announced[spec.name]
                 tensor = buffer[: meta.nbytes].view(meta.dtype).view(meta.shape)
                 broadcast(group, tensor)
                 if spec.name in known_of:
                     update.write(known_of[spec.name], InMemory(tensor))
+                self._report_progress()
             update.finish()
 
         return receive
 
-    def _join(self, task: JoinGroup) -> Callable[[], None]:
+    def _join(self, task: JoinGroup) -> Run:
         if task.group in self._groups:
             raise ValueError(f"group {task.group} already exists")
         try:
@@ -136,35 +149,23 @@ class UpdateWorker:
 
         return keep
 
-    def _checked(self, tensors: Mapping[str, Stored], is_whole: bool = False) -> WeightUpdate:
+    def _checked(self, tensors: Mapping[str, Stored], is_whole: bool) -> WeightUpdate:
         """Return the update. ValueError or OutOfMemoryError if it cannot be written."""
         update = WeightUpdate(self._model, tensors, is_whole)
+        self._is_whole = update.is_whole
         self._synchronize()
         torch.empty(update.extra_bytes, dtype=torch.uint8, device=self._model.device)
         return update
-
-    def _names(self, tensors: Iterable[str]) -> dict[str, str]:
-        """Map the model's names to the sender's."""
-        return self._model.config.architecture.names_of(tensors)
-
-    def _known(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        return {known: tensors[name] for known, name in self._names(tensors).items()}
-
-    def _writing(self, tensors: Mapping[str, Stored], is_whole: bool = False) -> Callable[[], None]:
-        """Check tensors and return a function that writes them."""
-        update = self._checked(tensors, is_whole)
-
-        def write() -> None:
-            for name in update.names:
-                update.write(name, tensors[name])
-            update.finish()
-
-        return write
 
     def _group(self, name: str) -> dist.ProcessGroup:
         if name not in self._groups:
             raise ValueError(f"group {name} does not exist: create it with /init_weights_update_group")
         return self._groups[name]
+
+    def _report_progress(self) -> None:
+        if (now := time.monotonic()) - self._reported > PROGRESS_S:
+            self._reported = now
+            self._scheduler.send(Progress())
 
     def _synchronize(self) -> None:
         if self._model.device.type == "cuda":
@@ -173,7 +174,32 @@ class UpdateWorker:
 
     def _drop(self) -> None:
         self._resources.close()
-        self._execute = _nothing
+        self._execute, self._is_whole = _nothing, False
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Return the dtype. ValueError for one that no checkpoint has."""
+    if (dtype := DTYPES.get(spec.dtype.removeprefix("torch."))) is None:
+        raise ValueError(f"tensor {spec.name}: dtype {spec.dtype[:40]} is not one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def join(name: str, backend: str, address: str, port: int, rank: int, size: int) -> dist.ProcessGroup:
+    """Return a group of a trainer (rank 0, which listens at the address) and workers when all have joined. It is created like SGLang's
+    `init_custom_process_group`, so that trainers with support for SGLang can join it. RuntimeError or ValueError after the timeout."""
+    host = f"[{address}]" if ":" in address else address
+    store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    group, _ = _new_process_group_helper(size, rank, [], backend, dist.PrefixStore(name, store), GroupName(name), timeout=TIMEOUT)
+    dist.distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}  # for the functions of torch.distributed
+    return group
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Broadcast rank 0's tensor to all ranks, in place."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor], options).wait()
 
 
 def _nothing() -> None: ...
