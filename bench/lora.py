@@ -1,4 +1,4 @@
-"""Compare an engine without `--enable-lora` and one with it: requests without an adapter, with one adapter, and with 16 at once.
+"""Compare an engine without `--lora-modules` and one with it: requests without an adapter, with one adapter, and with 16 at once.
 
     python -m bench lora --model Qwen3-VL-8B --json lora.json
 
@@ -44,7 +44,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[floa
     paths = [write_adapter(folder / name, model, i, args.rank, strength=0.1, dtype=torch.bfloat16) for i, name in enumerate(names)]
     modules = [f"{name}={path}" for name, path in zip(names, paths, strict=True)]
     flags = engine_flags(args.model, args.flags)
-    slots = ["--enable-lora", "--max-loras", str(COUNT), "--max-lora-rank", str(max(args.rank, args.max_rank)), "--lora-modules", *modules]
+    slots = ["--max-loras", str(COUNT), "--max-lora-rank", str(max(args.rank, args.max_rank)), "--lora-modules", *modules]
     found: dict[str, list[float]] = defaultdict(list)
     async with contextlib.AsyncExitStack() as running:
         urls = {

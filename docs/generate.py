@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder otherwise
 
 from bench.tables import rendered  # noqa: E402
-from engine.launch.compat import FLAGS  # noqa: E402
+from engine.launch import compat  # noqa: E402
 from engine.launch.config import GIB, MIB, EngineConfig  # noqa: E402
 from engine.launch.flags import GROUPS  # noqa: E402
 from engine.launch.memory import describe  # noqa: E402
@@ -31,12 +31,6 @@ from models.scaffold.shapes import SHAPES  # noqa: E402
 from models.scaffold.video import video_processor_json  # noqa: E402
 from server.openai.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
 from server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
-
-OF_THE_MACHINE = {  # defaults that depend on the number of CPUs
-    "media_pool_size": "2 to 16, by CPUs",
-    "processing_pool_size": "1 to 16, by CPUs",
-    "video_pool_size": "1 to 4, by CPUs",
-}
 
 WHEN = {
     "model": "Always: the default is a demo.",
@@ -50,26 +44,17 @@ WHEN = {
     "access_log": "Off if the proxy logs requests.",
     "log_level": "`debug` for a bug report.",
     "enable_weight_updates": "A trainer replaces weights: see [weight updates](guides/weight-updates.md).",
-    "max_queue_seconds": "A late answer is useless.",
     "wedge_timeout": "0 to examine a hang with a debugger.",
     "request_timeout": "Clients give up without closing the connection, or stop reading.",
     "num_gpu_blocks_override": "Only in tests.",
-    "block_size": "Rarely: smaller blocks match more of a prefix but make plans larger.",
     "jpeg_decoder": "`cpu` to rule out the GPU decoder.",
-    "media_pool_size": "Higher if many images come from slow servers.",
-    "processing_pool_size": "Higher if many images are PNGs and cores are free.",
-    "body_timeout": "Higher for clients on slow lines.",
     "max_connections": "Higher for many idle connections; the limit on open files also bounds it.",
     "idle_timeout": "Longer than the idle timeout of the proxy in front, or the proxy uses closed connections.",
     "max_image_pixels": "Lower if clients are not trusted: a camera has 40 million.",
     "max_request_pixels": "Lower if clients are not trusted.",
     "max_decode_bytes": "Lower if memory is short: an image takes 8 bytes per pixel, and one that exceeds the whole budget is refused.",
-    "grammar_timeout": "Higher for very large schemas.",
     "decode_timeout": "Higher on slow machines with very large images. Of processor time an image has 2 s and 1 s per 4 megapixels.",
-    "max_request_downloads": "Higher if there are few requests with many URLs each.",
-    "download_connect_timeout": "Higher for slow servers.",
     "download_timeout": "Higher for slow servers; a client can hold one of the 64 downloads this long.",
-    "download_pace_bytes": "Lower for slow servers.",
     "max_download_bytes": "Lower if clients are not trusted.",
     "quantization": "`fp8` for speed and half the memory of the decoder's matrices, if slight rounding is acceptable.",
     "dtype": "`float32` only to compare with a reference.",
@@ -92,17 +77,16 @@ WHEN = {
     "max_num_seqs": "Lower: fewer and faster streams, longer waits. Higher: throughput of short texts.",
     "max_num_batched_tokens": "Lower if activations take too much memory.",
     "max_num_mixed_tokens": "Lower to shorten the longest stall of a stream.",
-    "mixed_step_tokens": "Lower favours streams, higher favours first tokens.",
     "max_num_encoder_tokens": "Higher for images of more than 16 megapixels; also sets the peak memory of the vision tower.",
     "max_queued_requests": "Lower to refuse early, higher to queue more.",
-    "enable_lora": "To serve [LoRA adapters](guides/lora.md).",
+    "lora_modules": "To serve [LoRA adapters](guides/lora.md).",
+    "lora_root": "Adapters are loaded while the server runs.",
     "max_loras": "Higher if requests wait for adapters; slots take memory: see `--plan`.",
     "max_lora_rank": "Lower if all adapters have smaller ranks: slots take less memory.",
     "max_cpu_loras": "Higher if more adapters than slots are in use.",
     "prefix_cache": "Off to measure without it.",
     "draft": "For few streams: `lookup` if answers repeat the prompt, the `prediction` or themselves; `mtp` if the model has a head for it."
     " See [speculative decoding](guides/speculative.md).",
-    "snapshot_share": "Lower if hybrid models lose keys and values to snapshots: see [models](models.md#snapshots-of-states).",
     "image_cache_bytes": "Higher if images are often reused; it competes with KV blocks.",
     "gpu_memory_utilization": "Lower if other programs use the GPU.",
     "gpu_memory": "To plan for another card, or to use only a part of one.",
@@ -131,9 +115,7 @@ def _kind(annotation: Any) -> str:
     return {int: "number", float: "number", str: "text", bool: "switch"}[kind]
 
 
-def _default(name: str, value: object) -> str:
-    if name in OF_THE_MACHINE:
-        return OF_THE_MACHINE[name]
+def _default(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, int) and value >= MIB and value % MIB == 0:
@@ -144,24 +126,14 @@ def _default(name: str, value: object) -> str:
 def flags() -> str:
     lines: list[str] = []
     defaults = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
-    for name, annotation in get_type_hints(EngineConfig, include_extras=True).items():
+    hints = get_type_hints(EngineConfig, include_extras=True)
+    for name in EngineConfig.__struct_fields__:
+        annotation = hints[name]
         if name in GROUPS:
             head = ["| flag | value | default | meaning | when to change it |", "|---|---|---|---|---|"]
             lines += [*([""] if lines else []), f"## {GROUPS[name].capitalize()}", "", *head]
         text = get_args(annotation)[1].replace("|", "\\|")
-        lines.append(f"| `{_flag_of(name)}` | {_kind(annotation)} | {_default(name, defaults[name])} | {text} | {WHEN.get(name, '')} |")
-    return "\n".join(lines)
-
-
-def other_names() -> str:
-    lines = ["| flag here | other names |", "|---|---|"]
-    for field in dict.fromkeys(flag.field for flag in FLAGS if flag.field):
-        names = ", ".join(f"`{other}`" for flag in FLAGS if flag.field == field for other in flag.names)
-        lines.append(f"| `{_flag_of(field)}` | {names} |")
-    rules = {"json": "its value sets flags of this engine", "ok": "accepted, with one line that says why it has no effect",
-             "no": "refused, with one line that says what to use instead"}  # fmt: skip
-    for rule, text in rules.items():
-        lines += ["", text.capitalize() + ":", "", _names_of(name for flag in FLAGS if flag.rule == rule for name in flag.names)]
+        lines.append(f"| `{_flag_of(name)}` | {_kind(annotation)} | {_default(defaults[name])} | {text} | {WHEN.get(name, '')} |")
     return "\n".join(lines)
 
 
@@ -173,19 +145,23 @@ def _names_of(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names)) + "."
 
 
-def moving(server: str) -> str:
-    """Return the table of one server's flags in `engine/launch/compat.py`."""
-    rows = []
-    for flag in FLAGS:
-        shown = [f"`{value}`" for value in flag.values]
-        values = f"{shown[0]} to {shown[-1]}" if len(shown) > 3 else ", ".join(shown)
-        here = {"json": "see remarks", "no": "rejected", "ok": "no effect"}.get(flag.rule, f"`{_flag_of(flag.field)}`")
-        here += f", only {values}" if flag.rule == "ok" and flag.values not in (("",), ("*",)) else ""
-        here = here.replace("`--", "`--no-") if flag.field and flag.values == ("off",) else here
-        if names := [name for name, servers in flag.names.items() if server[0].upper() in servers]:
-            rows.append((names, here, flag.text))
-    names = [(", ".join(f"`{name}`" for name in names), here, text) for names, here, text in rows]
-    return "\n".join(["| flag | here | remarks |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in sorted(names))])
+def translated() -> str:
+    rows: dict[str, list[str]] = {}
+    for name, field in compat.ALIASES.items():
+        flag = _flag_of(field.removesuffix("=on")) if not field.endswith("=off") else _flag_of("no_" + field.removesuffix("=off"))
+        rows.setdefault(f"`{flag}`", []).append(f"`{name}`")
+    for name, keys in compat.KEYS.items():
+        sets = (_flag_of(field) if key == "-" else f"{_flag_of(field)} from {key}" for key, field in keys.items())
+        rows.setdefault(", ".join(f"`{one}`" for one in sets), []).append(f"`{name}`")
+    return "\n".join(["| flag | here |", "|---|---|", *(f"| {', '.join(names)} | {here} |" for here, names in rows.items())])
+
+
+def refused() -> str:
+    rows: dict[str, list[str]] = {}
+    for name, (accepted, instead) in compat.REFUSALS.items():
+        values = f" (accepted: {', '.join(f'`{value}`' for value in sorted(accepted))})" if accepted else ""
+        rows.setdefault(f"{instead}{values}", []).append(f"`{name}`")
+    return "\n".join(["| flag | use instead |", "|---|---|", *(f"| {', '.join(names)} | {instead} |" for instead, names in rows.items())])
 
 
 PLANNED = ("2B", "4B", "8B", "32B", "30B-A3B", "3.5-9B", "3.5-27B", "3.5-35B-A3B")
@@ -263,9 +239,9 @@ def endpoints() -> str:
 PAGES = ("docs/flags.md", "docs/fields.md", "docs/moving.md", "docs/guides/fit.md")
 TABLES: dict[str, Callable[[], str]] = {
     "flags": flags,
-    "other-names": other_names,
-    "from-vllm": lambda: moving("vLLM"),
-    "from-sglang": lambda: moving("SGLang"),
+    "translated": translated,
+    "no-effect": lambda: _names_of(compat.IGNORED),
+    "refused": refused,
     "fit": fit,
     "endpoints": endpoints,
     "sampling": sampling,

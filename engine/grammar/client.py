@@ -72,7 +72,7 @@ class GrammarCompiler:
         except GuestKilled:
             raise
         except GuestDied as death:
-            limit = f"the grammar exceeds the compiler's limit of {self._seconds:g} s CPU time (--grammar-timeout)"
+            limit = f"the grammar exceeds the compiler's limit of {self._seconds:g} s CPU time"
             compiled = Compiled(error=limit if death.is_late else "the grammar is too deep or too large to compile")
         with contextlib.suppress(ValueError):  # it is larger than the cache
             self._cache[key] = compiled

@@ -1,206 +1,143 @@
-"""Table of the flags of vLLM and SGLang and their equivalents here. `engine/launch/flags.py` accepts them; docs/generate.py lists them."""
+"""Flags of vLLM and SGLang. `engine/launch/flags.py` accepts them; docs/generate.py lists them."""
 
 import json
-import re
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-# Names (V: only vLLM, S: only SGLang) and a rule; then what differs, why there is no effect, or what to use instead. Rules:
-#   =field  another name of our flag; =field:on and :off are switches     json  its value sets our fields (`read`)
-#   ok      no value and no effect; ok:a,b with these values, ok:* any     no  rejected with any value
-TABLE = """
-S:--model-path =model
---tensor-parallel-size -tp S:--tp-size =tp
---data-parallel-size -dp S:--dp-size =dp | engines behind an affinity proxy
-V:--enable-expert-parallel =ep
-S:--ep-size S:--expert-parallel-size json | more than 1 is `--ep`; also `--ep N`
-V:-q =quantization | only `fp8`; quantized checkpoints are detected
-V:--enable-prefix-caching =prefix_cache | on by default
-S:--disable-radix-cache =prefix_cache:off
-S:--context-length =max_model_len
-S:--max-running-requests =max_num_seqs
-S:--chunked-prefill-size =max_num_batched_tokens | limits a step, including decoding
-S:--mem-fraction-static =gpu_memory_utilization | includes activations and image cache
-S:--page-size =block_size
-S:--disable-cuda-graph =enforce_eager:on
-S:--watchdog-timeout =wedge_timeout
-S:--random-seed =seed
-S:--fastapi-root-path =root_path
-V:--disable-uvicorn-access-log =access_log:off
-V:--limit-mm-per-prompt S:--limit-mm-data-per-request json | `image` becomes `--max-images-per-request`; no other media
-V:--mm-processor-kwargs S:--mm-process-config json | pixels or `size` (of `image`) become `--min-pixels`, `--max-pixels`
-V:--media-io-kwargs json | `num_frames` of `video` becomes `--max-video-frames`
-V:--speculative-config S:--speculative-algorithm S:--speculative-algo json | `mtp`, `NEXTN` become `--draft mtp`, `ngram` `lookup`
-S:--speculative-num-steps S:--speculative-eagle-topk S:--speculative-num-draft-tokens ok:* | the number of draft tokens is adaptive
-S:--speculative-draft-model-path no | no draft model is loaded: use --draft lookup or mtp
---trust-remote-code ok | code of a checkpoint is never run
-V:--enable-chunked-prefill ok | prefill is always chunked
-S:--max-prefill-tokens ok:* | see --max-num-batched-tokens
-V:--no-enable-chunked-prefill no | prefill is always chunked: see --max-num-batched-tokens
-V:--enable-auto-tool-choice ok | tool calls are always recognised
---tool-call-parser --reasoning-parser ok:* | the checkpoint's template decides
-S:--enable-multimodal ok | every model takes images
-V:--language-model-only ok | requests without images do not use the tower
---tokenizer-mode V:--config-format ok:auto,hf | only Hugging Face's formats are supported
---model-impl ok:auto,vllm,sglang | each model has one implementation
---kv-cache-dtype ok:auto,bf16,bfloat16 | keys and values have the model's dtype: for more context use --quantization fp8 or --tp
---pipeline-parallel-size -pp S:--pp-size ok:1 | use --tp to split a model over GPUs
---nnodes ok:1 | one host per engine: see docs/scaling.md
---node-rank ok:0 | one host per engine: see docs/scaling.md
-V:--master-addr V:--master-port V:--headless S:--dist-init-addr no | one host per engine: see docs/scaling.md
-S:--enable-dp-attention no | use --dp: engines behind a proxy
-V:--chat-template-content-format ok:auto,openai | templates get lists where requests have lists
-V:--max-logprobs ok:0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20 | a token has at most 20 alternatives
-V:--scheduling-policy S:--schedule-policy ok:fcfs,lpm,priority | requests run by `priority`, then in order of arrival
-V:--mm-encoder-tp-mode ok:data | each GPU of --tp encodes its share
-S:--mm-enable-dp-encoder ok | each GPU of --tp encodes its share
-V:--distributed-executor-backend ok:mp,uni | see engine.launch.replicas for Ray
-V:--cpu-offload-gb ok:0 | weights stay on the GPU: use --quantization fp8 or --tp
-V:--api-server-count V:-asc ok:1 | one HTTP process per engine: see --dp
-V:--runner V:--task V:--convert ok:* | every model has /v1/embeddings, /rerank and /score
-S:--is-embedding ok | every model has /v1/embeddings, /rerank and /score
---attention-backend --mm-attention-backend --sampling-backend S:--moe-runner-backend S:--fp8-gemm-backend ok:* | see --backend
-V:--guided-decoding-backend V:--structured-outputs-config S:--grammar-backend ok:* | grammars are compiled by xgrammar
-V:--compilation-config ok:* | CUDA graphs are used unless --enforce-eager
-S:--cuda-graph-max-bs S:--cuda-graph-bs ok:* | see --max-num-seqs
-V:--max-seq-len-to-capture ok:* | graphs do not depend on lengths
-V:--async-scheduling ok | steps are always planned ahead
-S:--enable-mixed-chunk ok | prefill and decoding always share steps
-S:--mamba-scheduler-strategy S:--mamba-full-memory-ratio S:--max-mamba-cache-size V:--mamba-cache-mode ok:* | see --snapshot-share
---disable-custom-all-reduce S:--enable-p2p-check S:--enable-flashinfer-allreduce-fusion ok | --no-symmetric-memory uses NCCL
-V:--swap-space ok:* | preempted requests are recomputed
-V:--mm-processor-cache-gb V:--mm-processor-cache-type ok:* | see --image-cache-bytes
-V:--disable-mm-preprocessor-cache ok | see --image-cache-bytes
-V:--skip-mm-profiling ok | see --max-num-encoder-tokens
-S:--mm-max-concurrent-calls ok:* | see --max-num-encoder-tokens
-S:--disable-fast-image-processor ok | the GPU resizes images
-S:--keep-mm-feature-on-device ok | image embeddings stay on the GPU
-S:--schedule-conservativeness ok:* | requests that do not fit are preempted
---stream-interval ok:* | each token is sent at once
-S:--skip-server-warmup ok | the server warms up before it is ready
-V:--disable-log-stats V:--disable-log-requests V:--enable-log-requests S:--log-requests ok | see --access-log
-S:--log-requests-level S:--decode-log-interval S:--log-level-http V:--uvicorn-log-level ok:* | see --access-log and --log-level
-V:--max-log-len ok:* | prompts are not logged
-S:--enable-metrics ok | /metrics is always served
-V:--enable-prompt-tokens-details S:--enable-cache-report ok | usage always counts cached tokens
-V:--enable-server-load-tracking ok | /load is always served
-V:--disable-fastapi-docs ok | /openapi.json and /docs are always served
-V:--disable-frontend-multiprocessing ok | HTTP always has its own process
-V:--allow-credentials ok | see --allowed-origins
-V:--allowed-methods V:--allowed-headers ok:* | see --allowed-origins
-V:--response-role ok:* | the role is always `assistant`
-V:--tokenizer V:--hf-config-path V:--code-revision V:--tokenizer-revision S:--tokenizer-path no | put all files into one folder: --model
---revision no | pass the folder of `hf download MODEL --revision NAME`
---download-dir no | set HF_HOME, the hub's own variable
-V:--hf-token no | set HF_TOKEN, the hub's own variable
---hf-overrides --json-model-override-args V:--rope-scaling V:--rope-theta no | edit config.json in a copy of the folder
-V:--override-generation-config no | edit generation_config.json in a copy of the folder
-S:--lora-paths =lora_modules | with --enable-lora
-S:--max-loras-per-batch =max_loras
-S:--max-loaded-loras =max_cpu_loras
-V:--fully-sharded-loras ok | --tp shards an adapter like its matrix
-V:--lora-dtype ok:auto,bfloat16 | adapters have the model's dtype
-S:--lora-backend S:--lora-target-modules ok:* | slots support every linear layer
-V:--enable-tower-connector-lora ok | adapters may include the tower
-V:--default-mm-loras no | name the adapter as `model`
-S:--max-total-tokens no | use --kv-cache-memory-bytes
-V:--weight-transfer-config ok:* | see --enable-weight-updates
---enable-sleep-mode --enable-memory-saver no | stop and start the server
---skip-tokenizer-init no | requests may give token ids as `prompt`
-V:--max-parallel-loading-workers V:--model-loader-extra-config no | weights are read at the speed of the disk
-V:--middleware V:--tool-parser-plugin V:--logits-processors no | put a proxy in front
-V:--ssl-ca-certs no | a proxy checks clients' certificates
---kv-transfer-config --disaggregation-mode no | prefill and decoding share the GPU
-V:--log-config-file no | logs are lines on stderr: see --log-level
-V:--trust-request-chat-template no | start the server with --chat-template
+# Names, then our field; `field=on` and `field=off` are switches.
+TRANSLATED = """
+--model-path model
+--tensor-parallel-size -tp --tp-size tp
+--data-parallel-size -dp --dp-size dp
+--enable-expert-parallel ep
+-q quantization
+--enable-prefix-caching prefix_cache
+--disable-radix-cache prefix_cache=off
+--context-length max_model_len
+--max-running-requests max_num_seqs
+--chunked-prefill-size max_num_batched_tokens
+--mem-fraction-static gpu_memory_utilization
+--disable-cuda-graph enforce_eager=on
+--disable-custom-all-reduce symmetric_memory=off
+--watchdog-timeout wedge_timeout
+--random-seed seed
+--fastapi-root-path root_path
+--disable-uvicorn-access-log access_log=off
+--lora-paths lora_modules
+--max-loras-per-batch max_loras
+--max-loaded-loras max_cpu_loras
+"""
+# `=` marks flags that take a value.
+NO_EFFECT = """
+--api-server-count= --async-scheduling --attention-backend= --block-size= --chat-template-content-format= --compilation-config=
+--cuda-graph-max-bs= --decode-log-interval= --disable-log-requests --disable-log-stats --disable-mm-preprocessor-cache
+--enable-auto-tool-choice --enable-cache-report --enable-chunked-prefill --enable-log-requests --enable-lora --enable-metrics
+--enable-mixed-chunk --enable-multimodal --enable-prompt-tokens-details --fully-sharded-loras --grammar-backend=
+--guided-decoding-backend= --is-embedding --keep-mm-feature-on-device --language-model-only --log-level-http= --log-requests --lora-dtype=
+--mamba-cache-mode= --mamba-full-memory-ratio= --mamba-scheduler-strategy= --max-logprobs= --max-prefill-tokens= --mm-attention-backend=
+--mm-enable-dp-encoder --mm-encoder-tp-mode= --mm-max-concurrent-calls= --mm-processor-cache-gb= --mm-processor-cache-type= --model-impl=
+--moe-runner-backend= --page-size= --reasoning-parser= --runner= --sampling-backend= --schedule-conservativeness= --schedule-policy=
+--scheduling-policy= --skip-mm-profiling --skip-server-warmup --speculative-eagle-topk= --speculative-num-draft-tokens=
+--speculative-num-steps= --stream-interval= --structured-outputs-config= --swap-space= --task= --tool-call-parser= --trust-remote-code
+--uvicorn-log-level=
+"""
+# Names, with the values that are accepted without effect; then the nearest equivalent.
+REFUSED = """
+--tokenizer-mode --config-format =auto =hf | convert the checkpoint to Hugging Face's format
+--kv-cache-dtype =auto =bf16 =bfloat16 | --quantization fp8 or --tp leave more memory for the context
+--pipeline-parallel-size -pp --pp-size =1 | --tp splits a model over GPUs
+--nnodes =1 | one engine per host: docs/scaling.md
+--node-rank =0 | one engine per host: docs/scaling.md
+--master-addr --master-port --headless --dist-init-addr | one engine per host: docs/scaling.md
+--distributed-executor-backend =mp =uni | engine.launch.replicas runs engines on Ray
+--cpu-offload-gb =0 | --quantization fp8 or --tp
+--enable-dp-attention | --dp
+--speculative-draft-model-path | --draft lookup or mtp
+--no-enable-chunked-prefill | --max-num-batched-tokens
+--max-total-tokens | --kv-cache-memory-bytes
+--tokenizer --tokenizer-path | put all files into the folder of --model
+--revision | pass the folder of `hf download MODEL --revision NAME`
+--download-dir | set HF_HOME
+--hf-token | set HF_TOKEN
+--hf-overrides --json-model-override-args --rope-scaling --rope-theta | edit config.json in a copy of the folder
+--override-generation-config | edit generation_config.json in a copy of the folder
+--enable-sleep-mode --enable-memory-saver | stop and start the server
+"""
+# Names; keys of their JSON (- for the value itself) and the fields that these set.
+READ = """
+--ep-size --expert-parallel-size | - ep
+--limit-mm-per-prompt --limit-mm-data-per-request | image max_images_per_request image.count max_images_per_request
+--mm-processor-kwargs | min_pixels min_pixels max_pixels max_pixels size.shortest_edge min_pixels size.longest_edge max_pixels
+--mm-process-config | image.min_pixels min_pixels image.max_pixels max_pixels
+--media-io-kwargs | video.num_frames max_video_frames
+--speculative-config | method draft
+--speculative-algorithm --speculative-algo | - draft
 """
 
 
-class Flag(NamedTuple):
-    """A row of the table; `values` are the words after the colon of its rule."""
-
-    names: dict[str, str]  # with their servers
-    rule: str
-    values: tuple[str, ...]
-    text: str
-
-    @property
-    def field(self) -> str:
-        """The field of ours of which this is an alias; empty if there is none."""
-        return self.rule[1:] if self.rule[0] == "=" else ""
+def _rows(table: str) -> Iterator[tuple[list[str], str]]:
+    for line in table.strip().splitlines():
+        names, _, rest = line.partition(" | ")
+        yield names.split(), rest
 
 
-def _flag(line: str) -> Flag:
-    row, _, text = line.partition(" | ")
-    *names, rule = row.split()
-    word, _, values = rule.partition(":")
-    return Flag({name[2:] if name[1] == ":" else name: name[0].replace("-", "VS") for name in names}, word, tuple(values.split(",")), text)
-
-
-FLAGS = tuple(map(_flag, TABLE.strip().splitlines()))
-BY_NAME = {name: flag for flag in FLAGS for name in flag.names if not flag.field}
-SAME_VALUES = {("dtype", "float"): "float32", ("load_format", "safetensors"): "auto", ("draft", "suffix"): "lookup"}  # aliases of values
-ADVICE = {  # for values that our fields do not accept
-    "dtype": "float16 overflows in these models: use bfloat16, or float32 on CPUs",
-    "quantization": "use fp8, or a checkpoint in float8",
-    "draft": "lookup is for answers that repeat their prompt or prediction, mtp for models with such a head",
+ALIASES = {name: field for (*names, field), _ in _rows(TRANSLATED) for name in names}
+IGNORED = {word.rstrip("="): word.endswith("=") for word in NO_EFFECT.split()}  # whether the flag takes a value
+REFUSALS = {
+    name: ({word[1:] for word in words if word[0] == "="}, instead) for words, instead in _rows(REFUSED) for name in words if name[0] == "-"
 }
+KEYS = {name: dict(zip(words.split()[::2], words.split()[1::2], strict=True)) for names, words in _rows(READ) for name in names}
+NAMES = {*KEYS, *IGNORED, *REFUSALS}
 
 
-def settle(values: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Remove the values of foreign flags from a parser's result. Return lines about flags without effect, and about errors."""
-    notes, problems = [], []
-    for name, flag in BY_NAME.items():
-        for given in values.pop(name) or ():
-            if flag.rule == "json":
-                try:
-                    values |= read(name, given)
-                except ValueError as problem:
-                    problems.append(f"{name} {given}: {problem}")
-            elif flag.rule == "ok" and (given is None or "*" in flag.values or given in flag.values):
-                notes.append(f"{name} has no effect: {flag.text}")
-            else:
-                problems.append(f"{name}{f' {given}' if flag.rule == 'ok' else ''} is not supported: {flag.text}")
-    return notes, problems
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix or "-", value
 
 
-def read(name: str, text: str) -> dict[str, Any]:
-    """Return our fields and their values for the value of a foreign flag. Raises ValueError."""
-    if name in ("--ep-size", "--expert-parallel-size"):
-        return {"ep": int(text) > 1}
-    if name.startswith("--speculative-algo"):
-        return {"draft": _draft_of(text)}
-    text = re.sub(r"(\w+)=(\d+)", r'"\1": \2', f"{{{text}}}") if re.fullmatch(r"(\w+=\d+,?)+", text) else text  # `image=4,video=0`
+def _convert(field: str, value: Any) -> Any:
+    if field == "draft":
+        if (word := str(value).lower()).endswith(("mtp", "nextn")):
+            return "mtp"
+        if word in ("ngram", "suffix"):
+            return "lookup"
+        raise ValueError("use --draft lookup or mtp")
+    if type(value) is not int:
+        raise ValueError(f"{value} is not a whole number")
+    return value > 1 if field == "ep" else value
+
+
+def _read(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
+    """Return our fields and their values, and the keys without effect. Raises ValueError."""
     try:
         value = json.loads(text)
     except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError("must be JSON, such as '{\"image\": 4}' or '{\"max_pixels\": 1003520}'")
-    if name == "--speculative-config":
-        return {"draft": _draft_of(str(value.get("method")))} if value.keys() & {"method", "model"} else {}
-    if name == "--media-io-kwargs":
-        return _numbers(max_video_frames=dict(value.get("video") or {}).get("num_frames"))
-    if "limit" in name:
-        count = value.get("image")
-        return _numbers(max_images_per_request=count.get("count") if isinstance(count, dict) else count)
-    value = value.get("image", {}) if "config" in name else value
-    if others := value.keys() - {"min_pixels", "max_pixels", "size", "use_fast"}:
-        raise ValueError(f"only min_pixels and max_pixels, not {min(others)}: requests have `mm_processor_kwargs`")
-    size = dict(value.get("size") or {})
-    edges = size.get("shortest_edge"), size.get("longest_edge")
-    return _numbers(min_pixels=value.get("min_pixels", edges[0]), max_pixels=value.get("max_pixels", edges[1]))
+        value = text
+    keys, given = KEYS[name], dict(_flatten(value))
+    if "-" in given and "-" not in keys:
+        raise ValueError("must be a JSON object, such as '{\"image\": 4}'")
+    fields = {keys[key]: _convert(keys[key], one) for key, one in given.items() if key in keys and one != -1}  # -1: our default
+    return fields, [f"{name}.{key}" for key in given.keys() - keys.keys()]
 
 
-def _draft_of(method: str) -> str:
-    if method.upper() == "NEXTN" or method.endswith("mtp"):
-        return "mtp"
-    if method.lower() in ("ngram", "suffix"):
-        return "lookup"
-    raise ValueError("no draft model is loaded: use --draft lookup or mtp")
-
-
-def _numbers(**values: Any) -> dict[str, int]:
-    """Return the values that are given; -1 means our default."""
-    if bad := [value for value in values.values() if value is not None and type(value) is not int]:
-        raise ValueError(f"{bad[0]} is not a whole number")
-    return {name: value for name, value in values.items() if value not in (None, -1)}
+def settle(values: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Replace the values of NAMES, lists by name, by those of our fields. Return what has no effect, and errors."""
+    unused, problems = [], []
+    for name in sorted(NAMES):
+        for given in values.pop(name) or ():
+            if name in KEYS:
+                try:
+                    fields, others = _read(name, given)
+                except ValueError as problem:
+                    problems.append(f"{name} {given}: {problem}")
+                else:
+                    values |= fields
+                    unused += others
+            elif name in IGNORED or str(given) in REFUSALS[name][0]:
+                unused.append(name)
+            else:
+                problems.append(f"{name} is not supported; instead: {REFUSALS[name][1]}")
+    return sorted(set(unused)), problems

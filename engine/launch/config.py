@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -44,6 +44,18 @@ class Words(NamedTuple):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the engine. Every field is a flag: `max_model_len` is `--max-model-len`. The annotation is its help text; fields of bytes
     accept the suffixes K, M and G."""
+
+    block_size: ClassVar[int] = 16  # tokens of one KV block
+    snapshot_share: ClassVar[float] = 0.75  # maximum share of the KV pool for snapshots of recurrent states
+    body_timeout: ClassVar[int] = 30  # seconds that a request body may stall; in total it may take this plus 1 s per 32 KiB
+    grammar_timeout: ClassVar[int] = 5  # seconds of CPU time that compiling a grammar may take
+    media_pool_size: ClassVar[int] = max(2, min(16, num_cpus()))  # threads that fetch, decode base64 and hash
+    processing_pool_size: ClassVar[int] = max(1, min(16, num_cpus()))  # processes for non-baseline images; threads for JPEGs on CPUs
+    video_pool_size: ClassVar[int] = max(1, min(4, num_cpus() // 4))  # processes that decode videos, at the lowest priority
+    max_video_file_frames: ClassVar[int] = 500_000
+    max_request_downloads: ClassVar[int] = 8  # media items that one request fetches at once; all requests together fetch 64
+    download_connect_timeout: ClassVar[int] = 5  # seconds to resolve a name, to connect, and to wait for the next bytes
+    download_pace_bytes: ClassVar[int] = 16 * KIB  # minimum average speed in bytes per second after 5 s
 
     model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = (
         "demo"
@@ -108,49 +120,35 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         "maximum prefill tokens of a step that also decodes; bounds how long streams stall; default: tuned for the device and the model",
     ] = None
-    mixed_step_tokens: Annotated[
-        int | None,
-        "maximum tokens of a step that decodes and prefills, unless many more wait: lower favours streams, higher favours first tokens;"
-        " default: tuned for the device and the model",
-    ] = None
     max_num_encoder_tokens: Annotated[int, "maximum image tokens encoded per step; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "maximum number of requests, running and waiting; further ones get 503"] = 1024
-    max_queue_seconds: Annotated[int | None, "seconds until a request without a first step gets 503; default: no limit"] = None
     request_timeout: Annotated[int | None, "seconds that a request may take, until its answer is read; default: its field `timeout`"] = None
     draft: Name = "off"
-    enable_lora: Annotated[bool, "serve LoRA adapters; without requests that use one, nothing is slower"] = False
     lora_modules: Annotated[
         str | None,
-        "adapters in PEFT's format as name=folder, separated by spaces; a request selects one by its field `model`",
+        "LoRA adapters in PEFT's format as name=folder, separated by spaces; a request selects one by its field `model`",
         Words(" ", "=}"),
     ] = None
     max_loras: Annotated[int, "maximum number of adapters in GPU memory; requests for further ones wait"] = 4
     max_lora_rank: Annotated[int, "maximum rank of an adapter"] = 64
     max_cpu_loras: Annotated[int | None, "maximum number of adapters in host memory; others are read again; default: --max-loras"] = None
-    allow_lora_updates: Annotated[bool, "enable /v1/load_lora_adapter and /v1/unload_lora_adapter"] = False
-    lora_root: Annotated[str | None, "folder below which adapters may be loaded by /v1/load_lora_adapter; default: none"] = None
+    lora_root: Annotated[
+        str | None,
+        "serve /v1/load_lora_adapter and /v1/unload_lora_adapter for adapters below this folder; needs a key; default: none",
+    ] = None
     prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
-    snapshot_share: Annotated[
-        float, "maximum share of the KV pool for snapshots of recurrent states (hybrid models); a prefix is reused up to a snapshot"
-    ] = 0.75
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
     gpu_memory: Annotated[int | None, "memory per GPU to plan with; default: the GPU's own, with --plan that of common cards"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: the rest of the GPU's share, 512M on CPUs"] = None
     num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, even if more or fewer fit (tests)"] = None
-    block_size: Annotated[int, "tokens of one KV block"] = 16
     plan: Annotated[bool, "print what fits on GPUs (context, images, step sizes) and exit; needs no GPU"] = False
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
     jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "decoder of baseline JPEGs in the worker"] = "auto"
 
     api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: 1/16 of the host's, at most 1G, on CPUs 64M"] = None
     processor_arena_bytes: Annotated[int | None, "the same for media and token ids; default: 1/8, at most 2G, on CPUs 192M"] = None
-    media_pool_size: Annotated[int, "threads that fetch, decode base64 and hash"] = max(2, min(16, num_cpus()))
-    processing_pool_size: Annotated[int, "processes (2 or more) for non-baseline images; threads for baseline JPEGs on CPUs"] = max(
-        1, min(16, num_cpus())
-    )
     max_body_bytes: Annotated[int, "maximum size of a request body"] = 512 * MIB
-    body_timeout: Annotated[int, "seconds that a request body may stall; in total it may take this plus 1 s per 32 KiB"] = 30
     max_connections: Annotated[int, "maximum number of connections; beyond it only /health is answered"] = 4096
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
     max_images_per_request: Annotated[int, "maximum number of images per request"] = 128
@@ -159,20 +157,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_image_pixels: Annotated[int, "maximum pixels of an image before resizing"] = 179_000_000
     max_request_pixels: Annotated[int, "maximum pixels of all images of a request before resizing"] = 1 << 30
     max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
-    grammar_timeout: Annotated[int, "seconds of CPU time that compiling a grammar or a JSON schema may take"] = 5
     decode_timeout: Annotated[int, "seconds that decoding an image other than a baseline JPEG may take"] = 30
-    video_pool_size: Annotated[int, "processes that decode videos, at the lowest priority"] = max(1, min(4, num_cpus() // 4))
     max_video_bytes: Annotated[int, "maximum size of a video file"] = 256 * MIB
     max_video_frames: Annotated[int, "maximum number of frames sampled from a video"] = 2048
-    max_video_file_frames: Annotated[int, "maximum number of frames in a video file"] = 500_000
     max_video_frame_pixels: Annotated[int, "maximum pixels of a video frame before resizing"] = 1 << 26
     max_video_memory: Annotated[int, "memory of each process that decodes videos"] = 2 * GIB
     video_timeout: Annotated[int, "seconds that a video may take to decode"] = 60
     max_download_bytes: Annotated[int, "maximum size of a fetched media item"] = 64 * MIB
-    max_request_downloads: Annotated[int, "media items that one request fetches at once; all requests together fetch 64"] = 8
-    download_connect_timeout: Annotated[int, "seconds to resolve a name, to connect, and to wait for the next bytes"] = 5
     download_timeout: Annotated[int, "seconds for one item in total, redirects included"] = 30
-    download_pace_bytes: Annotated[int, "minimum average speed of a download in bytes per second after 5 s; slower ones fail"] = 16 * KIB
     allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None
     allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = (
         None
@@ -181,7 +173,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_adapter_slots(self) -> int:
-        return self.max_loras if self.enable_lora else 0
+        return self.max_loras if self.lora_modules or self.lora_root else 0
 
     @property
     def proposals(self) -> Mode:
@@ -283,8 +275,6 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
         yield f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines use the ports after it"
     if config.dp > 1 and config.metrics_port is not None:
         yield "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
-    if not 0 <= config.snapshot_share <= 1:
-        yield "--snapshot-share must lie in [0, 1]"
     if not 0 < config.gpu_memory_utilization <= 1:
         yield "--gpu-memory-utilization must lie in (0, 1]"
     yield from lora_problems(config)
@@ -297,13 +287,11 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
 
 
 def lora_problems(config: EngineConfig) -> Iterator[str]:
-    if not config.enable_lora and (config.lora_modules or config.allow_lora_updates):
-        yield f"{'--lora-modules' if config.lora_modules else '--allow-lora-updates'} needs --enable-lora"
-    if config.allow_lora_updates and config.lora_root is None:
-        yield "--allow-lora-updates needs --lora-root: the folder below which adapters may be loaded"
-    if config.allow_lora_updates and config.api_key is None and config.api_key_file is None:
-        yield "--allow-lora-updates needs --api-key: its routes change what is served"
-    if config.lora_root is not None and not os.path.isdir(config.lora_root):
+    if config.lora_root is None:
+        return
+    if config.api_key is None and config.api_key_file is None:
+        yield "--lora-root needs --api-key: its routes change what is served"
+    if not os.path.isdir(config.lora_root):
         yield f"--lora-root: there is no folder {config.lora_root}"
-    if config.allow_lora_updates and config.dp > 1:
-        yield "--allow-lora-updates is for a single engine: with --dp name the adapters in --lora-modules"
+    if config.dp > 1:
+        yield "--lora-root is for a single engine: with --dp name the adapters in --lora-modules"

@@ -187,7 +187,7 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
     if config.enforce_eager or not sizes.decodes:
         return 0
     chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_samples(config, sizes))
-    num_graphs = (len(decodes) + sum(map(len, chunks.values()))) * (1 + config.enable_lora)
+    num_graphs = (len(decodes) + sum(map(len, chunks.values()))) * (1 + (config.num_adapter_slots > 0))
     largest_chunk = max((each[-1] for each in chunks.values()), default=0)
     tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
     logits = 2 * 4 * (max([*chunks, decodes[-1]]) + sizes.large_step) * model.text.vocab_size  # shared, and of the largest

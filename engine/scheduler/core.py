@@ -37,7 +37,6 @@ from engine.wire.messages import (
 from engine.wire.reports import joined
 from engine.wire.stats import EngineStats
 
-QUEUED_TOO_LONG = ErrorInfo(503, "The request waited for too long.", code="overloaded", retry_after=5)
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
@@ -54,7 +53,6 @@ class SchedulerCore:
         num_ranks: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
-        max_queue_seconds: float | None = None,
         proposer: Proposer | None = None,
     ):
         self.state = state
@@ -62,8 +60,7 @@ class SchedulerCore:
         self._num_ranks = num_ranks
         self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size)
         self._eos_token_ids = eos_token_ids
-        self._max_queue_seconds = max_queue_seconds
-        self._limits: list[tuple[float, int, bool]] = []  # heap of (time, rid, applies only until the first step)
+        self._deadlines: list[tuple[float, int]] = []  # heap of (time, rid)
         self._requests: dict[int, list[Request]] = {}  # answers not yet released
         self._in_flight: deque[PlannedStep] = deque()
         self.depth = DEPTH  # target number of plans in flight; one more after a quick step
@@ -101,19 +98,13 @@ class SchedulerCore:
         for request in siblings:
             self.state.add(request)
         if wire.deadline is not None:
-            heapq.heappush(self._limits, (wire.deadline, wire.rid, False))
-        if self._max_queue_seconds is not None:
-            heapq.heappush(self._limits, (time.monotonic() + self._max_queue_seconds, wire.rid, True))
+            heapq.heappush(self._deadlines, (wire.deadline, wire.rid))
 
     def expire(self, now: float) -> None:
-        """End requests that exceeded their deadline or the queue limit."""
-        while self._limits and self._limits[0][0] <= now:
-            _, rid, is_queue_limit = heapq.heappop(self._limits)
-            for request in self._live(rid):
-                if not is_queue_limit:
-                    self._fail(request, TIMED_OUT)
-                elif not request.wire.stages.admitted:
-                    self._fail(request, QUEUED_TOO_LONG)
+        """End requests that exceeded their deadline."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            for request in self._live(heapq.heappop(self._deadlines)[1]):
+                self._fail(request, TIMED_OUT)
 
     def abort(self, rid: int | None, index: int | None = None) -> None:
         """End all answers or one without an output. Unknown or ended requests are ignored. None: end every request with an output."""

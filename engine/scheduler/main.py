@@ -107,7 +107,7 @@ class Scheduler:
         state = State(limits, blocks, images, slots, free_rows=rows)
         proposer = make_drafter(config.draft, limits.step_sizes.verify_rows)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
-        return SchedulerCore(state, config.tp, longest, ends, config.max_queue_seconds, proposer)
+        return SchedulerCore(state, config.tp, longest, ends, proposer)
 
     def _receive(self, core: SchedulerCore, control: UpdateControl) -> None:
         """Wait for a message and process all that have arrived. After an idle second, check the state once, in parts: a request that
@@ -183,7 +183,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_mixed_tokens=config.max_num_mixed_tokens,
         max_num_encoder_tokens=config.max_num_encoder_tokens,
-        mixed_step_tokens=config.mixed_step_tokens or sizes.usual,
+        mixed_step_tokens=sizes.usual,
         bytes_per_image_token=worker.bytes_per_image_token,
         step_sizes=sizes,
         prefix_cache=config.prefix_cache,

@@ -323,7 +323,7 @@ def make_graphs(
         sizes=sizes,
         max_num_seqs=config.max_num_seqs,
         max_samples=num_samples,
-        has_adapters=config.enable_lora,
+        has_adapters=config.num_adapter_slots > 0,
     )
 
 

@@ -15,7 +15,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     mixed: tuple[int, ...]  # tokens of steps with prompts and decodes
     cheap: int  # smaller steps of this kind save little
-    usual: int  # maximum tokens of such a step unless many more wait: --mixed-step-tokens
+    usual: int  # maximum tokens of such a step unless many more wait
     usual_sparse: int  # the same for bfloat16 experts, nearly all of which a step reads
     max_mixed_prefill: int  # maximum prompt tokens of such a step in any case, see `max_prefill`: --max-num-mixed-tokens
     decodes: tuple[int, ...] = ()  # decode rows of graphs without prompts

@@ -23,8 +23,8 @@ from server.http.scan import Scanner
 from server.region import Region
 
 FIRST_CAPACITY = 1 << 16  # reserved for a body without a Content-Length
-MIN_BYTES_PER_S = 1 << 15  # on average, after --body-timeout
-MAX_TIMEOUTS = 10  # multiple of --body-timeout that a body may take in total
+MIN_BYTES_PER_S = 1 << 15  # on average, after the longest pause
+MAX_TIMEOUTS = 10  # multiple of the longest pause that a body may take in total
 SMALL_BYTES = 1 << 20  # bodies up to this size may use the reserve
 RESERVED_PART = 1 / 8  # of the arena
 MAX_SPARE_REFERENCES = 1024  # so that requests with slightly too many images get the right error

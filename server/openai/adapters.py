@@ -1,4 +1,4 @@
-"""LoRA adapters as variants of the model, and vLLM's routes that load and unload them while the server runs (`--allow-lora-updates`)."""
+"""LoRA adapters as variants of the model, and vLLM's routes that load and unload them while the server runs (`--lora-root`)."""
 
 import asyncio
 import itertools
@@ -92,4 +92,4 @@ class AdapterRoutes:
 
 
 def adapter_routes(service: Service) -> list[DescribedRoute]:
-    return AdapterRoutes(service).routes() if service.config.allow_lora_updates else []
+    return AdapterRoutes(service).routes() if service.config.lora_root is not None else []

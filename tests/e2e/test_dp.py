@@ -60,7 +60,7 @@ def test_engines_share_the_host(fleet: Fleet) -> None:
     assert all(share in (shares[0], shares[-1]) for share in shares)
     settings = [dict(settings) for settings in fleet.settings]
     assert settings[0].pop("port") != settings[1].pop("port") and settings[0] == settings[1]
-    assert settings[0]["api-arena-bytes"] == 64 << 20 and "media-pool-size" not in settings[0]
+    assert settings[0]["api-arena-bytes"] == 64 << 20 and "max-num-seqs" not in settings[0]
 
 
 def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fleet) -> None:

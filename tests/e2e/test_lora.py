@@ -38,7 +38,7 @@ def test_adapters_take_turns_in_one_slot(tmp_path: Path) -> None:
     expected = {name: merged_tokens(folder, folders.get(name)) for name in ("base", *names)}
     assert len({tuple(tokens) for tokens in expected.values()}) == 5
     modules = [f"{name}={folders[name]}" for name in names[:3]]
-    flags = ["--tp", "2", "--enable-lora", "--max-loras", "1", "--allow-lora-updates", "--lora-root", str(root), "--api-key", "k"]
+    flags = ["--tp", "2", "--max-loras", "1", "--lora-root", str(root), "--api-key", "k"]
     with serve(folder, *flags, "--served-model-name", "base", "--lora-modules", *modules) as engine, ThreadPoolExecutor(12) as pool:
         engine.client.headers["authorization"] = "Bearer k"
 

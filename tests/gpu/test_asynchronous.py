@@ -58,6 +58,6 @@ def test_adapters(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "base", replace(SHAPES["8B"], **SMALL | {"layers": 4}, deepstack=(1, 3, 5)), weights="none", seed=0)
     config = read_config(tmp_path / "base")
     modules = [f"{name}={write_adapter(tmp_path / name, config, seed=i)}" for i, name in enumerate("ab")]
-    with doomed(tmp_path / "base", *FLAGS, "--enable-lora", "--max-loras", "1", "--lora-modules", *modules, prefix=PREFIX) as engine:
+    with doomed(tmp_path / "base", *FLAGS, "--max-loras", "1", "--lora-modules", *modules, prefix=PREFIX) as engine:
         for name in (None, "a", "b", "a"):
             ask_all(engine, **({} if name is None else {"model": name}))

@@ -19,17 +19,6 @@ def test_every_field_is_a_flag_with_help() -> None:
     assert parse_args([]) == msgspec.structs.replace(EngineConfig(), api_key=parse_args([]).api_key)
 
 
-def test_help_fits_on_one_screen_and_lists_all_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    pages = []
-    for words in (["--help"], ["--help", "all"]):
-        with pytest.raises(SystemExit):
-            make_parser().parse_args(words)
-        pages.append(capsys.readouterr().out)
-    assert len(pages[0].splitlines()) <= 40 and "--max-model-len" in pages[0]
-    for shown in ("--max-body-bytes SIZE", "default: 512M", "--access-log, --no-access-log"):
-        assert shown in pages[1] and shown not in pages[0]
-
-
 def test_values_arrive_typed() -> None:
     config = parse_args(["--tp", "4", "--image-cache-bytes", "1.5G", "--no-prefix-cache", "--gpu-memory-utilization", "0.5", "--port", "0"])
     assert (config.tp, config.image_cache_bytes, config.prefix_cache) == (4, int(1.5 * GIB), False)
@@ -37,14 +26,17 @@ def test_values_arrive_typed() -> None:
     assert [parse_number(text) for text in ("64M", "17", "1.5g")] == [64 * MIB, 17, 1_500_000_000]
 
 
-def test_bad_values_name_their_flag_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    bad = "--tp 0 --image-cache-bytes 0 --max-model-len -1 --media-pool-size 0 --gpu-memory-utilization 1.5 --max-num-seqs 9000"
-    bad += " --chat-template no-such-file --api-key-file no-such-file --snapshot-share 2"
+def test_bad_values_name_their_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    bad = "--tp 0 --image-cache-bytes 0 --max-model-len -1 --gpu-memory-utilization 1.5 --max-num-seqs 9000"
+    bad += " --chat-template no-such-file --api-key-file no-such-file"
     said = refusal(shlex.split(bad), capsys)
     assert all(flag in said for flag in bad.split() if flag.startswith("--"))
-    said = refusal(shlex.split("--prot 1 --revision x --dtype half --block-size x --load-format gguf --tokenizers y --tp 4K"), capsys)
-    assert all(words in said for words in ("--prot: did you mean --port?", "--revision", "--dtype half", "--block-size x: not a number"))
-    assert "--load-format gguf" in said and "--tp 4K" in said and "--tokenizers" in said and "mean --tokenizer?" not in said
+    for bad, words in (
+        ("--prot 1 --revision x", "--prot: did you mean --port?"), ("--dtype half", "--dtype: half is not one of auto, bfloat16"),
+        ("--max-num-seqs x", "--max-num-seqs: x is not a number"), ("--tensor-parallel-size 4x", "--tensor-parallel-size: 4x is not"),
+        ("--load-format gguf", "gguf"), ("--no-prefix-cach", "mean --no-prefix-cache?"),
+    ):  # fmt: skip
+        assert words in refusal(shlex.split(bad), capsys)
 
 
 @pytest.mark.parametrize("empty", ["", "  "])
@@ -88,7 +80,7 @@ def test_where_values_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     config = parse_args(["--config", str(file), "--port", "5"])
     assert (config.port, config.max_num_seqs, config.image_cache_bytes) == (5, 3, GIB)
     assert (config.prefix_cache, config.access_log, config.model) == (False, True, "a")
-    file.write_text("max_num_seqs: 5\ntensor-parallel-size: 2\ntrust-remote-code: true\n")
+    file.write_text("max-num-seqs: 5\ntensor-parallel-size: 2\ntrust-remote-code: true\n")
     monkeypatch.delenv("ENGINE_MAX_NUM_SEQS")
     assert (parse_args(["--config", str(file)]).max_num_seqs, parse_args(["--config", str(file)]).tp) == (5, 2)
     file.write_text("prot: 1\n")
@@ -111,12 +103,6 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-def test_a_hint_does_not_name_the_opposite(capsys: pytest.CaptureFixture[str]) -> None:
-    for word in ["--disable-prefix-cach", "--no-enable-prefix-cachin", "--disable-access-logs", "--acces-log", "--prefix-cach"]:
-        meant = refusal([word], capsys).partition("did you mean ")[2]
-        assert not meant or meant.startswith(("--no-", "--disable-")) == word.startswith(("--no-", "--disable-"))
-
-
 def test_scripts_for_vllm_start_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_args([
         "--model", "m", "--trust-remote-code", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
@@ -125,16 +111,13 @@ def test_scripts_for_vllm_start_as_they_are(capsys: pytest.CaptureFixture[str]) 
         "--dtype", "float", "--max_num_seqs=4", "--kv-cache-dtype", "auto", "--allowed-origins", '["a", "b"]',
         "--disable-uvicorn-access-log",
     ])  # fmt: skip
-    notes = capsys.readouterr().err.splitlines()
-    assert [note.split()[1] for note in notes] == [
-        "--trust-remote-code", "--enable-chunked-prefill", "--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser",
-        "--kv-cache-dtype",
-    ]  # fmt: skip
+    unused = "--enable-auto-tool-choice, --enable-chunked-prefill, --kv-cache-dtype, --limit-mm-per-prompt.video, --reasoning-parser"
+    note = f"engine.serve: flags without effect: {unused}, --tool-call-parser, --trust-remote-code (docs/moving.md)\n"
+    assert capsys.readouterr().err == note
     assert config == EngineConfig(
         model="m", tp=2, prefix_cache=True, max_images_per_request=4, min_pixels=784, max_pixels=1003520, generation_config="vllm", seed=0,
         dtype="float32", max_num_seqs=4, allowed_origins="a,b", access_log=False,
     )  # fmt: skip
-    assert parse_args(["--limit-mm-per-prompt", "image=3,video=0"]).max_images_per_request == 3
 
 
 def test_flags_with_dots_and_of_several_words() -> None:
@@ -175,17 +158,11 @@ def test_scripts_for_sglang_start_as_they_are() -> None:
     )  # fmt: skip
 
 
-def test_what_cannot_be_had_is_refused_with_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_flags_name_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, instead in (
-        (["--dtype", "half"], "bfloat16"),
-        (["--quantization", "awq"], "use fp8, or a checkpoint in float8"),
-        (["--kv-cache-dtype", "fp8"], "for more context use --quantization fp8"),
-        (["--draft", "auto"], "lookup is for"),
+        (["--kv-cache-dtype", "fp8"], "--quantization fp8"),
         (["--speculative-config", '{"method": "eagle3", "model": "x"}'], "use --draft lookup or mtp"),
-        (["--max-total-tokens", "9"], "--kv-cache-memory-bytes"),
-        (["--pipeline-parallel-size", "2"], "--tp"),
         (["--no-enable-chunked-prefill"], "--max-num-batched-tokens"),
-        (["--mm-processor-kwargs", '{"fps": 2}'], "fps"),
         (["--limit-mm-per-prompt", "lots"], '{"image": 4}'),
         (["--limit-mm-per-prompt.image=lots"], "not a whole number"),
         (["--hf-overrides.rope_scaling.factor", "2"], "edit config.json"),

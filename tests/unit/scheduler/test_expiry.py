@@ -1,4 +1,4 @@
-"""Deadlines of requests, and the longest wait for the first step."""
+"""Deadlines of requests."""
 
 from types import SimpleNamespace
 
@@ -18,9 +18,9 @@ def _stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "time", SimpleNamespace(monotonic=lambda: NOW))
 
 
-def simulation(max_queue_seconds: float | None = None, **limits: object) -> Simulation:
+def simulation(**limits: object) -> Simulation:
     made = make_core(num_blocks=64, **limits)
-    return Simulation(SchedulerCore(made.state, 1, 10_000, frozenset(), max_queue_seconds))
+    return Simulation(SchedulerCore(made.state, 1, 10_000, frozenset()))
 
 
 def ask(sim: Simulation, rid: int, deadline: float | None = None, n: int = 1) -> None:
@@ -50,24 +50,14 @@ def test_a_deadline_ends_a_request_waiting_or_running(num_steps: int) -> None:
     assert error_of(sim, NOW + 1000) == [], "a request that has ended ends again"
 
 
-def test_a_request_that_waits_for_too_long_is_told_so() -> None:
-    sim = simulation(max_queue_seconds=10, max_num_seqs=1)
-    for rid in range(3):
-        ask(sim, rid)
-    sim.step()
-    assert error_of(sim, NOW + 9) == []
-    assert error_of(sim, NOW + 11) == [(1, 0, 503), (2, 0, 503)]
-    sim.run()
-    assert sim.terminal == {0: "length", 1: "error", 2: "error"}
-
-
 def test_a_request_that_awaits_pixels_may_expire() -> None:
     """Red if the answer of the processor, which comes later, finds nobody and fails."""
-    sim = simulation(max_queue_seconds=10)
+    sim = simulation()
     sim.answers = False
     prompt = [PLACEHOLDER] * 4 + [20]
-    sim.ask(0, prompt, [(0, 4, b"a")], 2, files={0})
+    wire = make_request(0, prompt, [(0, 4, b"a")], 2, files={0})
+    sim.add(msgspec.structs.replace(wire, deadline=NOW + 10), prompt)
     sim.step()
-    assert len(sim.open) == 1 and error_of(sim, NOW + 11) == [(0, 0, 503)]
+    assert len(sim.open) == 1 and error_of(sim, NOW + 11) == [(0, 0, 504)]
     sim.answer(sim.open[0])
     sim.run()

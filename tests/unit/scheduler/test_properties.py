@@ -243,7 +243,7 @@ def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_promp
 
 
 def test_chunks_beside_streams_are_small() -> None:
-    """Red if a step exceeds --mixed-step-tokens, padding included, although nothing else waits."""
+    """Red if a step exceeds `mixed_step_tokens`, padding included, although nothing else waits."""
     core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=24)
     sizes = prefill_sizes_beside(core, 0, 1)
     assert [size for size in sizes if size] == [16, 16, 16, 12]

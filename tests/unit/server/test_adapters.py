@@ -42,7 +42,7 @@ def root(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serving(stack_of: StackOf, model_folder: Path, root: Path) -> Stack:
-    stack = stack_of(model_folder, enable_lora=True, allow_lora_updates=True, lora_root=str(root), api_key=KEY)
+    stack = stack_of(model_folder, lora_root=str(root), api_key=KEY)
     stack.http.headers["authorization"] = f"Bearer {KEY}"
     return stack
 
@@ -115,13 +115,11 @@ def test_routes_need_their_flag(stack: Stack) -> None:
 
 
 def test_flags(tmp_path: Path) -> None:
-    config, _ = read_flags(["--enable-lora", "--lora-modules", "a=x", '{"name": "b", "path": "y, z"}', "Qwen3-VL-2B"])
+    config, _ = read_flags(["--lora-modules", "a=x", '{"name": "b", "path": "y, z"}', "Qwen3-VL-2B"])
     assert (config.model, config.lora_modules) == ("Qwen3-VL-2B", 'a=x {"name": "b", "path": "y, z"}')
     for words, flags in (
-        ("--lora-modules needs --enable-lora", {"lora_modules": "a=x"}),
-        ("needs --lora-root", {"enable_lora": True, "allow_lora_updates": True, "api_key": KEY}),
-        ("needs --api-key", {"enable_lora": True, "allow_lora_updates": True, "lora_root": str(tmp_path)}),
+        ("needs --api-key", {"lora_root": str(tmp_path)}),
         ("there is no folder", {"lora_root": str(tmp_path / "none")}),
-        ("for a single engine", {"enable_lora": True, "allow_lora_updates": True, "lora_root": str(tmp_path), "dp": 2}),
+        ("for a single engine", {"lora_root": str(tmp_path), "dp": 2}),
     ):
         assert any(words in problem for problem in find_problems(type(config)(**flags))), words

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.launch.config import EngineConfig
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from tests.eventually import eventually
@@ -50,8 +51,9 @@ BAD: dict[str, tuple[Callable[[], bytes], int, str]] = {
 
 
 @pytest.fixture
-async def strict(checkpoint: Checkpoint) -> AsyncIterator[Loading]:
-    limits = {"max_video_file_frames": 10_000, "max_video_frame_pixels": 1 << 22, "max_num_encoder_tokens": 400, "video_timeout": 120}
+async def strict(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loading]:
+    monkeypatch.setattr(EngineConfig, "max_video_file_frames", 10_000)
+    limits = {"max_video_frame_pixels": 1 << 22, "max_num_encoder_tokens": 400, "video_timeout": 120}
     made = Loading(checkpoint, **limits)
     yield made
     await made.close()

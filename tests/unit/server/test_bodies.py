@@ -43,7 +43,7 @@ async def test_too_much_text_is_refused_with_the_reason(model_folder: Path) -> N
 @virtual
 async def test_the_bodies_of_all_routes_have_the_same_timeout(model_folder: Path) -> None:
     """Fails if a route reads its body without a limit of time, as /abort_request did."""
-    with serving(model_folder, body_timeout=TIMEOUT_S, allow_lora_updates=True, api_key="k", lora_root=str(model_folder)) as api:
+    with serving(model_folder, api_key="k", lora_root=str(model_folder)) as api:
         for path in ("/v1/chat/completions", "/abort_request", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             wire = await api.ask(head_of(1000, path).replace(b"Host", b"X-Api-Key: k\r\nHost") + b'{"rid": ')
             await asyncio.sleep(TIMEOUT_S - 1)
@@ -103,7 +103,7 @@ async def drip(wire: Wire, body: bytes, num_bytes: int, pause: float) -> float:
 async def test_a_slow_body_is_given_up(model_folder: Path) -> None:
     """Fails if a client that pauses, or sends a byte now and then, keeps the memory that it was promised, or a steady client is refused."""
     small, large, steady = body_of(large_image(100_000)), body_of(large_image(4_000_000)), body_of(large_image(2_000_000))
-    with serving(model_folder, body_timeout=TIMEOUT_S) as api:
+    with serving(model_folder) as api:
 
         async def answer(body: bytes, num_bytes: int, pause: float) -> tuple[int, float]:
             wire = api.connect()

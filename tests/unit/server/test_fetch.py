@@ -172,7 +172,8 @@ async def test_slow_names_hold_up_nobody(site: Site, monkeypatch: pytest.MonkeyP
         return resolve("127.0.0.1", *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    fetcher = Fetcher(EngineConfig(allow_private_media=True, download_connect_timeout=HANG_GUARD_S))
+    monkeypatch.setattr(EngineConfig, "download_connect_timeout", HANG_GUARD_S)
+    fetcher = Fetcher(EngineConfig(allow_private_media=True))
     slow = [asyncio.create_task(fetcher.download(f"http://slow.example/{i}", lambda piece: None)) for i in range(8)]
     await eventually_async(lambda: num_waiting == 8, "every slow name in the resolver")
     pieces: list[bytes] = []
@@ -188,7 +189,8 @@ async def test_slow_names_hold_up_nobody(site: Site, monkeypatch: pytest.MonkeyP
 async def test_a_name_that_does_not_resolve_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: release.wait(HANG_GUARD_S) or [])
-    assert await status_of("http://slow.example/", download_connect_timeout=1) == 422
+    monkeypatch.setattr(EngineConfig, "download_connect_timeout", 1)
+    assert await status_of("http://slow.example/") == 422
     release.set()
 
 
@@ -204,19 +206,22 @@ async def test_odd_urls(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await status_of(start.format(chr(0xFDFA) * 30_000), allowed_local_media_path=".") == 400
 
 
-async def test_size_status_and_time(site: Site) -> None:
+async def test_size_status_and_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[str, int, dict[str, object]]] = [
         ("endless", 413, {"max_download_bytes": 50_000}), ("data", 413, {"max_download_bytes": 6}), ("missing", 422, {}),
-        ("silent", 422, {"download_timeout": 1}), ("silent", 422, {"download_connect_timeout": 1}),
+        ("silent", 422, {"download_timeout": 1}),
     ]  # fmt: skip
     for kind, status, settings in limits:
         assert await status_of(f"{site.url}/{kind}", allow_private_media=True, **settings) == status, kind
+    monkeypatch.setattr(EngineConfig, "download_connect_timeout", 1)
+    assert await status_of(f"{site.url}/silent", allow_private_media=True) == 422
 
 
 @virtual
 async def test_a_download_that_drips_is_given_up() -> None:
+    pace = EngineConfig.download_pace_bytes
 
-    async def read(num_bytes: int, pace: int) -> tuple[int, float]:
+    async def read(num_bytes: int) -> tuple[int, float]:
         """Bytes that were read of a response that has so many per second, and the seconds that took."""
 
         async def drip(size: int) -> AsyncIterator[bytes]:
@@ -225,17 +230,17 @@ async def test_a_download_that_drips_is_given_up() -> None:
                 yield b"x" * num_bytes
 
         response: Any = SimpleNamespace(content_length=None, content=SimpleNamespace(iter_chunked=drip))
-        fetcher, found, loop = Fetcher(EngineConfig(download_pace_bytes=pace)), bytearray(), asyncio.get_running_loop()
+        fetcher, found, loop = Fetcher(EngineConfig()), bytearray(), asyncio.get_running_loop()
         started = loop.time()
         with contextlib.suppress(TimeoutError):
-            await fetcher._read(response, found.extend, 1 << 20)
+            await fetcher._read(response, found.extend, 1 << 30)
         await fetcher.close()
         return len(found), loop.time() - started
 
-    num_read, seconds = await read(1, 1000)
+    num_read, seconds = await read(1)
     assert num_read < 10 and seconds <= GRACE_S + 1
-    assert await read(999, 1000) == (999 * 100, pytest.approx(100))
-    assert (await read(900, 1000))[0] < 900 * 60
+    assert await read(pace - 1) == ((pace - 1) * 100, pytest.approx(100))
+    assert (await read(pace * 9 // 10))[0] < pace * 9 // 10 * 60
 
 
 async def test_one_request_does_not_hold_all_slots(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

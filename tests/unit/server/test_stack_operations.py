@@ -130,7 +130,7 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_what_is_only_counted_has_the_limits_of_what_is_answered(stack_of: StackOf, model_folder: Path) -> None:
-    counting = stack_of(model_folder, allow_private_media=True, download_connect_timeout=900, download_timeout=900)
+    counting = stack_of(model_folder, allow_private_media=True, download_timeout=900)
     with socket.create_server(("127.0.0.1", 0)) as site:
         site.settimeout(HANG_GUARD_S)
         part = image(f"http://127.0.0.1:{site.getsockname()[1]}/a.png")
@@ -158,7 +158,7 @@ def test_what_the_server_reports_of_itself(stack_of: StackOf, model_folder: Path
     stack = stack_of(model_folder, api_key="very-secret")
     stack.http.headers["Authorization"] = "Bearer very-secret"
     info = stack.http.get("/server_info")
-    assert info.json()["settings"]["block_size"] == 16 and "very-secret" not in info.text
+    assert info.json()["settings"]["max_num_seqs"] == 128 and "very-secret" not in info.text
     assert stack.http.get("/load").json() == {"server_load": 0}
     assert "chat_template" in stack.http.get("/tokenizer_info").json()
     assert stack.http.post("/ping").status_code == stack.http.get("/ping", headers={"Authorization": ""}).status_code == 200

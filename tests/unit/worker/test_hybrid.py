@@ -159,7 +159,7 @@ def test_forks_equal_alone(model: Qwen3VL, prefix_cache: bool) -> None:
 def test_blocks_hold_what_the_groups_say() -> None:
     spec = CacheSpec(PagedGroup(3, 2, 64, 2), (StateGroup(4, 1 << 20, 1 << 10),))
     assert (1 + SPARE_ROWS) * spec.row_bytes(7) == RowStates(spec.states[0], 0, torch.device("cpu"), 7).values.numel()
-    config = EngineConfig(kv_cache_memory_bytes=1 << 20, block_size=16)
+    config = EngineConfig(kv_cache_memory_bytes=1 << 20)
     assert spec.block_bytes(16) == 16 * 2 * 3 * 2 * 64 * 2
     assert plan_memory(config, spec, None, 0).num_blocks == (1 << 20) // spec.block_bytes(16)
     assert spec.snapshot_blocks(16) == -(-(4 << 20) // spec.block_bytes(16))

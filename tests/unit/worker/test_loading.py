@@ -244,12 +244,13 @@ def test_a_profile_counts_no_states_and_no_pools(child: Child, tmp_path: Path, m
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     found = []
     for states, block_size in ((RowStates, 16), (ManyStates, 16), (RowStates, 64)):
+        monkeypatch.setattr(EngineConfig, "block_size", block_size)
         allocations = Allocations()
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _, of=allocations: of.live)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, of=allocations: of.peak)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", allocations.reset)
         monkeypatch.setattr(profile, "RowStates", states)
-        config = EngineConfig(max_num_batched_tokens=65, max_num_encoder_tokens=16, max_num_seqs=4, block_size=block_size)
+        config = EngineConfig(max_num_batched_tokens=65, max_num_encoder_tokens=16, max_num_seqs=4)
         with allocations:
             found.append(
                 profile_peak(
