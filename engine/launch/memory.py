@@ -36,6 +36,8 @@ TOWER_BYTES = 9 * MIB // 10  # tables and graphs, per value of the tower's width
 LOGITS_BYTES = 24  # per row and vocabulary entry while rows sample by sorting
 GPU_IMAGE_CACHE_BYTES = 4 * GIB
 CPU_IMAGE_CACHE_BYTES, CPU_KV_BYTES = 256 * MIB, 512 * MIB
+DECODER_BYTES_PER_PIXEL = 6  # of a JPEG that the GPU decodes: its pixels, and the decoder's buffers
+GATHER_COPIES = 4  # copies of embeddings that ranks exchange: own padded, all padded and ordered, the cache's
 LARGEST_IMAGE_BYTES = 512 * MIB  # embeddings of 16,384 tokens of 8B
 IMAGE_CACHE_SHARE = 4  # on a small GPU: a fourth of image cache and KV pool
 ENOUGH_TOKENS, ENOUGH_SNAPSHOTS = 8192, 8  # minimum KV pool; below it, steps become smaller
@@ -118,6 +120,7 @@ class Activations(NamedTuple):
     def estimate(cls, model: ModelConfig, config: EngineConfig, sizes: StepSizes) -> "Activations":
         text, vision = model.text, model.vision
         encode = 0 if vision is None else encode_bytes(vision, config.max_num_encoder_tokens, model.num_visual_levels) + WORKSPACE_BYTES
+        encode = max(encode, gather_bytes(model, config))
         step = step_bytes(model, config.tp, config.max_num_batched_tokens)
         step += dequantized_bytes(text, config.tp, decoder_format(config, text))
         hidden = VALUE_BYTES * text.hidden_size * max_hidden(config, sizes) if text.has_head else 0
@@ -131,6 +134,12 @@ def encode_bytes(vision: VisionConfig, num_tokens: int, num_levels: int) -> int:
     of_patch += max(4 * vision.hidden_size, vision.intermediate_size)
     of_token = of_patch * vision.merge_size**2 + num_levels * vision.out_hidden_size
     return VALUE_BYTES * num_tokens * of_token
+
+
+def gather_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Peak bytes of the exchange of a step's embeddings by several ranks, after their encoding."""
+    of_token = model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
+    return 0 if config.tp == 1 or model.vision is None else GATHER_COPIES * config.max_num_encoder_tokens * of_token
 
 
 def dequantized_bytes(text: TextConfig, tp: int, format: Format) -> int:
@@ -202,7 +211,8 @@ def early_image_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
     """Divide the `free` bytes left by `needs` between image cache and KV pool; if a flag fixes one, the other gets the rest."""
-    left = int(free * config.gpu_memory_utilization) - sum(needs)
+    decoder = DECODER_BYTES_PER_PIXEL * config.max_image_pixels if needs.tower else 0  # from the memory that is not planned, if it suffices
+    left = min(int(free * config.gpu_memory_utilization), free - decoder) - sum(needs)
     block_bytes = spec.block_bytes(config.block_size)
     fixed = fixed_kv_bytes(config, block_bytes)
     share = left // IMAGE_CACHE_SHARE if needs.tower else 0

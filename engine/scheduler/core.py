@@ -267,7 +267,6 @@ class SchedulerCore:
     def _land(self, step: PlannedStep) -> None:
         results = step.results
         self._fail_images({step.made[image_id] for result in results for image_id in result.failed_images}, UNREADABLE)
-        self._fail_images({step.made[image_id] for result in results for image_id in result.starved_images}, OUT_OF_MEMORY)
         if any(result.out_of_memory for result in results):
             self._give_up(step)
         rank0 = next(result for result in results if result.rank == 0)

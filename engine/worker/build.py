@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from engine.launch.child import Child, StopFlag
+from engine.launch.child import Child
 from engine.launch.config import GIB, MIB, EngineConfig
 from engine.launch.memory import (
     Needs,
@@ -33,7 +33,6 @@ from engine.wire.arena import ArenaView
 from engine.wire.ipc import Outbox
 from engine.wire.messages import MAX_PROPOSED, PROCESSOR_ARENA, Prefetch, WorkerReady
 from engine.worker.adapters import WorkerAdapters
-from engine.worker.agreement import Agreement
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import make_head
 from engine.worker.images import ImageCache
@@ -86,7 +85,7 @@ class Loaded:
 
 
 def build_runner(
-    child: Child, model_config: ModelConfig, rank: int, device: torch.device, stopping: StopFlag
+    child: Child, model_config: ModelConfig, rank: int, device: torch.device
 ) -> tuple[Runner, WorkerReady]:
     """Return a runner that is ready for plans, and its description for the scheduler. ValueError or OSError if the model cannot be
     loaded."""
@@ -123,7 +122,6 @@ def build_runner(
         graphs=graphs,
         prompts=arena,
         tp=loaded.tp,
-        agreement=None if config.tp == 1 else Agreement(Path(child.run_dir) / "agreement", rank, config.tp, stopping.is_set),
         head=make_head(model, attention, rows, staged) if text.has_head else None,
         handlers=handlers,
         slots=loaded.slots,

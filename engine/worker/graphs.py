@@ -33,7 +33,6 @@ FIRST_WARM_UPS = 3  # of the first graph; others need one, for their own kernels
 PAGE_BYTES = 4
 BYTES_AFTER_PAGES = BYTES_PER_SAMPLE + 16  # per token: sampling parameters, known ids
 SLACK = 4096  # for alignment
-LARGE_TENSOR, SEGMENT = 1 << 20, 20 << 20  # bytes: torch allocates larger tensors in segments of at least SEGMENT
 
 
 class Shape(NamedTuple):
@@ -106,24 +105,16 @@ class StepGraphs:
             self._graphs[key] = self._capture(*key, backend)
         return len(self._graphs)
 
-    def cover(self, num_prompts: int, num_prompt_tokens: int, num_decode: int) -> bool:
-        """Return whether a shape is large enough for so many prompt and decode tokens."""
+    def fits(self, step: HostStep) -> bool:
+        """Return whether there is a graph for the step."""
+        if step.reports.tokens and len(step.ids):
+            return False
+        num_prompts, num_prompt_tokens, num_decode = step.attention.num_prefill_rows, len(step.ids), len(step.gather)
         if not num_prompts:
             return num_decode <= self._decode_sizes[-1]
         if num_prompts > MAX_PREFILL_ROWS or not self._chunk_sizes or num_decode > max(self._chunk_sizes):
             return False
         return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_decode)][-1]
-
-    def bytes_outside(self, num_prompt_tokens: int) -> int:
-        """Return the bytes that a step with a graph needs outside the graph: see `_embed`."""
-        num_bytes = self._embedding[0, :num_prompt_tokens].nbytes
-        return num_bytes if num_bytes < LARGE_TENSOR else max(num_bytes, SEGMENT)
-
-    def fits(self, step: HostStep) -> bool:
-        """Return whether there is a graph for the step."""
-        if step.reports.tokens and len(step.ids):
-            return False
-        return self.cover(step.attention.num_prefill_rows, len(step.ids), len(step.gather))
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, torch.Tensor, Samples]:
         """Return (S, V) logits and (S, D) final hidden states of the step's `logits_indices`, valid until the next replay, and the sampling

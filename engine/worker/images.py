@@ -10,7 +10,6 @@ An idle engine encodes an image as soon as it is announced; the plan that names 
 """
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,12 +25,9 @@ from models.decoders.contract import Tower
 from models.parallel.group import TensorParallel
 from models.vision.shares import Shares, SplitCosts, part_of, share_out
 
-logger = logging.getLogger(__name__)
-
 FIRST_GROUP_TOKENS = 512  # tokens read before the tower starts
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed
 MAX_GROUP_TOKENS = 4608  # bounds activations, unless one image has more
-GATHER_COPIES = 4  # copies of embeddings sent to all ranks: own padded, all padded and ordered, the cache's
 GROWTH = 2  # size ratio of consecutive groups
 
 
@@ -40,7 +36,6 @@ class Encoded:
     """Results of encoding a step's images, gathered meanwhile."""
 
     failed: list[int] = field(default_factory=list)  # images that could not be decoded
-    starved: list[int] = field(default_factory=list)  # images for which memory was lacking
     pixels: list[torch.Tensor] = field(default_factory=list)  # kept until the step is done
     read_ms: float = 0.0  # host time of reading
     watches: list[Stopwatch] = field(default_factory=list)  # one for each period of the tower's work
@@ -92,7 +87,7 @@ class ImageCache:
         self.forget_early()
         if self._share_out([Encode(0, prefetch.source, prefetch.grid)]).together:
             return
-        with torch.cuda.stream(self.stream), contextlib.suppress(torch.OutOfMemoryError, MemoryError):
+        with torch.cuda.stream(self.stream), contextlib.suppress(torch.OutOfMemoryError):
             read = self.reader.read_copy(prefetch.source)
             if read is not None:
                 watch = self._stopwatch()
@@ -107,16 +102,15 @@ class ImageCache:
         self._early = None
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
-        """Add a step's images to the cache, for the current stream. An undecodable image becomes zeros, and its rank reports it. If memory
-        runs out, all of a rank's share is zeros, since the others wait in a collective; a single rank raises torch.OutOfMemoryError or
-        MemoryError instead.
+        """Add a step's images to the cache, for the current stream. An undecodable image becomes zeros, and its rank reports it.
 
         Images are encoded in groups: while the device encodes one, the host and the decoder read the next.
         """
         shares = self._share_out(encodes)
         share = [encodes[image] for image in shares.alone[self.tp.rank]]
         encoded = Encoded()
-        own = self._encode_if_possible(share, encoded)
+        with torch.cuda.stream(self.stream):
+            own = self._encode(share, encoded)
         if shares.together:
             own.append(self._encode_part([encodes[image] for image in shares.together], encoded))
         if own and self.stream is not None:
@@ -126,28 +120,6 @@ class ImageCache:
         elif encodes:
             self._gather(encodes, shares, own)
         return encoded
-
-    def _encode_if_possible(self, share: Sequence[Encode], encoded: Encoded) -> list[torch.Tensor]:
-        try:
-            with torch.cuda.stream(self.stream):
-                return self._encode(share, encoded)
-        except (torch.OutOfMemoryError, MemoryError):
-            if self.tp.size == 1:
-                raise
-        logger.error("out of memory for %d images: their requests fail", len(share))
-        if self._tower.device.type == "cuda":
-            torch.cuda.synchronize()  # earlier allocations may still be in use
-            encoded.pixels.clear()
-            torch.cuda.empty_cache()
-        zero = self._zeros(1)
-        encoded.starved += [encode.image_id for encode in share]
-        return [zero.expand(-1, self._num_tokens(encode), -1) for encode in share]
-
-    def shared_bytes(self, encodes: Sequence[Encode]) -> int:
-        """Return the peak bytes per rank to encode images with all ranks and to share all embeddings."""
-        num_tokens = sum(self._num_tokens(encode) for encode in encodes)
-        together = self._tower.part_bytes([encodes[image].grid for image in self._share_out(encodes).together])
-        return together + GATHER_COPIES * num_tokens * math.prod(self._shape(1)) * self._tower.dtype.itemsize
 
     def leave_out(self, encodes: Sequence[Encode]) -> None:
         """Replace the images of a given-up step by zeros, which take almost no memory, until a plan evicts them."""
@@ -200,13 +172,8 @@ class ImageCache:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             started = time.monotonic()
-            try:
-                pixels = self.reader.read([encode.source for encode in encodes])
-                encoded.failed += [encode.image_id for encode, image in zip(encodes, pixels, strict=True) if image is None]
-            except (torch.OutOfMemoryError, MemoryError):
-                logger.error("out of memory while reading %d images: their requests fail", len(encodes))
-                pixels = [None] * len(encodes)
-                encoded.starved += [encode.image_id for encode in encodes]
+            pixels = self.reader.read([encode.source for encode in encodes])
+            encoded.failed += [encode.image_id for encode, image in zip(encodes, pixels, strict=True) if image is None]
             encoded.read_ms += 1e3 * (time.monotonic() - started)
             black = torch.zeros((1, 1, 3), dtype=torch.uint8, device=self._tower.device)
             images, num_frames = [black if image is None else image for image in pixels], max(e.source.num_frames for e in encodes)

@@ -83,7 +83,7 @@ def main() -> None:
     try:
         model_config = read_config(Path(child.runtime.model_folder), with_head=child.config.proposals.reads_head)
         device = take_device(child, rank)
-        runner, ready = build_runner(child, model_config, rank, device, stopping)
+        runner, ready = build_runner(child, model_config, rank, device)
     except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives
         logger.debug("the model could not be built", exc_info=problem)
         child.failed(explain(problem))
@@ -92,7 +92,11 @@ def main() -> None:
     results.send(ready)
     heartbeat = HeartbeatThread(child.run_dir, rank)
     notify_compilation(heartbeat.begin_compiling, heartbeat.end_compiling)
-    run(runner, plans, results, stopping, heartbeat)
+    try:
+        run(runner, plans, results, stopping, heartbeat)
+    except torch.OutOfMemoryError as problem:  # of one of several ranks
+        child.failed(explain(problem))
+        os._exit(1)
     heartbeat.stop()
     os._exit(0)  # tearing down collectives may wait for ranks that have ended
 

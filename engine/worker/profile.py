@@ -1,13 +1,11 @@
 """Memory of a device and of a step, measured; `engine/launch/memory.py` divides it."""
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from engine.launch.config import EngineConfig
-from engine.launch.memory import Activations, max_samples
+from engine.launch.memory import Activations, gather_bytes, max_samples
 from engine.wire.messages import SamplingParams
 from engine.worker.head import run_head
 from engine.worker.sampling.samples import samples_of
@@ -21,39 +19,10 @@ from models.kernels.ops import StateRows
 from models.kernels.paged import allocate_pools
 from models.kernels.sampling import SamplingOps
 
-DEFAULT_POOL = (0, 0)  # torch's memory that belongs to no graph
-
 
 def free_bytes(device: torch.device) -> int:
     """Return the free bytes reported by a GPU's driver; 0 on a CPU, where nothing is planned."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-
-
-class StepMemory:
-    """Upper bound of a step's memory on a device. A CPU's memory is not counted."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept_bytes = 0
-        self.note_graphs()
-
-    def note_graphs(self) -> None:
-        """Update the memory reserved for graphs after a capture. Takes milliseconds."""
-        if self._device.type == "cuda":
-            self._kept_bytes = idle_bytes_of_graphs(torch.cuda.memory_snapshot(include_traces=False), self._device.index)
-
-    def free_bytes(self) -> int:
-        """Return the driver's free bytes plus half of torch's cached ones: the other half may be too fragmented."""
-        if self._device.type != "cuda":
-            return sys.maxsize
-        at_hand = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return free_bytes(self._device) + (at_hand - self._kept_bytes) // 2
-
-
-def idle_bytes_of_graphs(segments: Sequence[Mapping[str, Any]], device_index: int) -> int:
-    """Return unused bytes of torch's `segments` in graph pools."""
-    mine = [segment for segment in segments if segment["device"] == device_index and segment["segment_pool_id"] != DEFAULT_POOL]
-    return sum(segment["total_size"] - segment["allocated_size"] for segment in mine)
 
 
 def _encode_a_pair(tower: Tower, num_tokens: int) -> None:
@@ -100,7 +69,7 @@ def profile_peak(
         sampling.sample(logits_SV, samples_of(rows_to_sort, range(len(logits_SV)), 0, device).params)
         torch.cuda.synchronize(device)
 
-    return Activations(encode_bytes, _peak_of(step, device))
+    return Activations(max(encode_bytes, gather_bytes(model.config, config)), _peak_of(step, device))
 
 
 def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:

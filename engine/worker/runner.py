@@ -10,13 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine.launch.memory import step_bytes
 from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo, StepPlan, StepResult
-from engine.worker.agreement import Agreement
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
-from engine.worker.profile import StepMemory
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.reports import NOTHING_READ, Readings
 from engine.worker.sampling.sampler import Sampled, Sampler
@@ -65,7 +62,6 @@ class LaunchedStep:
             token_ids=token_ids,
             num_tokens=num_tokens,
             failed_images=self.encoded.failed,
-            starved_images=self.encoded.starved,
             launched=self.launched,
             done=time.monotonic(),
             decode_ms=self.encoded.read_ms,
@@ -98,31 +94,19 @@ class Runner:
     graphs: StepGraphs | None
     prompts: ArenaView
     tp: TensorParallel
-    agreement: Agreement | None = None
     head: Head | None = None
     handlers: Mapping[type, Callable[[Any], object]] = field(default_factory=dict)  # of messages other than plans
     slots: FixedWeights = field(default_factory=FixedWeights)
 
     def __post_init__(self) -> None:
-        self._memory = StepMemory(self.model.device)
         self._on_gpu = self.rows.last_tokens.is_cuda
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue a step and return at once (on a GPU). If memory runs out, the step is abandoned, not the engine. Several ranks
-        first estimate its memory and abandon it together before it begins: later, others may wait in a collective."""
+        """Enqueue a step and return at once (on a GPU). The memory plan covers every step; if another program takes the memory, a single
+        rank abandons the step, and one of several raises torch.OutOfMemoryError, since the others wait in a collective."""
         launched = time.monotonic()
         self.slots.load(plan.loads)
-        try:
-            return self._launch(plan, launched)
-        except (torch.OutOfMemoryError, MemoryError):
-            if self.tp.size > 1:
-                raise
-            if self._on_gpu:
-                torch.cuda.synchronize()  # the step's allocations may still be in use
-        return self._give_up(plan, launched)
-
-    def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
         self.images.evict(plan.evict)
         for admit in plan.admits:
             region = admit.prompt
@@ -130,8 +114,14 @@ class Runner:
             self.sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
             self.sampler.rules.admit(admit, self.prompts if self.tp.rank == 0 else None)
         self.rows.take_blocks(plan.chunks)
-        if not self._has_memory_everywhere(plan):
+        try:
+            return self._compute(plan, launched)
+        except torch.OutOfMemoryError:
+            if self.tp.size > 1:
+                raise
             return self._give_up(plan, launched)
+
+    def _compute(self, plan: StepPlan, launched: float) -> LaunchedStep:
         encoded = self.images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         step = self.rows.build(plan.admits, plan.chunks, self.images.tensors)
@@ -143,27 +133,11 @@ class Runner:
             self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), end)
         return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples, proposed)
 
-    def _has_memory_everywhere(self, plan: StepPlan) -> bool:
-        """Return whether all ranks have memory. Each of several ranks makes a high estimate: running out later ends the engine. Decode rows
-        with a graph need none."""
-        if self.agreement is None:
-            return True
-        prompts = [chunk.length for chunk in plan.chunks if not chunk.is_decode]
-        num_tokens, num_decode = sum(prompts), sum(chunk.length for chunk in plan.chunks if chunk.is_decode)
-        if self.graphs is not None and self.graphs.cover(len(prompts), num_tokens, num_decode):
-            needed = self.graphs.bytes_outside(num_tokens)
-        else:
-            needed = step_bytes(self.model.config, self.tp.size, num_tokens + num_decode)
-        needed += self.images.shared_bytes(plan.encodes)
-        needed += 0 if self.head is None else step_bytes(self.model.config, self.tp.size, num_tokens)
-        if not needed:
-            return True
-        return self.agreement.all_can(needed <= self._memory.free_bytes())
-
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """Return a step that computes nothing. Plans in flight may name its images."""
         logger.error("step %d ran out of memory and was abandoned", plan.step)
         if self._on_gpu:
+            torch.cuda.synchronize()  # the step's allocations may still be in use
             torch.cuda.empty_cache()
         self.images.leave_out(plan.encodes)
         watch = Stopwatch(self._on_gpu)
@@ -173,10 +147,7 @@ class Runner:
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
         """Do a small piece of work that would delay a request later; call it while there are no plans. Return False if there was none."""
-        has_prepared = self.images.prepare(is_busy)
-        if has_prepared and self.agreement is not None:
-            self._memory.note_graphs()
-        return has_prepared
+        return self.images.prepare(is_busy)
 
     def prepare(self, message: object) -> None:
         """Handle a message of another process that prepares this rank for a plan."""

@@ -32,9 +32,6 @@ class Tower(Protocol):
     def encode_part(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
         """Encode together with all ranks: return (1 + L, n, D), this rank's tokens of all images by `part_of`."""
 
-    def part_bytes(self, grids: Sequence[Grid]) -> int:
-        """Return the peak device memory of `encode_part`."""
-
     def kept_bytes(self) -> int:
         """Return the most device memory that graphs of `prepare` and tables of grids use."""
 

@@ -29,7 +29,7 @@ class ImageEncoder:
     def __init__(self, config: ModelConfig, backend: Backend, setup: Setup, visual: VisionTower) -> None:
         self.config, self.dtype, self.device = config, setup.place.dtype, setup.place.device
         self.preprocessor = Preprocessor(config.geometry, setup.ops, self.device)
-        self._visual, self._num_ranks = visual, setup.tp.size
+        self._visual = visual
         self._graphs = TowerGraphs(visual) if backend.captures_graphs else None
         self.uses_graphs = True  # False while the layers use other weights than at capture
 
@@ -47,9 +47,6 @@ class ImageEncoder:
 
     def encode_part(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
         return self._visual.part(self._patches(images, grids), grids)
-
-    def part_bytes(self, grids: Sequence[Grid]) -> int:
-        return self._visual.part_bytes(sum(t * h * w for t, h, w in grids), self._num_ranks)
 
     def kept_bytes(self) -> int:
         graphs = 0 if self._graphs is None else self._graphs.max_bytes()

@@ -202,13 +202,6 @@ class VisionTower(nn.Module):
         own, tables = self.attention.plan_parts([t * h * w for t, h, w in grids]), self.tables(grids)
         return self.compute(patches_FPX[:, own], Tables([torch.cat(tables.position_PD)[own]], tables.cos_sin_PK))
 
-    def part_bytes(self, num_patches: int, num_ranks: int) -> int:
-        """Return the peak bytes of `part`, including its input."""
-        frame = self.config.in_channels * self.config.patch_size**2
-        of_all = self.config.temporal_patch_size * frame + self.config.hidden_size
-        of_own = self.patch_bytes() + 6 * self.config.hidden_size * self.merger.norm.weight.itemsize  # send and receive buffers
-        return num_patches * (of_all * self.merger.norm.weight.itemsize + of_own // num_ranks)
-
     def plan(self, grids: Sequence[Grid]) -> None:
         """Do the host work for `compute`; not part of a captured graph."""
         self.attention.plan([t * h * w for t, h, w in grids])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from bench.client import text_of
 from models.demo import CHECKPOINT
 from tests.e2e.serving import Engine, image_part, picture, role_of, serve, text_part
 from tests.eventually import HANG_GUARD_S, eventually
@@ -25,7 +24,6 @@ PICTURES = CHECKPOINT.parent / "pictures"
 AT_ONCE = 8
 SPARE_BYTES = 16 << 20
 LARGE = 4096  # pixels a side: 48 MiB as RGB
-LONG = 12_000  # tokens of a prompt: more than has a graph
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +77,6 @@ def test_a_step_without_memory_fails_alone(engine: Engine) -> None:
         assert_some_refused_for_memory([engine.chat(content) for content in parts])
     assert all(engine.chat(content).status_code == 200 for content in parts)
     assert_well(engine)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_step_without_memory_on_one_of_two_ranks_fails_alone(request: pytest.FixtureRequest) -> None:
-    """In a collective the other rank would wait for ever."""
-    flags = ["--tp", "2", "--load-format", "dummy", "--backend", request.config.getoption("--backend")]
-    with serve("Qwen3-VL-2B", *flags, is_small=False) as engine:
-        prompts = [text_of(LONG, salt) for salt in range(3)]
-        with others_take_the_memory(1):
-            assert_some_refused_for_memory([engine.chat(prompt) for prompt in prompts])
-            assert engine.text("What needs next to nothing?")
-        assert all(engine.chat(prompt).status_code == 200 for prompt in prompts)
-        assert engine.client.get("/health").status_code == 200
 
 
 def test_a_worker_that_stands_still_is_noticed_and_goes_on(engine: Engine) -> None:

@@ -381,11 +381,10 @@ class Simulation:
             failed_here = failed if rank == self.num_ranks - 1 else []
             flat, counts = [token for sampled in tokens for token in sampled], [len(sampled) for sampled in tokens]
             counts = counts if max(counts, default=1) > 1 else []
-            bad, starved = ([], failed_here) if step.plan.step % 2 else (failed_here, [])  # damaged, or without memory for them
             ids = flat if rank == 0 else []
             times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if step.plan.step // TURN % 2 else 9.0}
             drafts = self.worker.reported[step.plan.step] if rank == 0 else []
-            result = StepResult(rank, step.plan.step, ids, bad, **times, num_tokens=counts, starved_images=starved, proposed=drafts)
+            result = StepResult(rank, step.plan.step, ids, failed_here, **times, num_tokens=counts, proposed=drafts)
             if step.plan.step in self.given_up:
                 result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)
             self.core.collect(result)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,23 +186,3 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
     engine.add(2, [list(range(300, 350))])
     assert step() == ["copy", *admit, *embed, "replay", *sample]
     assert step() == ["copy", *embed, "replay", *sample]
-
-
-def test_what_a_step_takes_beside_its_graph_is_asked_for(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if ranks ask at every token, or if a prompt begins without memory for its embedding."""
-    engine = Engine(model, graphs=True, sizes=SIZES)
-    runner = engine._runner
-    asked = []
-    monkeypatch.setattr(runner, "agreement", SimpleNamespace(all_can=lambda can: asked.append(can) or can))
-    of_50_tokens = 50 * model.config.text.hidden_size * model.dtype.itemsize
-    for rid, (num_tokens, free) in enumerate([(50, of_50_tokens), (50, of_50_tokens - 1), (62, of_50_tokens), (62, 1 << 30)]):
-        monkeypatch.setattr(runner._memory, "free_bytes", lambda free=free: free)
-        engine.add(rid, [[7 + rid] * num_tokens])
-        engine.run()
-    assert asked == [True, False, False, True] and engine.errors.keys() == {1, 2}
-    engine.add(4, [[4, 5], make_picture(1, 64, 64)])
-    engine.run()
-    assert len(asked) == 5 and all(len(engine.tokens[rid]) == 8 for rid in (0, 3, 4))
-    assert runner.graphs is not None
-    monkeypatch.setattr(runner.graphs, "_embedding", torch.empty((1, 20_000, 1024), dtype=torch.bfloat16))
-    assert [runner.graphs.bytes_outside(count) >> 20 for count in (0, 511, 512, 20_000)] == [0, 0, 20, 39]

@@ -102,28 +102,6 @@ class OneOfTwo:
         return torch.cat([rows, torch.full((counts[1], *rows.shape[1:]), 7.0, dtype=rows.dtype)])
 
 
-@pytest.mark.parametrize("problem", [torch.OutOfMemoryError, MemoryError])
-def test_a_rank_without_memory_comes_to_the_gather_all_the_same(problem: type[Exception]) -> None:
-    """Otherwise the other ranks wait for ever. It names the images that it lacks."""
-    tower, pair = Tower(), OneOfTwo()
-    cache = cache_of(tower)
-    cache.tp = pair
-    healthy = tower.encode
-
-    def fail(images: list[int], grids: list[Grid]) -> list[torch.Tensor]:
-        raise problem
-
-    tower.encode = fail
-    encoded = cache.encode([encode(1, 10), encode(2, 8), encode(3, 6), encode(4, 4)])
-    own = {image_id for image_id in (1, 2, 3, 4) if not cache.tensors[image_id].any()}
-    assert encoded.starved and set(encoded.starved) == own and encoded.failed == []
-    assert all((cache.tensors[image_id] == 7).all() for image_id in {1, 2, 3, 4} - own) and len(own) < 4
-    assert [cache.tensors[image_id].shape[1] for image_id in (1, 2, 3, 4)] == [10, 8, 6, 4]
-    tower.encode = lambda images, grids: [image.expand(4, -1, 24) for image in healthy(images, grids)]
-    assert not cache.encode([encode(5, 10)]).starved
-    assert len(pair.gathered) == 2
-
-
 def test_an_announced_image_is_encoded_once_and_at_once() -> None:
     tower = Tower()
     cache = cache_of(tower)
@@ -158,14 +136,13 @@ def test_what_was_announced_to_another_size_is_encoded_anew() -> None:
     assert cache.tensors[1].shape[1] == 150
 
 
-@pytest.mark.parametrize("problem", [torch.OutOfMemoryError, MemoryError])
-def test_an_announced_image_that_cannot_be_encoded_yet_awaits_its_plan(problem: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_announced_image_that_cannot_be_encoded_yet_awaits_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a hint ends the worker or makes the plan fail."""
     tower = Tower()
     cache = cache_of(tower)
 
     def fail(images: list[int], grids: list[Grid]) -> list[torch.Tensor]:
-        raise problem
+        raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
         patch.setattr(tower, "encode", fail)

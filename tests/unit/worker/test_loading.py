@@ -1,6 +1,5 @@
 """The start of a worker, its staging buffers and its memory for steps."""
 
-import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from engine.launch.config import EngineConfig
 from engine.worker import profile
 from engine.worker.build import compiling, load_model
 from engine.worker.failure import explain
-from engine.worker.profile import StepMemory, idle_bytes_of_graphs, profile_peak
+from engine.worker.profile import profile_peak
 from engine.worker.staging import Staging, staged_bytes
 from models.cache.states import RowStates
 from models.config.huggingface import read_config
@@ -186,24 +185,6 @@ def test_a_step_that_does_not_fit_is_loud() -> None:
         staging.put(np.zeros(120))
 
 
-def segment(device: int, pool: tuple[int, int], total: int, allocated: int) -> dict[str, object]:
-    return {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
-
-
-def test_what_lies_idle_in_pools_of_graphs_is_nobodys() -> None:
-    """Steps cannot have it."""
-    default, step_graphs, tower_graphs = (0, 0), (0, 1), (0, 2)
-    segments = [
-        segment(0, default, 1000, 100),
-        segment(0, step_graphs, 500, 20),
-        segment(0, tower_graphs, 300, 300),
-        segment(0, tower_graphs, 50, 10),
-        segment(1, step_graphs, 700, 0),
-    ]
-    assert idle_bytes_of_graphs(segments, 0) == 480 + 40
-    assert idle_bytes_of_graphs(segments, 1) == 700
-
-
 class Allocations(TorchDispatchMode):
     """Count bytes of live tensors as torch's allocator does."""
 
@@ -260,9 +241,3 @@ def test_a_profile_counts_no_states_and_no_pools(child: Child, tmp_path: Path, m
     assert min(found[0]) > 0
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=0.02)  # lists of pages differ
-
-
-def test_a_cpu_is_not_counted() -> None:
-    memory = StepMemory(torch.device("cpu"))
-    memory.note_graphs()
-    assert memory.free_bytes() == sys.maxsize

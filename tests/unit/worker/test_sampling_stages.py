@@ -187,7 +187,7 @@ def test_prompt_logprobs(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, chunk:
     assert engine.reports.keys() == {1, 2, 3}
     for rid, prompt in enumerate(prompts, 1):
         expected, found = expected_prompt_logprobs(model, prompt), engine.reports[rid]
-        assert (found.start, found.end, found.num_top) == (1, len(prompt), rid)
+        assert (found.start, len(found.logprobs) // 4, found.num_top) == (1, len(prompt) - 1, rid)
         top = expected.topk(rid)
         top_ids = np.frombuffer(found.top_ids, dtype=np.int32).reshape(-1, rid)
         assert top_ids.tolist() == top.indices.tolist()

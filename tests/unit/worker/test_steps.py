@@ -4,7 +4,6 @@ import dataclasses
 import io
 import random
 import runpy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,43 +129,16 @@ def test_a_step_without_memory_fails_its_requests_only(
         patch.setattr(model.tower if where == "encode" else model, where, run_out)
         engine.add(1, prompts()[1])
         assert engine.step() and engine.errors.keys() == {0, 1}
+        several = Engine(model)
+        patch.setattr(several._runner, "tp", dataclasses.replace(model.tp, size=2))
+        several.add(0, prompts()[1])
+        with pytest.raises(torch.OutOfMemoryError):  # the other ranks wait in a collective: the engine ends
+            several.step()
     for rid in (2, 3):
         engine.add(rid, prompts()[rid - 2])
     tokens = engine.run()
     assert [tokens[2], tokens[3]] == alone[:2]
     assert engine.core.state.counters.images_encoded == 2
-
-
-def test_ranks_give_a_step_up_before_its_first_collective(model: Qwen3VL, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a rank begins what another one has no memory for, or does not say that it has none itself."""
-    engine = Engine(model)
-    asked = []
-
-    def begin(*_: object) -> None:
-        raise AssertionError("the other rank is not there")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "agreement", SimpleNamespace(all_can=lambda can: asked.append(can)))
-        for owner, where in ((model.tower, "encode"), (model, "forward")):
-            patch.setattr(owner, where, begin)
-        engine.add(0, prompts()[1])
-        assert engine.step() and engine.errors.keys() == {0} and asked == [True]
-        patch.setattr(engine._runner._memory, "free_bytes", lambda: 1 << 10)
-        engine.add(1, prompts()[1])
-        assert engine.step() and engine.errors.keys() == {0, 1} and asked == [True, False]
-    engine.add(2, prompts()[1])
-    assert engine.run()[2] == alone[1] and engine.core.state.counters.images_encoded == 3
-
-
-def test_memory_is_counted_anew_behind_a_capture_where_ranks_ask_each_other(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine of one rank, which does not ask, does not spend the time."""
-    runner = Engine(model)._runner
-    noted = []
-    monkeypatch.setattr(runner._memory, "note_graphs", lambda: noted.append("counted"))
-    for agreement, captured, expected in ((None, True, []), ("any", False, []), ("any", True, ["counted"])):
-        monkeypatch.setattr(runner, "agreement", agreement)
-        monkeypatch.setattr(runner.images, "prepare", lambda is_busy, captured=captured: captured)
-        assert runner.use_spare_time(is_busy=False) is captured and noted == expected
 
 
 def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
