@@ -8,9 +8,6 @@ from engine.plain_jpeg import is_jpeg, parse_plain_jpeg
 from engine.wire.arena import ArenaView
 from engine.wire.messages import ImageSource
 from models.kernels.jpeg import JpegDecoder
-from models.kernels.reference.jpeg import PillowDecoder
-
-DECODER_BYTES_PER_PIXEL = 6  # the pixels, and the decoder's buffers
 
 
 class ImageReader:
@@ -19,7 +16,6 @@ class ImageReader:
     def __init__(self, arena: ArenaView, decoder: JpegDecoder, device: torch.device):
         self._arena = arena
         self._decoder = decoder
-        self._host = PillowDecoder(1, device)  # it tells damaged files from a lack of memory, which is not the client's fault
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -59,19 +55,8 @@ class ImageReader:
         assert all(source.encoding != "file" for source in sources), "an image was planned without its pixels"
         pairs = list(zip(sources, payloads, strict=True))
         jpegs = [pair for pair in pairs if pair[0].encoding == "jpeg"]
-        found = self._decoder.decode([payload for _, payload in jpegs])
-        if self._lacks_memory([source for (source, _), pixels in zip(jpegs, found, strict=True) if pixels is None]):
-            again = iter(self._host.decode([payload for (_, payload), pixels in zip(jpegs, found, strict=True) if pixels is None]))
-            found = [next(again) if pixels is None else pixels for pixels in found]
-        decoded = iter(found)
+        decoded = iter(self._decoder.decode([payload for _, payload in jpegs]))
         return [self._checked(next(decoded), s) if s.encoding == "jpeg" else self._rgb(s, payload) for s, payload in pairs]
-
-    def _lacks_memory(self, failed: Sequence[ImageSource]) -> bool:
-        """Return whether the largest source may not have fit: a GPU's decoder gives no reason for a failure."""
-        if not failed or self._stream is None:
-            return False
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free < DECODER_BYTES_PER_PIXEL * max(source.height * source.width for source in failed)
 
     def _bytes(self, source: ImageSource) -> memoryview:
         return self._arena.view(source.region.offset, source.region.length)

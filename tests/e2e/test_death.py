@@ -1,17 +1,20 @@
 """Any process may be killed or stopped at any time, on any machine: clients get an error, everything ends, nothing is left."""
 
+import json
 import os
 import signal
 import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import httpx
 import pytest
 
-from bench import faults
-from tests.e2e.serving import SMALL, LongAnswer, doomed, image_part, picture, role_of
+from tests.e2e.serving import SMALL, LongAnswer, chat_body, doomed, image_part, picture, role_of
 from tests.eventually import HANG_GUARD_S, eventually
 
 pytestmark = pytest.mark.faults
@@ -103,21 +106,44 @@ def test_a_full_disk_under_stdout_is_one_line(tiny: Path, tmp_path: Path, has_lo
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-CASES = [
-    ("api", "upload", "SIGTERM"),
-    ("processor", "media", "SIGKILL"),
-    ("scheduler", "prefill", "SIGKILL"),
-    ("worker", "decode", "SIGTERM"),  # not to be waited for: its answer is a long one
-    ("launcher", "decode", "SIGTERM"),
-]
+def begun_request(url: str, content: object, stop: threading.Event) -> "Future[str]":
+    """Send a request in a thread; return when half of its body is sent. The other half is sent after `stop`."""
+    body, half_sent, future = json.dumps(chat_body(content, max_tokens=64)).encode(), threading.Event(), Future[str]()
+
+    def pieces() -> Iterator[bytes]:
+        yield body[: len(body) // 2]
+        half_sent.set()
+        stop.wait(HANG_GUARD_S)
+        yield body[len(body) // 2 :]
+
+    def send() -> None:
+        try:
+            headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+            response = httpx.post(f"{url}/v1/chat/completions", content=pieces(), headers=headers, timeout=90)
+            future.set_result("whole" if response.status_code == 200 else "error")
+        except httpx.HTTPError:
+            future.set_result("broken")
+
+    threading.Thread(target=send).start()
+    assert half_sent.wait(HANG_GUARD_S)
+    return future
 
 
-@pytest.mark.parametrize(("role", "phase", "name"), CASES)
-async def test_a_signal_in_every_phase(monkeypatch: pytest.MonkeyPatch, role: str, phase: str, name: str) -> None:
-    for limit in ("END_S", "CLIENT_S"):
-        monkeypatch.setattr(faults, limit, HANG_GUARD_S)
-    result = await faults.case(role, phase, name, pause=11)
-    assert result["good"], result
+@pytest.mark.parametrize("phase", ["upload", "media", "prefill"])
+@pytest.mark.parametrize(("role", "name"), [("api", "SIGTERM"), ("processor", "SIGKILL"), ("scheduler", "SIGKILL"), ("worker", "SIGTERM")])
+def test_a_signal_before_the_first_token(tiny: Path, role: str, name: str, phase: str) -> None:
+    content: object = "go on " * 3000 if phase == "prefill" else [image_part(picture(1, 3000, 3000))]
+    with doomed(tiny, *LONG) as engine:
+        stop = threading.Event()
+        if phase != "upload":
+            stop.set()
+        answer = begun_request(engine.url, content, stop)
+        os.kill(engine.pid_of(role), signal.Signals[name])
+        stop.set()
+        assert engine.process.wait(HANG_GUARD_S) != 0
+        outcome = answer.result(HANG_GUARD_S)
+        engine.assert_gone()
+    assert outcome in ("error", "whole") or (role == "api" and outcome == "broken")
 
 
 ALONE = ["unshare", "--map-root-user", "--mount"]  # mounts that only the engine sees

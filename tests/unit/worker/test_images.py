@@ -158,16 +158,14 @@ def test_a_plan_without_pixels_is_a_bug() -> None:
         reader.read([ImageSource("file", Region(1, 0, 12), 2, 2)])
 
 
-@pytest.mark.parametrize("free", [0, 1 << 30])
-def test_a_damaged_file_is_no_lack_of_memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's decoder reports both alike. Without memory the host decides, which fails only the damaged file."""
+def test_a_damaged_file_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory plan covers decoding, so that a failure is the file's: 503 would fail every request of the step."""
     there = Announced()
     source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56)
-    monkeypatch.setattr(there, "decode", lambda payloads: [None for _ in payloads])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 33))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 33))
     there.reader._stream = MagicMock()
     damaged, good = there.reader._read([source, source], [memoryview(b""), memoryview(jpeg(1))])
-    assert damaged is None and (good is None) == bool(free)
+    assert damaged is None and good is not None
 
 
 class Announced:
