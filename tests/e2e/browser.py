@@ -89,11 +89,13 @@ class Page:
     async def type(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
-    async def press(self, key: str) -> None:
+    async def press(self, key: str, modifiers: int = 0) -> None:
         codes = {"Enter": 13, "Escape": 27, "Tab": 9}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **text)
+            await self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, modifiers=modifiers, windowsVirtualKeyCode=codes[key], **text
+            )
 
     async def choose_files(self, selector: str, paths: list[Path]) -> None:
         root = await self.call("DOM.getDocument")
