@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import engine.serve
-from engine.launch.child import Runtime
 from engine.launch.supervise import Supervisor
+from engine.wire.child import Runtime
 
 START_S, END_S = 300.0, 15.0
 FLAGS = "--no-access-log", "--log-level=warning", "--port=0", "--wedge-timeout=0", "--shutdown-timeout=5"
 READY = re.compile(r"ready after .*: (http://\S+) serves")
 MODULES = {
-    "server.http.app": "api",
+    "server.api.main": "api",
     "server.processor.main": "processor",
     "engine.scheduler.main": "scheduler",
     "engine.worker.main": "worker",

@@ -1,7 +1,8 @@
 """Writes the generated tables of pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
-flags.md has `engine/launch/config.py` with advice on when to change a flag; moving.md has `engine/launch/compat.py`;
-fields.md has `engine/wire/params.py`, `server/openai/schema.py` and `server/openai/fields.py`; guides/fit.md has the output of `--plan`.
+flags.md has `engine/wire/config.py` with advice on when to change a flag; moving.md has `engine/launch/compat.py`;
+fields.md has `engine/wire/params.py`, `server/api/schema/requests.py` and `server/api/schema/fields.py`;
+guides/fit.md has the output of `--plan`.
 """
 
 import json
@@ -20,17 +21,17 @@ sys.path.insert(0, str(ROOT))  # the first entry is the script's own folder othe
 
 from bench.tables import rendered  # noqa: E402
 from engine.launch import compat  # noqa: E402
-from engine.launch.config import GIB, MIB, EngineConfig  # noqa: E402
 from engine.launch.flags import GROUPS  # noqa: E402
-from engine.launch.memory import describe  # noqa: E402
+from engine.wire.config import GIB, MIB, EngineConfig  # noqa: E402
+from engine.wire.memory import describe  # noqa: E402
 from engine.wire.params import PARAMETERS, Limits  # noqa: E402
 from models.config.huggingface import read_config  # noqa: E402
 from models.config.types import ModelConfig  # noqa: E402
 from models.scaffold.configs import config_json, generation_config_json, image_processor_json  # noqa: E402
 from models.scaffold.shapes import SHAPES  # noqa: E402
 from models.scaffold.video import video_processor_json  # noqa: E402
-from server.openai.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
-from server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
+from server.api.schema.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
+from server.api.schema.requests import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 
 WHEN = {
     "model": "Always: the default is a demo.",

@@ -4,7 +4,7 @@ import argparse
 import runpy
 import sys
 
-from engine.launch.config import VERSION
+from engine.wire.config import VERSION
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,14 +19,14 @@ from types import FrameType
 
 import msgspec
 
-from engine.launch.adapters import named_adapters
-from engine.launch.child import Runtime, setup_logging
-from engine.launch.config import GIB, MIB, UNIX_HOST, EngineConfig, read_api_keys
 from engine.launch.flags import parse_args
 from engine.launch.fleet import Fleet
-from engine.launch.memory import cuts, describe, fit
 from engine.launch.supervise import ChildDied, Supervisor
+from engine.wire.adapter_folders import named_adapters
 from engine.wire.arena import create_memfd, memory_limit
+from engine.wire.child import Runtime, setup_logging
+from engine.wire.config import GIB, MIB, UNIX_HOST, EngineConfig, read_api_keys
+from engine.wire.memory import cuts, describe, fit
 from models.config.hub import DEMO, SIZES, resolve
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
@@ -218,7 +218,7 @@ def start_all(supervisor: Supervisor, runtime: Runtime) -> None:
         supervisor.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
     supervisor.start("scheduler", "engine.scheduler.main", runtime)
     supervisor.start("processor", "server.processor.main", runtime)
-    supervisor.start("api", "server.http.app", runtime, fds=tuple(fd for fd in (runtime.listener_fd, runtime.metrics_fd) if fd is not None))
+    supervisor.start("api", "server.api.main", runtime, fds=tuple(fd for fd in (runtime.listener_fd, runtime.metrics_fd) if fd is not None))
     for fd in runtime.arena_fds:
         os.close(fd)
 

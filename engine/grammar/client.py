@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 from cachetools import LRUCache
 
-from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.wire.grammar import Grammar
+from engine.wire.guests import GuestDied, GuestKilled, GuestPool
 
 WALL_S = 70.0  # wall-clock limit of a compilation, reached only on a busy machine
 MEMORY_BYTES = 4 << 30  # exceeding it fails the compilation

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import configargparse
 
 from engine.launch.compat import ALIASES, IGNORED, NAMES, REFUSALS, settle
-from engine.launch.config import GIB, KIB, MIB, VERSION, EngineConfig, Words, find_problems, read_variables
+from engine.wire.config import GIB, KIB, MIB, VERSION, EngineConfig, Words, find_problems, read_variables
 
 SUFFIXES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": KIB, "M": MIB, "G": GIB}
 PROGRAM = "engine.serve"

@@ -1,6 +1,6 @@
 """`--dp N`: N engines on one host behind the affinity proxy, each with its share of GPUs, CPUs and memory.
 
-    launcher (this) ──▶ python -m server.route                     --host, --port
+    launcher (this) ──▶ python -m server.proxy                     --host, --port
              │     └──▶ python -m engine.serve --config MEMFD      127.0.0.1, --port + 1     its CPUs, GPUs 0 .. tp-1
              └────────▶ python -m engine.serve --config MEMFD      127.0.0.1, --port + 2     the next ones
 
@@ -24,9 +24,9 @@ from pathlib import Path
 import msgspec
 
 from engine.launch import tethered
-from engine.launch.config import EngineConfig, child_environment, read_api_keys, settings_fd, share_environment
 from engine.launch.process import end_process
 from engine.launch.supervise import how_it_ended
+from engine.wire.config import EngineConfig, child_environment, read_api_keys, settings_fd, share_environment
 from models.kernels.choose import Gpu
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class Fleet:
         await self._all_ready.wait()
         config, fd = self._config, self._listener.fileno()
         cpus, urls = frozenset(os.sched_getaffinity(0)), (member.url for member in members)
-        command = tethered.command(cpus, "server.route", "--fd", str(fd), "--backends", *urls)
+        command = tethered.command(cpus, "server.proxy", "--fd", str(fd), "--backends", *urls)
         for name, value in msgspec.structs.asdict(config).items():
             command += ["--" + name.replace("_", "-"), str(value)] if name in OF_BOTH and value else []
         keys = os.memfd_create("keys", 0)  # keeps the keys out of files and process lists

@@ -7,8 +7,8 @@ import os
 import msgspec
 
 from engine.launch import tethered
-from engine.launch.config import UNIX_HOST, EngineConfig, settings_fd, share_environment
 from engine.launch.supervise import ChildDied, how_it_ended
+from engine.wire.config import UNIX_HOST, EngineConfig, settings_fd, share_environment
 
 KILL_S = 20  # the server waits 10 s for its own processes
 PATIENCE_S = 30

@@ -19,13 +19,13 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
-from engine.launch.child import raise_file_limit, setup_logging
-from engine.launch.config import EngineConfig, set_ray_defaults
 from engine.launch.flags import parse_args
 from engine.launch.forward import Forwarder
 from engine.launch.process import ServerProcess
 from engine.serve import size_arenas
 from engine.wire.arena import memory_limit
+from engine.wire.child import raise_file_limit, setup_logging
+from engine.wire.config import EngineConfig, set_ray_defaults
 from models.kernels.choose import list_gpus
 
 set_ray_defaults()  # read by Ray when it is imported

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.launch.child import DUMP_SIGNAL, FAILED, Runtime, Status
-from engine.launch.config import child_environment, python_command
+from engine.wire.child import DUMP_SIGNAL, FAILED, Runtime, Status
+from engine.wire.config import child_environment, python_command
 from engine.wire.ipc import Inbox
 from models.kernels.hopper.toolkit import cuda_home
 

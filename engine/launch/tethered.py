@@ -7,8 +7,8 @@ import runpy
 import signal
 import sys
 
-from engine.launch.child import die_with_parent
-from engine.launch.config import python_command
+from engine.wire.child import die_with_parent
+from engine.wire.config import python_command
 
 
 def command(cpus: frozenset[int], module: str, *arguments: str) -> list[str]:

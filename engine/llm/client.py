@@ -12,12 +12,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from engine.launch.config import UNIX_HOST
 from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
 from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, SamplingParams, words_of
 from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from engine.llm.updates import pause_requests, replace_weights, resume_requests
+from engine.wire.config import UNIX_HOST
 from engine.wire.params import UNSTREAMED
 
 RETRY_S = 0.05

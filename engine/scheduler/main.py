@@ -13,8 +13,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.launch.child import Child, StopFlag, map_large_blocks
-from engine.launch.config import EngineConfig
 from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
@@ -25,6 +23,8 @@ from engine.scheduler.policy import PlannedStep
 from engine.scheduler.state import Limits, State
 from engine.scheduler.updates import UpdateControl
 from engine.wire.adapters import AdapterRead, ReadAdapter
+from engine.wire.child import Child, StopFlag, map_large_blocks
+from engine.wire.config import EngineConfig
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import (
     PROCESSOR_ARENA,

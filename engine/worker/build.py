@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from engine.launch.child import Child
-from engine.launch.config import GIB, MIB, EngineConfig
-from engine.launch.memory import (
+from engine.wire.adapters import AdapterRead, ReadAdapter
+from engine.wire.arena import ArenaView
+from engine.wire.child import Child
+from engine.wire.config import GIB, MIB, EngineConfig
+from engine.wire.ipc import Outbox
+from engine.wire.memory import (
     Needs,
     decoder_format,
     early_image_bytes,
@@ -28,9 +31,6 @@ from engine.launch.memory import (
     state_bytes,
     step_graph_bytes,
 )
-from engine.wire.adapters import AdapterRead, ReadAdapter
-from engine.wire.arena import ArenaView
-from engine.wire.ipc import Outbox
 from engine.wire.messages import MAX_PROPOSED, PROCESSOR_ARENA, Prefetch, WorkerReady
 from engine.worker.adapters import WorkerAdapters
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.plain_jpeg import is_jpeg, parse_plain_jpeg
 from engine.wire.arena import ArenaView
+from engine.wire.jpeg import is_jpeg, parse_plain_jpeg
 from engine.wire.messages import ImageSource
 from models.kernels.jpeg import JpegDecoder
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from engine.launch.child import Child, StopFlag, settle_heap
-from engine.launch.config import num_cpus
+from engine.wire.child import Child, StopFlag, settle_heap
+from engine.wire.config import num_cpus
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import DEPTH, StepPlan, StepResult, ToWorker, WorkerReady
 from engine.worker.build import build_runner

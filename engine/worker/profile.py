@@ -1,11 +1,11 @@
-"""Memory of a device and of a step, measured; `engine/launch/memory.py` divides it."""
+"""Memory of a device and of a step, measured; `engine/wire/memory.py` divides it."""
 
 from collections.abc import Callable
 
 import torch
 
-from engine.launch.config import EngineConfig
-from engine.launch.memory import Activations, gather_bytes, max_samples
+from engine.wire.config import EngineConfig
+from engine.wire.memory import Activations, gather_bytes, max_samples
 from engine.wire.messages import SamplingParams
 from engine.worker.head import run_head
 from engine.worker.sampling.samples import samples_of

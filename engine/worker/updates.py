@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
 from torch.distributed.rendezvous import rendezvous
 
-from engine.launch.child import Child
+from engine.wire.child import Child
 from engine.wire.ipc import Outbox
 from engine.wire.updates import FromFolder, FromGroup, Job, JobState, JoinGroup, LeaveGroup, Progress, TensorSpec, Verdict
 from engine.worker.failure import explain

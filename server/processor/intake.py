@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from engine.grammar.client import GrammarCompiler
-from engine.launch.config import EngineConfig, num_cpus
 from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.config import EngineConfig, num_cpus
 from engine.wire.grammar import GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
@@ -39,7 +39,7 @@ from engine.wire.messages import (
 from engine.wire.params import Prompt
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, error_of, forget_frames, overloaded
-from server.grammar.answer import AnswerGrammars
+from server.processor.grammar import AnswerGrammars
 from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image

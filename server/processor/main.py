@@ -12,8 +12,8 @@ from pathlib import Path
 
 import uvloop
 
-from engine.launch.child import Child
 from engine.wire.arena import Arena
+from engine.wire.child import Child
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import (
     API_ARENA,

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from server.http.app import ENDPOINTS
-from server.openai.status import Status
+from server.api.chat.status import Status
+from server.api.main import ENDPOINTS
 from tests.e2e.serving import Engine
 
 schemathesis = pytest.importorskip("schemathesis")

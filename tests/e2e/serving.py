@@ -225,7 +225,7 @@ def children_of(pid: int) -> list[int]:
 def role_of(pid: int) -> str:
     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     module = command[command.index(b"-m") + 1].decode()
-    return {"server.http.app": "api", "server.processor.main": "processor", "engine.scheduler.main": "scheduler"}.get(module, "worker")
+    return {"server.api.main": "api", "server.processor.main": "processor", "engine.scheduler.main": "scheduler"}.get(module, "worker")
 
 
 def run_dir_of(pid: int) -> Path:

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import zmq
 
-from engine.launch.child import Runtime
-from engine.launch.config import EngineConfig
 from engine.wire.arena import ArenaView, create_memfd
+from engine.wire.child import Runtime
+from engine.wire.config import EngineConfig
 from engine.wire.messages import EngineRequest, ImageSource, ImageSpan, Region, WorkerReady
 from engine.wire.params import SamplingParams
 from engine.wire.stats import Stages

@@ -22,7 +22,7 @@ class Fleet(Engine):
     def __init__(self, model: Path, *flags: str):
         super().__init__(model, ["--dp", "2", *flags])
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in self.children}
-        self.proxy = next(pid for pid, command in commands.items() if "server.route" in command)
+        self.proxy = next(pid for pid, command in commands.items() if "server.proxy" in command)
         self.engines = sorted((pid for pid in commands if pid != self.proxy), key=lambda pid: commands[pid][-2])
         self.settings = [json.loads(Path(f"/proc/{pid}/fd/{commands[pid][-2].split('/')[-1]}").read_text()) for pid in self.engines]
         self.run_dir = run_dir_of(children_of(self.engines[0])[0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from server.dialects.pooling import EMBED, JUDGE, RERANK
+from server.api.dialects.pooling import EMBED, JUDGE, RERANK
 from tests.e2e.reference import Reference
 from tests.e2e.serving import Engine, image_part, picture, text_part
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.worker import updates as groups
 from models.demo import CHECKPOINT
-from server.dialects.updates import WeightUpdates
+from server.api.dialects.updates import WeightUpdates
 from tests.e2e.serving import ROOT, Engine, doomed, serve
 from tests.eventually import HANG_GUARD_S, eventually
 

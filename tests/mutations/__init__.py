@@ -58,7 +58,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "        self._propose(step, sampled.tokens_S",
         ),
     },
-    ("engine/grammar/masks.py", WORKER): {
+    ("engine/worker/masks.py", WORKER): {
         "masks do not wait for drafts": ("            proposing.wait()\n", ""),
     },
     ("engine/worker/images.py", WORKER): {
@@ -163,7 +163,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "for start, end in ranges if end - start >= need - ALIGNMENT), None)",
         ),
     },
-    ("server/http/scan.py", ("tests/unit/server/test_scan.py",)): {
+    ("server/api/http/scan.py", ("tests/unit/server/test_scan.py",)): {
         "an escaped quote ends a string": ("            num_quotes -= unpaired.count(b'\\\\\"')\n", ""),
         "a payload forgets the bytes of its last piece": (
             "(len(data) if end is None else end) - start",
@@ -182,7 +182,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "            if num_bytes <",
         ),
     },
-    ("server/http/connection.py", ("tests/unit/server/test_connections.py",)): {
+    ("server/api/http/connection.py", ("tests/unit/server/test_connections.py",)): {
         "a refused body is read": ("            self._linger()\n        else:", "            pass\n        else:"),
     },
 }

@@ -13,21 +13,22 @@ from typing import Any
 
 from bench import tables
 from bench.flags import FLAGS
-from engine.launch.config import EngineConfig
 from engine.launch.flags import make_parser
+from engine.wire.config import EngineConfig
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
-from server import route
-from server.dialects.generate import Native
-from server.dialects.updates import WeightUpdates
-from server.http.app import ENDPOINTS
-from server.http.body import MAX_TEXT_BYTES
-from server.http.client import MAX_PROMPTS_BYTES
-from server.http.connection import HEAD_SECONDS, MAX_HEAD_BYTES
-from server.http.reply import MAX_PROMPT_SCORES
-from server.http.validate import MAX_VALUES
-from server.openai import parts, schema
-from server.openai.adapters import AdapterRoutes
-from server.openai.status import Status
+from server import proxy
+from server.api.chat.adapters import AdapterRoutes
+from server.api.chat.status import Status
+from server.api.dialects.generate import Native
+from server.api.dialects.updates import WeightUpdates
+from server.api.http.body import MAX_TEXT_BYTES
+from server.api.http.client import MAX_PROMPTS_BYTES
+from server.api.http.connection import HEAD_SECONDS, MAX_HEAD_BYTES
+from server.api.http.reply import MAX_PROMPT_SCORES
+from server.api.main import ENDPOINTS
+from server.api.schema import parts
+from server.api.schema import requests as schema
+from server.api.schema.validate import MAX_VALUES
 from server.processor.media.decoders import DECODE_CPU_S, LARGE_PIXELS, PIXELS_PER_CPU_S
 from server.processor.media.fetch import MAX_REDIRECTS
 
@@ -123,7 +124,7 @@ def test_flags_of_pages_exist() -> None:
 
 def test_flags_of_the_proxy_and_of_replicas_are_told() -> None:
     page = (ROOT / "docs/guides/replicas.md").read_text(encoding="utf-8")
-    flags = {flag for action in route.make_parser()._actions for flag in action.option_strings if flag not in ("-h", "--help")}
+    flags = {flag for action in proxy.make_parser()._actions for flag in action.option_strings if flag not in ("-h", "--help")}
     flags |= set(ADDED.findall((ROOT / "engine/launch/replicas.py").read_text(encoding="utf-8")))
     assert len(flags) >= 10
     assert not [flag for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", page)]

@@ -14,7 +14,7 @@ from setuptools import find_namespace_packages
 
 from bench import BENCHMARKS
 from engine import cli
-from engine.launch.config import VERSION
+from engine.wire.config import VERSION
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -38,7 +38,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_the_wheel_carries_the_engine_and_its_demo() -> None:
-    needed = {"engine.scheduler", "engine.worker", "server.http", "server.processor", "models.kernels.hopper", "models.scaffold", "bench"}
+    needed = {"engine.scheduler", "engine.worker", "server.api", "server.processor", "models.kernels.hopper", "models.scaffold", "bench"}
     assert needed | {"models.demo", "models.demo.checkpoint", "models.demo.fonts"} <= set(SHIPPED)
 
 
@@ -86,8 +86,8 @@ def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str],
             "models/demo/fonts/DejaVuSans.ttf",
             "models/kernels/hopper/flash_decoding.cu",
             "models/kernels/hopper/hopper_attention.cuh",
-            "server/http/page/page.html",
-            "server/http/page/vendor/purify.min.js",
+            "server/api/page/page.html",
+            "server/api/page/vendor/purify.min.js",
             "engine/cli.py",
             "bench/load.py",
         ):
@@ -107,7 +107,7 @@ def test_what_is_built_names_licence_version_and_command(distributions: tuple[li
 
 def test_the_version_stands_in_one_place() -> None:
     assert "version" in PROJECT["project"]["dynamic"] and "version" not in PROJECT["project"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "engine.launch.config.VERSION"
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "engine.wire.config.VERSION"
     assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
 
 

@@ -1,11 +1,11 @@
 """Drafts of the model's own head, `--draft mtp`. Workers compute them after each step, while this process plans their verification. The
 row's next result reports them."""
 
-from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Trust, give_drafts
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
+from engine.wire.drafts import MAX_HEAD_DRAFTS
 from engine.wire.messages import ON_DEVICE
 
 

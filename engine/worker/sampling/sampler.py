@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from engine.grammar.masks import Mask, TokenRules
 from engine.wire.messages import SamplingParams, TokenLogprobs
+from engine.worker.masks import Mask, TokenRules
 from engine.worker.sampling.samples import Samples, samples_of
 from engine.worker.sampling.state import LogitState
 from models.config.types import ModelConfig

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.launch.config import MIB
+from engine.wire.config import MIB
 from engine.wire.params import PARAMETERS, PENALISING, SamplingParams
 from engine.worker.sampling.verify import NONE, HostProposed, Proposed
 from engine.worker.staging import Staging

@@ -8,9 +8,9 @@ from typing import TypeVar
 import msgspec
 from cachetools import LRUCache
 
-from engine.guests import GuestDied, GuestKilled, GuestPool
-from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
+from engine.wire.config import EngineConfig
+from engine.wire.guests import GuestDied, GuestKilled, GuestPool
 from engine.wire.messages import ErrorInfo
 from server.errors import RequestError, invalid_image, overloaded
 from server.processor.media.decoder import MEMORY_BYTES, Job

@@ -19,8 +19,8 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from engine.launch.config import EngineConfig
 from engine.wire.arena import ArenaTooSmall
+from engine.wire.config import EngineConfig
 from server.errors import RequestError
 
 GRACE_S = 5.0  # before the minimum speed applies

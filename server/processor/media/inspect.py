@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.launch.config import EngineConfig
-from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
+from engine.wire.config import EngineConfig
+from engine.wire.jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
 from engine.wire.messages import MediaRef
 from models.media.geometry import Grid, VisionGeometry
 from server.checkpoint import Checkpoint

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from engine.launch.config import EngineConfig
 from engine.wire.arena import ArenaView
+from engine.wire.config import EngineConfig
 from engine.wire.messages import MediaRef
 from engine.wire.messages import Region as WireRegion
 from server.errors import RequestError

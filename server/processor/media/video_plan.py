@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from engine.launch.config import EngineConfig
+from engine.wire.config import EngineConfig
 from engine.wire.messages import VideoRef
 from models.config.video import read_video_geometry
 from models.media.geometry import Grid

@@ -6,8 +6,8 @@ from typing import TypeVar
 import msgspec
 from cachetools import LRUCache
 
-from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena
+from engine.wire.config import EngineConfig
 from server.errors import RequestError
 from server.processor.media.decoders import Size, answer_of, pool_of
 from server.processor.media.video_jobs import Clip, VideoJob, VideoLimits, invalid_video

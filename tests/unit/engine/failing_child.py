@@ -2,7 +2,7 @@
 
 import os
 
-from engine.launch.child import Child
+from engine.wire.child import Child
 
 REASON = "the weights do not fit"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.guests import GuestPool
 from engine.launch import tethered
-from engine.launch.child import Runtime
-from engine.launch.config import PACKAGE_ROOT, EngineConfig, child_environment, python_command, share_environment
 from engine.launch.supervise import ChildDied, Supervisor, how_it_ended
+from engine.wire.child import Runtime
+from engine.wire.config import PACKAGE_ROOT, EngineConfig, child_environment, python_command, share_environment
+from engine.wire.guests import GuestPool
 from tests.unit.engine.failing_child import REASON
 
 
@@ -58,7 +58,7 @@ def test_signal_that_ended_a_process_is_named() -> None:
 
 SIGNALS = """
 import signal
-from engine.launch.child import StopFlag
+from engine.wire.child import StopFlag
 flag, count = StopFlag(), 0
 def handle(*_):
     global count
@@ -90,7 +90,7 @@ sys.exit(serve.main(['--port', '0']))
 ORPHAN = """
 import os, threading
 from types import SimpleNamespace
-from engine.launch.child import Child
+from engine.wire.child import Child
 lifeline, end = os.pipe()
 child = object.__new__(Child)
 child.runtime = SimpleNamespace(lifeline_fd=lifeline)
@@ -162,11 +162,11 @@ def test_children_of_a_clone_that_is_not_installed_use_the_clone(decoys: Path, t
         (clone / package).symlink_to(Path(PACKAGE_ROOT, package))
     code = f"""
 import subprocess
-from engine.launch.config import child_environment, python_command
-subprocess.run(python_command("inspect", "engine.launch.config", "--details"), env=child_environment(), cwd={str(decoys)!r}, check=True)
+from engine.wire.config import child_environment, python_command
+subprocess.run(python_command("inspect", "engine.wire.config", "--details"), env=child_environment(), cwd={str(decoys)!r}, check=True)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, check=True)
-    assert f"Origin: {clone / 'engine' / 'launch' / 'config.py'}" in run.stdout
+    assert f"Origin: {clone / 'engine' / 'wire' / 'config.py'}" in run.stdout
 
 
 def test_search_path_keeps_the_user_entries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from engine import serve
-from engine.launch.config import GIB, MIB, VERSION, EngineConfig, child_environment
 from engine.launch.flags import make_parser, parse_args, parse_number
+from engine.wire.config import GIB, MIB, VERSION, EngineConfig, child_environment
 
 
 def test_every_field_is_a_flag_with_help() -> None:

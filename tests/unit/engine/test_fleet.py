@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from engine.launch import fleet
-from engine.launch.config import GIB, EngineConfig, find_problems, share_environment
 from engine.launch.fleet import Fleet, divide
+from engine.wire.config import GIB, EngineConfig, find_problems, share_environment
 from models.kernels.choose import Gpu
 
 

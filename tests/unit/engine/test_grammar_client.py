@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from engine.grammar.client import Compiled, GrammarCompiler, GrammarError
-from engine.guests import GuestDied, GuestKilled, GuestPool
 from engine.wire.grammar import Grammar
+from engine.wire.guests import GuestDied, GuestKilled, GuestPool
 from server.errors import RequestError
-from server.grammar.answer import AnswerGrammars
+from server.processor.grammar import AnswerGrammars
 from tests.eventually import HANG_GUARD_S
 
 GRAMMAR = Grammar("regex", "a+")

@@ -12,7 +12,7 @@ from engine.grammar.vocabulary import read_vocabulary
 from engine.wire.grammar import Grammar
 from engine.wire.params import OutputOptions
 from models.demo import CHECKPOINT
-from server.grammar.answer import answer_grammar
+from server.processor.grammar import answer_grammar
 
 TOKENS = read_vocabulary(Path(CHECKPOINT))
 COMPILER = xgrammar.GrammarCompiler(TOKENS, cache_enabled=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.guests import HEADER
+from engine.wire.guests import HEADER
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import Abort
 from tests.eventually import HANG_GUARD_S
@@ -88,8 +88,8 @@ def test_a_process_that_is_ready_has_a_settled_heap(tmp_path: Path) -> None:
     code = """
 import gc, sys
 modules = [[] for _ in range(60_000)]  # stands in for what imports leave
-from engine.launch.config import EngineConfig
-from engine.launch.child import Child, Runtime
+from engine.wire.config import EngineConfig
+from engine.wire.child import Child, Runtime
 runtime = Runtime(EngineConfig(), "torch", "cpu", sys.argv[1], (0, 0), 0, 0, "", ("demo",), 1)
 Child("scheduler", runtime).ready()
 print(gc.get_freeze_count(), len(gc.get_objects()))
@@ -100,7 +100,7 @@ print(gc.get_freeze_count(), len(gc.get_objects()))
 
 
 def test_a_guest_has_a_settled_heap() -> None:
-    code = "import gc, sys; from engine.guests import serve; modules = [[] for _ in range(60_000)];"
+    code = "import gc, sys; from engine.wire.guests import serve; modules = [[] for _ in range(60_000)];"
     code += "serve(lambda _: b'%d' % gc.get_freeze_count(), sys.stdin.buffer, sys.stdout.buffer)"
     job = HEADER.pack(1, 0) + b"?"
     run = subprocess.run([sys.executable, "-c", code], input=job, capture_output=True, check=True, timeout=HANG_GUARD_S)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from engine.launch import tethered
-from engine.launch.config import EngineConfig
 from engine.launch.process import ServerProcess
 from engine.launch.supervise import ChildDied
+from engine.wire.config import EngineConfig
 
 
 @pytest.fixture

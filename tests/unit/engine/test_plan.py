@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from engine import serve
-from engine.launch.config import GIB, EngineConfig
-from engine.launch.memory import (
+from engine.serve import planned_backend
+from engine.wire.config import GIB, EngineConfig
+from engine.wire.memory import (
     ENOUGH_TOKENS,
     LOGITS_BYTES,
     SMALLEST,
@@ -29,7 +30,6 @@ from engine.launch.memory import (
     sizes_for,
     weight_bytes,
 )
-from engine.serve import planned_backend
 from models.cache.states import RowStates
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from engine import serve
-from engine.launch.child import Runtime
-from engine.launch.config import GIB, MIB, EngineConfig
 from engine.serve import bind, ready_text, size_arenas
+from engine.wire.child import Runtime
+from engine.wire.config import GIB, MIB, EngineConfig
 
 
 @pytest.mark.parametrize("api_key", [None, "secret"])

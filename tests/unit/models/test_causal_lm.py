@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.launch.config import EngineConfig
-from engine.launch.memory import make_plan
+from engine.wire.config import EngineConfig
+from engine.wire.memory import make_plan
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from tests.unit.models.harness import PagedRunner, Prompt, every_logit, load, relative

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.launch.adapters import named_adapters
-from engine.launch.config import EngineConfig
+from engine.wire.adapter_folders import named_adapters
+from engine.wire.config import EngineConfig
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.lora.adapter import read_adapter

@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 from engine.wire.messages import CallDelta, Event, Logprob
-from server.http.scan import Scanner
-from server.http.streaming import Choice
-from server.http.validate import check
-from server.openai.schema import ChatRequest
+from server.api.http.scan import Scanner
+from server.api.http.streaming import Choice
+from server.api.schema.requests import ChatRequest
+from server.api.schema.validate import check
 
 
 def chat_of(takes: Any, value: dict[str, Any]) -> dict[str, Any]:

@@ -20,14 +20,14 @@ import httpx
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.launch.child import Child, Runtime
-from engine.launch.config import EngineConfig
 from engine.wire.arena import create_memfd
+from engine.wire.child import Child, Runtime
+from engine.wire.config import EngineConfig
 from engine.wire.messages import Abort, Event, Events, MediaRef, Payload, Submit, ToProcessor, VideoRef
 from engine.wire.stats import EngineStats
-from server.http.app import Api
-from server.http.connection import LimitedProtocol, connection_limit
-from server.http.listen import make_server
+from server.api.http.connection import LimitedProtocol, connection_limit
+from server.api.http.listen import make_server
+from server.api.main import Api
 from tests.eventually import HANG_GUARD_S
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.launch.config import EngineConfig
 from engine.wire.arena import Arena, ArenaView, create_memfd
+from engine.wire.config import EngineConfig
 from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError

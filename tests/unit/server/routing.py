@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from engine.launch.config import EngineConfig
-from server import route
-from server.http.listen import make_server, url_of
-from server.route import Proxy
+from engine.wire.config import EngineConfig
+from server import proxy
+from server.api.http.listen import make_server, url_of
+from server.proxy import Proxy
 from tests.eventually import HANG_GUARD_S, eventually_async
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -108,6 +108,6 @@ async def routed(*replicas: Replica, api_keys: Sequence[str] = ()) -> AsyncItera
 @pytest.fixture
 def patient_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Often looks for healthy replicas, and takes no busy machine for a dead one."""
-    monkeypatch.setattr(route, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(proxy, "POLL_SECONDS", 0.05)
     for name in ("HEALTH_SECONDS", "CONNECT_SECONDS", "KEY_SECONDS"):
-        monkeypatch.setattr(route, name, HANG_GUARD_S)
+        monkeypatch.setattr(proxy, name, HANG_GUARD_S)

@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from engine.launch.child import Child, Runtime, Status
+from engine.wire.child import Child, Runtime, Status
 from engine.wire.ipc import AsyncInbox
 from engine.wire.messages import Events
-from server.http.app import Api
-from server.http.listen import BACKLOG, make_server, url_of
+from server.api.http.listen import BACKLOG, make_server, url_of
+from server.api.main import Api
 from server.processor.main import Processor
 from tests.eventually import HANG_GUARD_S
 
-MODULES = {"processor": "server.processor.main", "api": "server.http.app"}
+MODULES = {"processor": "server.processor.main", "api": "server.api.main"}
 
 
 class Processes:

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import numpy as np
 
-from engine.launch.child import FAILED, Runtime, Status
-from engine.launch.config import EngineConfig
 from engine.serve import bind
 from engine.wire.arena import ArenaView, create_memfd
+from engine.wire.child import FAILED, Runtime, Status
+from engine.wire.config import EngineConfig
 from engine.wire.grammar import GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import (

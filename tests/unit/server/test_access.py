@@ -17,10 +17,10 @@ from starlette.responses import Response
 from engine.launch.flags import parse_args
 from engine.wire.messages import ErrorInfo, Event, Events
 from engine.wire.stats import EngineStats
-from server.http import client as client_module
-from server.http.client import Client
-from server.openai.endpoint import LARGE_JSON_BYTES
-from server.openai.status import Status
+from server.api.chat.endpoint import LARGE_JSON_BYTES
+from server.api.chat.status import Status
+from server.api.http import client as client_module
+from server.api.http.client import Client
 from tests.unit.server.in_process import client_of, hold, serving, settle, virtual
 from tests.unit.server.raw_http import head_of, request_of, text_body
 from tests.unit.server.stack import Stack

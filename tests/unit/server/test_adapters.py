@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.launch.config import find_problems
 from engine.launch.flags import read_flags
+from engine.wire.config import find_problems
 from tests.unit.models import adapters
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack, StackOf

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.config import EngineConfig
+from engine.wire.config import EngineConfig
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from tests.eventually import eventually

@@ -5,8 +5,8 @@ import base64
 import json
 from pathlib import Path
 
-from server.http.body import MIN_BYTES_PER_S, Pace
-from server.http.connection import LINGER_S
+from server.api.http.body import MIN_BYTES_PER_S, Pace
+from server.api.http.connection import LINGER_S
 from tests.unit.server.in_process import MIB, Wire, serving, settle, virtual
 from tests.unit.server.raw_http import CHUNKED, JPEG, body_of, head_of, large_image, packets, request_of, text_body
 

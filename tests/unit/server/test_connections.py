@@ -15,15 +15,15 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from engine.launch.config import EngineConfig
+from engine.wire.config import EngineConfig
 from engine.wire.messages import Event, Submit
 from engine.wire.params import OutputOptions, SamplingParams
 from engine.wire.stats import Stages
-from server.http import client as client_module
-from server.http.client import Client
-from server.http.connection import HEAD_SECONDS, LINGER_S, MAX_HEAD_BYTES, NUM_RESERVED, LimitedProtocol, connection_limit
-from server.http.listen import make_server
-from server.http.reply import WRITE_S
+from server.api.http import client as client_module
+from server.api.http.client import Client
+from server.api.http.connection import HEAD_SECONDS, LINGER_S, MAX_HEAD_BYTES, NUM_RESERVED, LimitedProtocol, connection_limit
+from server.api.http.listen import make_server
+from server.api.http.reply import WRITE_S
 from tests.eventually import eventually_async
 from tests.unit.server.in_process import HttpServer, Wire, echo, say, serving, settle, virtual
 from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, packets, request_of, text_body
@@ -31,10 +31,10 @@ from tests.unit.server.stack import ROOT
 
 LISTENING = re.compile(r"\.(listen|create_server|start_server|serve_forever|AppRunner|TCPSite|Config|run_app)\(")
 PLACES = {
-    "server/http/listen.py: Config": "the limited server",
-    "server/http/app.py: listen": "the api's port and that of metrics, by listen.py",
-    "server/route.py: listen": "the proxy's, by listen.py",
-    "server/route.py: create_server": "its socket",
+    "server/api/http/listen.py: Config": "the limited server",
+    "server/api/main.py: listen": "the api's port and that of metrics, by listen.py",
+    "server/proxy.py: listen": "the proxy's, by listen.py",
+    "server/proxy.py: create_server": "its socket",
     "engine/launch/fleet.py: create_server": "asks for free ports",
 }
 SMALL = text_body()

@@ -18,9 +18,9 @@ from engine.wire.messages import ChatPrompt, EngineOutputs, Event, Events, Reque
 from engine.wire.params import OutputOptions, SamplingParams, TokenLogprobs
 from engine.wire.reports import PromptLogprobs
 from engine.wire.stats import Stages
-from server.dialects.generate import GenerateFormat, GenerateRequest
-from server.http.streaming import Choice, ReplyOptions
-from server.openai.tools import custom_text
+from server.api.dialects.generate import GenerateFormat, GenerateRequest
+from server.api.http.streaming import Choice, ReplyOptions
+from server.api.schema.tools import custom_text
 from server.processor.media.allocator import RegionAllocator
 from server.processor.output import Output
 from server.processor.request import Answer, Request

@@ -13,8 +13,8 @@ import pytest
 
 from engine.wire.messages import ImageSource, Prefetch, Region
 from models.media.geometry import VisionGeometry
-from server.http.body import Body
-from server.http.scan import Scanner
+from server.api.http.body import Body
+from server.api.http.scan import Scanner
 from server.processor.media.early import MAX_BYTES, EarlyReads
 from tests.eventually import eventually
 from tests.unit.server.conftest import StackOf

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from engine.launch.config import EngineConfig
 from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.config import EngineConfig
 from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError

@@ -26,9 +26,9 @@ from engine.wire.messages import (
     ToProcessor,
 )
 from engine.wire.params import OutputOptions, SamplingParams
+from server.api.schema.grammar import CUT_OFF
 from server.errors import RequestError
-from server.grammar.answer import LARGE_BYTES, AnswerGrammars, answer_grammar
-from server.grammar.request import CUT_OFF
+from server.processor.grammar import LARGE_BYTES, AnswerGrammars, answer_grammar
 from server.processor.text.calls import CallSplitter
 from tests.eventually import eventually
 from tests.unit.server.conftest import StackOf
@@ -44,7 +44,7 @@ SHAPE = {"response_format": {"type": "json_object"}}
 
 @pytest.fixture(autouse=True)
 def few_json_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.grammar.answer.DEFAULT_JSON_TOKENS", JSON_TOKENS)
+    monkeypatch.setattr("server.processor.grammar.DEFAULT_JSON_TOKENS", JSON_TOKENS)
 
 
 def submit(stack: Stack, *grammars: Grammar | None, first: int = FIRST_RID) -> None:

@@ -17,9 +17,9 @@ import msgspec
 import pytest
 from PIL import Image
 
-from engine.guests import GuestPool, death
-from engine.plain_jpeg import has_end, has_too_many_scans, parse_plain_jpeg
 from engine.wire.arena import ArenaView, create_memfd
+from engine.wire.guests import GuestPool, death
+from engine.wire.jpeg import has_end, has_too_many_scans, parse_plain_jpeg
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.decoder import Job, answer

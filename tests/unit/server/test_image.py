@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from engine.launch.config import EngineConfig
-from engine.plain_jpeg import MAX_SEGMENTS, parse_plain_jpeg
 from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.config import EngineConfig
+from engine.wire.jpeg import MAX_SEGMENTS, parse_plain_jpeg
 from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import ErrorInfo, Event
-from server.dialects.anthropic import LIMITED, MessageFormat, MessagesRequest, message_error_body
+from server.api.dialects.anthropic import LIMITED, MessageFormat, MessagesRequest, message_error_body
+from server.api.http.streaming import ReplyOptions
 from server.errors import RequestError
-from server.http.streaming import ReplyOptions
 from tests.unit.server.answering import chat_of, document_of, events, named_events, stream_of
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "why?"}

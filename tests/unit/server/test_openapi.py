@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from server.http.app import ENDPOINTS
+from server.api.main import ENDPOINTS
 from tests.unit.server.stack import Stack
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event
-from server.dialects.responses import LIMITED, ResponseFormat, ResponsesRequest
+from server.api.dialects.responses import LIMITED, ResponseFormat, ResponsesRequest
+from server.api.http.streaming import ReplyOptions
 from server.errors import RequestError
-from server.http.streaming import ReplyOptions
 from tests.unit.server.answering import chat_of, document_of, events, named_events, stream_of
 
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "of a city", "parameters": {"type": "object"}, "strict": True}

@@ -18,9 +18,9 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from server import balance, route
+from server import balance, proxy
 from server.balance import Balancer
-from server.route import IMAGE_BYTES, SCANNED_BYTES, Body, Budget
+from server.proxy import IMAGE_BYTES, SCANNED_BYTES, Body, Budget
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.routing import Replica, patient_proxy, routed  # noqa: F401
 
@@ -184,7 +184,7 @@ async def test_request_headers_paths_and_encodings_pass_unchanged() -> None:
 
 
 async def test_large_and_slow_bodies_pass_before_their_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "KEY_SECONDS", 0.05)
+    monkeypatch.setattr(proxy, "KEY_SECONDS", 0.05)
     begun, digest = asyncio.Event(), hashlib.sha256()
     keyed = [b'{"url":"data:image/jpeg;base64,' + b"A" * IMAGE_BYTES, *[b"A" * (1 << 20)] * 30]
 
@@ -251,7 +251,7 @@ async def test_health_tells_of_the_replicas_and_follows_them() -> None:
 
 
 async def test_a_refused_connection_costs_its_client_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "POLL_SECONDS", 3600)
+    monkeypatch.setattr(proxy, "POLL_SECONDS", 3600)
     async with routed(*(Replica(str(index)) for index in range(4))) as running:
         bodies = [body_with(b"image %d" % index) for index in range(12)]
         before = [await running.ask(body=body) for body in bodies]
@@ -315,7 +315,7 @@ async def test_requests_of_a_silent_replica_end(monkeypatch: pytest.MonkeyPatch,
     """A stopped process accepts connections and never answers: its requests must not wait for ever. One that stops by itself answers 503
     and finishes them."""
     for name in ("HEALTH_SECONDS", "POLL_SECONDS"):
-        monkeypatch.setattr(route, name, 0.05)
+        monkeypatch.setattr(proxy, name, 0.05)
     goes_on = asyncio.Event()
 
     async def stream(request: web.Request) -> web.StreamResponse:
@@ -437,7 +437,7 @@ async def test_bodies_without_an_image_are_held_within_a_budget() -> None:
 
 
 async def test_the_proxy_ends_tls_and_raises_its_limit_of_files(certificate: Path) -> None:
-    command = [sys.executable, "-m", "server.route", "--port", "0", "--ssl-certfile", str(certificate), "--backends", "http://127.0.0.1:1"]
+    command = [sys.executable, "-m", "server.proxy", "--port", "0", "--ssl-certfile", str(certificate), "--backends", "http://127.0.0.1:1"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256)),

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from engine.plain_jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
+from engine.wire.jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
+from server.api.http import scan
+from server.api.http.scan import Scanner
 from server.errors import RequestError
-from server.http import scan
-from server.http.scan import Scanner
 from server.processor.media.pixels import read_header
 from tests.unit.server.in_process import HttpServer, echo, run_virtually, settle
 from tests.unit.server.pictures import PLAIN

@@ -13,16 +13,16 @@ import pytest
 from engine.wire.grammar import Grammar
 from engine.wire.messages import API_ARENA, ErrorInfo, MediaRef, Region
 from engine.wire.params import MAX_BAD_WORDS, MAX_BIASED, MAX_LOGIT_EDITS, MAX_STOP_IDS, PARAMETERS
+from server.api.chat.conversation import read_conversation
+from server.api.chat.endpoint import sampling_params
+from server.api.dialects import anthropic, responses
+from server.api.http.scan import Scanner
+from server.api.schema.fields import HARMLESS, LIMITED, LogOnce
+from server.api.schema.grammar import read_grammar
+from server.api.schema.requests import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
+from server.api.schema.validate import check, read_object
 from server.checkpoint import SamplingDefaults
-from server.dialects import anthropic, responses
 from server.errors import RequestError
-from server.grammar.request import read_grammar
-from server.http.scan import Scanner
-from server.http.validate import check, read_object
-from server.openai.conversation import read_conversation
-from server.openai.endpoint import sampling_params
-from server.openai.fields import HARMLESS, LIMITED, LogOnce
-from server.openai.schema import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 
 SEED = 5
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20)

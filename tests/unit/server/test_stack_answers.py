@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from engine.wire.messages import EngineRequest, ErrorInfo, RequestOutput
 from engine.wire.stats import Stages
-from server.http.body import MAX_TEXT_BYTES
-from server.openai.format import NO_REASONING
+from server.api.chat.format import NO_REASONING
+from server.api.http.body import MAX_TEXT_BYTES
 from tests.unit.server.pictures import PLAIN, save
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of, image, uri, user

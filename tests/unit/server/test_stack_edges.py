@@ -17,11 +17,11 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from engine.launch.child import COMPILING
+from engine.wire.child import COMPILING
 from engine.wire.messages import EngineRequest, RequestOutput
 from engine.wire.stats import Stages
-from server.http.scan import Scanner
-from server.openai.format import ChatFormat
+from server.api.chat.format import ChatFormat
+from server.api.http.scan import Scanner
 from server.processor.intake import Intake
 from server.processor.text.reasoning import OutputText
 from tests.eventually import HANG_GUARD_S, eventually

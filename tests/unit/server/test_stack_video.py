@@ -10,10 +10,10 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from engine.wire.messages import EngineRequest, MediaRef, VideoRef
+from server.api.chat.conversation import read_conversation
+from server.api.http.scan import Scanner
+from server.api.schema.requests import ChatRequest
 from server.errors import RequestError
-from server.http.scan import Scanner
-from server.openai.conversation import read_conversation
-from server.openai.schema import ChatRequest
 from tests.eventually import eventually
 from tests.unit.server.clips import encode, frames_of, gif, joined
 from tests.unit.server.pictures import jpeg, save

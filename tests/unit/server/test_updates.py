@@ -8,11 +8,11 @@ import pytest
 
 from engine.wire.messages import Event
 from engine.wire.updates import FromFolder, FromGroup, Job, JoinGroup, LeaveGroup, Order, OrderDone, Pause, TensorSpec
-from server.dialects.updates import WeightUpdates, refusal_body
+from server.api.dialects.updates import WeightUpdates, refusal_body
+from server.api.http.client import Stream
+from server.api.http.reply import GatheredReply
+from server.api.schema.validate import check
 from server.errors import ABORTED, RequestError
-from server.http.client import Stream
-from server.http.reply import GatheredReply
-from server.http.validate import check
 from tests.unit.server.in_process import virtual
 
 

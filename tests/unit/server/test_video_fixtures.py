@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from engine.launch.config import EngineConfig
+from engine.wire.config import EngineConfig
 from engine.wire.messages import MediaRef, VideoRef
 from models.media.video import DEFAULT_SOURCE_FPS, time_text
 from server.checkpoint import Checkpoint

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from engine.launch.drafts import MAX_HEAD_DRAFTS
 from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
@@ -20,6 +19,7 @@ from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
 from engine.wire.adapters import AdapterRead, AdapterRef
 from engine.wire.arena import Arena, create_memfd
+from engine.wire.drafts import MAX_HEAD_DRAFTS
 from engine.wire.grammar import CompiledGrammar
 from engine.wire.messages import (
     MAX_PROPOSED,

@@ -14,9 +14,9 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.grammar.compile import compiled as compile_grammar
-from engine.grammar.masks import BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskFiller, MaskThread, Session, TokenRules
 from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
 from engine.wire.messages import Admit, Region, SamplingParams
+from engine.worker.masks import BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskFiller, MaskThread, Session, TokenRules
 from engine.worker.sampling.samples import SampleTable
 from engine.worker.stopwatch import Stopwatch
 from models.checkpoint.load import init_dummy_weights

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.launch.config import EngineConfig
-from engine.launch.memory import plan_memory
 from engine.scheduler import policy, request
+from engine.wire.config import EngineConfig
+from engine.wire.memory import plan_memory
 from models.cache.spec import SPARE_ROWS, CacheSpec, PagedGroup, StateGroup
 from models.cache.states import RowStates, Snapshots
 from models.decoders.qwen3_vl import Qwen3VL

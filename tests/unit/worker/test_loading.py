@@ -15,8 +15,8 @@ import torch.distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.launch.child import Child
-from engine.launch.config import EngineConfig
+from engine.wire.child import Child
+from engine.wire.config import EngineConfig
 from engine.worker import profile
 from engine.worker.build import compiling, load_model
 from engine.worker.failure import explain

@@ -1,0 +1,165 @@
+"""Guest processes: child processes that decode media or compile output constraints, and may be killed at any time.
+
+The module's `prepare(*arguments)` returns the function that answers jobs. Pipes carry frames of a header and data; the header's number is a
+job's CPU time limit in milliseconds. A guest's first frame reports that it is ready."""
+
+import asyncio
+import contextlib
+import importlib
+import os
+import resource
+import signal
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from typing import BinaryIO
+
+from engine.wire.child import die_with_parent, settle_heap
+from engine.wire.config import child_environment, python_command
+
+HEADER = struct.Struct("<Ii")  # length of the data, number
+NICENESS = 19  # the engine's own processes have priority
+START_S, END_S = 120.0, 5.0
+
+
+class GuestDied(RuntimeError):
+    """A guest ended without an answer. `is_late`: the job exceeded its CPU time."""
+
+    def __init__(self, code: int | None):
+        super().__init__(f"the process ended with code {code}")
+        self.is_late = code == -signal.SIGPROF
+
+
+class GuestKilled(GuestDied):
+    """A guest was killed from outside, often for lack of memory. This says nothing about the job."""
+
+
+class Guest:
+    """A guest process, started by its first job and again after it has ended."""
+
+    def __init__(self, arguments: tuple[str, ...], fds: tuple[int, ...]):
+        self._arguments, self._fds = arguments, fds
+        self.process: Process | None = None
+
+    async def ask(self, job: bytes, timeout: float, cpu_seconds: float) -> bytes:
+        """Return the answer to a job. Raises GuestDied, TimeoutError (the process is then killed), or RuntimeError if the process does not
+        start."""
+        if self.process is not None and self.process.returncode is not None:
+            await self.close()
+        process = self.process or await self.start()
+        assert process.stdin is not None
+        try:
+            async with asyncio.timeout(timeout):
+                process.stdin.write(HEADER.pack(len(job), int(1e3 * cpu_seconds)) + job)
+                await process.stdin.drain()
+                return await _receive(process)
+        except (asyncio.IncompleteReadError, ConnectionError) as problem:
+            with contextlib.suppress(TimeoutError):  # wait for the exit code
+                await asyncio.wait_for(process.wait(), END_S)
+            await self.close()
+            raise death(process.returncode) from problem
+        except (TimeoutError, asyncio.CancelledError):
+            await self.close()
+            raise
+
+    async def start(self) -> Process:
+        command = python_command("engine.wire.guests", *self._arguments)
+        self.process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, env=child_environment(), start_new_session=True, pass_fds=self._fds
+        )
+        try:
+            async with asyncio.timeout(START_S):
+                await _receive(self.process)
+            return self.process
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError) as problem:
+            await self.close()
+            if isinstance(problem, asyncio.CancelledError):
+                raise
+            raise RuntimeError(f"{self._arguments[0]} could not be started") from problem
+
+    async def close(self) -> None:
+        """Kill the process, if there is one."""
+        process, self.process = self.process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):  # already ended
+                process.kill()
+            await process.wait()
+
+
+class GuestPool:
+    """Guests that take jobs in their order. Large jobs leave one guest to the others. A guest may use `memory` bytes."""
+
+    def __init__(self, size: int, module: str, *arguments: str, memory: int, fds: tuple[int, ...] = ()):
+        self.guests = [Guest((module, str(memory), *arguments), fds) for _ in range(size)]
+        self.idle = list(self.guests)
+        self._may_begin = asyncio.Semaphore(size)
+        self._may_begin_large = asyncio.Semaphore(max(1, size - 1))
+
+    async def close(self) -> None:
+        guests, self.guests = self.guests, []
+        for guest in guests:
+            await guest.close()
+
+    async def ask(self, job: bytes, timeout: float, cpu_seconds: float = 0.0, is_large: bool = False) -> bytes:
+        """Return the answer to a job. Errors as in `Guest.ask`; a job whose guest was killed is repeated once. A cancelled call returns
+        only after its job has ended, since the job may write to an arena."""
+        async with self._may_begin_large if is_large else contextlib.nullcontext(), self._may_begin:
+            task = asyncio.create_task(self._answer(job, timeout, cpu_seconds))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                while not task.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([task])
+                raise
+
+    async def _answer(self, job: bytes, timeout: float, cpu_seconds: float) -> bytes:
+        guest = self.idle.pop()
+        try:
+            try:
+                return await guest.ask(job, timeout, cpu_seconds)
+            except GuestKilled:
+                if guest not in self.guests:  # removed by `close`
+                    raise
+            return await guest.ask(job, timeout, cpu_seconds)
+        finally:
+            self.idle.append(guest)
+
+
+def death(code: int | None) -> GuestDied:
+    return (GuestKilled if code in (-signal.SIGKILL, -signal.SIGTERM) else GuestDied)(code)
+
+
+async def _receive(process: Process) -> bytes:
+    assert process.stdout is not None
+    length, _ = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
+    return await process.stdout.readexactly(length)
+
+
+def serve(answer: Callable[[bytes], bytes], source: BinaryIO, sink: BinaryIO) -> None:
+    """Answer jobs until the end of `source`."""
+
+    def send(data: bytes) -> None:
+        sink.write(HEADER.pack(len(data), 0) + data)
+        sink.flush()
+
+    settle_heap()
+    send(b"")
+    while len(head := source.read(HEADER.size)) == HEADER.size:
+        length, milliseconds = HEADER.unpack(head)
+        job = source.read(length)
+        signal.setitimer(signal.ITIMER_PROF, milliseconds / 1e3)  # its signal ends the process
+        data = answer(job)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(data)
+
+
+if __name__ == "__main__":
+    module, memory, *arguments = sys.argv[1:]
+    die_with_parent(signal.SIGKILL)
+    os.nice(NICENESS)
+    prepared = importlib.import_module(module).prepare(*arguments)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    serve(prepared, sys.stdin.buffer, sys.stdout.buffer)

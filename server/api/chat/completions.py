@@ -1,0 +1,220 @@
+"""`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
+
+import functools
+import re
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import JSONResponse, Response
+
+from engine.wire.messages import ChatPrompt, Event, Submit
+from engine.wire.params import Temperature, TopP
+from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
+from server.api.chat.conversation import read_conversation
+from server.api.chat.endpoint import Endpoint, GenerationEndpoint, Job, MakeFormat, Service, Show, counted, json_response
+from server.api.chat.format import ChatFormat, CompletionFormat
+from server.api.http.body import Body
+from server.api.http.client import check_prompts_bytes
+from server.api.http.scan import Scanner
+from server.api.http.streaming import encode
+from server.api.schema.fields import Limits, check_limited
+from server.api.schema.media_refs import media_ref
+from server.api.schema.requests import (
+    MAX_PROMPTS,
+    BatchChatRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from server.api.schema.validate import Open, bad_value, check
+
+
+class ChatEndpoint(GenerationEndpoint):
+    """An answer to messages with text and images."""
+
+    takes: Any = ChatRequest
+    gives: Any = ChatCompletion
+    streams: Any = ChatChunk
+    last_data = "[DONE]"
+    prompt_field = "messages"
+
+    def __init__(self, service: Service):
+        super().__init__(service)
+        self._names = frozenset(re.findall(r"\w+", service.checkpoint.chat_template))
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        return self.job(self.check(ChatRequest, value), body, ChatFormat)
+
+    def job(self, request: ChatRequest, body: Body, format: MakeFormat) -> Job:
+        """Return the job of a checked request. RequestError 400."""
+        messages, media = read_conversation(request, request.messages, body)
+        for name in (request.chat_template_kwargs or {}).keys() - self._names:
+            self._log.note(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
+        job = self.job_of(
+            request,
+            body,
+            [chat_prompt(request, messages)],
+            self.prompt_field,
+            format,
+            calls="none" if not request.uses_tools else "one" if request.parallel_tool_calls is False else "all",
+            must_call=request.uses_tools and request.tool_choice not in (None, "auto"),
+            called=request.called,
+        )
+        job.submits[0].media = media
+        return job
+
+
+class DialectRequest(Open):
+    """A request in another dialect, with the fields that it shares with chat completions."""
+
+    model: str | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
+
+    @abstractmethod
+    def chat_body(self, scanner: Scanner) -> dict[str, Any]:
+        """Return the JSON of a chat completion. RequestError 400."""
+
+    def as_chat(self, names: set[str], limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
+        """Return the shared fields, those of `names`, and unknown ones that are not harmless. RequestError 400 as in `check_limited`."""
+        extra = self.model_extra or {}
+        check_limited(extra, limits)
+        shared = self.model_dump(include=DialectRequest.model_fields.keys() | names)
+        return {name: value for name, value in extra.items() if name not in limits and name not in harmless} | shared
+
+
+class TranslatedChat(ChatEndpoint):
+    """An answer to a request in another dialect."""
+
+    last_data = ""
+
+    @abstractmethod
+    def format_of(self, request: Any) -> MakeFormat: ...
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request: DialectRequest = check(self.takes, value)
+        return self.job(self.check(ChatRequest, request.chat_body(body.scanner)), body, self.format_of(request))
+
+
+class TranslatedCount(Endpoint):
+    """The length of the prompt of such a request, images included."""
+
+    head: Mapping[str, str] = {}
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = self.check(ChatRequest, check(self.takes, value).chat_body(body.scanner))
+        return counted_chat(request, body, lambda events: JSONResponse({**self.head, "input_tokens": len(events[0].prompt_ids)}))
+
+
+class BatchChatEndpoint(ChatEndpoint):
+    """Answers to a list of conversations with equal parameters, as vLLM's: choices are numbered over all of them."""
+
+    takes: Any = BatchChatRequest
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        conversations = value.get("messages")
+        if not isinstance(conversations, list) or not 1 <= len(conversations) <= MAX_PROMPTS:
+            raise bad_value("messages", f"must be a list of 1 to {MAX_PROMPTS} conversations")
+        first, num_bytes = super().read({**value, "messages": conversations[0]}, body), 0
+        for messages in conversations[1:]:
+            submit = super().read({**value, "messages": messages}, body).submits[0]
+            num_bytes += len(msgspec.msgpack.encode(submit))
+            check_prompts_bytes(num_bytes)
+            submit.rid = body.new_rid()
+            first.submits.append(submit)
+        _vary_seeds(first.submits, value.get("seed"))
+        return first
+
+
+class CompletionEndpoint(GenerationEndpoint):
+    """Continuations of texts or token ids."""
+
+    takes = CompletionRequest
+    gives = Completion
+    streams = Completion
+    last_data = "[DONE]"
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = self.check(CompletionRequest, value)
+        job = self.job_of(request, body, request.prompts, "prompt", CompletionFormat, echo=bool(request.echo))
+        _vary_seeds(job.submits, request.seed)
+        for i, url in enumerate(request.images or ()):
+            job.submits[0].media.append(media_ref(url, f"images.{i}", body))
+        return job
+
+
+class TokenizeEndpoint(Endpoint):
+    """Token ids of messages, as chat completions would make them, or of a text."""
+
+    takes = ChatRequest | TokenizeRequest
+    gives = Tokenized
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        if "messages" in value:
+            return counted_chat(self.check(ChatRequest, value), body, self._show)
+        request = self.check(TokenizeRequest, value)
+        texts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+        show = functools.partial(self._show, is_list=isinstance(request.prompt, list))
+        return counted(request, body, texts, "prompt", show)
+
+    def _show(self, events: list[Event], is_list: bool = False) -> Response:
+        ids, limit = [event.prompt_ids for event in events], self.service.client.stats.max_model_len
+        shown = {"count": [len(some) for some in ids], "tokens": ids} if is_list else {"count": len(ids[0]), "tokens": ids[0]}
+        return json_response(encode({**shown, "max_model_len": limit, "token_strs": None}))
+
+
+class DetokenizeEndpoint(Endpoint):
+    """The text of token ids, special ones included."""
+
+    takes = DetokenizeRequest
+    gives = Detokenized
+
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        request = self.check(DetokenizeRequest, value)
+        return counted(request, body, request.lists, "tokens", functools.partial(self._show, request))
+
+    @staticmethod
+    def _show(request: DetokenizeRequest, events: list[Event]) -> Response:
+        text = [event.text for event in events] if request.is_list else events[0].text
+        return json_response(encode({"prompt": text, "text": text}))
+
+
+def _vary_seeds(submits: list[Submit], seed: int | None) -> None:
+    """Give equal prompts different seeds, unless the request has a `seed`."""
+    for i, submit in enumerate(submits if seed is None else ()):
+        submit.params = msgspec.structs.replace(submit.params, seed=(submit.params.seed + i) % (1 << 63))
+
+
+ROUTES: dict[str, type[Endpoint]] = {
+    "/v1/chat/completions": ChatEndpoint,
+    "/v1/chat/completions/batch": BatchChatEndpoint,
+    "/v1/completions": CompletionEndpoint,
+    **dict.fromkeys(("/tokenize", "/v1/tokenize"), TokenizeEndpoint),
+    **dict.fromkeys(("/detokenize", "/v1/detokenize"), DetokenizeEndpoint),
+}
+
+
+def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> ChatPrompt:
+    return ChatPrompt(
+        messages=msgspec.json.encode(messages),
+        tools=msgspec.json.encode([tool.model_dump(exclude_none=True) for tool in request.functions]) if request.uses_tools else None,
+        template_kwargs=request.template_kwargs,
+        ending="continue" if request.continue_final_message else "none" if request.add_generation_prompt is False else "generation",
+    )
+
+
+def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def counted_chat(request: ChatRequest, body: Body, show: Show) -> Job:
+    """Return a job that counts the tokens of messages with their images."""
+    messages, media = read_conversation(request, request.messages, body)
+    job = counted(request, body, [chat_prompt(request, messages)], "messages", show)
+    job.submits[0].media = media
+    return job

@@ -1,0 +1,231 @@
+"""Base of endpoints with a body: it is read, validated, submitted and answered.
+
+body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──▶ processor
+                                        events ──▶ Reply ──▶ client
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.wire.arena import Arena
+from engine.wire.config import EngineConfig
+from engine.wire.messages import Event, Submit
+from engine.wire.params import PARAMETERS, OutputOptions, Prompt, SamplingParams
+from engine.wire.stats import Stages
+from models.config.types import SamplingDefaults
+from server.api.http.body import Body, check_text_bytes, read_body
+from server.api.http.client import Client
+from server.api.http.guards import credentials_of, owner_of
+from server.api.http.metrics import Metrics
+from server.api.http.reply import GatheredReply, Reply
+from server.api.http.streaming import Format, ReplyOptions
+from server.api.schema.fields import LogOnce
+from server.api.schema.grammar import CUT_OFF, read_grammar
+from server.api.schema.requests import AnyRequest, GenerationRequest, StreamOptions
+from server.api.schema.validate import check, read_object
+from server.checkpoint import Checkpoint
+from server.errors import RequestError
+
+Checked = TypeVar("Checked", bound=AnyRequest)
+Show = Callable[[list[Event]], Response]  # makes an answer of one event per choice, in order
+MakeFormat = Callable[[ReplyOptions], Format]
+Variant = Callable[[Submit], None]  # lets a request use a variant of the model
+
+MAX_NAMES = 20  # limit of model names in an error
+LARGE_JSON_BYTES = 1 << 16  # larger bodies are parsed in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    config: EngineConfig
+    checkpoint: Checkpoint
+    model_names: tuple[str, ...]  # answers contain the first one
+    max_model_len: int  # as configured; the engine reports the actual limit
+    arena: Arena
+    client: Client
+    metrics: Metrics
+    seeds: random.Random  # for requests without a seed
+    variants: dict[str, Variant] = field(default_factory=dict)  # by the name that requests have as their `model`
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.model_names, *self.variants]
+
+    def choose(self, model: str | None, submits: Iterable[Submit] = ()) -> None:
+        """Make these requests use what their `model` names: the model or a variant. RequestError 404."""
+        if not model or model in self.model_names:
+            return
+        if model not in self.variants:
+            raise unknown_model(model, self.names)
+        for submit in submits:
+            self.variants[model](submit)
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A validated request: one Submit per prompt. `reply` makes the response, which always closes its stream."""
+
+    request: AnyRequest
+    submits: list[Submit]
+    reply: Callable[..., ASGIApp]
+
+    @property
+    def num_images(self) -> int:
+        return sum(len(submit.media) for submit in self.submits)
+
+
+class Endpoint(ABC):
+    """ASGI application of a route. Headers are sent with the first event, so that a late rejection still has an HTTP status.
+    `/openapi.json` shows the docstrings of endpoints, and these types."""
+
+    takes: Any  # type of the body
+    gives: Any  # type of the document
+    streams: Any = None  # type of an event's data, if answers can be streamed
+    last_data = ""  # data of the last event
+
+    def __init__(self, service: Service):
+        self.service = service
+        self._log = LogOnce()
+
+    @abstractmethod
+    def read(self, value: dict[str, Any], body: Body) -> Job:
+        """Return the job of a body's JSON; may be called in any thread. RequestError."""
+
+    def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
+        """Return the validated request. RequestError 400."""
+        request = check(model, value)
+        request.check_together(self.service.checkpoint.model.text.vocab_size)
+        for words in request.warnings:
+            self._log.note(words)
+        return request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.service.client.check_open()
+        try:
+            reply = await self._accept(Request(scope, receive))
+        except asyncio.CancelledError:  # the server stops before the whole body has arrived
+            self.service.client.check_open()
+            raise
+        await reply(scope, receive, send)
+
+    async def _accept(self, request: Request) -> ASGIApp:
+        service = self.service
+        header = request.headers.get("content-length")
+        length = int(header) if header else None
+        with service.client.reading():
+            body = await read_body(request.receive, length, arena=service.arena, config=service.config, client=service.client)
+            body.credentials, body.owner = credentials_of(request.scope), owner_of(request.scope)
+            return await self._submit(body)
+
+    async def _submit(self, body: Body) -> ASGIApp:
+        """Parse the body, pass it to the processor and return the response. After a RequestError the body has been released."""
+        service = self.service
+        with contextlib.ExitStack() as undo:
+            undo.callback(body.give_up)
+            body.seed = service.seeds.getrandbits(63)  # in the order of arrival: large bodies are read in threads
+            job = await self._parse(body)
+            service.choose(job.request.model, job.submits)
+            limit = service.config.max_images_per_request
+            if job.num_images > limit:
+                raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", job.submits[0].prompt_field)
+            limits = [limit for limit in (job.request.timeout, service.config.request_timeout) if limit is not None]
+            is_needed = bool(body.scanner.used or body.num_announced)
+            for submit in job.submits:
+                submit.deadline = body.received + min(limits) if limits else None
+                submit.body = body.region.offset if is_needed else None  # released by the last one
+            stream = service.client.submit(job.submits, job.request.rid, body.owner)
+            if is_needed:
+                undo.pop_all()  # from now on the processor releases the body
+        return job.reply(
+            stream=stream, client=service.client, metrics=service.metrics, num_images=job.num_images, deadline=job.submits[0].deadline
+        )
+
+    async def _parse(self, body: Body) -> Job:
+        """Return the job. References outside URL fields are first replaced by their text."""
+        scanner = body.scanner
+        job = await self._read(scanner.json(body.payloads), body)
+        if len(scanner.used) < len(scanner.references):
+            unused = (reference for i, reference in enumerate(scanner.references) if i not in scanner.used)
+            check_text_bytes(scanner.num_text_bytes + sum(reference.length for reference in unused))
+            job = await self._read(scanner.json(body.payloads, keep=scanner.used), body)
+        return job
+
+    async def _read(self, data: bytes, body: Body) -> Job:
+        def read() -> Job:
+            return self.read(read_object(data), body)
+
+        return await asyncio.to_thread(read) if len(data) > LARGE_JSON_BYTES else read()
+
+
+class GenerationEndpoint(Endpoint):
+    def job_of(
+        self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, format: MakeFormat, **output: Any
+    ) -> Job:
+        """Return the job of these prompts; `output`: OutputOptions. RequestError 400."""
+        grammar, grammar_field = read_grammar(request)
+        params = sampling_params(request, self.service.checkpoint.model.sampling, body.seed)
+        rules = request.output_options(**output)
+        submits = submits_of(
+            body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,
+            priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
+            truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
+            prediction=request.prediction.text if request.prediction else "",
+        )  # fmt: skip
+        wanted = request.stream_options or StreamOptions()
+        options = ReplyOptions(
+            model=request.model or self.service.model_names[0], created=int(time.time()), started=body.started, received=body.received,
+            is_streamed=bool(request.stream), include_usage=bool(wanted.include_usage), timings=bool(request.timings),
+            continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, params=params,
+            warnings=request.warnings, custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
+            cut_warning=CUT_OFF if grammar is not None or rules.must_call else "",
+        )  # fmt: skip
+        return Job(request=request, submits=submits, reply=functools.partial(Reply, format=format, options=options))
+
+
+def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Job:
+    """Return a job that only counts tokens and ends in the processor; `field` contains the prompts. RequestError 400."""
+    read_grammar(request)  # to report its errors
+    submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
+    return Job(request=request, submits=submits, reply=functools.partial(GatheredReply, show=show))
+
+
+def unknown_model(name: str, served: Sequence[str]) -> RequestError:
+    more = f" and {len(served) - MAX_NAMES} more" if len(served) > MAX_NAMES else ""
+    words = f"The model '{name[:100]}' does not exist. This server has: {', '.join(served[:MAX_NAMES])}{more}."
+    return RequestError(404, words, "model", "model_not_found")
+
+
+def json_response(document: bytes) -> Response:
+    return Response(document, media_type="application/json")
+
+
+def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed: int) -> SamplingParams:
+    """Return the request's parameters, with the checkpoint's defaults; `seed` is used if the request has none."""
+    values = {name: getattr(request, name) for name in PARAMETERS if name != "bad_words"}  # converted to ids by the processor
+    values |= request.derived
+    given = dataclasses.asdict(defaults) | {"seed": seed} | {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, list | dict):
+            given[name] = tuple((int(key), one) for key, one in value.items()) if isinstance(value, dict) else tuple(value)
+    return SamplingParams(**given | {"top_k": max(0, given["top_k"])})
+
+
+def submits_of(body: Body, prompts: Sequence[Prompt], field: str, **others: Any) -> list[Submit]:
+    """Return one Submit per prompt of this field; `others` are fields of `Submit`."""
+    submits = list[Submit]()
+    for i, prompt in enumerate(prompts):
+        rid = body.new_rid() if i else body.rid
+        submits.append(Submit(rid=rid, prompt=prompt, media=[], stages=Stages(body.received), prompt_field=field, **others))
+    return submits

@@ -1,0 +1,198 @@
+"""Weight updates by SGLang's routes: pause, replace weights, continue. Served only with `--enable-weight-updates`.
+
+body ──▶ request type ──▶ order ──▶ scheduler ──▶ OrderDone ──▶ document
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from engine.wire.child import Child
+from engine.wire.ipc import AsyncInbox, Outbox
+from engine.wire.messages import ErrorInfo
+from engine.wire.updates import (
+    FIRST_VERSION,
+    UPDATES_INBOX,
+    FromFolder,
+    FromGroup,
+    Job,
+    JoinGroup,
+    LeaveGroup,
+    Order,
+    OrderDone,
+    Pause,
+    Resume,
+    TensorSpec,
+    metadata_of,
+)
+from server.api.chat.command import Command, Run
+from server.api.chat.openapi import BodyRoute, DescribedRoute
+from server.api.http.client import Client
+from server.api.schema.validate import Strict, bad_value
+from server.errors import RequestError, error_body
+
+Json = dict[str, Any]
+MAX_BYTES = 64 << 20  # limit of a body, enough for tens of thousands of tensors
+GROUP = "weight_update_group"
+UPDATE_PATHS = "/update_weights_from_"
+POLL_S = 1.0  # interval of checks whether the server stops
+
+
+class Done(BaseModel):
+    message: str
+    success: bool
+
+
+class Nothing(Strict):
+    """A body whose fields are all ignored."""
+
+
+class Mode(Strict):
+    mode: Literal["abort", "wait"] | None = None
+
+
+class Options(Strict):
+    abort_all_requests: bool | None = None
+    weight_version: str | None = None
+    load_format: Literal["auto", "safetensors"] | None = None
+
+
+class Folder(Options):
+    model_path: str
+
+
+class GroupName(Strict):
+    group_name: str = GROUP
+
+
+class Group(GroupName):
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(ge=1)  # rank 0 is the trainer, which listens
+    world_size: int = Field(ge=2)
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+
+class Announced(Options):
+    names: list[str] = Field(min_length=1)
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = GROUP
+
+
+class Orders:
+    """Orders to the scheduler, which answers to a separate inbox."""
+
+    def __init__(self, child: Child, client: Client):
+        self._run_dir, self._client = child.run_dir, client
+        self._scheduler: Outbox[Order] = Outbox(child.run_dir, "scheduler")
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._rename(FIRST_VERSION)
+
+    async def give(self, order: Callable[[int], Order]) -> OrderDone:
+        """Wait until the order has been executed. RequestError 400 with the reason if it was rejected, 503 if the server stops."""
+        self._client.health.check()
+        self._reader = self._reader or asyncio.create_task(self._read())
+        number = next(self._numbers)
+        done = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._scheduler.send(order(number))
+        while not (await asyncio.wait([done], timeout=POLL_S))[0]:
+            if (refusal := self._client.health.refusal) is not None:
+                raise RequestError.of(refusal)
+        answer = done.result()
+        self._rename(answer.version)
+        if answer.problem is not None:
+            raise RequestError(400, answer.problem, code="weight_update_refused")
+        return answer
+
+    def _rename(self, version: str) -> None:
+        self.version, self._client.metadata = version, metadata_of(version)
+
+    async def _read(self) -> None:
+        inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
+        while True:
+            answer = await inbox.recv()
+            if not (done := self._waiting.pop(answer.number)).done():  # cancelled
+                done.set_result(answer)
+
+
+class WeightUpdates:
+    """Methods of the routes. Those with a body give an order; the type of `asked` is the body's."""
+
+    def __init__(self, orders: Orders):
+        self._orders = orders
+
+    def routes(self) -> list[DescribedRoute]:
+        posts: dict[str, Run] = {
+            "/pause_generation": self.pause,
+            "/continue_generation": self.resume,
+            "/update_weights_from_disk": self.load,
+            "/init_weights_update_group": self.join,
+            "/update_weights_from_distributed": self.receive,
+            "/destroy_weights_update_group": self.leave,
+        }
+        commands = [BodyRoute(path, Command(method, Done, MAX_BYTES)) for path, method in posts.items()]
+        return [*commands, DescribedRoute("/get_weight_version", self.version)]
+
+    async def pause(self, asked: Mode) -> Json:
+        """Start no further requests. Running ones end (`abort`, the default) or finish (`wait`)."""
+        await self._orders.give(lambda number: Pause(number, asked.mode != "wait"))
+        return _success("Generation is paused.")
+
+    async def resume(self, asked: Nothing) -> Json:
+        """Start requests again."""
+        await self._orders.give(Resume)
+        return _success("Generation continues.")
+
+    async def load(self, asked: Folder) -> Json:
+        """Replace all weights by those of a folder with a checkpoint of the same architecture and formats."""
+        return await self._update(FromFolder(asked.model_path), asked)
+
+    async def join(self, asked: Group) -> Json:
+        """Join a trainer's process group: its rank 0 listens at the address, worker i becomes rank `rank_offset` + i."""
+        task = JoinGroup(asked.group_name, asked.backend, asked.master_address, asked.master_port, asked.rank_offset, asked.world_size)
+        await self._orders.give(lambda number: Job(number, task))
+        return _success(f"All workers have joined {asked.group_name}.")
+
+    async def receive(self, asked: Announced) -> Json:
+        """Replace weights by tensors that rank 0 of the group broadcasts, in this order."""
+        names, dtypes, shapes = asked.names, asked.dtypes, asked.shapes
+        if not len(set(names)) == len(names) == len(dtypes) == len(shapes):
+            raise bad_value("names", f"must differ, and be as many as dtypes ({len(dtypes)}) and shapes ({len(shapes)}), got {len(names)}")
+        if any(size < 0 for shape in shapes for size in shape):
+            raise bad_value("shapes", "must not be negative")
+        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True))
+        return await self._update(FromGroup(asked.group_name, specs), asked)
+
+    async def leave(self, asked: GroupName) -> Json:
+        """Leave a process group."""
+        await self._orders.give(lambda number: Job(number, LeaveGroup(asked.group_name)))
+        return _success(f"All workers have left {asked.group_name}.")
+
+    async def version(self) -> Json:
+        """The version of the weights."""
+        return {"weight_version": self._orders.version}
+
+    async def _update(self, task: FromFolder | FromGroup, asked: Options) -> Json:
+        done = await self._orders.give(lambda number: Job(number, task, bool(asked.abort_all_requests), asked.weight_version))
+        return {**_success(f"The weights have the version {done.version}."), "num_paused_requests": done.num_waiting}
+
+
+def _success(message: str) -> Json:
+    return {"success": True, "message": message}
+
+
+def weight_routes(child: Child, client: Client) -> list[DescribedRoute]:
+    """Return all routes; none without the flag."""
+    return WeightUpdates(Orders(child, client)).routes() if child.config.enable_weight_updates else []
+
+
+def refusal_body(info: ErrorInfo) -> bytes:
+    """Return an error in SGLang's form, which also has the members of OpenAI's."""
+    return msgspec.json.encode({"success": False, "message": info.message, **msgspec.json.decode(error_body(info))})

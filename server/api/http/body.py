@@ -1,0 +1,170 @@
+"""Reader of a request body into the api's arena. Space is reserved before the first byte is read.
+
+socket ─▶ region ─▶ scanner ─▶ small JSON
+                       └─────▶ every image of a large body, as soon as it is complete ─▶ processor
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall
+from engine.wire.config import EngineConfig
+from engine.wire.messages import API_ARENA
+from engine.wire.messages import Region as WireRegion
+from server.api.http.client import Client
+from server.api.http.scan import Scanner
+from server.errors import RequestError, overloaded
+from server.region import Region
+
+FIRST_CAPACITY = 1 << 16  # reserved for a body without a Content-Length
+MIN_BYTES_PER_S = 1 << 15  # on average, after the longest pause
+MAX_TIMEOUTS = 10  # multiple of the longest pause that a body may take in total
+SMALL_BYTES = 1 << 20  # bodies up to this size may use the reserve
+RESERVED_PART = 1 / 8  # of the arena
+MAX_SPARE_REFERENCES = 1024  # so that requests with slightly too many images get the right error
+MAX_TEXT_BYTES = 8 << 20  # limit of JSON without media: several times the largest context
+
+
+class Body:
+    """A body being received: the bytes in `region`, the JSON without payloads in `scanner`. The owner passes the region on or calls
+    `give_up`."""
+
+    def __init__(self, region: Region, scanner: Scanner, client: Client, started: float):
+        self.region = region
+        self.scanner = scanner
+        self.started = started  # when the first byte was requested
+        self.received = 0.0  # when the last byte arrived
+        self.new_rid = client.new_rid
+        self.rid = client.new_rid()
+        self.credentials = b""  # the client's Authorization header or key
+        self.owner = b""  # the key, if the server has keys
+        self.seed = 0  # for its requests without a seed
+        self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
+        self._client = client
+
+    @property
+    def payloads(self) -> memoryview:
+        return self.region.view
+
+    def announce(self, limit: int) -> None:
+        """Start decoding complete images, at most `limit` in total. The region must not move after this."""
+        complete = self.scanner.references[self.num_announced : min(limit, self.scanner.num_complete)]
+        for reference in complete:
+            if reference.mime.lower().startswith(("image/", "application/")) or not reference.mime:
+                self._client.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
+        self.num_announced += len(complete)
+
+    def give_up(self) -> None:
+        if self.num_announced:
+            self._client.abandon(self.rid, self.region.offset)
+        else:
+            self.region.free()
+
+
+class Pace:
+    """Time limits of a body: `timeout` seconds per pause, and in total `timeout` plus the time of its bytes at the minimum rate."""
+
+    def __init__(self, started: float, timeout: float, num_promised: int):
+        self._started = started
+        self._timeout = timeout
+        self._bytes_per_s = max(MIN_BYTES_PER_S, num_promised / (MAX_TIMEOUTS * timeout))
+
+    def timeout(self, num_bytes: int, now: float) -> float:
+        """Return the seconds from `now` until more than `num_bytes` must have arrived. Raise TimeoutError if they are late."""
+        left = self._started + self._timeout + num_bytes / self._bytes_per_s - now
+        if left <= 0:
+            raise TimeoutError
+        return min(left, self._timeout)
+
+
+class PacedBodies:
+    """Middleware that limits the time of every body. `receive` raises RequestError 408."""
+
+    def __init__(self, app: ASGIApp, timeout: float):
+        self._app, self._timeout = app, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop, num_bytes, more = asyncio.get_running_loop(), 0, True
+        pace = Pace(loop.time(), self._timeout, int(Headers(scope=scope).get("content-length", 0)))
+
+        async def receive_in_time() -> Message:
+            nonlocal num_bytes, more
+            if not more:
+                return await receive()
+            try:
+                async with asyncio.timeout(pace.timeout(num_bytes, loop.time())):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestError(408, "The request body arrived too slowly.") from None
+            num_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            return message
+
+        await self._app(scope, receive_in_time, send)
+
+
+async def read_body(receive: Receive, length: int | None, arena: Arena, config: EngineConfig, client: Client) -> Body:
+    """Read a body. RequestError 413 (exceeds the arena's limit) or 503 (does not fit at present); ClientDisconnect if it is truncated."""
+    if length is not None and length > config.max_body_bytes:
+        raise _too_large(config.max_body_bytes)
+    started = time.monotonic()
+    with contextlib.ExitStack() as undo:
+        try:
+            capacity = FIRST_CAPACITY if length is None else length
+            _check_capacity(arena, capacity, capacity)
+            region = Region(arena, capacity)
+            scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
+            body = Body(region, scanner, client, started)
+            undo.callback(body.give_up)
+            while await _receive_piece(receive, region, scanner, config.max_body_bytes):
+                _check_capacity(arena, region.capacity, 0)
+                if length is not None:  # the region does not grow
+                    body.announce(config.max_images_per_request)
+        except ArenaTooSmall:
+            raise _too_large(int((1 - RESERVED_PART) * arena.size)) from None
+        except ArenaFull:
+            raise overloaded("The server holds too many request bodies right now.") from None
+        region.trim()
+        undo.pop_all()
+    body.received = time.monotonic()
+    return body
+
+
+def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
+    """Raise ArenaTooSmall or ArenaFull if a body would use the reserve for small bodies. `num_new` bytes of its capacity are not allocated
+    yet."""
+    reserve = int(RESERVED_PART * arena.size)
+    if capacity > arena.size - reserve:
+        raise ArenaTooSmall(f"{capacity} bytes exceed the limit of one body")
+    if capacity > SMALL_BYTES and arena.num_free - num_new < reserve:
+        raise ArenaFull
+
+
+async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int) -> bool:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    chunk: bytes = message.get("body", b"")
+    if region.used + len(chunk) > max_bytes:
+        raise _too_large(max_bytes)
+    region.append(chunk)
+    scanner.feed(chunk)
+    check_text_bytes(scanner.num_text_bytes)
+    more: bool = message.get("more_body", False)
+    return more
+
+
+def check_text_bytes(num_bytes: int) -> None:
+    """Raise RequestError 413 if the JSON without media exceeds MAX_TEXT_BYTES."""
+    if num_bytes > MAX_TEXT_BYTES:
+        raise RequestError(413, f"The request holds more than {MAX_TEXT_BYTES >> 20} MiB besides its images.")
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(413, f"The request body exceeds the limit of {limit} bytes.")

@@ -1,0 +1,139 @@
+"""Prometheus metrics: the scheduler's gauges and totals, and the latencies that clients observe.
+
+Metrics that vLLM has use vLLM's names (`vllm:`); all others begin with `engine_`."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from engine.wire.messages import ErrorInfo
+from engine.wire.metric import Gauge, Total
+from engine.wire.stats import METRICS, EngineStats, Stages
+from server.api.http.client import Client
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+TOKENS = tuple(float(1 << power) for power in range(19))
+LABELS = ("model_name",)
+HISTOGRAMS = {  # buckets, and texts by name
+    SECONDS: {
+        "time_to_first_token_seconds": "from the last byte of the body to the first text",
+        "e2e_request_latency_seconds": "from the last byte of the body to the end of the answer",
+        "request_queue_time_seconds": "from the complete prompt to the first plan",
+        "request_prefill_time_seconds": "from the first plan to the first token",
+        "request_decode_time_seconds": "from the first token to the end of the answer",
+        "request_inference_time_seconds": "from the first plan to the end of the answer",
+    },
+    TOKEN_SECONDS: {"inter_token_latency_seconds": "between two tokens of a choice"},
+    TOKENS: {
+        "request_prompt_tokens": "tokens of all prompts of one request",
+        "request_generation_tokens": "tokens of all answers of one request",
+        "request_max_num_generation_tokens": "tokens of the longest answer of one request",
+        "request_params_max_tokens": "limit of one request on the tokens of an answer",
+        "request_params_n": "choices requested by one request",
+        "iteration_tokens_total": "tokens per batch, averaged between two heartbeats",
+    },
+}
+ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # finish reasons with another name in vLLM
+
+
+class Metrics(Collector):
+    def __init__(self, client: Client, model_name: str, block_size: int):
+        self._client, self._name, self._block_size = client, model_name, block_size
+        self._stats = EngineStats()  # those of the previous heartbeat
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._responses = self._counter("engine_responses", "answers by HTTP status", "status")
+        self._refusals = self._counter("engine_refused_requests", "rejected and failed requests by error code", "reason")
+        self._finished = self._counter("vllm:request_success", "finished requests by finish reason", "finished_reason")
+        self._stage = Histogram(
+            "engine_stage_seconds", "time of each stage before the first token, except the queue", [*LABELS, "stage"], buckets=SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self._registry).labels(model_name)
+            for buckets, texts in HISTOGRAMS.items()
+            for name, text in texts.items()
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._client.stats
+        for field, metric in METRICS.items():
+            value = getattr(stats, field)
+            samples = [({"position": str(i)}, one) for i, one in enumerate(value)] if isinstance(value, list) else [({}, value)]
+            yield self._family(f"vllm:{metric.vllm}" if metric.vllm else f"engine_{field}", metric, samples)
+        num_hits, num_held = stats.images_hit + stats.images_skipped, stats.num_blocks - stats.num_free_blocks
+        for name, metric, value in (
+            ("vllm:prefix_cache_queries", Total("prompt tokens looked up in the prefix cache"), stats.prompt_tokens),
+            ("vllm:mm_cache_queries", Total("images looked up in the caches"), num_hits + stats.images_encoded),
+            ("vllm:mm_cache_hits", Total("images found in a cache"), num_hits),
+            ("vllm:kv_cache_usage_perc", Gauge("fraction of KV blocks held by requests"), num_held / (stats.num_blocks or 1)),
+            ("engine_open_streams", Gauge("choices in progress"), self._client.num_streams),
+        ):
+            yield self._family(name, metric, [({}, value)])
+        for info in stats.infos:
+            yield self._family(info.name, Gauge(info.text), [(info.labels, info.value)])
+        labels = {"block_size": str(self._block_size), "num_gpu_blocks": str(stats.num_blocks)}
+        yield self._family("vllm:cache_config_info", Gauge("settings of the KV cache"), [(labels, 1)])
+
+    def _family(self, name: str, metric: Total, samples: list[tuple[dict[str, str], float]]) -> Metric:
+        kind, suffix = ("gauge", "") if isinstance(metric, Gauge) else ("counter", "_total")
+        family = Metric(name, metric.text, kind)
+        for labels, value in samples:
+            family.add_sample(name + suffix, {"model_name": self._name, **labels}, value)
+        return family
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, [*LABELS, label], registry=self._registry)
+
+    def _observe(self, **values: float) -> None:
+        for name, value in values.items():
+            self._histograms[name].observe(value)
+
+    def note_response(self, status: int) -> None:
+        self._responses.labels(self._name, str(status)).inc()
+
+    def note_refusal(self, info: ErrorInfo) -> None:
+        self.note_response(info.status)
+        self.note_error(info)
+
+    def note_error(self, info: ErrorInfo) -> None:
+        self._refusals.labels(self._name, info.code or str(info.status)).inc()
+
+    def note_finish(self, reason: str, seconds: float, n: int, max_tokens: int | None) -> None:
+        self._finished.labels(self._name, ENDINGS.get(reason, reason)).inc()
+        self._observe(e2e_request_latency_seconds=seconds, request_params_n=n)
+        if max_tokens is not None:
+            self._observe(request_params_max_tokens=max_tokens)
+
+    def note_stats(self, stats: EngineStats) -> None:
+        num_steps, num_tokens = stats.steps - self._stats.steps, stats.computed_tokens - self._stats.computed_tokens
+        self._stats = stats
+        for _ in range(num_steps):
+            self._observe(iteration_tokens_total=num_tokens / num_steps)
+
+    def note_work(self, num_prompt: int, lengths: list[int], stages: Stages, now: float) -> None:
+        """Observe a request that has generated tokens; `lengths` are those of its answers."""
+        self._observe(
+            request_prompt_tokens=num_prompt, request_generation_tokens=sum(lengths), request_max_num_generation_tokens=max(lengths),
+            request_prefill_time_seconds=stages.first_token - stages.admitted, request_decode_time_seconds=now - stages.first_token,
+            request_inference_time_seconds=now - stages.admitted,
+        )  # fmt: skip
+
+    def note_first_token(self, seconds: float, stages: dict[str, float]) -> None:
+        self._observe(time_to_first_token_seconds=seconds)
+        for name, value in stages.items():
+            if name == "queue":
+                self._observe(request_queue_time_seconds=value)
+            else:
+                self._stage.labels(self._name, name).observe(value)
+
+    def note_tokens(self, num_tokens: int, seconds: float) -> None:
+        """Observe `num_tokens` that arrived together, `seconds` after the previous ones."""
+        for _ in range(num_tokens):
+            self._observe(inter_token_latency_seconds=seconds / num_tokens)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

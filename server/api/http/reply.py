@@ -1,0 +1,252 @@
+"""Response to one accepted request: waits for its events and writes SSE or JSON. If the client disconnects, the request is aborted.
+
+first event ──▶ error: JSON with its status
+           └──▶ headers ──▶ one chunk a token, all that have gathered in one write ──▶ finish, usage, [DONE]
+"""
+
+import asyncio
+import functools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.wire.messages import ErrorInfo, Event
+from engine.wire.stats import Stages
+from server.api.http.client import Client, Stream
+from server.api.http.connection import connection_of
+from server.api.http.guards import error_response
+from server.api.http.log import Record, record_of
+from server.api.http.metrics import Metrics
+from server.api.http.streaming import Choice, Format, ReplyOptions, Usage, size_of, stage_times, timings_json
+from server.errors import ABORTED, RequestError, error_of
+
+SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+LARGE_LOGPROBS = 1024  # documents with more are serialised in a thread
+LARGE_NUMBERS = 1 << 14  # the same limit for numbers, and for characters of a text
+MAX_PROMPT_SCORES = 1 << 18  # log-probabilities of a request's prompts
+WRITE_S = 5
+PING_S = 10  # without a chunk
+CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
+
+
+class Answer(ABC):
+    """ASGI response. Its stream is always closed. A client that has not read the response WRITE_S after `deadline` is disconnected."""
+
+    def __init__(self, *, stream: Stream, client: Client, metrics: Metrics, num_images: int, deadline: float | None):
+        self._stream = stream
+        self._client = client
+        self._metrics = metrics
+        self._record = Record("")
+        self._num_images = num_images
+        self._deadline = None if deadline is None else deadline + WRITE_S
+        self._has_status = False  # a stream's headers have been sent
+
+    @abstractmethod
+    async def respond(self, send: Send) -> Response | ErrorInfo | None:
+        """Wait for the events. Return the response to send, or None if a stream has been written. ClientDisconnect."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        self._record = record_of(scope)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._answer(scope, receive, send)
+                await connection_of(scope).flow.drain()
+        except (ClientDisconnect, TimeoutError):
+            connection_of(scope).abort()  # the client may still be connected and read too slowly
+            if not self._has_status:
+                self._metrics.note_response(CLIENT_CLOSED_REQUEST)
+        finally:
+            watcher.cancel()
+            self._client.close(self._stream)
+            self.finish()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self.respond(send)
+        if isinstance(response, ErrorInfo):
+            self._record.reason = response.message
+            self._metrics.note_refusal(response)
+            response = error_response(response, scope)
+        elif response is not None:
+            self._metrics.note_response(200)
+        if response is not None:
+            await response(scope, receive, send)
+
+    def finish(self) -> None:
+        self._record.num_images = self._num_images
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._stream.disconnect()
+
+
+class Reply(Answer):
+    def __init__(self, *, format: Callable[[ReplyOptions], Format], options: ReplyOptions, **exchange: Any):
+        super().__init__(**exchange)
+        self._options, self._format = options, format(options)
+        self._choices = {answer: Choice(number) for answer, number in self._stream.choices.items()}
+        self._stages = Stages(received=options.received)
+        self._reason = "disconnect"  # replaced when all choices have ended
+        self._has_first_token = False
+        self._num_prompt_scores = 0
+
+    async def respond(self, send: Send) -> Response | ErrorInfo | None:
+        events = await self._stream.next()
+        if self._options.is_streamed and events[0].error is None:
+            await self._write_stream(events, send)
+            return None
+        return await self._gather(events)
+
+    def finish(self) -> None:
+        super().finish()
+        now, total = time.monotonic(), self._total()
+        self._metrics.note_finish(self._reason, now - self._options.received, self._options.n, self._options.params.max_tokens)
+        if self._has_first_token:
+            lengths = [choice.usage.num_generated for choice in self._choices.values()]
+            self._metrics.note_work(total.num_prompt, lengths, self._stages, now)
+        self._record.num_prompt, self._record.num_cached = total.num_prompt, total.num_cached
+        self._record.num_generated = total.num_generated
+
+    async def _write_stream(self, events: list[Event], send: Send) -> None:
+        self._metrics.note_response(200)
+        self._has_status = True
+        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        loop, quiet_until = asyncio.get_running_loop(), 0.0
+        while True:
+            error = next((event.error for event in events if event.error is not None), None)
+            chunks: list[bytes] = []
+            try:
+                self._note_progress(events)
+                for event in events:
+                    if event.error is None:
+                        self._append_chunks(chunks, event)
+            except Exception as failure:  # it ends this request only
+                error = error_of(failure)
+            is_last = error is not None or not self._stream.open
+            if error is not None:
+                self._reason = "error"
+                self._record.reason = error.message
+                self._metrics.note_error(error)
+                chunks.append(self._format.error_chunk(error))
+            elif is_last:
+                chunks.append(self._format.end(self._total(), self._extra()))
+            body = b"".join(chunks)
+            if not body and loop.time() >= quiet_until:
+                body = self._format.ping
+            if body or is_last:
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                quiet_until = loop.time() + PING_S
+            if is_last:
+                return
+            try:
+                async with asyncio.timeout_at(quiet_until):
+                    events = await self._stream.next()
+            except TimeoutError:
+                events = []
+
+    def _append_chunks(self, chunks: list[bytes], event: Event) -> None:
+        choice = self._choices[event.rid, event.index]
+        if not choice.usage.num_prompt:
+            choice.usage.num_prompt, choice.usage.num_cached = event.num_prompt_tokens, event.num_cached_tokens
+            choice.prompt_ids = event.prompt_ids
+            chunks.append(self._format.first_chunk(choice))
+        is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated and event.finish_reason is None
+        self._count_scores(event)
+        choice.note(event)
+        if event.text or is_token or event.calls or event.logprobs or event.token_ids:
+            chunks.append(self._format.token_chunk(choice, event))
+        if choice.finish_reason is not None:
+            self._reason = choice.finish_reason
+            chunks.append(self._format.finish_chunk(choice, self._extra()))
+
+    async def _gather(self, events: list[Event]) -> Response | ErrorInfo:
+        while True:
+            self._note_progress(events)
+            for event in events:
+                if event.error is not None:
+                    self._reason = "error"
+                    return event.error
+                choice = self._choices[event.rid, event.index]
+                self._count_scores(event)
+                choice.note(event)
+                choice.note_text(event)
+            if not self._stream.open:
+                break
+            events = await self._stream.next()
+        choices = list(self._choices.values())
+        self._reason = choices[-1].finish_reason or "error"
+        is_large = sum(choice.num_reported for choice in choices) > LARGE_LOGPROBS
+        document = functools.partial(self._format.document, choices, self._total(), self._extra())
+        body = await asyncio.to_thread(document) if is_large else document()
+        return Response(body, media_type="application/json")
+
+    def _count_scores(self, event: Event) -> None:
+        """Raise RequestError 400 if the prompts have more than MAX_PROMPT_SCORES log-probabilities."""
+        self._num_prompt_scores += event.report.size if event.report else 0
+        self._num_prompt_scores += 0 if event.num_tokens else size_of(event.logprobs)
+        if self._num_prompt_scores > MAX_PROMPT_SCORES:
+            self._reason = "error"
+            words = f"The log-probabilities of the prompts exceed {MAX_PROMPT_SCORES:,}, the limit: ask for fewer alternatives."
+            raise RequestError(400, words, code="invalid_value")
+
+    def _total(self) -> Usage:
+        """Return the total usage. A prompt counts once for all of its answers."""
+        total = Usage()
+        for (_, index), choice in self._choices.items():
+            total.add(choice.usage, with_prompt=index == 0)
+        return total
+
+    def _note_progress(self, events: list[Event]) -> None:
+        now = time.monotonic()
+        for event in events if len(events) == 1 else {(event.rid, event.index): event for event in events}.values():
+            choice = self._choices[event.rid, event.index]
+            num_tokens = event.num_tokens - choice.usage.num_generated
+            if choice.last_time:
+                self._metrics.note_tokens(num_tokens, now - choice.last_time)
+            elif num_tokens > 0 and not self._has_first_token:
+                self._has_first_token = True
+                self._record.first_token = now
+                self._stages = next((event.stages for event in events if event.stages is not None), self._stages)
+                self._stages.sent = now
+                self._metrics.note_first_token(now - self._options.received, stage_times(self._stages, self._options.started))
+            if num_tokens > 0:
+                choice.last_time = now
+
+    def _extra(self) -> dict[str, object]:
+        """Return further fields of the document or of a stream's last event: warnings, metadata of the engine if it has any, and timings if
+        requested."""
+        is_cut = self._options.cut_warning and any(choice.finish_reason == "length" for choice in self._choices.values())
+        extra: dict[str, object] = {"warnings": [*self._options.warnings, self._options.cut_warning]} if is_cut else {}
+        if self._client.metadata:
+            extra["metadata"] = self._stages.metadata or self._client.metadata
+        if not self._options.timings:
+            return extra
+        last = max(choice.last_time for choice in self._choices.values())
+        generation = max(0.0, last - self._record.first_token) if self._has_first_token else 0.0
+        return extra | {"timings": {**timings_json(self._stages, self._options.started), "generation_ms": round(1000 * generation, 3)}}
+
+
+class GatheredReply(Answer):
+    """Response made by `show` from the single events of all choices, in order. An error is returned immediately."""
+
+    def __init__(self, *, show: Callable[[list[Event]], Response], **exchange: Any):
+        super().__init__(**exchange)
+        self._show = show
+
+    async def respond(self, send: Send) -> Response | ErrorInfo | None:
+        found: dict[int, Event] = {}
+        while self._stream.open:
+            for event in await self._stream.next():
+                if event.error is not None or event.finish_reason == "abort":
+                    return event.error or ABORTED
+                found[self._stream.choices[event.rid, event.index]] = event
+        self._record.num_prompt = sum(event.num_prompt_tokens for event in found.values())
+        ordered = [found[number] for number in range(len(found))]
+        size = sum((event.report.size if event.report else 0) + len(event.prompt_ids) + len(event.text) for event in ordered)
+        return await asyncio.to_thread(self._show, ordered) if size > LARGE_NUMBERS else self._show(ordered)

@@ -1,0 +1,215 @@
+"""The api process: sockets and routes. `python -m server.api.main RUNTIME.json`, started by the launcher.
+
+main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processor ──▶ Client
+"""
+
+import asyncio
+import random
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp
+
+from engine.wire.arena import Arena
+from engine.wire.child import Child
+from engine.wire.config import VERSION, read_api_keys
+from engine.wire.ipc import AsyncInbox, Outbox
+from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
+from server.api.chat import completions as chat
+from server.api.chat.adapters import adapter_routes, variant_of
+from server.api.chat.endpoint import Endpoint, Service
+from server.api.chat.openapi import BodyRoute, DescribedRoute
+from server.api.chat.status import Status
+from server.api.dialects import anthropic, generate, pooling, responses, updates
+from server.api.http.body import PacedBodies
+from server.api.http.client import Client
+from server.api.http.connection import connection_limit
+from server.api.http.guards import ApiKeyGuard, ErrorDialects, HostGuard, JsonGuard, error_response
+from server.api.http.listen import BACKLOG, make_server, url_of
+from server.api.http.log import RequestLog, record_of
+from server.api.http.metrics import Metrics
+from server.api.page import page_route
+from server.checkpoint import read_checkpoint
+from server.errors import INTERNAL_ERROR, RequestError
+
+# Registration of the dialects: routes, and error bodies that differ from OpenAI's, by path prefix.
+ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
+ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body, updates.UPDATE_PATHS: updates.refusal_body}
+SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", code="shutting_down", retry_after=5)
+METRICS_PATH = "/metrics"
+TITLE = "A small serving engine for Qwen3-VL"
+LICENCE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
+DRAIN_POLL_S = 0.05
+ALIVE_S = 1.0
+GRACE_S = 3  # to send the last errors
+MAX_SCRAPERS = 64  # connections of the port for metrics
+
+
+class Api:
+    def __init__(self, child: Child):
+        self._child = child
+        self.arena = Arena(child.runtime.arena_fds[API_ARENA], child.arena_size(API_ARENA))
+        outbox: Outbox[ToProcessor] = Outbox(child.run_dir, "processor")
+        self.client = Client(outbox, self.arena, child.config.max_queued_requests)
+        runtime = child.runtime
+        self._metrics = Metrics(self.client, runtime.model_names[0], child.config.block_size)
+        config = child.config
+        checkpoint = read_checkpoint(Path(runtime.model_folder), config.chat_template, config.generation_config == "vllm")
+        seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
+        self._service = Service(
+            config=config, checkpoint=checkpoint, model_names=runtime.model_names, max_model_len=runtime.max_model_len, arena=self.arena,
+            client=self.client, metrics=self._metrics, seeds=seeds, variants={each.name: variant_of(each) for each in runtime.adapters},
+        )  # fmt: skip
+        self._status = Status(self._service, child.is_compiling)
+
+    def build_metrics(self) -> ASGIApp:
+        app = FastAPI(openapi_url=None)
+        app.router.routes = [route for route in self._status.routes() if route.path == METRICS_PATH]
+        return app
+
+    def build(self) -> ASGIApp:
+        config = self._child.config
+        app = FastAPI(
+            title=TITLE, version=VERSION, license_info=LICENCE, openapi_url=None, redirect_slashes=False,
+            separate_input_output_schemas=False,
+        )  # fmt: skip
+        app.router.routes += [BodyRoute(path, endpoint(self._service)) for path, endpoint in ENDPOINTS.items()]
+        app.router.routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service)]
+        app.router.routes += updates.weight_routes(self._child, self.client)
+        app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
+
+        def description() -> Response:
+            """This description."""
+            return Response(msgspec.json.encode(app.openapi()), media_type="application/json")  # in a thread; FastAPI keeps the document
+
+        app.router.routes += [DescribedRoute("/openapi.json", description, response_model=dict[str, Any]), page_route()]
+        app.router.routes.append(DescribedRoute("/docs", viewer, response_class=HTMLResponse))
+        app.add_exception_handler(RequestError, self._on_request_error)
+        app.add_exception_handler(ClientDisconnect, self._on_disconnect)
+        app.add_exception_handler(HTTPException, _on_http_error)
+        app.add_exception_handler(Exception, self._on_bug)
+        guarded: ASGIApp = PacedBodies(JsonGuard(app), config.body_timeout)
+        if keys := read_api_keys(config):
+            guarded = ApiKeyGuard(guarded, keys)
+        if config.allowed_hosts:
+            guarded = HostGuard(guarded, config.allowed_hosts)
+        if config.allowed_origins:  # outside the key check: a preflight request has no key
+            origins = [origin.strip() for origin in config.allowed_origins.split(",")]
+            guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
+        if config.otlp_traces_endpoint:
+            from server.api.http.tracing import traced  # with the extra of that name alone
+
+            guarded = traced(guarded, config.otlp_traces_endpoint)
+        return RequestLog(ErrorDialects(guarded, ERROR_BODIES), is_silent=not config.access_log)
+
+    async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
+        """Pass the processor's events to the clients. The first heartbeat marks the server as ready. At idle the arena must be empty."""
+        while True:
+            message = await inbox.recv()
+            is_first = not self.client.health.heartbeat
+            self.client.dispatch(message)
+            if is_first and self.client.health.heartbeat:
+                self._child.ready(url)
+            if message.stats is not None:
+                self._metrics.note_stats(message.stats)
+            if message.stats is not None and not self.client.has_bodies:
+                assert self.arena.is_empty(), "a request body was never released"
+
+    async def report_to_launcher(self) -> None:
+        while True:
+            if self.client.health.state == "ok":
+                self._child.report_well()
+            await asyncio.sleep(ALIVE_S)
+
+    async def _on_request_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        info = self.client.advise(error.info)
+        self._metrics.note_refusal(info)
+        record_of(request.scope).reason = info.message
+        return error_response(info, request.scope)
+
+    async def _on_disconnect(self, request: Request, error: Exception) -> Response:
+        return error_response(ErrorInfo(400, "The request body ended early."), request.scope)
+
+    async def _on_bug(self, request: Request, error: Exception) -> Response:
+        self._metrics.note_refusal(INTERNAL_ERROR)
+        return error_response(INTERNAL_ERROR, request.scope)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words, path = str(error.detail), request.url.path
+    if error.status_code == 404:
+        known = next((one for one in (f"/v1{path}", path.removeprefix("/v1")) if one in ENDPOINTS), None)
+        words = f"There is no route {path[:100]}." + (f" Did you mean {known}?" if known else "")
+    info = ErrorInfo(error.status_code, words)
+    record_of(request.scope).reason = info.message
+    response = error_response(info, request.scope)
+    response.headers.update(error.headers or {})  # `Allow` of a 405
+    return response
+
+
+def viewer() -> Response:
+    """A viewer of the OpenAPI document, with code from a CDN."""
+    return get_swagger_ui_html(openapi_url="openapi.json", title=TITLE)
+
+
+async def serve(child: Child) -> None:
+    """Serve until a signal, the launcher's exit or a violated invariant; then every waiting client gets an error."""
+    inbox: AsyncInbox[Events] = AsyncInbox(child.run_dir, "api", Events)
+    listener = socket.socket(fileno=child.runtime.listener_fd)
+    listener.listen(BACKLOG)  # at once: clients may connect when the address is printed
+    api = Api(child)
+    server = make_server(api.build(), connection_limit(child.config), child.config, GRACE_S)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        api.client.refuse_all(SHUTTING_DOWN)
+        server.should_exit = True
+
+    async def drain() -> None:
+        api.client.refuse_new(SHUTTING_DOWN)
+        while api.client.num_streams or api.client.replies:
+            await asyncio.sleep(DRAIN_POLL_S)
+        stop()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    draining: list[asyncio.Task[None]] = []  # the event loop keeps only weak references to tasks
+    loop.add_signal_handler(signal.SIGUSR1, lambda: draining.append(asyncio.create_task(drain())))
+    child.on_orphaned(lambda: loop.call_soon_threadsafe(stop), grace=GRACE_S + 5)
+    pump = asyncio.create_task(api.pump(inbox, url_of(listener, bool(child.config.ssl_certfile))))
+    pump.add_done_callback(lambda task: stop())
+    others = [asyncio.create_task(api.report_to_launcher())]
+    if child.runtime.metrics_fd is not None:
+        scraped = msgspec.structs.replace(child.config, ssl_certfile=None, ssl_keyfile=None, root_path="")
+        metrics = make_server(api.build_metrics(), MAX_SCRAPERS, scraped, GRACE_S)
+        others.append(asyncio.create_task(metrics.listen(socket.socket(fileno=child.runtime.metrics_fd))))
+    await server.listen(listener)
+    for task in others:
+        task.cancel()
+    if pump.done():
+        pump.result()
+    pump.cancel()
+
+
+def main() -> None:
+    child = Child.attach("api")
+    try:
+        uvloop.run(serve(child))
+    except Exception as error:
+        child.failed(f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main()

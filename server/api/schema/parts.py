@@ -1,0 +1,87 @@
+"""Messages of chat completions and their parts, as strict types. Kinds of media are registered here."""
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from engine.wire.messages import AnyRef
+from server.api.schema.media import ImagePart, PixelSizes
+from server.api.schema.tools import CALLS, CustomCall, ToolCall
+from server.api.schema.validate import OneOf, Open, Strict
+from server.api.schema.video import FramesPart, MediaIoKwargs, VideoOptions, VideoPart, reference
+
+MAX_TOOLS = 1024
+
+# Validation of long lists stops at the first error.
+FIRST = Field(fail_fast=True)
+ToolList = Field(max_length=MAX_TOOLS, fail_fast=True)
+
+
+class TextPart(Strict):
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
+    text: str
+
+
+class RefusalPart(Strict):
+    """A refusal in an assistant's message of the history."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+class ProcessorKwargs(VideoOptions):
+    """Options of all media of a request. Options of other models are rejected."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    size: PixelSizes | None = None
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "ProcessorKwargs":
+        if self.size is not None:
+            self.min_pixels = self.min_pixels or self.size.shortest_edge
+            self.max_pixels = self.max_pixels or self.size.longest_edge
+        return self
+
+
+class MediaOptions(Open):
+    """Options of all media of a request."""
+
+    mm_processor_kwargs: ProcessorKwargs | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
+
+
+def _usual(part: object) -> object:
+    """Convert `image` parts of the Python API and `file` parts with data to `image_url` parts."""
+    if isinstance(part, dict) and part.get("type") == "image":
+        return {**part, "type": "image_url", "image_url": part.get("image_url") or part.get("image") or part.get("url")}
+    file = part.get("file") if isinstance(part, dict) and part.get("type") == "file" else None
+    return {"type": "image_url", "image_url": file["file_data"]} if isinstance(file, dict) and file.get("file_data") else part
+
+
+MEDIA: dict[type, tuple[str, Callable[..., AnyRef]]] = {  # kinds of parts, and how their references are made
+    ImagePart: ("image", ImagePart.reference), VideoPart: ("video", reference), FramesPart: ("video", reference),
+}  # fmt: skip
+Part = Annotated[
+    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart,
+    OneOf("parts are of type 'text', 'image_url', 'video_url' or 'video', or 'input_text', 'input_image' or 'input_video'"),
+    BeforeValidator(_usual),
+]
+Content = Annotated[Annotated[list[Part], FIRST] | str, OneOf("must be a string or a list of parts")]
+
+
+class Message(Strict):
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # the template decides which roles it supports
+    content: Content | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[Annotated[ToolCall | CustomCall, OneOf(CALLS)]], ToolList] | None = None
+    tool_call_id: str | None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _needs_content(self) -> "Message":
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise ValueError(f"a message of role '{self.role}' needs content")
+        return self

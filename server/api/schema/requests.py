@@ -1,0 +1,376 @@
+"""Schema of chat and text completions: the supported fields as strict types. The other dialects build on it.
+
+None means the checkpoint's default. `fields.py` handles all other fields.
+"""
+
+import functools
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, create_model
+from pydantic_core import from_json
+
+from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
+from server.api.schema.fields import LIMITED, check_limited, unknown_fields
+from server.api.schema.parts import FIRST, MediaOptions, Message, TextPart, ToolList
+from server.api.schema.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
+from server.api.schema.validate import OneOf, Open, Strict, Worded, bad_value
+
+MAX_MESSAGES = 10_000
+MAX_WARNINGS = 20  # limit of warnings on unknown fields
+MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # every token is compared with all of them
+MAX_VARIABLES = 64  # in chat_template_kwargs
+MAX_TIMEOUT_S = 86_400
+MAX_PROMPTS, MAX_ANSWERS = 128, 16
+DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
+# Reasoning efforts of all dialects, and whether thinking is on: templates have a switch, not levels.
+EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
+
+MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+
+MAX_IDS = 1 << 20  # prompts per request
+Salt = Annotated[str, Field(max_length=1024)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
+def _parsed(value: object) -> object:
+    return from_json(value) if isinstance(value, str) else value
+
+
+JsonObject = Annotated[
+    dict[str, Any],
+    BeforeValidator(_parsed, json_schema_input_type=str | dict[str, Any]),
+    Worded("must be an object, or the JSON of one"),
+]
+Pattern = Annotated[NotEmpty, Worded("must be a text that is not empty")]
+FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
+Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True), Worded("must be a list of texts that are not empty")]
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(Strict):
+    of: JsonObject = Field(alias="schema")
+
+
+class SchemaFormat(Strict):
+    """Format with a schema in `json_schema` or as its sibling."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema | None = None
+    of: JsonObject | None = Field(alias="schema", default=None)
+
+
+class StructuralTag(Open):
+    type: Literal["structural_tag"]
+
+
+AnswerFormat = Annotated[PlainFormat | SchemaFormat | StructuralTag | None, OneOf(FORMATS)]
+
+
+class StructuredOutputs(Open):
+    """vLLM's object, of which exactly one member is set."""
+
+    json_: JsonObject | None = Field(alias="json", default=None)
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+    structural_tag: JsonObject | None = None
+
+
+class Prediction(Strict):
+    type: Literal["content"]
+    content: Annotated[Annotated[list[TextPart], FIRST] | str, OneOf()]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+def _stop_list(value: object) -> object:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=StopText | StopList | None)]
+Ids = Annotated[list[int], FIRST]
+PROMPTS = "must be text, a list of token ids, or a list of either that is not empty"
+
+
+class AnyRequest(Open):
+    """Fields of every request that the engine answers."""
+
+    model: str | None = None
+    cache_salt: Salt | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave space for the answer
+    truncation_side: Literal["left", "right"] | None = None
+    user: str | None = None
+    rid: str | None = None  # request id given by the client
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return warnings about parts of the request that have no effect."""
+        names = unknown_fields(self.model_extra or {})[:MAX_WARNINGS]
+        return [f"The field '{name[:100]}' is unknown to this server, which ignored it." for name in names]
+
+    def check_together(self, vocab_size: int) -> None:
+        """Check fields against each other and against the vocabulary, and unsupported fields. RequestError 400."""
+        check_limited(self.model_extra or {}, LIMITED)
+        if self.truncate_prompt_tokens == 0:
+            raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
+
+
+class MediaRequest(MediaOptions, AnyRequest):
+    """Fields of requests with conversations."""
+
+
+# Fields that hold a grammar: its kind, and the type.
+GRAMMARS: dict[str, tuple[str, Any]] = {
+    "guided_json": ("json_schema", JsonObject), "guided_regex": ("regex", Pattern), "guided_choice": ("choice", Choices),
+    "guided_grammar": ("ebnf", Pattern), "regex": ("regex", Pattern), "ebnf": ("ebnf", Pattern), "json_schema": ("json_schema", JsonObject),
+}  # fmt: skip
+TYPES = {name: parameter.json for name, parameter in PARAMETERS.items()} | {name: json for name, (_, json) in GRAMMARS.items()}
+LISTED: dict[str, Any] = {name: (json | None, None) for name, json in TYPES.items()}
+ListedFields: Any = create_model("ListedFields", __base__=AnyRequest, **LISTED)
+
+
+class GenerationRequest(ListedFields):
+    """Fields of chat and text completions: those of the tables `SamplingParams` and GRAMMARS, and these."""
+
+    stop: Stop = Field(default=[])
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # another name for it
+    skip_special_tokens: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    response_format: AnswerFormat = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timings: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of most likely tokens to report per token; None: no log-probabilities."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return MAX_TOP_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
+
+    @property
+    def derived(self) -> dict[str, Any]:
+        """Return the sampling parameters that are derived from fields with other names."""
+        return {"max_tokens": self.token_limit, "prompt_logprobs": self.num_prompt_logprobs, "logprobs": self.num_logprobs}
+
+    def output_options(self, **others: Any) -> OutputOptions:
+        """Return the options of the output; `others` are set by the endpoint."""
+        return OutputOptions(
+            stop=self.stop, min_tokens=self.min_tokens or 0, bad_words=self.bad_words or [],
+            include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
+            skip_special_tokens=self.skip_special_tokens is not False, token_ids=bool(self.return_token_ids),
+            prompt_logprobs=self.prompt_logprobs is not None, names_ids=bool(self.return_tokens_as_token_ids), **others,
+        )  # fmt: skip
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        return frozenset()
+
+    def check_together(self, vocab_size: int) -> None:
+        super().check_together(vocab_size)
+        for field, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
+            for i, token_id in enumerate(ids or ()):
+                if token_id >= vocab_size:
+                    raise bad_value(f"{field}.{i}", f"must be less than {vocab_size}, the size of the vocabulary")
+        for name in self.logit_bias or ():
+            if not (name.isascii() and name.isdigit() and int(name) < vocab_size):
+                raise bad_value("logit_bias", f"'{name[:64]}' is not a token id below {vocab_size}")
+        if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
+            raise bad_value("min_tokens", "must not exceed the maximum number of tokens")
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
+            raise bad_value("stream_options", "is for requests with `stream: true` only")
+        for name in UNSTREAMED if self.stream else ():
+            if getattr(self, name) is not None:
+                raise bad_value(name, "is for requests without `stream: true`")
+
+
+class ChatRequest(GenerationRequest, MediaRequest):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], MessageList]
+    max_completion_tokens: TokenCount | None = None
+    tools: Annotated[list[AnyTool], ToolList] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | NamedCustom | None, Worded(CHOICES)] = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    enable_thinking: bool | None = None  # clients send it here, too, instead of in chat_template_kwargs
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None  # accepted without effect: templates have no variable for it
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the template's variables. `chat_template_kwargs` take precedence over `enable_thinking`, which takes precedence over the
+        effort."""
+        by_effort = None if self.reasoning_effort is None else EFFORTS[self.reasoning_effort]
+        thinks = by_effort if self.enable_thinking is None else self.enable_thinking
+        return ({} if thinks is None else {"enable_thinking": thinks}) | (self.chat_template_kwargs or {})
+
+    @functools.cached_property
+    def functions(self) -> list[Tool]:
+        tools = [tool.as_function() if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]
+        return [tool for tool in tools if not isinstance(tool, HostedTool)]
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    @property
+    def warnings(self) -> list[str]:
+        kinds = dict.fromkeys(tool.type[:64] for tool in self.tools or () if isinstance(tool, HostedTool))
+        return [*(f"The tool '{kind}' is available from its vendor only and was dropped." for kind in kinds), *super().warnings]
+
+    @property
+    def called(self) -> str | None:
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedTool) else choice.custom.name if isinstance(choice, NamedCustom) else None
+
+    @property
+    def uses_tools(self) -> bool:
+        """Return whether the model gets the tools and calls are parsed."""
+        return bool(self.functions) and self.tool_choice != "none"
+
+    def check_together(self, vocab_size: int) -> None:
+        super().check_together(vocab_size)
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
+            if self.messages[-1].role != "assistant" or not self.messages[-1].content:
+                raise bad_value("continue_final_message", "needs a last message of role 'assistant' with content")
+        if self.top_logprobs and not self.logprobs:
+            raise bad_value("top_logprobs", "is for requests with `logprobs: true` only")
+        names = [tool.function.name for tool in self.functions]
+        if len(set(names)) < len(names):
+            raise bad_value("tools", "must have unique names")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise bad_value("tool_choice", "needs tools")
+        if self.called is not None and self.called not in names:
+            raise bad_value("tool_choice", "names a function that is not among the tools")
+
+
+class BatchChatRequest(Open):
+    """The body of `POST /v1/chat/completions/batch`: `ChatRequest` with a list of conversations."""
+
+    messages: Annotated[list[list[Message]], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+def prompts_of(value: Any) -> list[Any]:
+    """Return the entries of a list of texts or of lists of token ids, or the only prompt."""
+    return list(value) if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+
+
+def check_ids(prompts: list[Any], field: str, vocab_size: int) -> None:
+    """Raise RequestError 400 for token ids outside of the vocabulary. Texts are skipped; lists must not be empty."""
+    if any(min(ids) < 0 or max(ids) >= vocab_size for ids in prompts if isinstance(ids, list)):
+        raise bad_value(field, f"holds token ids outside of the vocabulary of {vocab_size}")
+
+
+def check_prompts(prompts: list[Any], field: str, vocab_size: int) -> None:
+    """Raise RequestError 400 for too many or empty prompts, and for token ids outside of the vocabulary."""
+    if len(prompts) > MAX_PROMPTS:
+        raise bad_value(field, f"must have at most {MAX_PROMPTS} entries")
+    if not all(prompts):
+        raise bad_value(field, "must not be empty")
+    check_ids(prompts, field, vocab_size)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Annotated[
+        str | Ids | Annotated[list[Annotated[str | Ids, OneOf()]], Field(min_length=1, fail_fast=True)], OneOf(), Worded(PROMPTS)
+    ]
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: only the prompt's echo and log-probabilities
+    echo: bool | None = None
+    images: list[str] | None = None  # URLs for the placeholders of one prompt
+    logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [super().num_prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in wanted if number is not None), default=None)
+
+    @property
+    def token_limit(self) -> int:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Return one entry per prompt: a text or token ids."""
+        return prompts_of(self.prompt)
+
+    def check_together(self, vocab_size: int) -> None:
+        super().check_together(vocab_size)
+        if self.images and len(self.prompts) > 1:
+            raise bad_value("images", "is for one prompt")
+        check_prompts(self.prompts, "prompt", vocab_size)
+
+
+class TokenizeRequest(GenerationRequest):
+    """The body of `POST /tokenize` without messages."""
+
+    prompt: Annotated[NotEmpty | Annotated[list[NotEmpty], Field(min_length=1, max_length=MAX_PROMPTS)], OneOf()]
+
+
+ID_LISTS = "must be a list of token ids, or a list of such lists"
+IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
+
+
+class DetokenizeRequest(GenerationRequest):
+    """The body of `POST /detokenize`."""
+
+    tokens: Annotated[IdList | Annotated[list[IdList], Field(min_length=1, max_length=MAX_PROMPTS)], OneOf(ID_LISTS)]
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.tokens[0], list)
+
+    @property
+    def lists(self) -> list[list[int]]:
+        return prompts_of(self.tokens)
+
+    def check_together(self, vocab_size: int) -> None:
+        super().check_together(vocab_size)
+        check_ids(self.lists, "tokens", vocab_size)

@@ -1,1 +1,0 @@
-"""Grammars of answers: from the fields of a request (`request.py`, in the api), and with tool calls (`answer.py`, in the processor)."""

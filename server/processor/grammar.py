@@ -1,0 +1,128 @@
+"""Grammars of requests with tools: calls in the notation of the model's template, or other allowed answers.
+
+    required, named ──▶ calls, nothing else
+    auto, strict    ──▶ text with calls in it, each by its schema
+    auto, a format  ──▶ the format, or calls
+"""
+
+import asyncio
+import json
+from typing import Any
+
+from engine.grammar.client import GrammarCompiler, GrammarError
+from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
+from engine.wire.guests import GuestKilled
+from engine.wire.ipc import Outbox
+from engine.wire.messages import Region
+from engine.wire.params import OutputOptions
+from server.errors import RequestError, overloaded
+from server.processor.media.allocator import RegionAllocator, wire
+from server.processor.request import Request, tools_of
+
+Json = dict[str, Any]
+LARGE_BYTES = 1 << 16  # compiled grammars from this size on are sent in advance: rank 0 reads 20 MB/s
+XML_MARK = "<function="  # in a template: the coder models' notation of calls
+DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
+MAX_WHITESPACE = 1  # consecutive characters, as models write JSON
+
+
+class AnswerGrammars:
+    """Grammars of the answers to requests. `worker` is rank 0's inbox, `think_end` the token that ends reasoning."""
+
+    def __init__(
+        self, compiler: GrammarCompiler, worker: Outbox[LoadGrammar], allocator: RegionAllocator, template: str, think_end: int | None
+    ) -> None:
+        self.compiler = compiler
+        self._worker, self._allocator, self._template, self._think_end = worker, allocator, template, think_end
+        self._awaited: dict[int, asyncio.Event] = {}  # by ticket
+        self._num_loads = 0
+
+    async def prepare(self, request: Request) -> None:
+        """Compile the answer's grammar, if any, and put it into the arena. RequestError 400 or 503."""
+        submit = request.submit
+        grammar = answer_grammar(submit.grammar, tools_of(submit), submit.output, self._template)
+        if grammar is None:
+            return
+        field = submit.grammar_field or "tools"
+        try:
+            data = await self.compiler.compile(grammar)
+        except GrammarError as error:
+            raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
+        except (TimeoutError, GuestKilled):
+            raise overloaded(f"{field}: the compilation of the grammar was interrupted because the server is busy") from None
+
+        region = request.regions["grammar"] = self._allocator.allocate(len(data))
+        region.append(data)
+        await self.load(wire(region))
+
+    async def load(self, region: Region) -> None:
+        """Wait until rank 0 has read a large grammar, or the first one, so that no step waits for reading."""
+        if self._num_loads and region.length < LARGE_BYTES:
+            return
+        self._num_loads += 1
+        loaded = self._awaited[self._num_loads] = asyncio.Event()
+        self._worker.send(LoadGrammar(region, self._num_loads))
+        await loaded.wait()
+
+    def note_loaded(self, message: GrammarLoaded) -> None:
+        self._awaited.pop(message.ticket).set()
+
+    def of(self, request: Request) -> CompiledGrammar | None:
+        """Return the answer's grammar, which applies after the reasoning, if any."""
+        region = request.regions.get("grammar")
+        if region is None:
+            return None
+        return CompiledGrammar(wire(region), self._think_end if request.answers[0].text.is_thinking else None)
+
+    def default_limit(self, request: Request) -> int | None:
+        """Return a token limit for JSON, since a model may continue inside a string forever."""
+        grammar = request.submit.grammar
+        is_json = grammar is not None and grammar.kind == "json_schema" and not request.answers[0].text.is_thinking
+        return DEFAULT_JSON_TOKENS if is_json else None
+
+
+def answer_grammar(request_grammar: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:
+    """Return the grammar of an answer: `request_grammar` combined with tool calls. RequestError 400 if they cannot be combined."""
+    if options.calls == "none" or not tools:
+        return request_grammar
+    is_xml = XML_MARK in template
+    functions = [tool["function"] for tool in tools if options.called in (None, tool["function"]["name"])]
+    tags = [_tag(function, is_xml) for function in functions]
+    calls: Json = {"tags": tags, "stop_after_first": options.calls == "one" or options.called is not None}
+    only_calls = {**calls, "type": "tags_with_separator", "separator": "\n", "at_least_one": True}
+    if options.must_call:
+        return _grammar(only_calls)
+    if request_grammar is not None:
+        return _grammar({"type": "or", "elements": [_format_of(request_grammar), only_calls]})
+    if any(function.get("strict") for function in functions):
+        return _grammar({**calls, "type": "triggered_tags", "triggers": ["<tool_call>"]})
+    return None
+
+
+def _grammar(content: Json) -> Grammar:
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": content}))
+
+
+def _tag(function: Json, is_xml: bool) -> Json:
+    schema = function.get("parameters") or {"type": "object"}
+    content: Json = {"type": "json_schema", "json_schema": schema}
+    if is_xml:
+        begin, end = f"<tool_call>\n<function={function['name']}>\n", "\n</function>\n</tool_call>"
+        content["style"] = "qwen_xml"
+    else:
+        begin, end = f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": ', "}\n</tool_call>"
+        content["max_whitespace_cnt"] = MAX_WHITESPACE
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _format_of(grammar: Grammar) -> Json:
+    match grammar.kind:
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": json.loads(grammar.text), "max_whitespace_cnt": MAX_WHITESPACE}
+        case "regex":
+            return {"type": "regex", "pattern": grammar.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": grammar.text}
+        case "choice":
+            return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in json.loads(grammar.text)]}
+    raise RequestError(400, "tools: excluded by a structural tag, which defines the calls.", "tools", "unsupported_value")

@@ -1,0 +1,276 @@
+"""Proxy that forwards requests of one conversation, or with the same first image, to the replica that has them cached, while the bytes
+arrive."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import re
+import signal
+import socket
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+import aiohttp
+import uvloop
+from anyio import CancelScope, create_task_group, move_on_after, sleep_forever
+from multidict import CIMultiDict
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+from yarl import URL
+
+from engine.launch.flags import add_flags
+from engine.wire.child import raise_file_limit
+from engine.wire.config import EngineConfig, read_api_keys
+from server.api.http.connection import connection_limit, connection_of
+from server.api.http.guards import address_of, error_response, is_authorised
+from server.api.http.listen import BACKLOG, make_server, url_of
+from server.balance import BOUND, Backend, Balancer
+from server.errors import RequestError, error_body, overloaded
+
+logger = logging.getLogger(__name__)
+
+SESSION_HEADER = b"x-session-id"
+IMAGE = re.compile(rb'"data:[^",]{0,256};base64,([^"]{8192}|[^"]*")')
+IMAGE_BYTES = 270 + 8192  # maximum length of a match
+SCANNED_BYTES = 256 << 10  # bytes that are searched for the first image
+HELD_BYTES = 64 << 20  # limit for all bodies until their keys are known
+KEY_SECONDS = 10
+POLL_SECONDS = 0.5
+HEALTH_SECONDS = 5
+MAX_SILENT_POLLS = 4  # then the requests of a replica end, which is stopped or cut off: 22 s
+CONNECT_SECONDS = 1
+IDLE_SECONDS = 3  # less than a replica's --idle-timeout
+DRAIN_SECONDS = 30
+NUM_OTHER_FILES = 64
+FILES_PER_CLIENT = 2  # file descriptors: its connection, and one to a replica
+HOP_BY_HOP = set(b"connection expect keep-alive proxy-authorization proxy-connection te trailer transfer-encoding upgrade".split())
+DIED = RequestError(502, "The replica that had this request is gone.", code="replica_gone").info
+NONE_LEFT = overloaded("No replica can be reached right now.").info
+FLAGS = ("host", "port", "max_connections", "api_key_file", "ssl_certfile", "ssl_keyfile", "idle_timeout")
+
+
+class Budget:
+    def __init__(self, num_free: int):
+        self.num_free = num_free
+
+
+class Body:
+    """A request's body. `held`: bytes that were read and not yet forwarded."""
+
+    def __init__(self, receive: Receive, budget: Budget):
+        self.held, self.num_counted = bytearray(), 0  # `num_counted`: bytes taken from the budget
+        self._budget = budget
+        self._receive, self._is_whole = receive, asyncio.Event()
+
+    async def read(self) -> bytes:
+        """Return the next bytes, b"" at the end. If the client has disconnected, it never returns, and `when_gone` takes effect."""
+        while not self._is_whole.is_set():
+            message = await self._receive()
+            if not message.get("more_body"):
+                self._is_whole.set()
+            if message["type"] == "http.disconnect":
+                await sleep_forever()
+            if chunk := message.get("body"):
+                return chunk
+        return b""
+
+    async def all(self) -> AsyncIterator[bytes]:
+        if self.held:
+            yield bytes(self.held)
+            self.held.clear()
+            self.release()
+        while chunk := await self.read():
+            yield chunk
+
+    def release(self) -> None:
+        self._budget.num_free += self.num_counted
+        self.num_counted = 0
+
+    async def when_gone(self, act: Callable[[], None]) -> None:
+        await self._is_whole.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        act()
+
+    async def find_image(self) -> bytes:
+        """Return the beginning of the first image, however the body is split; `held` has been read for it. b"" if there is none in
+        SCANNED_BYTES or the budget is used up."""
+        searched = 0
+        with move_on_after(KEY_SECONDS):
+            while len(self.held) < SCANNED_BYTES and (chunk := await self.read()):
+                self.held += chunk
+                if len(chunk) > self._budget.num_free:
+                    break
+                self._budget.num_free -= len(chunk)
+                self.num_counted += len(chunk)
+                if image := IMAGE.search(self.held, max(0, searched - IMAGE_BYTES), SCANNED_BYTES):
+                    return bytes(image[1])
+                searched = len(self.held)
+        return b""
+
+
+def passed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    lower = [(name.lower(), value) for name, value in headers]
+    named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
+    return [(name, value) for name, value in lower if name not in HOP_BY_HOP | named]
+
+
+def forwarded(scope: Scope, has_body: bool) -> CIMultiDict[str]:
+    """Return the headers for a replica, which trusts this proxy, with the client's address last."""
+    headers = CIMultiDict((name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in passed(scope["headers"]))
+    headers["X-Forwarded-For"] = ", ".join([*headers.getall("X-Forwarded-For", ()), address_of(scope)])
+    headers.setdefault("X-Forwarded-Proto", scope["scheme"])
+    if not has_body:
+        headers.popall("Content-Length", None)
+    return headers
+
+
+class Proxy:
+    def __init__(self, urls: Sequence[str], bound: float = BOUND, api_keys: Sequence[str] = ()):
+        self.balancer = Balancer(urls, bound=bound)
+        self._api_keys = [key.encode() for key in api_keys]
+        self._budget = Budget(HELD_BYTES)
+        self._session: aiohttp.ClientSession
+        self._num_silent: dict[Backend, int] = defaultdict(int)  # polls without an answer, in a row
+        self._waits: dict[Backend, set[CancelScope]] = defaultdict(set)  # of the requests of a replica
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context that starts when the health of every replica has been requested."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS), auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS), cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+        )  # fmt: skip
+        async with self._session, create_task_group() as group:
+            await asyncio.gather(*map(self._poll, self.balancer.backends))
+            for backend in self.balancer.backends:
+                group.start_soon(self._watch, backend)
+            yield
+            group.cancel_scope.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request; if the client disconnects, the replica's request ends."""
+        if scope["path"] == "/health":
+            healthy = any(backend.healthy for backend in self.balancer.backends)
+            states = {"status": "ok" if healthy else "unavailable", "backends": [backend.state for backend in self.balancer.backends]}
+            return await JSONResponse(states, 200 if healthy else 503)(scope, receive, send)
+        body = Body(receive, self._budget)
+        try:
+            async with create_task_group() as group:
+                group.start_soon(body.when_gone, group.cancel_scope.cancel)
+                await self._handle(scope, body, send)
+                group.cancel_scope.cancel()
+        finally:
+            body.release()
+
+    async def _watch(self, backend: Backend) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            await self._poll(backend)
+
+    async def _poll(self, backend: Backend) -> None:
+        was_healthy = backend.healthy
+        try:
+            async with self._session.get(f"{backend.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_SECONDS)) as answer:
+                backend.healthy = answer.status == 200
+            self._num_silent[backend] = 0
+        except (aiohttp.ClientError, TimeoutError):
+            backend.healthy = False
+            self._num_silent[backend] += 1
+            for wait in list(self._waits[backend]) if self._num_silent[backend] >= MAX_SILENT_POLLS else ():
+                wait.cancel()
+        if backend.healthy != was_healthy:
+            logger.warning("%s is %s", backend.url, "healthy" if backend.healthy else "not healthy: it gets no requests")
+
+    async def _handle(self, scope: Scope, body: Body, send: Send) -> None:
+        """Forward a request. A body without an API key is not read: a replica rejects its head."""
+        received, error = dict(scope["headers"]), NONE_LEFT
+        has_body = not received.keys().isdisjoint((b"content-length", b"transfer-encoding"))
+        has_body &= not self._api_keys or is_authorised(scope, self._api_keys)
+        key = received.get(SESSION_HEADER) or (await body.find_image() if has_body else b"")
+        target = (scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")).decode("utf-8", "replace")
+        headers = forwarded(scope, has_body)
+        upstream: aiohttp.ClientResponse | None = None
+        for _ in self.balancer.backends:
+            if (backend := self.balancer.take(key)) is None:
+                break
+            try:
+                url, data = URL(backend.url + target, encoded=True), body.all() if has_body else None
+                with self._ended_with(backend):
+                    request = self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
+                    async with request as upstream:
+                        return await _answer(upstream, send)
+                error = DIED
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # nothing has been sent
+                backend.healthy = False
+                continue
+            except aiohttp.ClientError as problem:
+                logger.warning("%s: %s", backend.url, type(problem).__name__)
+                error = DIED
+            finally:
+                self.balancer.release(backend)
+            break
+        if upstream is None:
+            await error_response(error, scope)(scope, body.read, send)  # type: ignore[arg-type]
+        elif upstream.content_type == "text/event-stream":
+            await send({"type": "http.response.body", "body": b"data: " + error_body(error) + b"\n\n"})
+        else:
+            connection_of(scope).abort()  # a regular end would make the answer look complete
+
+    @contextlib.contextmanager
+    def _ended_with(self, backend: Backend) -> Iterator[None]:
+        with CancelScope() as wait:
+            self._waits[backend].add(wait)
+            try:
+                yield
+            finally:
+                self._waits[backend].discard(wait)
+
+
+async def _answer(upstream: aiohttp.ClientResponse, send: Send) -> None:
+    await send({"type": "http.response.start", "status": upstream.status, "headers": passed(upstream.raw_headers)})
+    async for chunk, _ in upstream.content.iter_chunks():  # the chunks of the replica
+        if chunk:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+async def serve(args: argparse.Namespace) -> None:
+    config = EngineConfig(**{name: getattr(args, name) for name in FLAGS})
+    proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound, read_api_keys(config))
+    server = make_server(proxy, connection_limit(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+    listener = socket.socket(fileno=args.fd) if args.fd else socket.create_server((config.host, config.port))
+    async with proxy.running():
+        listener.listen(BACKLOG)
+        print(f"routing on {url_of(listener, bool(config.ssl_certfile))} to {len(proxy.balancer.backends)} backends", flush=True)
+        await server.listen(listener)
+
+
+def backend_url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^/?#\s]+[^?#\s]*", text):
+        raise ValueError
+    return text.rstrip("/")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("server.proxy", description=__doc__)
+    parser.add_argument("--backends", type=backend_url, nargs="+", required=True, metavar="URL", help="servers")
+    parser.add_argument("--bound", type=float, default=BOUND, help="maximum load of a replica as a multiple of the mean")
+    parser.add_argument("--fd", type=int, help="an inherited socket to listen on")
+    add_flags(parser, FLAGS)
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    raise_file_limit()
+    uvloop.run(serve(args))
+
+
+if __name__ == "__main__":
+    main()
