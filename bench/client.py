@@ -45,7 +45,6 @@ class Answer:
 
     @property
     def ttft_sent(self) -> float:
-        """Return the time of the first non-empty text after serialisation."""
         return self.token_times[0] - self.sent
 
     @property
@@ -119,7 +118,7 @@ class Upload(aiohttp.Payload):
 
 
 class Uploads:
-    """Pool of unused buffers, at most as many as concurrent requests."""
+    """Pool of unused buffers."""
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []
@@ -132,7 +131,7 @@ class Uploads:
         return Upload(buffer)
 
     def give_back(self, upload: Upload) -> None:
-        """Take the buffer back, unless the server answered before reading everything: the transport may still use it then."""
+        """Take the buffer back, unless the transport may still use it: the server answered before reading everything."""
         if upload.written:
             self._free.append(upload.buffer)
 

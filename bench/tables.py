@@ -11,6 +11,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,9 @@ def value_of(found: Sequence[Run], name: str) -> float:
     return float(sum(results)) if "_per_" in name else statistics.median(float(result["p50"]) for result in results)
 
 
-def others(model: str) -> list[Run]:
-    """Return the figures of other engines, and of this one by an independent client."""
-    return list(content("references")["models"].get(model, []))
-
-
 def against(model: str, loads: Sequence[tuple[str, str, str]] = LOADS[:NUM_BOUNDED], shown: int = 2) -> str:
     """Return the table of a model on one H200 with bounds and the last `shown` references."""
-    theirs = others(model)[-shown:]
+    theirs = content("references")["models"][model][-shown:]
     origin, found = of_one_commit(f"h200/{model}") if (RESULTS / f"h200/{model}.json").exists() else ("", dict[str, list[Run]]())
     times = cells_of_probe(f"h200/{model}", found)
     rows = []
@@ -96,19 +92,11 @@ def against(model: str, loads: Sequence[tuple[str, str, str]] = LOADS[:NUM_BOUND
     return table(header, rows) + (f"\n\nThis engine: commit {origin}." if origin else "")
 
 
-def summary() -> str:
-    return against("8B")
-
-
-def loads() -> str:
-    return against("8B", sorted(LOADS, key=lambda load: ("image", "images4", "text", "one").index(load[1])))
-
-
 def mixtures() -> str:
     """Return the tables of mixtures with all references and their conditions."""
     tables = []
     for model in ("30B-A3B", "3.5-35B-A3B"):
-        found = others(model)
+        found = content("references")["models"][model]
         notes = "\n".join(f"* {other['name']}: {other['versions']}; ready after {other['start_s']} s." for other in found)
         tables.append(f"{model} in bfloat16:\n\n{against(model, shown=len(found))}\n\n{notes}")
     references = content("references")
@@ -168,7 +156,12 @@ def sizes() -> str:
     return table([*header, *rates, "commit"], [size_row(name) for name in served()])
 
 
-TABLES: dict[str, Callable[[], str]] = {each.__name__.replace("_", "-"): each for each in (summary, loads, mixtures, sizes)}
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": partial(against, "8B"),
+    "loads": partial(against, "8B", sorted(LOADS, key=lambda load: ("image", "images4", "text", "one").index(load[1]))),
+    "mixtures": mixtures,
+    "sizes": sizes,
+}
 
 
 def rendered(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:

@@ -3,7 +3,7 @@
     python -m bench video --url http://127.0.0.1:8000 --shape 8B --clip 374 --fps 1,2,4,8
     python -m bench video --url http://127.0.0.1:8000 --shape 8B --clip 374 --fps 2 --clients 32 --requests 128 --output-tokens 100
 
-Clips are made here: H.264 at 30 frames per second, 374 is 30 s of 374 x 374 (as in TensorRT-LLM's issue 15598), 720p is 10 s. First
+Clips are made here: H.264 at 30 frames per second, 374 is 30 s of 374 x 374, 720p is 10 s. First
 requests are reported with the compute bound and the decoding time (the server's `prepare` stage).
 """
 
