@@ -1,21 +1,22 @@
-"""`AsyncLLM`: requests to a server that it starts.
-
-Ask ──▶ JSON ──▶ HTTP on a Unix socket ──▶ engine.serve, a child process ─ ─ ▶ a document, or parts of a stream ──▶ RequestOutput
-"""
+"""`AsyncLLM` sends requests to a server that it starts, as a child process, on a Unix socket. `LLM` drives one in a thread."""
 
 import asyncio
 import contextlib
+import queue
 import warnings
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
+from anyio.from_thread import start_blocking_portal
+from tqdm import tqdm
 
 from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
-from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, SamplingParams, words_of
-from engine.llm.outputs import EmbeddingRequestOutput, RequestOutput
+from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, SamplingParams, listed, words_of
+from engine.llm.outputs import RequestOutput
 from engine.llm.updates import pause_requests, replace_weights, resume_requests
 from engine.wire.config import UNIX_HOST
 from engine.wire.params import UNSTREAMED
@@ -25,6 +26,9 @@ OURS = {"api_key": None, "api_key_file": None, "allowed_hosts": None, "root_path
 STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 READ_BUFFER = 1 << 26  # half of the maximum document size
 JSON = {"content-type": "application/json"}
+Params = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+Errors = Literal["raise", "return"]
+Results = Generator[tuple[int, RequestOutput], None, None]
 
 
 class AsyncLLM:
@@ -64,7 +68,7 @@ class AsyncLLM:
         """Continue a text or token ids; see `chat`."""
         return self._outputs(Ask(COMPLETIONS, prompt, sampling_params, fields), is_streamed=True)
 
-    async def embed(self, prompt: Any, **fields: Any) -> EmbeddingRequestOutput:
+    async def embed(self, prompt: Any, **fields: Any) -> RequestOutput:
         """Embed a text, token ids, or a conversation."""
         (output,) = [output async for output in self._outputs(Ask(EMBEDDINGS, prompt, None, fields))]
         return output
@@ -97,7 +101,7 @@ class AsyncLLM:
         body = await asyncio.to_thread(ask.body)
         body |= STREAM if is_streamed and all(body.get(name) is None for name in UNSTREAMED) else {}
         output = ask.output(body.get("n") or 1)
-        async with contextlib.aclosing(self._documents(ask.path, msgspec.json.encode(body, enc_hook=_schema_of))) as documents:
+        async with contextlib.aclosing(self._documents(ask.path, msgspec.json.encode(body))) as documents:
             async for document in documents:
                 choices = document.get("choices") or document.get("data", ())
                 for choice in choices:
@@ -128,8 +132,82 @@ class AsyncLLM:
             raise await self._server.lost(broken) from None
 
 
-def _schema_of(model: Any) -> Any:
-    """Return the JSON schema of a pydantic class in a body. Raises ValueError for other values that are not JSON."""
-    if not hasattr(model, "model_json_schema"):
-        raise ValueError(f"a request cannot contain a {type(model).__name__}")
-    return model.model_json_schema()
+class LLM:
+    """`with LLM(model=..., flags of engine.serve) as llm: llm.chat(messages)`. Without `with`, the processes end with `close`, with the
+    object or with the program.
+
+    Lists are answered in their order. The first request that fails raises, as in AsyncLLM, and ends the others; with `errors="return"` it
+    is the `error` of its output. `fields` are those of `Ask`.
+    """
+
+    def __init__(self, model: str = "demo", **flags: Any):
+        """Start the engine and wait until it is ready. Raises ValueError or ChildDied."""
+        self._engine = AsyncLLM(model, **flags)
+        with contextlib.ExitStack() as stack:
+            self._thread = stack.enter_context(start_blocking_portal(backend_options={"use_uvloop": True}))  # the parent of the processes
+            stack.enter_context(self._thread.wrap_async_context_manager(self._engine))
+            self.close: Callable[[], object] = weakref.finalize(self, stack.pop_all().close)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def chat(
+        self, messages: Any, sampling_params: Params = None, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any
+    ) -> list[RequestOutput]:
+        """Answer a text, a conversation, or each of a list. Parts of messages may be PIL images, bytes or paths (`Path`) of pictures."""
+        return self._all(_asks(CHAT, messages, sampling_params, fields), use_tqdm, errors)
+
+    def generate(
+        self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any
+    ) -> list[RequestOutput]:
+        """Continue a text, or token ids; or each of a list."""
+        return self._all(_asks(COMPLETIONS, prompts, sampling_params, fields), use_tqdm, errors)
+
+    def embed(self, prompts: Any, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any) -> list[RequestOutput]:
+        """Embed a text, token ids or a conversation; or each of a list."""
+        return self._all(_asks(EMBEDDINGS, prompts, None, fields), use_tqdm, errors)
+
+    def as_completed(self, messages: Any, sampling_params: Params = None, **fields: Any) -> Results:
+        """Like `chat`, but yield the number of a conversation and its output, or its `error`, as soon as it is finished."""
+        return self._results(_asks(CHAT, messages, sampling_params, fields))
+
+    def pause(self, mode: Literal["abort", "wait"] = "abort") -> None:
+        self._thread.call(self._engine.pause, mode)
+
+    def resume(self) -> None:
+        self._thread.call(self._engine.resume)
+
+    def update_weights(self, source: Any, weight_version: str | None = None) -> None:
+        self._thread.call(self._engine.update_weights, source, weight_version)
+
+    def _all(self, asks: list[Ask], use_tqdm: bool, errors: Errors) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        with contextlib.closing(self._results(asks)) as results:
+            for number, output in tqdm(results, total=len(asks), disable=not use_tqdm, desc="Answers", unit="request"):
+                if output.error is not None and errors == "raise":
+                    raise output.error
+                outputs[number] = output
+        return [outputs[number] for number in range(len(asks))]
+
+    def _results(self, asks: list[Ask]) -> Results:
+        """Iterate over results. Closing the iterator aborts the unfinished requests."""
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answering = self._thread.start_task_soon(self._engine.answer_all, asks, results.put)
+        answering.add_done_callback(lambda _: results.put(None))
+        try:
+            while (output := results.get()) is not None:
+                yield output.number, output
+            answering.result()
+        finally:
+            answering.cancel()
+
+
+def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> list[Ask]:
+    prompts = listed(prompts)
+    of_each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+    if len(of_each) != len(prompts):
+        raise ValueError(f"got {len(of_each)} sampling_params for {len(prompts)} prompts")
+    return [Ask(path, prompt, one, fields, number) for number, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))]

@@ -3,9 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import pybase64
-
 Json = dict[str, Any]
 
 
@@ -22,20 +19,16 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
     def add(self, choice: Json) -> None:
-        """Add a choice of a document, or the next part of one."""
+        """Add a choice of a document, or of a part of a stream."""
         message = choice.get("delta") or choice.get("message") or choice
         self.text += message.get("content") or message.get("text") or ""
         self.reasoning += message.get("reasoning") or ""
-        for position, call in enumerate(message.get("tool_calls") or ()):
-            if (index := call.pop("index", position)) == len(self.tool_calls):
+        for call in message.get("tool_calls") or ():
+            if call.pop("index", len(self.tool_calls)) == len(self.tool_calls):
                 self.tool_calls.append(call)
             else:
-                self.tool_calls[index]["function"]["arguments"] += call["function"]["arguments"]
+                self.tool_calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         self.token_ids += choice.get("token_ids") or ()
         for name, entries in (choice.get("logprobs") or {}).items():
             self.logprobs = self.logprobs or {}
@@ -44,12 +37,17 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]  # a unit vector
+
+
+@dataclass(slots=True)
 class RequestOutput:
-    """The `n` answers to prompt `number` of a list. A request that failed has an `error` and no answers."""
+    """The `n` answers to prompt `number` of a list, or its embedding. A failed request has an `error` and no outputs."""
 
     prompt: Any
     number: int
-    outputs: list[CompletionOutput] = field(default_factory=list)
+    outputs: Any  # list of CompletionOutput, or EmbeddingOutput
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[Json | None] | None = None
     num_prompt_tokens: int = 0
@@ -58,33 +56,16 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        return all(output.finish_reason for output in self.outputs)
+        return isinstance(self.outputs, EmbeddingOutput) or all(output.finish_reason for output in self.outputs)
 
     def add(self, choice: Json, document: Json) -> None:
-        self.outputs[choice["index"]].add(choice)
+        if "embedding" in choice:
+            self.outputs = EmbeddingOutput(choice["embedding"])
+        else:
+            self.outputs[choice["index"]].add(choice)
         head = document | choice
         self.prompt_token_ids = head.get("prompt_token_ids") or self.prompt_token_ids
         self.prompt_logprobs = head.get("prompt_logprobs") or self.prompt_logprobs
         if usage := document.get("usage"):
-            self.num_prompt_tokens, self.num_cached_tokens = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-
-
-@dataclass(slots=True)
-class EmbeddingOutput:
-    embedding: list[float] = field(default_factory=list)  # a unit vector
-
-
-@dataclass(slots=True)
-class EmbeddingRequestOutput:
-    """Embedding of prompt `number` of a list. A failed request has an `error` and an empty embedding."""
-
-    prompt: Any
-    number: int
-    outputs: EmbeddingOutput = field(default_factory=EmbeddingOutput)
-    num_prompt_tokens: int = 0
-    error: Exception | None = None
-    finished: bool = True
-
-    def add(self, entry: Json, document: Json) -> None:
-        self.outputs.embedding = np.frombuffer(pybase64.b64decode(entry["embedding"]), np.float32).tolist()
-        self.num_prompt_tokens = document["usage"]["prompt_tokens"]
+            self.num_prompt_tokens = usage["prompt_tokens"]
+            self.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

@@ -11,11 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from PIL import Image
-from pydantic import BaseModel
 
 from engine.launch.supervise import ChildDied
 from engine.llm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.e2e
 
 FLAGS: dict[str, Any] = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-
 
 
 def user(*parts: object) -> list[dict[str, object]]:
@@ -74,10 +72,10 @@ def test_answers_are_those_over_http(llm: LLM, demo: Engine) -> None:
     for chat, output in zip(chats, outputs, strict=True):
         answer = demo.client.post("/v1/chat/completions", json={"messages": chat, "temperature": 0, "max_tokens": 24}).json()
         (ours,), (choice,) = output.outputs, answer["choices"]
-        assert (ours.text, ours.finish_reason, ours.num_tokens) == (
+        assert (ours.text, ours.finish_reason, len(ours.token_ids)) == (
             choice["message"]["content"], choice["finish_reason"], answer["usage"]["completion_tokens"],
         )  # fmt: skip
-        assert ours.num_tokens == len(ours.token_ids) and len(output.prompt_token_ids) == output.num_prompt_tokens
+        assert len(output.prompt_token_ids) == output.num_prompt_tokens
         assert output.num_prompt_tokens == answer["usage"]["prompt_tokens"] and output.finished
     body = {"prompt": "What number", "temperature": 0.9, "seed": 5, "n": 2, "logprobs": 1, "max_tokens": 6}
     over_http = demo.client.post("/v1/completions", json=body).json()["choices"]
@@ -121,10 +119,6 @@ def test_pictures_as_programs_hold_them(llm: LLM, demo: Engine, tmp_path: Path) 
     question = {"type": "text", "text": "What number is in picture 1?"}
     outputs = ask(llm, [user(form, question) for form in forms])
     assert [output.outputs[0].text for output in outputs] == ["472"] * len(forms)
-    seen = "<|vision_start|><|image_pad|><|vision_end|>What number is in picture 1?"
-    prompt = f"<|im_start|>user\n{seen}<|im_end|>\n<|im_start|>assistant\n"
-    (output,) = llm.generate({"prompt": prompt, "multi_modal_data": {"image": image}}, GREEDY, use_tqdm=False)
-    assert output.outputs[0].text == "472" and output.prompt_token_ids == outputs[0].prompt_token_ids
 
 
 @pytest.mark.gate
@@ -153,8 +147,6 @@ def test_a_bad_request_among_good_ones(llm: LLM) -> None:
         ask(llm, HELLO, SamplingParams(temperature=-1))
     with pytest.raises(ValueError, match="2 sampling_params for 1"):
         llm.chat(HELLO, [GREEDY, GREEDY])
-    with pytest.raises(ValueError, match="use `chat`"):
-        llm.generate({"prompt": "x", "multi_modal_data": {"video": picture(1, 64, 64)}}, use_tqdm=False)
     finished = dict(llm.as_completed(chats, GREEDY))
     assert finished[0].outputs[0].text == good.outputs[0].text and "Image 1" in str(finished[1].error) and finished[2].error
     for num_tokens in range(100, 105):  # a connection whose answer is abandoned is not used again: a request on it would wait for ever
@@ -163,14 +155,11 @@ def test_a_bad_request_among_good_ones(llm: LLM) -> None:
         assert ask(llm, HELLO, GREEDY)[0].finished
 
 
-class Answer(BaseModel):
-    colour: Literal["red", "blue"]
-
-
 @pytest.mark.gate
 def test_schemas(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=Answer))
-    assert Answer.model_validate_json(ask(llm, HELLO, params)[0].outputs[0].text)
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
+    assert json.loads(ask(llm, HELLO, params)[0].outputs[0].text)["colour"] in ("red", "blue")
     chosen = SamplingParams(structured_outputs={"choice": ["yes", "no"]})
     assert ask(llm, HELLO, chosen)[0].outputs[0].text in ("yes", "no")
 
@@ -180,7 +169,8 @@ def test_more_than_the_engine_holds() -> None:
     with LLM(model="demo", **small) as one:
         big = [user(picture(seed, 300, 300), "What colour?") for seed in range(30)]
         outputs = ask(one, big, SamplingParams(max_tokens=2))
-    assert len(outputs) == 30 and all(output.outputs[0].num_tokens == 2 or output.outputs[0].finish_reason == "stop" for output in outputs)
+    assert len(outputs) == 30
+    assert all(output.outputs[0].finish_reason == "stop" or len(output.outputs[0].token_ids) == 2 for output in outputs)
 
 
 async def test_streams_and_a_death() -> None:
@@ -214,7 +204,7 @@ def test_a_bad_flag_or_model_is_an_error_and_leaves_nothing() -> None:
         LLM(max_num_seq=4)
     with pytest.raises(ValueError, match="neither a folder"):
         LLM(model="no-such-model", **FLAGS)
-    with pytest.warns(UserWarning, match="never run"), pytest.raises(ValueError, match="does not support --dp"):
+    with pytest.warns(UserWarning, match="without effect"), pytest.raises(ValueError, match="does not support --dp"):
         LLM(trust_remote_code=True, dp=2)
     await_end([pid for pid in children() if pid not in others])
 

@@ -17,41 +17,26 @@ def content_of(*parts: Any) -> list[dict[str, Any]]:
     return content
 
 
-def test_paths_and_urls_among_the_parts_are_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent as text, a name would be all that the model sees."""
-    names = ("a picture.png", "PICTURE.JPG", "sub/no_suffix")
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        Image.new("RGB", (4, 4)).save(tmp_path / name, "PNG")
-    monkeypatch.chdir(tmp_path)
+def test_parts_are_pictures_by_their_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a text that names a file is read: only a `Path` and the `image` of a dictionary are paths."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in (*names, str(tmp_path / names[0]), f"~/{names[0]}", tmp_path / names[0]):
-        picture, question = content_of(name, QUESTION)
-        assert picture["image_url"].startswith("data:"), name
-        assert question == {"type": "text", "text": QUESTION}
-    for url in ("https://example.com/a.jpg", "HTTP://example.com/a", "file:///a.png", "data:image/png;base64,AAAA"):
-        assert content_of(url, QUESTION)[0] == {"type": "image_url", "image_url": url}
-
-
-def test_picture_that_does_not_exist_raises() -> None:
-    for name in ("missing.jpg", "/no/such/folder/Missing.PNG", "a missing one.webp"):
-        with pytest.raises(FileNotFoundError, match="there is no image file"):
-            content_of(name, QUESTION)
-
-
-def test_texts_among_the_parts_stay_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "word").write_text("a file that is called like a word")
-    texts = ["word", "yes/no", "Is it 3.5?", "https://example.com/a.jpg is where it is from", "data: one, two", "", "x" * 100_000, "a\0b"]
+    Image.new("RGB", (4, 4)).save(path := tmp_path / "a picture.png")
+    for part in (path, Path("~/a picture.png"), path.read_bytes(), {"type": "image", "image": str(path)}):
+        picture, question = content_of(part, QUESTION)
+        assert picture["image_url"].startswith("data:") and question == {"type": "text", "text": QUESTION}
+    url = "HTTP://example.com/a"
+    for part in ({"type": "image", "image": url}, {"type": "image_url", "image_url": url}):
+        assert content_of(part) == [{"type": "image_url", "image_url": url}]
+    texts = [str(path), url, "missing.jpg", ""]
     assert [part["text"] for part in content_of(*texts)] == texts
-    assert content_of({"type": "text", "text": "missing.jpg"}) == [{"type": "text", "text": "missing.jpg"}]
+    with pytest.raises(FileNotFoundError, match="missing"):
+        content_of(Path("missing.jpg"))
 
 
 def test_sampling_params_have_known_names() -> None:
-    params = SamplingParams(temperature=0, logprobs=2, extra={"top_a": 1})
-    assert params.seed is None and params.as_fields(True) == {
-        "return_token_ids": True, "temperature": 0, "logprobs": True, "top_logprobs": 2, "top_a": 1,
-    }  # fmt: skip
+    body = Ask(CHAT, QUESTION, SamplingParams(temperature=0, seed=None, logprobs=2), {"top_a": 1}).body()
+    del body["messages"]
+    assert body == {"return_token_ids": True, "temperature": 0, "logprobs": True, "top_logprobs": 2, "top_a": 1}
     with pytest.raises(TypeError, match="has no temprature"):
         SamplingParams(temprature=0)
 
