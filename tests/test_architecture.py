@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "engine.llm": ("engine.wire", "engine.launch"),
     "server": ("engine.wire",),
     "server.api.http": ("engine.wire", "server"),
-    "server.api.schema": ("engine.wire", "engine.grammar", "server", "server.api.http"),
+    "server.api.schema": ("engine.wire", "server", "server.api.http"),
     "server.api.chat": ("engine.wire", "server", "server.api.http", "server.api.schema"),
     "server.api.dialects": ("engine.wire", "server", "server.api.http", "server.api.schema", "server.api.chat"),
     "server.api.page": ("server.api.chat",),

@@ -63,9 +63,6 @@ class GrammarCompiler:
             raise GrammarError(compiled.error)
         return compiled.data
 
-    async def close(self) -> None:
-        await self.pool.close()
-
     async def _compile(self, key: bytes, job: bytes) -> Compiled:
         try:
             compiled = msgspec.msgpack.decode(await self.pool.ask(job, WALL_S, self._seconds), type=Compiled)

@@ -6,6 +6,8 @@ import msgspec
 
 from engine.wire.media import Region
 
+OWNER = "x-owner"  # member of a json_schema format: beginning of errors about its schema; None if it need not be enforced
+
 
 class Grammar(msgspec.Struct, frozen=True):
     """Grammar of an answer. `text` of a "choice" is a JSON list of strings."""
@@ -22,11 +24,10 @@ class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadGrammar(msgspec.Struct, tag=True, frozen=True):
-    """Read this large grammar concurrently with the steps, which would wait for it. Answered by a GrammarLoaded."""
+    """Read this grammar concurrently with the steps, which would wait for it. Answered by a GrammarLoaded."""
 
     region: Region
-    ticket: int
 
 
 class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
-    ticket: int
+    offset: int  # of its region

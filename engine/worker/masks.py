@@ -1,8 +1,8 @@
 """Masks of the next tokens that the rows' grammars and allowed-token lists permit.
 
-The host receives a sampled token when its step is done. So rank 0 launches a step's forward pass, then waits for the tokens of the previous
-step, passes them to the matchers and fills the masks while the device is busy. A step without grammars waits for nothing. Matchers, which
-may take seconds for a token, run in a thread (xgrammar releases the interpreter lock). It is abandoned when its CPU time is used up.
+Rank 0 launches a step's forward pass, then waits for the previous step's tokens, passes them to the matchers and fills the masks while the
+device is busy. A step without grammars waits for nothing. A matcher may take seconds for a token, so masks are filled in a thread (xgrammar
+releases the interpreter lock) that is abandoned when a row's CPU time is used up.
 """
 
 import functools
@@ -42,7 +42,7 @@ BUSY = ErrorInfo(503, "Too many grammars that take too long are being evaluated.
 # CPU seconds; tens of microseconds per token are usual.
 TOKEN_S = 0.001  # average per token of a row
 CREDIT_S = 0.05  # that a row may use in advance
-STEP_S = 0.05  # for all rows of a step; afterwards each gets an equal share
+STEP_S = 0.05  # for all rows of a step; afterwards each gets MIN_SHARE_S
 MIN_SHARE_S = 0.002
 POLL_S = 0.002
 MAX_STUCK = 32  # abandoned threads that still run
@@ -68,8 +68,7 @@ class Session:
         return self.after is None and not self.is_over
 
     @property
-    def seconds(self) -> float:
-        """Return the usual time of this step's work."""
+    def usual_s(self) -> float:
         return TOKEN_S * (1 + len(self.waiting) + len(self.proposed))
 
     def take(self, token_id: int) -> None:
@@ -101,86 +100,65 @@ class Session:
 
     def charge(self, seconds: float) -> None:
         """Account for the step's work."""
-        self.credit = min(CREDIT_S, self.credit + self.seconds - seconds)
+        self.credit = min(CREDIT_S, self.credit + self.usual_s - seconds)
         self.waiting.clear()
         if self.credit < 0:
             self.error = TOO_SLOW
 
 
 class MaskThread(threading.Thread):
-    """Fills the masks of a step's sessions. `lock` guards the progress."""
+    """Fills the masks of a step's sessions in their order. `spent`: CPU seconds of the step before this thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, sessions: Sequence[Session], spent: float) -> None:
         super().__init__(name="masks", daemon=True)
-        self.lock, self.done = threading.Lock(), threading.Event()
-        self.is_abandoned = False
-        self.left: deque[Session] = deque()  # the first one is in work
-        self.spent = self.started = 0.0  # CPU time in this step; of this thread when the current session began
-        self._may_begin = threading.Semaphore(0)
-
-    def begin(self, sessions: Sequence[Session], spent: float) -> None:
-        self.left, self.spent, self.started = deque(sessions), spent, self.cpu_time()
-        self.done.clear()
-        self._may_begin.release()
+        self._lock = threading.Lock()  # guards the rest
+        self._left, self._spent, self._began, self._is_abandoned = deque(sessions), spent, 0.0, False
 
     def cpu_time(self) -> float:
         return time.clock_gettime(time.pthread_getcpuclockid(self.ident or 0))
 
-    def abandon_if_late(self, share: float) -> None:
-        """Abandon the thread if the current session has used its credit, or the step's time and its share."""
-        with self.lock:
-            late = self.cpu_time() - self.started
-            if self.left and late > self.left[0].seconds + min(self.left[0].credit, max(share, STEP_S - self.spent)):
-                self.is_abandoned = True
-
     def run(self) -> None:
-        while self._may_begin.acquire():
-            while self.left:
-                try:
-                    self.left[0].fill()
-                except RuntimeError:
-                    logger.exception("a grammar could not be evaluated")
-                    self.left[0].error = BROKEN
-                with self.lock:
-                    if self.is_abandoned:
-                        return
-                    now = self.cpu_time()
-                    self.left.popleft().charge(now - self.started)
-                    self.spent, self.started = self.spent + now - self.started, now
-            self.done.set()
-
-
-class MaskFiller:
-    """Fills masks within the time of a step, whatever the grammars are."""
-
-    def __init__(self) -> None:
-        self._thread: MaskThread | None = None
-        self._stuck: list[MaskThread] = []
-
-    def fill(self, sessions: Sequence[Session]) -> None:
-        """Fill the sessions' masks, or set their errors."""
-        share, spent = max(MIN_SHARE_S, STEP_S / max(1, len(sessions))), 0.0
-        while sessions:
-            if self._thread is None:
-                self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-                if len(self._stuck) >= MAX_STUCK:
-                    for session in sessions:
-                        session.error = BUSY
+        while self._left:
+            try:
+                self._left[0].fill()
+            except RuntimeError:
+                logger.exception("a grammar could not be evaluated")
+                self._left[0].error = BROKEN
+            with self._lock:
+                if self._is_abandoned:
                     return
-                self._thread = MaskThread()
-                self._thread.start()
-            thread, self._thread = self._thread, None
-            thread.begin(sessions, spent)
-            while not thread.is_abandoned and not thread.done.wait(POLL_S):
-                assert thread.is_alive(), "the thread of the masks has ended"
-                thread.abandon_if_late(share)
-            if not thread.is_abandoned:
-                self._thread = thread
-                return
+                now = self.cpu_time()
+                self._left.popleft().charge(now - self._began)
+                self._began = now
+
+    def rest(self) -> list[Session]:
+        """Wait until the masks are filled, or the first of the returned sessions takes too long. The thread then uses no other one."""
+        while True:
+            self.join(POLL_S)
+            with self._lock:
+                if not self._left:
+                    return []
+                session, share = self._left[0], max(MIN_SHARE_S, STEP_S - self._spent - self._began)
+                if self.cpu_time() - self._began > session.usual_s + min(session.credit, share):
+                    self._is_abandoned = True
+                    return list(self._left)
+
+
+def fill_masks(sessions: Sequence[Session], stuck: list[MaskThread]) -> None:
+    """Fill the sessions' masks, or set their errors. `stuck`: abandoned threads."""
+    stuck[:] = [thread for thread in stuck if thread.is_alive()]
+    spent = 0.0
+    while sessions:
+        if len(stuck) >= MAX_STUCK:
+            for session in sessions:
+                session.error = BUSY
+            return
+        thread = MaskThread(sessions, spent)
+        thread.start()
+        if sessions := thread.rest():
             os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, LOWEST_PRIORITY)
-            self._stuck.append(thread)
-            stuck, *sessions = thread.left
-            stuck.error, spent = TOO_SLOW, STEP_S
+            stuck.append(thread)
+            sessions.pop(0).error, spent = TOO_SLOW, STEP_S
 
 
 Pending = tuple[list[Session | None], HostSamples, torch.Tensor, Stopwatch]  # tokens of a step that matchers have not accepted yet
@@ -207,14 +185,14 @@ class TokenRules:
         self._limited: dict[int, tuple[Session | None, Int32s | None]] = {}  # rows: grammar, and mask of the allowed tokens
         self._pending: deque[Pending] = deque()
         self._staging = Staging(max_samples * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
-        self._filler = MaskFiller()
+        self._stuck: list[MaskThread] = []
         self._vocabulary: TokenizerInfo | None = None
         self._compiled_of = functools.lru_cache(NUM_CACHED)(self._read)  # many requests share few; any thread may call it
         self._loader = ThreadPoolExecutor(1, "grammars")
 
     def load(self) -> None:
         """Load the libraries and the vocabulary that the first grammar needs."""
-        from engine.grammar.vocabulary import read_vocabulary
+        from engine.grammar.compile import read_vocabulary
 
         self._vocabulary = self._vocabulary or read_vocabulary(self._folder)
 
@@ -232,19 +210,13 @@ class TokenRules:
 
     def handlers(self, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> dict[type, Callable[[Any], object]]:
         """Return the handlers of the processor's messages; see `Runner.handlers`."""
-        return {LoadGrammar: functools.partial(self.prefetch, arena=arena, processor=processor)}
 
-    def prefetch(self, message: LoadGrammar, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> None:
-        """Read a grammar that a plan may name later, in a thread that releases the interpreter lock and answers `processor`."""
-        data = _bytes_of(message.region, arena)
+        def load(message: LoadGrammar) -> None:
+            """Read the grammar in a thread: 64 ms for 40 fields, which steps would wait for."""
+            reading = self._loader.submit(self._compiled_of, _bytes_of(message.region, arena))
+            reading.add_done_callback(lambda _: processor.send(GrammarLoaded(message.region.offset)))
 
-        def load() -> None:
-            try:
-                self._compiled_of(data)
-            finally:
-                processor.send(GrammarLoaded(message.ticket))
-
-        self._loader.submit(load)
+        return {LoadGrammar: load}
 
     def masks(self, samples: HostSamples, proposing: Stopwatch) -> Mask | None:
         """Return the masks of permitted tokens; None if all are permitted. Waits for the previous tokens, and for proposed ones, which are
@@ -261,7 +233,7 @@ class TokenRules:
             if session is not None and session.error is None:
                 session.proposed, session.words = proposed, torch.full((1 + len(proposed), self._num_words), -1, dtype=torch.int32)
                 sessions.append(session)
-        self._filler.fill(sessions)
+        fill_masks(sessions, self._stuck)
         limited: list[int] = []
         words: list[Int32s] = []
         for first, session, allowed, proposed in found:

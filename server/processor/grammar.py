@@ -10,17 +10,15 @@ import json
 from typing import Any
 
 from engine.grammar.client import GrammarCompiler, GrammarError
-from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
+from engine.wire.grammar import OWNER, CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.guests import GuestKilled
 from engine.wire.ipc import Outbox
-from engine.wire.messages import Region
 from engine.wire.params import OutputOptions
 from server.errors import RequestError, overloaded
 from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.request import Request, tools_of
 
 Json = dict[str, Any]
-LARGE_BYTES = 1 << 16  # compiled grammars from this size on are sent in advance: rank 0 reads 20 MB/s
 XML_MARK = "<function="  # in a template: the coder models' notation of calls
 DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
 MAX_WHITESPACE = 1  # consecutive characters, as models write JSON
@@ -34,11 +32,10 @@ class AnswerGrammars:
     ) -> None:
         self.compiler = compiler
         self._worker, self._allocator, self._template, self._think_end = worker, allocator, template, think_end
-        self._awaited: dict[int, asyncio.Event] = {}  # by ticket
-        self._num_loads = 0
+        self._loading: dict[int, asyncio.Event] = {}  # by offset
 
     async def prepare(self, request: Request) -> None:
-        """Compile the answer's grammar, if any, and put it into the arena. RequestError 400 or 503."""
+        """Compile the answer's grammar, if any, and wait until rank 0 has read it from the arena. RequestError 400 or 503."""
         submit = request.submit
         grammar = answer_grammar(submit.grammar, tools_of(submit), submit.output, self._template)
         if grammar is None:
@@ -53,19 +50,13 @@ class AnswerGrammars:
 
         region = request.regions["grammar"] = self._allocator.allocate(len(data))
         region.append(data)
-        await self.load(wire(region))
-
-    async def load(self, region: Region) -> None:
-        """Wait until rank 0 has read a large grammar, or the first one, so that no step waits for reading."""
-        if self._num_loads and region.length < LARGE_BYTES:
-            return
-        self._num_loads += 1
-        loaded = self._awaited[self._num_loads] = asyncio.Event()
-        self._worker.send(LoadGrammar(region, self._num_loads))
+        loaded = self._loading[region.offset] = asyncio.Event()
+        self._worker.send(LoadGrammar(wire(region)))
         await loaded.wait()
 
-    def note_loaded(self, message: GrammarLoaded) -> None:
-        self._awaited.pop(message.ticket).set()
+    def loaded(self, message: GrammarLoaded) -> None:
+        if (loaded := self._loading.pop(message.offset, None)) is not None:  # None: two grammars, the first of which was freed
+            loaded.set()
 
     def of(self, request: Request) -> CompiledGrammar | None:
         """Return the answer's grammar, which applies after the reasoning, if any."""
@@ -105,7 +96,8 @@ def _grammar(content: Json) -> Grammar:
 
 def _tag(function: Json, is_xml: bool) -> Json:
     schema = function.get("parameters") or {"type": "object"}
-    content: Json = {"type": "json_schema", "json_schema": schema}
+    owner = f"the parameters of the strict function '{function['name']}': " if function.get("strict") else None
+    content: Json = {"type": "json_schema", "json_schema": schema, OWNER: owner}
     if is_xml:
         begin, end = f"<tool_call>\n<function={function['name']}>\n", "\n</function>\n</tool_call>"
         content["style"] = "qwen_xml"

@@ -20,7 +20,7 @@ import msgspec
 from engine.grammar.client import GrammarCompiler
 from engine.wire.arena import ArenaFull, ArenaTooSmall
 from engine.wire.config import EngineConfig, num_cpus
-from engine.wire.grammar import GrammarLoaded, LoadGrammar
+from engine.wire.grammar import LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
     TIMED_OUT,
@@ -79,7 +79,7 @@ class Intake:
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._think = ThinkTokens.of(self._prompts.tokenizer)
         compiler, template = GrammarCompiler(model_folder, self.config.grammar_timeout), self._prompts.template.source
-        self._grammars = AnswerGrammars(compiler, self.rank0, self.allocator, template, self._think.end)
+        self.grammars = AnswerGrammars(compiler, self.rank0, self.allocator, template, self._think.end)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # images of announced requests by the offset of their payload
 
@@ -90,10 +90,10 @@ class Intake:
 
     def start(self) -> None:
         """Start the grammar compiler; call before the first request."""
-        self.tasks.create_task(self._grammars.compiler.start())
+        self.tasks.create_task(self.grammars.compiler.start())
 
     async def close(self) -> None:
-        await self._grammars.compiler.close()
+        await self.grammars.compiler.pool.close()
         self._large_prompts.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, message: Payload) -> None:
@@ -102,9 +102,6 @@ class Intake:
         image = self.new_image(ref=MediaRef(message.payload))
         self._early.setdefault(message.rid, {})[message.payload.offset] = image
         image.start()
-
-    def note_loaded(self, message: GrammarLoaded) -> None:
-        self._grammars.note_loaded(message)
 
     def accept(self, submit: Submit) -> None:
         if len(self.requests) >= self.config.max_queued_requests:
@@ -188,7 +185,7 @@ class Intake:
             async with asyncio.TaskGroup() as group:
                 for i, medium in enumerate(media):
                     group.create_task(medium.load(i, allowance))
-                group.create_task(self._grammars.prepare(request))
+                group.create_task(self.grammars.prepare(request))
                 if encoded is None:
                     encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, request)
         except BaseExceptionGroup as failures:
@@ -226,7 +223,7 @@ class Intake:
             prompt=wire(request.regions["prompt"]),
             images=spans,
             params=msgspec.structs.replace(submit.params, **changes),
-            grammar=self._grammars.of(request),
+            grammar=self.grammars.of(request),
             prediction=wire(request.regions["prediction"]) if predicted else None,
         )
 
@@ -256,7 +253,7 @@ class Intake:
 
     def _max_tokens(self, request: Request) -> int:
         limit, most = request.submit.params.max_tokens, self.max_model_len - request.num_prompt_tokens
-        limit = self._grammars.default_limit(request) if limit is None else limit
+        limit = self.grammars.default_limit(request) if limit is None else limit
         return most if limit is None else max(1, min(limit, most))
 
     def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:

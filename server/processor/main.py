@@ -98,7 +98,7 @@ class Processor:
                             self._intake.max_model_len = message.stats.max_model_len
                             self._check()
                     case _:
-                        self._intake.note_loaded(message)
+                        self._intake.grammars.loaded(message)
         finally:
             await self._intake.close()
             for pool in self._pools:

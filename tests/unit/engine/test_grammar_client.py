@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine.grammar.client import Compiled, GrammarCompiler, GrammarError
-from engine.wire.grammar import Grammar
+from engine.wire.grammar import Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.guests import GuestDied, GuestKilled, GuestPool
 from server.errors import RequestError
 from server.processor.grammar import AnswerGrammars
@@ -68,15 +68,32 @@ async def test_verdicts_on_a_grammar_are_remembered() -> None:
                 await compiler.compile(GRAMMAR)
 
 
+def request_with_a_grammar() -> Any:
+    submit = SimpleNamespace(grammar=GRAMMAR, grammar_field="regex", prompt="", output=SimpleNamespace(calls="none"))
+    return SimpleNamespace(submit=submit, regions={})
+
+
 async def test_interrupted_compilation_answers_503() -> None:
-    grammars = compiler_of(TimeoutError())
-    submit = SimpleNamespace(
-        grammar=GRAMMAR, grammar_field="regex", client=b"", prompt="", tools=(), output=SimpleNamespace(calls="none"), params=None
-    )
     unused: Any = None
     with pytest.raises(RequestError) as error:
-        await AnswerGrammars(grammars, unused, unused, "", None).prepare(cast(Any, SimpleNamespace(submit=submit)))
+        await AnswerGrammars(compiler_of(TimeoutError()), unused, unused, "", None).prepare(request_with_a_grammar())
     assert error.value.info.status == 503 and error.value.info.retry_after and error.value.info.message.startswith("regex: ")
+
+
+async def test_a_request_waits_until_its_grammar_is_read() -> None:
+    """Red if a step has to read a grammar, or if an answer about a region that was freed ends the process."""
+    sent: list[LoadGrammar] = []
+    worker: Any = SimpleNamespace(send=sent.append)
+    allocator: Any = SimpleNamespace(allocate=lambda size: SimpleNamespace(offset=64, used=size, append=lambda data: None))
+    grammars = AnswerGrammars(compiler_of(DONE), worker, allocator, "", None)
+    task = asyncio.create_task(grammars.prepare(request_with_a_grammar()))
+    while not sent:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not task.done() and (sent[0].region.offset, sent[0].region.length) == (64, len(DONE.data))
+    for _ in range(2):
+        grammars.loaded(GrammarLoaded(64))
+    await asyncio.wait_for(task, HANG_GUARD_S)
 
 
 async def test_how_a_job_ended_is_known() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import xgrammar
 
-from engine.grammar.compile import compiled
-from engine.grammar.vocabulary import read_vocabulary
+from engine.grammar.compile import compiled, read_vocabulary
 from engine.wire.grammar import Grammar
 from engine.wire.params import OutputOptions
 from models.demo import CHECKPOINT

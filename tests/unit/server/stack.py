@@ -106,7 +106,7 @@ class FakeScheduler:
                 self.beat()
             load = self._worker.recv_ready()
             if isinstance(load, LoadGrammar):  # read at once, as rank 0 does
-                self._send(GrammarLoaded(load.ticket))
+                self._send(GrammarLoaded(load.region.offset))
             message = self._inbox.recv(timeout=HEARTBEAT_S)
             if isinstance(message, EngineRequest):
                 self.requests.append(message)

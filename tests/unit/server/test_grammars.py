@@ -1,6 +1,5 @@
 """Grammars through the processor, and what those of requests with tools accept."""
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -11,15 +10,12 @@ import pytest
 import xgrammar
 
 from engine.grammar.client import GrammarCompiler
-from engine.grammar.compile import compiled
-from engine.grammar.vocabulary import read_vocabulary
-from engine.wire.grammar import Grammar, GrammarLoaded, LoadGrammar
+from engine.grammar.compile import compiled, read_vocabulary
+from engine.wire.grammar import Grammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
-    PROCESSOR_ARENA,
     ChatPrompt,
     EngineRequest,
-    Region,
     RequestOutput,
     Stages,
     Submit,
@@ -28,11 +24,10 @@ from engine.wire.messages import (
 from engine.wire.params import OutputOptions, SamplingParams
 from server.api.schema.grammar import CUT_OFF
 from server.errors import RequestError
-from server.processor.grammar import LARGE_BYTES, AnswerGrammars, answer_grammar
+from server.processor.grammar import answer_grammar
 from server.processor.text.calls import CallSplitter
 from tests.eventually import eventually
 from tests.unit.server.conftest import StackOf
-from tests.unit.server.in_process import settle
 from tests.unit.server.stack import FakeScheduler, Stack
 from tests.unit.server.test_stack import chunks_of
 
@@ -94,28 +89,6 @@ def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: 
     end = read_vocabulary(thinking_folder).decoded_vocab.index(b"</think>")
     assert [grammar and grammar.after for grammar in grammars] == [end] * 3
     stack.recover()
-
-
-async def test_which_grammars_are_read_early() -> None:
-    """The first grammar and large ones are read early, because their step would have to read them."""
-    sent: list[LoadGrammar] = []
-
-    class Worker(Outbox[LoadGrammar]):
-        def __init__(self) -> None:
-            pass
-
-        def send(self, message: LoadGrammar) -> None:
-            sent.append(message)
-
-    unused: Any = None
-    grammars = AnswerGrammars(unused, Worker(), unused, "", None)
-    for num_bytes, num_sent in ((10, 1), (LARGE_BYTES - 1, 1), (LARGE_BYTES, 2)):  # the first one, a small one, a large one
-        num_before, task = len(sent), asyncio.create_task(grammars.load(Region(PROCESSOR_ARENA, 0, num_bytes)))
-        await settle()
-        assert len(sent) == num_sent and task.done() == (num_sent == num_before)
-        if not task.done():
-            grammars.note_loaded(GrammarLoaded(sent[-1].ticket))
-        await task
 
 
 @pytest.mark.faults

@@ -14,7 +14,7 @@ import torch
 import xgrammar
 
 from engine.grammar.compile import compiled as compile_grammar
-from engine.grammar.vocabulary import read_vocabulary
+from engine.grammar.compile import read_vocabulary
 from engine.scheduler.request import Request
 from engine.wire.grammar import Grammar
 from engine.wire.messages import MAX_PROPOSED

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from engine.grammar.compile import compiled as compile_grammar
 from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
 from engine.wire.messages import Admit, Region, SamplingParams
-from engine.worker.masks import BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskFiller, MaskThread, Session, TokenRules
+from engine.worker.masks import BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskThread, Session, TokenRules, fill_masks
 from engine.worker.sampling.samples import SampleTable
 from engine.worker.stopwatch import Stopwatch
 from models.checkpoint.load import init_dummy_weights
@@ -144,12 +144,13 @@ def test_time_of_masks_is_limited_per_step(clock: Counter[MaskThread]) -> None:
     def sessions(count: int) -> list[StuckSession]:
         return [StuckSession(None, None, []) for _ in range(count)]  # type: ignore[arg-type]
 
-    filler, found = MaskFiller(), sessions(16)
-    filler.fill(found)
+    stuck: list[MaskThread] = []
+    found = sessions(16)
+    fill_masks(found, stuck)
     assert [session.error for session in found] == [TOO_SLOW] * 16
     assert 1e3 * STEP_S <= sum(clock.values()) <= 1e3 * (2 * STEP_S + 16 * 2 * TOKEN_S)
     found = sessions(MAX_STUCK)
-    filler.fill(found)
+    fill_masks(found, stuck)
     assert [session.error for session in found] == [TOO_SLOW] * (MAX_STUCK - 16) + [BUSY] * 16
 
 
@@ -217,13 +218,13 @@ def test_wrong_grammars_are_refused() -> None:
         assert reason and len(reason) <= 200 and "/" not in reason and ".cc" not in reason and ".h" not in reason, (kind, reason)
 
 
-def test_what_is_read_ahead_is_not_read_again(compiled: dict[str, bytes]) -> None:
+def test_admission_finds_a_grammar_that_was_read(compiled: dict[str, bytes]) -> None:
     rules, done = TokenRules(CHECKPOINT, 4, 768, torch.device("cpu")), threading.Semaphore(0)
     processor: Any = SimpleNamespace(send=lambda message: done.release())
     for data in (b"damaged", compiled["schema"]):
         arena: Any = SimpleNamespace(view=lambda offset, length, data=data: data)
         region = Region(0, 0, len(data))
-        rules.prefetch(LoadGrammar(region, 1), arena, processor)
+        rules.handlers(arena, processor)[LoadGrammar](LoadGrammar(region))
         assert done.acquire(timeout=60)
     before = rules._compiled_of.cache_info()
     rules.admit(Admit(0, region, [], [], [], SamplingParams(), CompiledGrammar(region)), arena)
