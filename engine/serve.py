@@ -200,7 +200,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
         model_folder=str(resolved.folder),
         model_names=names,
         max_model_len=config.max_model_len or limit,
-        gpu_decodes_jpegs=gpu_decodes_jpegs(choice, config.jpeg_decoder),
+        gpu_decodes_jpegs=gpu_decodes_jpegs(choice),
         adapters=adapters,
     )
 

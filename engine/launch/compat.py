@@ -25,7 +25,6 @@ TRANSLATED = """
 --disable-uvicorn-access-log access_log=off
 --lora-paths lora_modules
 --max-loras-per-batch max_loras
---max-loaded-loras max_cpu_loras
 """
 # `=` marks flags that take a value.
 NO_EFFECT = """
@@ -34,12 +33,12 @@ NO_EFFECT = """
 --enable-auto-tool-choice --enable-cache-report --enable-chunked-prefill --enable-log-requests --enable-lora --enable-metrics
 --enable-mixed-chunk --enable-multimodal --enable-prompt-tokens-details --fully-sharded-loras --grammar-backend=
 --guided-decoding-backend= --is-embedding --keep-mm-feature-on-device --language-model-only --log-level-http= --log-requests --lora-dtype=
---mamba-cache-mode= --mamba-full-memory-ratio= --mamba-scheduler-strategy= --max-logprobs= --max-prefill-tokens= --mm-attention-backend=
---mm-enable-dp-encoder --mm-encoder-tp-mode= --mm-max-concurrent-calls= --mm-processor-cache-gb= --mm-processor-cache-type= --model-impl=
---moe-runner-backend= --page-size= --reasoning-parser= --runner= --sampling-backend= --schedule-conservativeness= --schedule-policy=
---scheduling-policy= --skip-mm-profiling --skip-server-warmup --speculative-eagle-topk= --speculative-num-draft-tokens=
---speculative-num-steps= --stream-interval= --structured-outputs-config= --swap-space= --task= --tool-call-parser= --trust-remote-code
---uvicorn-log-level=
+--mamba-cache-mode= --mamba-full-memory-ratio= --mamba-scheduler-strategy= --max-cpu-loras= --max-loaded-loras= --max-logprobs=
+--max-prefill-tokens= --mm-attention-backend= --mm-enable-dp-encoder --mm-encoder-tp-mode= --mm-max-concurrent-calls=
+--mm-processor-cache-gb= --mm-processor-cache-type= --model-impl= --moe-runner-backend= --page-size= --reasoning-parser= --runner=
+--sampling-backend= --schedule-conservativeness= --schedule-policy= --scheduling-policy= --skip-mm-profiling --skip-server-warmup
+--speculative-eagle-topk= --speculative-num-draft-tokens= --speculative-num-steps= --stream-interval= --structured-outputs-config=
+--swap-space= --task= --tool-call-parser= --trust-remote-code --uvicorn-log-level=
 """
 # Names, with the values that are accepted without effect; then the nearest equivalent.
 REFUSED = """
@@ -54,7 +53,7 @@ REFUSED = """
 --enable-dp-attention | --dp
 --speculative-draft-model-path | --draft lookup or mtp
 --no-enable-chunked-prefill | --max-num-batched-tokens
---max-total-tokens | --kv-cache-memory-bytes
+--max-total-tokens --num-gpu-blocks-override | --kv-cache-memory-bytes
 --tokenizer --tokenizer-path | put all files into the folder of --model
 --revision | pass the folder of `hf download MODEL --revision NAME`
 --download-dir | set HF_HOME

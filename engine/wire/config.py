@@ -52,6 +52,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     media_pool_size: ClassVar[int] = max(2, min(16, num_cpus()))  # threads that fetch, decode base64 and hash
     processing_pool_size: ClassVar[int] = max(1, min(16, num_cpus()))  # processes for non-baseline images; threads for JPEGs on CPUs
     video_pool_size: ClassVar[int] = max(1, min(4, num_cpus() // 4))  # processes that decode videos, at the lowest priority
+    decode_timeout: ClassVar[int] = 30  # seconds that decoding an image other than a baseline JPEG may take
+    video_timeout: ClassVar[int] = 60  # seconds that a video may take to decode
+    max_video_memory: ClassVar[int] = 2 * GIB  # of each process that decodes videos
+    max_video_frame_pixels: ClassVar[int] = 1 << 26  # of a frame before resizing
     max_video_file_frames: ClassVar[int] = 500_000
     max_request_downloads: ClassVar[int] = 8  # media items that one request fetches at once; all requests together fetch 64
     download_connect_timeout: ClassVar[int] = 5  # seconds to resolve a name, to connect, and to wait for the next bytes
@@ -131,7 +135,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_loras: Annotated[int, "maximum number of adapters in GPU memory; requests for further ones wait"] = 4
     max_lora_rank: Annotated[int, "maximum rank of an adapter"] = 64
-    max_cpu_loras: Annotated[int | None, "maximum number of adapters in host memory; others are read again; default: --max-loras"] = None
     lora_root: Annotated[
         str | None,
         "serve /v1/load_lora_adapter and /v1/unload_lora_adapter for adapters below this folder; needs a key; default: none",
@@ -141,10 +144,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
     gpu_memory: Annotated[int | None, "memory per GPU to plan with; default: the GPU's own, with --plan that of common cards"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: the rest of the GPU's share, 512M on CPUs"] = None
-    num_gpu_blocks_override: Annotated[int | None, "number of KV blocks, even if more or fewer fit (tests)"] = None
     plan: Annotated[bool, "print what fits on GPUs (context, images, step sizes) and exit; needs no GPU"] = False
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
-    jpeg_decoder: Annotated[Literal["auto", "nvimgcodec", "cpu"], "decoder of baseline JPEGs in the worker"] = "auto"
 
     api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: 1/16 of the host's, at most 1G, on CPUs 64M"] = None
     processor_arena_bytes: Annotated[int | None, "the same for media and token ids; default: 1/8, at most 2G, on CPUs 192M"] = None
@@ -157,12 +158,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_image_pixels: Annotated[int, "maximum pixels of an image before resizing"] = 179_000_000
     max_request_pixels: Annotated[int, "maximum pixels of all images of a request before resizing"] = 1 << 30
     max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
-    decode_timeout: Annotated[int, "seconds that decoding an image other than a baseline JPEG may take"] = 30
     max_video_bytes: Annotated[int, "maximum size of a video file"] = 256 * MIB
     max_video_frames: Annotated[int, "maximum number of frames sampled from a video"] = 2048
-    max_video_frame_pixels: Annotated[int, "maximum pixels of a video frame before resizing"] = 1 << 26
-    max_video_memory: Annotated[int, "memory of each process that decodes videos"] = 2 * GIB
-    video_timeout: Annotated[int, "seconds that a video may take to decode"] = 60
     max_download_bytes: Annotated[int, "maximum size of a fetched media item"] = 64 * MIB
     download_timeout: Annotated[int, "seconds for one item in total, redirects included"] = 30
     allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None

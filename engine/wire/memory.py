@@ -214,7 +214,7 @@ def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Pl
     decoder = DECODER_BYTES_PER_PIXEL * config.max_image_pixels if needs.tower else 0  # from the memory that is not planned, if it suffices
     left = min(int(free * config.gpu_memory_utilization), free - decoder) - sum(needs)
     block_bytes = spec.block_bytes(config.block_size)
-    fixed = fixed_kv_bytes(config, block_bytes)
+    fixed = config.kv_cache_memory_bytes
     share = left // IMAGE_CACHE_SHARE if needs.tower else 0
     rest = share if fixed is None or not needs.tower else max(left - fixed, min(share, LARGEST_IMAGE_BYTES))
     image_cache = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, rest))
@@ -222,15 +222,11 @@ def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Pl
     return Plan(needs, image_cache, kv_pool, block_bytes, left - image_cache - kv_pool)
 
 
-def fixed_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
-    return config.kv_cache_memory_bytes if config.num_gpu_blocks_override is None else config.num_gpu_blocks_override * block_bytes
-
-
 def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
     """Plan a worker's memory: `needs` of a GPU with `free` bytes free, of which --gpu-memory may be used; None on a CPU. ValueError if
     no block fits."""
     block_bytes = spec.block_bytes(config.block_size)
-    fixed = fixed_kv_bytes(config, block_bytes)
+    fixed = config.kv_cache_memory_bytes
     if needs is None:
         image_cache, needs, free = config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES, Needs(), sys.maxsize
         plan = Plan(needs, image_cache, fixed or CPU_KV_BYTES, block_bytes, 0)
@@ -241,7 +237,7 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
     if 0 < plan.kv_pool < block_bytes and (fixed or free == sys.maxsize):
         raise ValueError(f"a KV pool of {plan.kv_pool:,} bytes holds no block of {block_bytes:,}: raise --kv-cache-memory-bytes")
     if plan.num_blocks < 1 or plan.image_cache + plan.kv_pool > free - sum(needs):  # may exceed --gpu-memory-utilization only
-        first = "lower --kv-cache-memory-bytes or --num-gpu-blocks-override" if fixed else "raise --gpu-memory-utilization"
+        first = "lower --kv-cache-memory-bytes" if fixed else "raise --gpu-memory-utilization"
         others = "--image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
         raise ValueError(f"there is no memory for the KV pool: {first}, or lower {others}")
     return plan
@@ -268,7 +264,7 @@ def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int, backend: str)
     """Make steps smaller if the KV pool does not fit. Non-default values are kept."""
     free = [name for name in SMALLEST if getattr(config, name) == getattr(EngineConfig(), name)]
     snapshots = ENOUGH_SNAPSHOTS * model.text.cache_spec(config.tp, VALUE_BYTES).snapshot_blocks(config.block_size)
-    enough = 0 if fixed_kv_bytes(config, 1) is not None else snapshots + ENOUGH_TOKENS // config.block_size
+    enough = 0 if config.kv_cache_memory_bytes is not None else snapshots + ENOUGH_TOKENS // config.block_size
     while (plan := make_plan(config, model, gpu_memory, backend)).spare < 0 or plan.num_blocks < enough:
         name = max(free, key=lambda name: getattr(config, name) / SMALLEST[name], default=None)
         if name is None or getattr(config, name) <= SMALLEST[name]:

@@ -152,7 +152,7 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
         sampler.warm_up()
         if device.type == "cuda" and rank == 0:
             sampler.rules.load()  # takes seconds that would delay streams later
-        decoder = backend.jpeg_decoder(config.processing_pool_size, config.jpeg_decoder)
+        decoder = backend.jpeg_decoder(config.processing_pool_size)
         warm_up(decoder)
     return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream, make_adapters(child, model, backend, tower_stream))
 
@@ -162,7 +162,7 @@ def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: 
     config = child.config
     if not config.num_adapter_slots:
         return FixedWeights()
-    num_slots, num_kept = config.num_adapter_slots, config.max_cpu_loras or config.num_adapter_slots
+    num_slots, num_kept = config.num_adapter_slots, max(config.num_adapter_slots, len(child.runtime.adapters))
     report = Outbox[AdapterRead](child.run_dir, "scheduler").send
     adapters = WorkerAdapters(model, backend, num_slots, num_kept, config.max_lora_rank, stream, report)
     adapters.keep(child.runtime.adapters[:num_kept])

@@ -56,5 +56,5 @@ class Backend(Protocol):
     def exchange(self, group: dist.ProcessGroup) -> Exchange | None:
         """Return an exchange for GPUs that map each other's memory, or None without kernels. Collective."""
 
-    def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
-        """Return the decoder `name` of `--jpeg-decoder`."""
+    def jpeg_decoder(self, num_threads: int) -> JpegDecoder:
+        """Return nvImageCodec on a GPU, if it is installed, else Pillow in so many threads."""

@@ -107,9 +107,9 @@ def has_jpeg_decoder() -> bool:
     return find_spec("nvidia") is not None and find_spec("nvidia.nvimgcodec") is not None
 
 
-def gpu_decodes_jpegs(choice: Choice, jpeg_decoder: str) -> bool:
+def gpu_decodes_jpegs(choice: Choice) -> bool:
     """Return whether the workers' GPUs decode baseline JPEGs instead of their hosts."""
-    return choice.device == "cuda" and choice.backend != "torch" and jpeg_decoder != "cpu" and has_jpeg_decoder()
+    return choice.device == "cuda" and choice.backend != "torch" and has_jpeg_decoder()
 
 
 def _problem_of_gpus(gpus: list[Gpu], tp: int) -> str | None:

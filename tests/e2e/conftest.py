@@ -11,7 +11,7 @@ from tests.e2e.serving import Engine, serve
 from tests.shared import shared
 
 TIGHT = [
-    *("--num-gpu-blocks-override", "40", "--image-cache-bytes", "400K"),
+    *("--kv-cache-memory-bytes", str(40 * 131_072), "--image-cache-bytes", "400K"),  # 40 blocks
     *("--max-num-batched-tokens", "256", "--max-num-mixed-tokens", "128"),
 ]
 

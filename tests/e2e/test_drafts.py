@@ -29,13 +29,14 @@ CASES: dict[str, tuple[object, dict[str, Any]]] = {
     "n": (SKY, {**ANY, "n": 3, "logprobs": True}),
     "image": ([image_part(picture(1, 96, 128)), text_part("Describe the picture.")], {**ANY, "temperature": 0.5}),
 }
-TIGHT = ["--num-gpu-blocks-override", "40", "--max-num-batched-tokens", "256"]
+BLOCK_BYTES = 163_840  # of all ranks
 
 
 @pytest.fixture(params=[pytest.param("1", marks=pytest.mark.gate), "2"])
 def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """An engine with drafts and few KV blocks, on one rank or two. `suffix` is another name of `lookup`."""
-    with serve(CHECKPOINT, *TIGHT, "--draft", "suffix", "--tp", request.param) as running:
+    tight = ["--kv-cache-memory-bytes", str(40 * BLOCK_BYTES // int(request.param)), "--max-num-batched-tokens", "256"]
+    with serve(CHECKPOINT, *tight, "--draft", "suffix", "--tp", request.param) as running:
         yield running
 
 

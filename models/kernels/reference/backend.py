@@ -57,7 +57,5 @@ class TorchBackend:
     def exchange(self, group: dist.ProcessGroup) -> None:
         return None
 
-    def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
-        if name == "nvimgcodec":
-            raise ValueError("--jpeg-decoder nvimgcodec needs --backend hopper or portable")
+    def jpeg_decoder(self, num_threads: int) -> JpegDecoder:
         return PillowDecoder(num_threads, self.device)

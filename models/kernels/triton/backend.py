@@ -6,14 +6,16 @@ import torch
 import torch.distributed as dist
 
 from models.config.formats import Format, entry_of
+from models.kernels.choose import has_jpeg_decoder
 from models.kernels.heads import Heads
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.ops import KVPool, Ops
 from models.kernels.paged import AttentionBackend, MakeFixed
+from models.kernels.reference.jpeg import PillowDecoder
 from models.kernels.sampling import SamplingOps
 from models.kernels.transfers import Transfers
 from models.kernels.triton.exchange import TritonExchange
-from models.kernels.triton.jpeg import pick_jpeg_decoder
+from models.kernels.triton.jpeg import NvImageCodecDecoder
 from models.kernels.triton.ops import TritonOps
 from models.kernels.triton.paged_attention import eager_attention, fixed_attention_factory
 from models.kernels.triton.sampling import TritonSampling
@@ -62,5 +64,5 @@ class PortableBackend:
     def exchange(self, group: dist.ProcessGroup) -> TritonExchange:
         return TritonExchange.over(group, self.device)
 
-    def jpeg_decoder(self, num_threads: int, name: str) -> JpegDecoder:
-        return pick_jpeg_decoder(name, num_threads, self.device)
+    def jpeg_decoder(self, num_threads: int) -> JpegDecoder:
+        return (NvImageCodecDecoder if has_jpeg_decoder() else PillowDecoder)(num_threads, self.device)

@@ -5,10 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from models.kernels.choose import has_jpeg_decoder
-from models.kernels.jpeg import JpegDecoder
-from models.kernels.reference.jpeg import PillowDecoder
-
 
 class NvImageCodecDecoder:
     """See `JpegDecoder`. Works on the caller's current stream."""
@@ -39,11 +35,3 @@ class NvImageCodecDecoder:
         streams = [self._make_stream(np.frombuffer(payload, dtype=np.uint8)) for payload in payloads]
         images = self._decoder.decode(streams, params=self._params, cuda_stream=stream)
         return [None if image is None else torch.from_dlpack(image.to_dlpack(stream)) for image in images]
-
-
-def pick_jpeg_decoder(name: str, num_threads: int, device: torch.device) -> JpegDecoder:
-    """Return the decoder of `--jpeg-decoder`. ValueError for nvImageCodec if it is missing."""
-    is_installed = has_jpeg_decoder()
-    if name == "nvimgcodec" and not is_installed:
-        raise ValueError('--jpeg-decoder nvimgcodec needs its package: pip install -e ".[cuda]"')
-    return PillowDecoder(num_threads, device) if name == "cpu" or not is_installed else NvImageCodecDecoder(num_threads, device)

@@ -23,7 +23,7 @@ def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> Clip | list[
     try:
         return _read(arena, limits, job) if job.wanted else look(arena.view(*job.encoded), limits)
     except MemoryError:
-        raise invalid_video(f"decoding it needs more than {limits.memory >> 20} MiB (--max-video-memory)") from None
+        raise invalid_video(f"decoding it needs more than {limits.memory >> 20} MiB") from None
 
 
 def _read(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> list[bytes]:

@@ -147,7 +147,7 @@ def test_small_cards_serve_with_smaller_steps() -> None:
 def test_what_was_asked_for_is_kept() -> None:
     model = config_of("8B")
     plan_of, fitted = (functools.partial(function, model=model, backend="portable") for function in (make_plan, fit))
-    few_blocks = EngineConfig(num_gpu_blocks_override=512)
+    few_blocks = EngineConfig(kv_cache_memory_bytes=512 * model.text.cache_spec(1, 2).block_bytes(16))
     for config in (EngineConfig(), EngineConfig(kv_cache_memory_bytes=GIB), few_blocks):  # fewer tokens than usual, but they fit
         assert fitted(config, gpu_memory=80 * GIB) == config
     assert plan_of(few_blocks, gpu_memory=80 * GIB).num_blocks == 512

@@ -53,8 +53,8 @@ BAD: dict[str, tuple[Callable[[], bytes], int, str]] = {
 @pytest.fixture
 async def strict(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loading]:
     monkeypatch.setattr(EngineConfig, "max_video_file_frames", 10_000)
-    limits = {"max_video_frame_pixels": 1 << 22, "max_num_encoder_tokens": 400, "video_timeout": 120}
-    made = Loading(checkpoint, **limits)
+    monkeypatch.setattr(EngineConfig, "max_video_frame_pixels", 1 << 22)
+    made = Loading(checkpoint, max_num_encoder_tokens=400)
     yield made
     await made.close()
 
@@ -79,7 +79,7 @@ async def test_bad_files_are_refused_with_the_reason(strict: Loading) -> None:
     assert (await strict.load_video(base64.b64encode(CLIP))).hashes
 
 
-async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
+async def test_what_a_server_does_not_take(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if frames are decoded before they are counted, or if a file takes more memory than there may be."""
     few = Loading(checkpoint, max_video_frames=3)
     with pytest.raises(RequestError, match=r"4 of its frames would be sampled, the limit is 3"):
@@ -92,7 +92,9 @@ async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
     still = Loading(dataclasses.replace(checkpoint, model=dataclasses.replace(checkpoint.model, placeholder_ids={"image": 1})))
     error = await refusal(still, CLIP)
     assert (error.info.status, "does not support videos" in error.info.message) == (400, True)
-    small = Loading(checkpoint, max_video_memory=192 << 20, max_video_frame_pixels=1 << 27)
+    monkeypatch.setattr(EngineConfig, "max_video_memory", 192 << 20)
+    monkeypatch.setattr(EngineConfig, "max_video_frame_pixels", 1 << 27)
+    small = Loading(checkpoint)
     error = await refusal(small, long_gif(3, 8000, 8000), samples=False)
     assert (error.info.status, "more than 192 MiB" in error.info.message) == (422, True), error.info
     assert (await small.load_video(base64.b64encode(CLIP))).hashes
@@ -102,7 +104,7 @@ async def test_what_a_server_does_not_take(checkpoint: Checkpoint) -> None:
 
 def test_ten_clients_at_once(stack_of: StackOf, model_folder: Path) -> None:
     """Red if text waits for decoders, answers are swapped, or clips do not wait for each other's memory."""
-    small = stack_of(model_folder, max_video_bytes=1 << 20, video_timeout=120)
+    small = stack_of(model_folder, max_video_bytes=1 << 20)
     assert small.chat([video(CLIP)]).status_code == 200
     pool = small.local.processor._pools[2]._pool
     started = [guest.process.pid for guest in pool.guests if guest.process is not None]

@@ -72,7 +72,8 @@ async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, mo
 
 async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
     """Fails if a decoder that hangs, crashes, ends while idle, or works for a client that left, harms another image."""
-    made = Loading(checkpoint, decode_timeout=HANG_GUARD_S)
+    made = Loading(checkpoint)
+    made.decoders._timeout = int(HANG_GUARD_S)
     decoders, pool = made.decoders, made.decoders._pool
     heights = itertools.count(700)  # known images are not decoded again
 

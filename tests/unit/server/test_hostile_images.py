@@ -165,7 +165,8 @@ async def test_what_is_dear_to_read_costs_no_other(
     """Fails if such a file is opened in the processor, delays a good picture, or fills the log."""
     make, expected = HOSTILE[name]
     data, statuses = make(), []
-    loading = Loading(checkpoint, decode_timeout=HANG_GUARD_S)
+    loading = Loading(checkpoint)
+    loading.decoders._timeout = int(HANG_GUARD_S)
     pool = loading.decoders._pool
     monkeypatch.setattr(Image, "open", None)  # decoders are other processes
     processes = [(await guest.start()).pid for guest in pool.guests]
