@@ -8,7 +8,7 @@ An adapter gets a slot when all ranks have read it to host memory. One adapter i
 """
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -104,12 +104,6 @@ class AdapterDirectory:
 
     def error_of(self, wire: EngineRequest) -> ErrorInfo | None:
         return UNREADABLE if number_of(wire.adapter) in self._failed else None
-
-    def check(self, holders: Sequence[Request]) -> None:
-        users = Counter(request.wire.adapter.number for request in holders if request.wire.adapter is not None)
-        assert {number: held.num_users for number, held in self._held.items() if held.num_users} == users, "wrong user counts"
-        slots = [held.slot for held in self._held.values()]
-        assert len(set(slots)) == len(slots) <= self._num_slots
 
     def _is_read(self, adapter: AdapterRef) -> bool:
         """Return whether all ranks have read the adapter. If not, it is read next, unless another one is read or claimed."""

@@ -20,7 +20,6 @@ import numpy as np
 from engine.wire.messages import ImageSpan
 
 DIGEST_SIZE = 16
-CHECKED_AT_ONCE = 4096  # blocks per millisecond of checking
 
 
 class FreeList:
@@ -61,7 +60,7 @@ class FreeList:
 class BlockPool:
     """Ref-counted KV blocks with a hash directory. The contents are in the workers.
 
-    Invariant (`checks`): a block is in the free list exactly if its count is 0, and hash <-> block is one to one.
+    Invariant: a block is in the free list exactly if its count is 0, and hash <-> block is one to one.
     """
 
     def __init__(self, num_blocks: int, block_size: int, snapshot_share: float = 1.0):
@@ -151,28 +150,6 @@ class BlockPool:
     def forget_all(self) -> None:
         for block in [*self._cached.values(), *self._snapshot_names]:
             self._forget(block)
-
-    def checks(self) -> Iterator[None]:
-        """Assert the invariant, CHECKED_AT_ONCE blocks at a time."""
-        num_named = 0
-        for start in range(0, self.num_blocks, CHECKED_AT_ONCE):
-            for block in range(start, min(start + CHECKED_AT_ONCE, self.num_blocks)):
-                digest, ref = self._hashes[block], self._refs[block]
-                assert ref >= 0 and (ref == 0) == (block in self._free)
-                assert digest is None or self._cached[digest] == block
-                num_named += digest is not None
-            yield
-        assert num_named == len(self._cached)
-        assert self._snapshot_names == {block: name for name, blocks in self._snapshots.items() for block in blocks}
-        assert all(self._refs[block] == 0 and self._hashes[block] is None for block in self._snapshot_names), "a snapshot's block is used"
-
-    def check_refs(self, held: Iterable[Sequence[int]]) -> None:
-        """Assert that the counts match these block tables."""
-        counts = [0] * self.num_blocks
-        for table in held:
-            for block in table:
-                counts[block] += 1
-        assert counts == self._refs, "reference counts do not match the block tables"
 
     def _forget(self, block: int) -> None:
         digest = self._hashes[block]

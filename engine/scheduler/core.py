@@ -7,7 +7,7 @@ has landed.
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import msgspec
@@ -19,7 +19,7 @@ from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request, Status, snapshot_points
-from engine.scheduler.state import State, is_idle, waiting_requests
+from engine.scheduler.state import State, is_idle
 from engine.wire.adapters import AdapterRead
 from engine.wire.details import TokenDetails
 from engine.wire.messages import (
@@ -138,6 +138,9 @@ class SchedulerCore:
         if images:
             self.state.images.forget_unpinned()
 
+    def note_progress(self) -> None:
+        self._last_progress = time.monotonic()
+
     def next_step(self) -> PlannedStep | None:
         """Plan a step, which the caller must send to every rank; None if nothing can run now."""
         self.proposer.offer(self.state)
@@ -178,22 +181,13 @@ class SchedulerCore:
         awaits_pixels = not self._in_flight and any(siblings[0].awaited for siblings in self._requests.values())
         return self._last_progress if self._in_flight or not (awaits_pixels or is_idle(self.state)) else now
 
-    def checks(self) -> Iterator[None]:
-        """Assert the invariants of the state, part by part; if no request is left, also that all resources are free."""
-        yield from self.state.checks()
-        if not self._requests:
-            assert is_idle(self.state) and not self._in_flight and not waiting_requests(self.state)
-            assert self.state.blocks.num_free == self.state.blocks.num_blocks and self.state.images.num_pinned == 0
-            assert not self.proposer.num_sources
-
     def stats(self) -> EngineStats:
         state = self.state
-        waiting = waiting_requests(state)
         return msgspec.structs.replace(
             state.counters,
             max_model_len=self._capacity,
             num_running=len(state.running),
-            num_waiting=len(waiting),
+            num_waiting=len(state.waiting),
             num_blocks=state.blocks.num_blocks,
             num_free_blocks=state.blocks.num_free,
             num_pinned_images=state.images.num_pinned,
@@ -202,7 +196,7 @@ class SchedulerCore:
             steps=state.num_steps,
             prompt_tokens=self._num_prompt_tokens,
             images_evicted=state.images.num_evicted,
-            infos=state.slots.infos(state.running, waiting),
+            infos=state.slots.infos(state.running, state.waiting),
         )
 
     def _find_problem(self, wire: EngineRequest, num_prompt: int) -> ErrorInfo | None:
@@ -315,7 +309,7 @@ class SchedulerCore:
         report = joined(request.reports) if is_first else None
         if not request.wire.stages.first_token:
             stages = request.wire.stages
-            stages.first_token, stages.metadata = time.monotonic(), self.state.metadata
+            stages.first_token, stages.weight_version = time.monotonic(), self.state.weight_version
         output = RequestOutput(request.rid, token_ids, reason, None, num_cached, stages, logprobs, report, request.index, details)
         self._outputs.append(output)
         if reason is not None:

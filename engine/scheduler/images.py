@@ -76,13 +76,6 @@ class ImageDirectory:
         evicted, self._evicted_ids = self._evicted_ids, []
         return evicted
 
-    def check(self) -> None:
-        assert self.used_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.budget_bytes
-        assert all(entry.pins >= 0 for entry in self._entries.values())
-        pinned = [entry.num_bytes for entry in self._entries.values() if entry.pins]
-        assert (self.num_pinned, self.pinned_bytes) == (len(pinned), sum(pinned))
-        assert len({entry.image_id for entry in self._entries.values()}) == len(self._entries)
-
     def _victims(self, excess: int) -> list[bytes]:
         victims = []
         for digest, entry in self._entries.items():

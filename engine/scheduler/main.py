@@ -6,7 +6,6 @@ inbox ──▶ receive ──▶ [next_step ──▶ workers] up to `core.dept
 import logging
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -40,7 +39,7 @@ from engine.wire.messages import (
     ToScheduler,
     WorkerReady,
 )
-from engine.wire.updates import UPDATES_INBOX, Job, JobState, OrderDone, Pause, Progress, Resume, Verdict
+from engine.wire.updates import UPDATES_INBOX, Order, OrderDone, OrderState
 from models.config.huggingface import read_config
 
 logger = logging.getLogger(__name__)
@@ -61,8 +60,7 @@ class Scheduler:
         self._encoder = msgspec.msgpack.Encoder()
         self._liveness = Workers(child.runtime.device)
         self._last_heartbeat = 0.0
-        self._quiet_since = 0.0  # time of the last message except heartbeats
-        self._checks: Iterator[None] | None = None  # remaining checks, since the last message except heartbeats
+        self._leak = 0, 0  # blocks and images that were held when no request was left
 
     def run(self) -> None:
         ready = self._await_workers()
@@ -110,22 +108,16 @@ class Scheduler:
         return SchedulerCore(state, config.tp, longest, ends, proposer)
 
     def _receive(self, core: SchedulerCore, control: UpdateControl) -> None:
-        """Wait for a message and process all that have arrived. After an idle second, check the state once, in parts: a request that
-        arrives meanwhile waits for one part."""
+        """Wait for a message and process all that have arrived."""
         message = None
         while (message := self._inbox.recv_ready()) is None and core.proposer.use_spare_time():
             pass
-        for _ in (self._checks or ()) if message is None else ():
-            if (message := self._inbox.recv_ready()) is not None:
-                break
         message = message or self._inbox.recv(timeout=HEARTBEAT_S)
         now = time.monotonic()
         while message is not None:
-            if isinstance(message, Heartbeat):
-                self._liveness.note(message, now)
-            else:
-                self._quiet_since, self._checks = now, None
             match message:
+                case Heartbeat():
+                    self._liveness.note(message, now)
                 case EngineRequest():
                     prediction = None if message.prediction is None else self._ids(message.prediction)
                     core.add(message, self._ids(message.prompt), prediction)
@@ -137,13 +129,11 @@ class Scheduler:
                     core.forget_all(message.images)
                 case StepResult():
                     core.collect(message)
-                case Pause() | Resume() | Job() | JobState() | Progress():
+                case Order() | OrderState():
                     control.take(message)
                 case WorkerReady():
                     raise AssertionError("a worker started twice")
             message = self._inbox.recv_ready()
-        if now - self._quiet_since >= HEARTBEAT_S and not core.num_requests and self._checks is None:
-            self._checks = core.checks()
 
     def _ids(self, region: Region) -> npt.NDArray[np.int32]:
         return np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32)
@@ -157,7 +147,7 @@ class Scheduler:
             sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), num_hit, num_bytes)
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d hit, plan of %d bytes", *sizes)
 
-    def _send_workers(self, message: StepPlan | ReadAdapter | Job | Verdict) -> int:
+    def _send_workers(self, message: StepPlan | ReadAdapter | Order) -> int:
         """Send the same bytes to every rank and return their number."""
         data = self._encoder.encode(message)
         for worker in self._workers:
@@ -170,9 +160,18 @@ class Scheduler:
         beat = now - self._last_heartbeat >= HEARTBEAT_S or (core.has_outputs and not core.num_requests)
         if beat:
             self._last_heartbeat = now
+            self._log_leak(core)
         if beat or core.has_outputs:
             alive = min(self._liveness.alive_at(now, core.alive_at(now)), control.alive_at(now))
             self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
+
+    def _log_leak(self, core: SchedulerCore) -> None:
+        """Log the resources that no request holds but that are not free."""
+        blocks, images = core.state.blocks, core.state.images
+        leak = (0, 0) if core.num_requests else (blocks.num_blocks - blocks.num_free, images.num_pinned)
+        if any(leak) and leak != self._leak:
+            logger.error("no request is left, but %d KV blocks and %d images are held", *leak)
+        self._leak = leak
 
 
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:

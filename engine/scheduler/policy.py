@@ -116,7 +116,7 @@ class _StepBuilder:
         """Start waiting requests that precede `before` and return their number. A request that cannot start blocks all later ones."""
         num_running = len(self.state.running)
         while (request := self._next_waiting(before)) is not None:
-            if not self.state.slots.may_start(request.wire):
+            if not self.state.may_start(request):
                 self.num_passed += 1
             elif request.awaited or request.awaits_prefix or self._find_leader(request) or self._lacks_pixels(request):
                 self.num_passed, self.num_reserved_rows = self.num_passed + 1, self.num_reserved_rows + 1

@@ -102,6 +102,11 @@ class Request:
         return self.num_computed >= self.num_prompt and self.num_tokens - self.num_computed == 1
 
     @property
+    def has_started(self) -> bool:
+        """True if an answer to the same request has had a row."""
+        return any(other.num_cached >= 0 for other in self.siblings)
+
+    @property
     def awaits_prefix(self) -> bool:
         """True until the leader has committed the shared prefix or stopped running. A sibling's blocks need only be planned: an image that
         fails in them fails all answers."""

@@ -41,6 +41,3 @@ class Slots(Protocol):
 
     def error_of(self, wire: EngineRequest) -> ErrorInfo | None:
         """Return the reason why a request can never run, if there is one."""
-
-    def check(self, holders: Sequence[Request]) -> None:
-        """Assert the invariants for the requests that have rows."""

@@ -3,15 +3,12 @@
 add ──▶ waiting ──▶ start ──▶ running ──▶ stop ──▶ stopping ──▶ release
            ▲                     │
            └────── preempt ◀─────┘
-
-While the state is not open, new requests are parked instead of waiting.
 """
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory, ImageEntry
@@ -19,6 +16,7 @@ from engine.scheduler.request import Request, Status
 from engine.scheduler.slots import Slots
 from engine.wire.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
 from engine.wire.stats import EngineStats
+from engine.wire.updates import FIRST_VERSION
 from models.kernels.step_sizes import StepSizes
 
 
@@ -48,9 +46,8 @@ class State:
     slots: Slots
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
-    parked: list[Request] = field(default_factory=list)  # while the state is not open
-    is_open: bool = True
-    metadata: dict[str, str] = field(default_factory=dict)  # of answers whose first token is computed now
+    is_open: bool = True  # otherwise only requests that have already started may start, after a preemption
+    weight_version: str = FIRST_VERSION
     stopping: set[Request] = field(default_factory=set)
     free_rows: list[int] = field(default_factory=list)
     wanted: list[WantedPixels] = field(default_factory=list)  # not sent yet
@@ -60,10 +57,11 @@ class State:
     num_steps: int = 0
 
     def add(self, request: Request) -> None:
-        if self.is_open:
-            self._queue(request)
-        else:
-            self.parked.append(request)
+        request.status = Status.WAITING
+        insort(self.waiting, request, key=_order)
+
+    def may_start(self, request: Request) -> bool:
+        return (self.is_open or request.has_started) and self.slots.may_start(request.wire)
 
     def start(self, request: Request, hits: Sequence[int], num_equal: int) -> None:
         """Give a waiting request a row and its prefix from `hits`. Another sequence branched off after `num_equal` blocks."""
@@ -91,13 +89,12 @@ class State:
         self._take_all(request)
         request.num_computed = request.num_committed = request.first_needed = 0
         request.proposed, request.num_proposed, request.is_held = (), 0, False
-        self._queue(request)
+        self.add(request)
         self.counters.preemptions += 1
 
     def stop(self, request: Request) -> None:
         """Stop a request. It keeps its resources until its plans in flight have landed."""
-        queue = self.running if request.status is Status.RUNNING else self.waiting
-        (self.parked if request in self.parked else queue).remove(request)
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         request.status = Status.STOPPING
         self.stopping.add(request)
 
@@ -195,39 +192,6 @@ class State:
             self._commit(request, num_computed)
         return kept, reason
 
-    def checks(self) -> Iterator[None]:
-        """Assert every invariant, in parts that take about a millisecond."""
-        yield from self.blocks.checks()
-        self.images.check()
-        holders = [*self.running, *self.stopping]
-        self.blocks.check_refs([*self.saving, *(request.blocks for request in holders)])
-        for queue in (self.waiting, self.running):
-            assert all(older.order < younger.order for older, younger in pairwise(queue)), "out of order"
-        assert not (self.parked and self.is_open)
-        for request in waiting_requests(self):
-            assert not request.blocks and not request.pins and request.row < 0
-            assert request.leader is None or request.leader.order < request.order, "waits for a younger one"
-        for request in [*waiting_requests(self), *holders]:
-            assert not request.awaited & request.sources.keys() and request.awaited <= {span.hash for span in request.images}
-        for request in self.running:
-            assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
-            assert len(request.blocks) >= self.blocks.num_needed(request.num_computed)
-        self.slots.check([request for request in holders if request.row >= 0])
-        rows = [request.row for request in holders if request.row >= 0]
-        assert sorted([*rows, *self.free_rows]) == list(range(self.limits.max_num_seqs)), "rows leaked"
-        pins: dict[bytes, int] = {}
-        for request in holders:
-            for index in request.pins:
-                pins[request.images[index].hash] = pins.get(request.images[index].hash, 0) + 1
-        for digest, count in pins.items():
-            entry = self.images.get(digest)
-            assert entry is None or entry.pins == count, "pins do not match the requests"
-        assert self.images.num_pinned <= len(pins)
-
-    def _queue(self, request: Request) -> None:
-        request.status = Status.WAITING
-        insort(self.waiting, request, key=_order)
-
     def _pin(self, request: Request, index: int) -> None:
         self.images.pin(request.images[index].hash)
         request.pins.add(index)
@@ -266,14 +230,9 @@ class State:
             request.row = request.slot = -1
 
 
-def waiting_requests(state: State) -> list[Request]:
-    """Return the requests without a row that have not ended."""
-    return [*state.waiting, *state.parked]
-
-
 def is_idle(state: State) -> bool:
     """Return whether no request is running, or may start."""
-    return not (state.running or state.waiting or state.stopping)
+    return not (state.running or state.stopping or any(state.is_open or request.has_started for request in state.waiting))
 
 
 def _order(request: Request) -> tuple[int, int]:

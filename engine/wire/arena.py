@@ -129,16 +129,6 @@ class Arena(ArenaView):
             self._allocated[keep] = end
             self.free(keep)
 
-    def check(self) -> None:
-        ranges = sorted([*self._allocated.items(), *zip(self._free_starts, self._free_ends, strict=True)])
-        cursor = 0
-        for start, end in ranges:
-            assert start == cursor and end > start, f"hole or overlap at {start}, expected {cursor}"
-            cursor = end
-        assert cursor == self.size
-        for end, start in zip(self._free_ends, self._free_starts[1:], strict=False):
-            assert end < start, "two free ranges touch"
-
     def grow(self, offset: int, used: int, length: int) -> int:
         """Extend the region at `offset` to `length` bytes, moving its first `used` bytes if necessary. Return its offset."""
         if self._extend(offset, length):

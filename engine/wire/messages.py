@@ -26,7 +26,7 @@ from engine.wire.media import MediaRef, Region
 from engine.wire.params import ChatPrompt, Logprob, OutputOptions, SamplingParams, TextPrompt, TokenLogprobs, TokenPrompt
 from engine.wire.reports import Report, ShownReport
 from engine.wire.stats import EngineStats, Stages
-from engine.wire.updates import Job, JobState, Order, Progress, Verdict
+from engine.wire.updates import Order, OrderState
 from engine.wire.video import VideoRef
 from models.kernels.step_sizes import StepSizes
 
@@ -389,5 +389,5 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
-ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat | AdapterRead | Order | JobState | Progress
-ToWorker = StepPlan | ReadAdapter | Prefetch | LoadGrammar | Job | Verdict
+ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat | AdapterRead | Order | OrderState
+ToWorker = StepPlan | ReadAdapter | Prefetch | LoadGrammar | Order

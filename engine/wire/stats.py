@@ -22,7 +22,7 @@ class Stages(msgspec.Struct):
     encode_ms: float = 0.0  # of the device: preprocessing and vision tower,
     forward_ms: float = 0.0  # and decoder
     images_encoded: int = 0  # and frame pairs, for this request, not from a cache
-    metadata: dict[str, str] = {}  # of the state that computed the first token: shown with the answer
+    weight_version: str = ""  # that computed the first token
     counts: dict[str, int] = {}  # of its media, by name: shown with the times
 
 

@@ -1,13 +1,11 @@
 """Messages of weight updates.
 
-| edge                | messages            |
-|---------------------|---------------------|
-| api -> scheduler    | Pause, Resume, Job  |
-| scheduler -> api    | OrderDone           |
-| scheduler -> worker | Job, Verdict        |
-| worker -> scheduler | JobState, Progress  |
-
-Every rank prepares a job: it checks everything and writes nothing. Only if all ranks are prepared does the scheduler let them write.
+| edge                | message    |
+|---------------------|------------|
+| api -> scheduler    | Order      |
+| scheduler -> api    | OrderDone  |
+| scheduler -> worker | Order      |
+| worker -> scheduler | OrderState |
 """
 
 import msgspec
@@ -17,22 +15,10 @@ FIRST_VERSION = "default"
 
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
-    """Start no requests until a Resume. Running ones finish, or end now. Answered when no request is running."""
-
-    number: int
-    aborts: bool
+    """Start no requests until a Resume. Done when no request is running."""
 
 
-class Resume(msgspec.Struct, tag=True, frozen=True):
-    number: int
-
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """A tensor of an update by its name in checkpoints."""
-
-    name: str
-    dtype: str  # as torch names it
-    shape: tuple[int, ...]
+class Resume(msgspec.Struct, tag=True, frozen=True): ...
 
 
 class FromFolder(msgspec.Struct, tag=True, frozen=True):
@@ -40,68 +26,50 @@ class FromFolder(msgspec.Struct, tag=True, frozen=True):
 
 
 class FromGroup(msgspec.Struct, tag=True, frozen=True):
-    """Broadcasts of rank 0 of a group, in this order."""
+    """Tensors that rank 0 of a group broadcasts in this order, with checkpoints' names and torch's dtypes."""
 
-    group: str
-    tensors: tuple[TensorSpec, ...]
+    group_name: str
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
 
 
 class JoinGroup(msgspec.Struct, tag=True, frozen=True):
-    """Join a process group as ranks `first_rank`, ... of `size`; rank 0, a trainer, listens at the address."""
+    """Join a process group as ranks `rank_offset`, ...; rank 0, a trainer, listens at the address."""
 
-    group: str
+    group_name: str
     backend: str
-    address: str
-    port: int
-    first_rank: int
-    size: int
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
 
 
 class LeaveGroup(msgspec.Struct, tag=True, frozen=True):
-    group: str
+    group_name: str
 
 
-class Job(msgspec.Struct, tag=True, frozen=True):
-    """Work of all workers while no request runs: running ones finish, or end now. Afterwards the weights have the version, if any."""
+class Order(msgspec.Struct, tag=True, frozen=True):
+    """Task, executed when the running requests have finished, or were aborted. Afterwards the weights have the version, if any."""
 
     number: int
-    task: FromFolder | FromGroup | JoinGroup | LeaveGroup
+    task: Pause | Resume | FromFolder | FromGroup | JoinGroup | LeaveGroup
     aborts: bool = False
     version: str | None = None
 
 
-class Verdict(msgspec.Struct, tag=True, frozen=True):
-    """Execute the prepared job, or drop it."""
+class OrderState(msgspec.Struct, tag=True, frozen=True):
+    """Progress of a rank with an order. `problem`: why it has written nothing; `is_whole`: it has replaced all weights."""
 
-    is_granted: bool
-
-
-class Progress(msgspec.Struct, tag=True, frozen=True):
-    """A rank has read or received a tensor."""
-
-
-class JobState(msgspec.Struct, tag=True, frozen=True):
-    """A rank has prepared or executed the job. `problem`: the reason if it cannot; `is_whole`: it replaces all weights."""
-
+    is_done: bool = False
     problem: str | None = None
     is_whole: bool = False
 
 
 class OrderDone(msgspec.Struct, tag=True, frozen=True):
-    """The answer to an order, with the version of the weights and the number of requests that wait."""
+    """Result of an order, with the version of the weights and the number of requests that wait."""
 
     number: int
     version: str
     num_waiting: int
     problem: str | None = None
-
-
-Order = Pause | Resume | Job
-
-
-def metadata_of(version: str) -> dict[str, str]:
-    """Return the metadata of answers: the version of the weights."""
-    return {"weight_version": version}
-
-
-FIRST_METADATA = metadata_of(FIRST_VERSION)

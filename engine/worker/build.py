@@ -32,6 +32,7 @@ from engine.wire.memory import (
     step_graph_bytes,
 )
 from engine.wire.messages import MAX_PROPOSED, PROCESSOR_ARENA, Prefetch, WorkerReady
+from engine.wire.updates import Order
 from engine.worker.adapters import WorkerAdapters
 from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import make_head
@@ -84,9 +85,7 @@ class Loaded:
     slots: FixedWeights
 
 
-def build_runner(
-    child: Child, model_config: ModelConfig, rank: int, device: torch.device
-) -> tuple[Runner, WorkerReady]:
+def build_runner(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> tuple[Runner, WorkerReady]:
     """Return a runner that is ready for plans, and its description for the scheduler. ValueError or OSError if the model cannot be
     loaded."""
     config, text, free = child.config, model_config.text, free_bytes(device)
@@ -111,7 +110,7 @@ def build_runner(
     images = make_images(loaded, arena)
     handlers: dict[type, Callable[[Any], object]] = {Prefetch: images.prefetch, ReadAdapter: loaded.slots.read}
     handlers |= loaded.sampler.rules.handlers(arena, Outbox(child.run_dir, "processor"))
-    handlers |= UpdateWorker(child, rank, model, images.forget_early).handlers
+    handlers[Order] = UpdateWorker(child, rank, model, images.forget_early).execute
     runner = Runner(
         model=model,
         attention=attention,

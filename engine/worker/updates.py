@@ -1,16 +1,12 @@
-"""Worker's part of weight updates: a job is prepared without writing anything, then executed or dropped as the scheduler says.
-
-A failure while weights are written ends the engine: they would be a mixture of old and new.
-"""
+"""Worker's part of weight updates. An update is checked before anything is written; a failure while weights are written ends the engine."""
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from engine.wire.child import Child
 from engine.wire.ipc import Outbox
-from engine.wire.updates import FromFolder, FromGroup, Job, JobState, JoinGroup, LeaveGroup, Progress, TensorSpec, Verdict
+from engine.wire.updates import FromFolder, FromGroup, JoinGroup, LeaveGroup, Order, OrderState
 from engine.worker.failure import explain
 from models.checkpoint.load import opened
 from models.checkpoint.names import Stored
@@ -32,161 +28,122 @@ FAILURES = (ValueError, OSError, RuntimeError, MemoryError, SafetensorError)
 TIMEOUT = timedelta(seconds=300)
 PROGRESS_S = 1.0
 
-Run = Callable[[], None]
-
 
 class UpdateWorker:
-    """Jobs of one rank. `forget` drops results computed from the old weights before a plan asked for them."""
+    """Orders of one rank. `forget` drops results computed from the old weights before a plan asked for them."""
 
-    def __init__(self, child: Child, rank: int, model: LanguageModel, forget: Run) -> None:
+    def __init__(self, child: Child, rank: int, model: LanguageModel, forget: Callable[[], None]) -> None:
         self._child, self._rank, self._model, self._forget = child, rank, model, forget
-        self._scheduler: Outbox[JobState | Progress] = Outbox(child.run_dir, "scheduler")
+        self._scheduler: Outbox[OrderState] = Outbox(child.run_dir, "scheduler")
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._resources = ExitStack()  # resources of the prepared job
-        self._execute, self._is_whole, self._reported = _nothing, False, 0.0
-
-    @property
-    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        return {Job: self.prepare, Verdict: self.conclude}
+        self._reported = 0.0
 
     @torch.inference_mode()
-    def prepare(self, job: Job) -> None:
-        problem = None
+    def execute(self, order: Order) -> None:
+        problem, is_whole = None, False
         try:
-            self._execute = self._prepared(job.task)
+            match order.task:
+                case FromFolder():
+                    is_whole = self._load(Path(order.task.path))
+                case FromGroup():
+                    is_whole = self._receive(order.task)
+                case JoinGroup():
+                    self._join(order.task)
+                case LeaveGroup():
+                    dist.destroy_process_group(self._group(order.task.group_name))
+                    del self._groups[order.task.group_name]
         except FAILURES as failure:
-            self._drop()
             problem = explain(failure)
-        self._scheduler.send(JobState(problem))
+        self._scheduler.send(OrderState(True, problem, is_whole))
 
-    @torch.inference_mode()
-    def conclude(self, verdict: Verdict) -> None:
-        if verdict.is_granted:
-            try:
-                self._synchronize()
-                self._execute()
-                self._synchronize()
-            except FAILURES as failure:
-                self._child.failed(f"some weights were already replaced, so the engine exits: {explain(failure)}")
-                os._exit(1)
-            self._forget()
-            self._scheduler.send(JobState(is_whole=self._is_whole))
-        self._drop()
-
-    def _prepared(self, task: FromFolder | FromGroup | JoinGroup | LeaveGroup) -> Run:
-        """Check the task and return a function that executes it."""
-        match task:
-            case FromFolder():
-                return self._from_folder(Path(task.path))
-            case FromGroup():
-                return self._from_group(self._group(task.group), task.tensors)
-            case JoinGroup():
-                return self._join(task)
-            case LeaveGroup():
-                group = self._group(task.group)
-
-                def leave() -> None:
-                    del self._groups[task.group]
-                    dist.destroy_process_group(group)
-
-                return leave
-
-    def _from_folder(self, folder: Path) -> Run:
+    def _load(self, folder: Path) -> bool:
         """A folder without config.json has weights of this model."""
         model = self._model.config
-        try:
-            found = read_config(folder, model.text.has_head) if (folder / "config.json").exists() else model
-            tensors = self._resources.enter_context(opened(folder, model.architecture))
-        except (ValueError, OSError) as problem:  # it contains the path, which clients must not see
-            reason = str(problem).replace(str(folder), "it") if isinstance(problem, ValueError) else type(problem).__name__
-            raise ValueError(f"the folder cannot be read: {reason}") from None
-        theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
-        if found.architecture != model.architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
-            raise ValueError("the folder contains a different model: the architecture, sizes or format in its config.json differ")
-        update = self._checked(tensors, is_whole=True)
+        with ExitStack() as stack:
+            try:
+                found = read_config(folder, model.text.has_head) if (folder / "config.json").exists() else model
+                tensors = stack.enter_context(opened(folder, model.architecture))
+            except (ValueError, OSError) as problem:  # it contains the path, which clients must not see
+                reason = str(problem).replace(str(folder), "it") if isinstance(problem, ValueError) else type(problem).__name__
+                raise ValueError(f"the folder cannot be read: {reason}") from None
+            theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
+            if found.architecture != model.architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
+                raise ValueError("the folder contains a different model: the architecture, sizes or format in its config.json differ")
+            update = self._checked(tensors, is_whole=True)
+            return self._write(update, ((name, tensors[name]) for name in update.names))
 
-        def write() -> None:
-            for name in update.names:
-                update.write(name, tensors[name])
-                self._report_progress()
-            update.finish()
-
-        return write
-
-    def _from_group(self, group: dist.ProcessGroup, specs: tuple[TensorSpec, ...]) -> Run:
+    def _receive(self, task: FromGroup) -> bool:
         """Receive each tensor into one buffer, which is allocated before anything is written."""
-        announced = {spec.name: torch.empty(spec.shape, dtype=dtype_of(spec), device="meta") for spec in specs}
+        group = self._group(task.group_name)
+        announced = {spec[0]: empty_like(*spec) for spec in zip(task.names, task.dtypes, task.shapes, strict=True)}
         names = self._model.config.architecture.names_of(announced)  # the model's to the sender's
         update = self._checked({known: InMemory(announced[name]) for known, name in names.items()}, is_whole=False)
-        size = max((each.nbytes for each in announced.values()), default=0)
+        size = max(each.nbytes for each in announced.values())
         buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
         known_of = {name: known for known, name in names.items()}
 
-        def receive() -> None:
-            for spec in specs:
-                meta = announced[spec.name]
+        def received() -> Iterator[tuple[str, Stored]]:
+            for name, meta in announced.items():
                 tensor = buffer[: meta.nbytes].view(meta.dtype).view(meta.shape)
                 broadcast(group, tensor)
-                if spec.name in known_of:
-                    update.write(known_of[spec.name], InMemory(tensor))
-                self._report_progress()
-            update.finish()
+                yield known_of.get(name, name), InMemory(tensor)
 
-        return receive
-
-    def _join(self, task: JoinGroup) -> Run:
-        if task.group in self._groups:
-            raise ValueError(f"group {task.group} already exists")
-        try:
-            group = join(task.group, task.backend, task.address, task.port, task.first_rank + self._rank, task.size)
-        except dist.DistError as problem:
-            raise ValueError(f"the group could not be joined: is its rank 0 running? {str(problem).partition(chr(10))[0]}") from None
-        self._resources.callback(dist.destroy_process_group, group)
-
-        def keep() -> None:
-            self._groups[task.group] = group
-            self._resources.pop_all()
-
-        return keep
+        return self._write(update, received())
 
     def _checked(self, tensors: Mapping[str, Stored], is_whole: bool) -> WeightUpdate:
         """Return the update. ValueError or OutOfMemoryError if it cannot be written."""
         update = WeightUpdate(self._model, tensors, is_whole)
-        self._is_whole = update.is_whole
         self._synchronize()
         torch.empty(update.extra_bytes, dtype=torch.uint8, device=self._model.device)
         return update
+
+    def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, Stored]]) -> bool:
+        """Write the tensors; return whether they are all of the model."""
+        try:
+            for name, tensor in tensors:
+                update.write(name, tensor)
+                if (now := time.monotonic()) - self._reported > PROGRESS_S:
+                    self._reported = now
+                    self._scheduler.send(OrderState())
+            update.finish()
+            self._synchronize()
+        except FAILURES as failure:
+            self._child.failed(f"some weights were already replaced, so the engine exits: {explain(failure)}")
+            os._exit(1)
+        self._forget()
+        return update.is_whole
+
+    def _join(self, task: JoinGroup) -> None:
+        """Join a group, instead of an earlier one of this name."""
+        name, rank = task.group_name, task.rank_offset + self._rank
+        if name in self._groups:
+            dist.destroy_process_group(self._groups.pop(name))
+        try:
+            self._groups[name] = join(name, task.backend, task.master_address, task.master_port, rank, task.world_size)
+        except dist.DistError as problem:
+            raise ValueError(f"the group could not be joined: is its rank 0 running? {str(problem).partition(chr(10))[0]}") from None
 
     def _group(self, name: str) -> dist.ProcessGroup:
         if name not in self._groups:
             raise ValueError(f"group {name} does not exist: create it with /init_weights_update_group")
         return self._groups[name]
 
-    def _report_progress(self) -> None:
-        if (now := time.monotonic()) - self._reported > PROGRESS_S:
-            self._reported = now
-            self._scheduler.send(Progress())
-
     def _synchronize(self) -> None:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def _drop(self) -> None:
-        self._resources.close()
-        self._execute, self._is_whole = _nothing, False
 
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Return the dtype. ValueError for one that no checkpoint has."""
-    if (dtype := DTYPES.get(spec.dtype.removeprefix("torch."))) is None:
-        raise ValueError(f"tensor {spec.name}: dtype {spec.dtype[:40]} is not one of {', '.join(DTYPES)}")
-    return dtype
+def empty_like(name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor on the meta device. ValueError for a dtype that no checkpoint has."""
+    if (known := DTYPES.get(dtype.removeprefix("torch."))) is None:
+        raise ValueError(f"tensor {name}: dtype {dtype[:40]} is not one of {', '.join(DTYPES)}")
+    return torch.empty(shape, dtype=known, device="meta")
 
 
 def join(name: str, backend: str, address: str, port: int, rank: int, size: int) -> dist.ProcessGroup:
-    """Return a group of a trainer (rank 0, which listens at the address) and workers when all have joined. It is created like SGLang's
-    `init_custom_process_group`, so that trainers with support for SGLang can join it. RuntimeError or ValueError after the timeout."""
+    """Return the group when all have joined; rank 0 listens at the address. It is created like SGLang's `init_custom_process_group`.
+    RuntimeError or ValueError after the timeout."""
     host = f"[{address}]" if ":" in address else address
     store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
@@ -200,6 +157,3 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor], options).wait()
-
-
-def _nothing() -> None: ...

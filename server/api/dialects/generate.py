@@ -14,7 +14,7 @@ from starlette.responses import Response
 from engine.wire.config import VERSION
 from engine.wire.messages import Abort, Event, Events
 from engine.wire.params import NumLogprobs
-from engine.wire.updates import FIRST_METADATA
+from engine.wire.updates import FIRST_VERSION
 from server.api.chat.command import Command
 from server.api.chat.endpoint import Endpoint, GenerationEndpoint, Job, Service
 from server.api.chat.format import CompletionFormat
@@ -142,7 +142,7 @@ class GenerateFormat(CompletionFormat):
         meta: Json = {
             "id": self._id, "finish_reason": reason and {"type": reason, **endings.get(reason, {})}, "matched_stop": matched,
             "prompt_tokens": usage.num_prompt, "completion_tokens": usage.num_generated, "cached_tokens": usage.num_cached,
-            **FIRST_METADATA, **extra.get("metadata", {}), **self._logprobs(choice),
+            "weight_version": FIRST_VERSION, **extra.get("metadata", {}), **self._logprobs(choice),
         }  # fmt: skip
         if reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._received
@@ -200,9 +200,9 @@ class Native:
 
     async def model_info(self) -> Json:
         """The served model, in SGLang's form."""
-        model, metadata = self._service.config.model, FIRST_METADATA | self._service.client.metadata
+        model, version = self._service.config.model, self._service.client.weight_version or FIRST_VERSION
         can = {"is_generation": True, "has_image_understanding": True, "has_audio_understanding": False}
-        return {"model_path": model, "tokenizer_path": model, **metadata, "preferred_sampling_params": None, **can}
+        return {"model_path": model, "tokenizer_path": model, "weight_version": version, "preferred_sampling_params": None, **can}
 
     async def server_info(self) -> Json:
         """Statistics for SGLang's benchmark."""

@@ -1,11 +1,8 @@
-"""Weight updates by SGLang's routes: pause, replace weights, continue. Served only with `--enable-weight-updates`.
-
-body ──▶ request type ──▶ order ──▶ scheduler ──▶ OrderDone ──▶ document
-"""
+"""Weight updates by SGLang's routes: pause, replace weights, continue. Served only with `--enable-weight-updates`."""
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -19,15 +16,12 @@ from engine.wire.updates import (
     UPDATES_INBOX,
     FromFolder,
     FromGroup,
-    Job,
     JoinGroup,
     LeaveGroup,
     Order,
     OrderDone,
     Pause,
     Resume,
-    TensorSpec,
-    metadata_of,
 )
 from server.api.chat.command import Command, Run
 from server.api.chat.openapi import BodyRoute, DescribedRoute
@@ -37,7 +31,6 @@ from server.errors import RequestError, error_body
 
 Json = dict[str, Any]
 MAX_BYTES = 64 << 20  # limit of a body, enough for tens of thousands of tensors
-GROUP = "weight_update_group"
 UPDATE_PATHS = "/update_weights_from_"
 POLL_S = 1.0  # interval of checks whether the server stops
 
@@ -66,7 +59,7 @@ class Folder(Options):
 
 
 class GroupName(Strict):
-    group_name: str = GROUP
+    group_name: str = "weight_update_group"
 
 
 class Group(GroupName):
@@ -77,11 +70,10 @@ class Group(GroupName):
     backend: Literal["nccl", "gloo"] = "nccl"
 
 
-class Announced(Options):
+class Announced(Options, GroupName):
     names: list[str] = Field(min_length=1)
     dtypes: list[str]
     shapes: list[list[int]]
-    group_name: str = GROUP
 
 
 class Orders:
@@ -93,31 +85,32 @@ class Orders:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
         self._reader: asyncio.Task[None] | None = None
-        self._rename(FIRST_VERSION)
+        client.weight_version = FIRST_VERSION
 
-    async def give(self, order: Callable[[int], Order]) -> OrderDone:
+    @property
+    def version(self) -> str:
+        return self._client.weight_version
+
+    async def give(self, order: Order) -> OrderDone:
         """Wait until the order has been executed. RequestError 400 with the reason if it was rejected, 503 if the server stops."""
         self._client.health.check()
         self._reader = self._reader or asyncio.create_task(self._read())
         number = next(self._numbers)
         done = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._scheduler.send(order(number))
+        self._scheduler.send(msgspec.structs.replace(order, number=number))
         while not (await asyncio.wait([done], timeout=POLL_S))[0]:
             if (refusal := self._client.health.refusal) is not None:
                 raise RequestError.of(refusal)
         answer = done.result()
-        self._rename(answer.version)
         if answer.problem is not None:
             raise RequestError(400, answer.problem, code="weight_update_refused")
         return answer
-
-    def _rename(self, version: str) -> None:
-        self.version, self._client.metadata = version, metadata_of(version)
 
     async def _read(self) -> None:
         inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
         while True:
             answer = await inbox.recv()
+            self._client.weight_version, self._client.health.heartbeat = answer.version, time.monotonic()  # an order may take long
             if not (done := self._waiting.pop(answer.number)).done():  # cancelled
                 done.set_result(answer)
 
@@ -142,13 +135,11 @@ class WeightUpdates:
 
     async def pause(self, asked: Mode) -> Json:
         """Start no further requests. Running ones end (`abort`, the default) or finish (`wait`)."""
-        await self._orders.give(lambda number: Pause(number, asked.mode != "wait"))
-        return _success("Generation is paused.")
+        return await self._give(Order(0, Pause(), aborts=asked.mode != "wait"))
 
     async def resume(self, asked: Nothing) -> Json:
         """Start requests again."""
-        await self._orders.give(Resume)
-        return _success("Generation continues.")
+        return await self._give(Order(0, Resume()))
 
     async def load(self, asked: Folder) -> Json:
         """Replace all weights by those of a folder with a checkpoint of the same architecture and formats."""
@@ -156,9 +147,7 @@ class WeightUpdates:
 
     async def join(self, asked: Group) -> Json:
         """Join a trainer's process group: its rank 0 listens at the address, worker i becomes rank `rank_offset` + i."""
-        task = JoinGroup(asked.group_name, asked.backend, asked.master_address, asked.master_port, asked.rank_offset, asked.world_size)
-        await self._orders.give(lambda number: Job(number, task))
-        return _success(f"All workers have joined {asked.group_name}.")
+        return await self._give(Order(0, JoinGroup(**asked.model_dump())))
 
     async def receive(self, asked: Announced) -> Json:
         """Replace weights by tensors that rank 0 of the group broadcasts, in this order."""
@@ -167,25 +156,23 @@ class WeightUpdates:
             raise bad_value("names", f"must differ, and be as many as dtypes ({len(dtypes)}) and shapes ({len(shapes)}), got {len(names)}")
         if any(size < 0 for shape in shapes for size in shape):
             raise bad_value("shapes", "must not be negative")
-        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True))
-        return await self._update(FromGroup(asked.group_name, specs), asked)
+        return await self._update(FromGroup(asked.group_name, names, dtypes, shapes), asked)
 
     async def leave(self, asked: GroupName) -> Json:
         """Leave a process group."""
-        await self._orders.give(lambda number: Job(number, LeaveGroup(asked.group_name)))
-        return _success(f"All workers have left {asked.group_name}.")
+        return await self._give(Order(0, LeaveGroup(asked.group_name)))
 
     async def version(self) -> Json:
         """The version of the weights."""
         return {"weight_version": self._orders.version}
 
     async def _update(self, task: FromFolder | FromGroup, asked: Options) -> Json:
-        done = await self._orders.give(lambda number: Job(number, task, bool(asked.abort_all_requests), asked.weight_version))
-        return {**_success(f"The weights have the version {done.version}."), "num_paused_requests": done.num_waiting}
+        return await self._give(Order(0, task, bool(asked.abort_all_requests), asked.weight_version))
 
-
-def _success(message: str) -> Json:
-    return {"success": True, "message": message}
+    async def _give(self, order: Order) -> Json:
+        done = await self._orders.give(order)
+        message = f"Done; the weights have the version {done.version}."
+        return {"success": True, "message": message, "num_paused_requests": done.num_waiting}
 
 
 def weight_routes(child: Child, client: Client) -> list[DescribedRoute]:

@@ -111,7 +111,7 @@ class Client:
         self._streams: dict[int, Stream] = {}  # streams with unfinished answers
         self.replies: set[Stream] = set()  # streams whose responses are being written
         self.health = EngineHealth()
-        self.metadata: dict[str, str] = {}  # of answers without a token; empty: answers have none
+        self.weight_version = ""  # empty: answers have none
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # times at which the last answers ended
 
     @property
@@ -193,7 +193,6 @@ class Client:
                 self._arena.free(offset)
         if message.stats is not None:
             self.stats = message.stats
-            self._arena.check()
             self._drop_unread()
         self.health.heartbeat = max(self.health.heartbeat, message.heartbeat)
 

@@ -223,8 +223,8 @@ class Reply(Answer):
         requested."""
         is_cut = self._options.cut_warning and any(choice.finish_reason == "length" for choice in self._choices.values())
         extra: dict[str, object] = {"warnings": [*self._options.warnings, self._options.cut_warning]} if is_cut else {}
-        if self._client.metadata:
-            extra["metadata"] = self._stages.metadata or self._client.metadata
+        if self._client.weight_version:
+            extra["metadata"] = {"weight_version": self._stages.weight_version or self._client.weight_version}
         if not self._options.timings:
             return extra
         last = max(choice.last_time for choice in self._choices.values())

@@ -38,6 +38,7 @@ from engine.wire.messages import (
 )
 from engine.wire.stats import Stages
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from tests.unit.scheduler.invariants import check_core, check_state
 
 EOS = 7
 PLACEHOLDER = 99
@@ -50,7 +51,13 @@ NOTHING: State = (0, b"")
 
 
 def make_core(
-    *, num_blocks: int = 24, block_size: int = 4, image_tokens: int = 20, num_ranks: int = 1, num_slots: int = 0, verify_rows: int = 0,
+    *,
+    num_blocks: int = 24,
+    block_size: int = 4,
+    image_tokens: int = 20,
+    num_ranks: int = 1,
+    num_slots: int = 0,
+    verify_rows: int = 0,
     **limits: object,
 ) -> SchedulerCore:
     defaults: dict[str, object] = {
@@ -414,13 +421,11 @@ class Simulation:
             if not self.step():
                 break
         assert not self.core.num_requests, "requests are left and nothing can run: deadlock"
-        for _ in self.core.checks():
-            pass
+        check_core(self.core)
         assert self.released == {sequence.wire.rid for sequence in self.sequences.values()}
 
     def _check_state(self) -> None:
-        for _ in self.core.state.checks():
-            pass
+        check_state(self.core.state)
 
     def _count_drafts(self, step: PlannedStep, tokens: list[list[int]]) -> None:
         accepted = sum(len(sampled) - 1 for sampled in tokens)

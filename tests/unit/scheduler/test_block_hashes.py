@@ -9,6 +9,7 @@ import pytest
 from engine.scheduler import blocks
 from engine.scheduler import core as core_module
 from engine.scheduler.blocks import BlockHasher, BlockPool
+from tests.unit.scheduler.invariants import check_blocks
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 BLOCK = 4
@@ -110,5 +111,5 @@ def test_snapshots_keep_to_their_share() -> None:
     assert blocks is not None
     pool.commit_snapshot(blocks, b"d")
     assert [bool(pool.snapshot(name)) for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
-    list(pool.checks())
+    check_blocks(pool)
     assert pool.num_free == 12

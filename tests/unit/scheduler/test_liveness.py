@@ -2,17 +2,14 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from engine.scheduler import core
-from engine.scheduler.blocks import CHECKED_AT_ONCE, BlockPool
 from engine.scheduler.liveness import LATE_S, MAX_S, Workers
-from engine.scheduler.main import HEARTBEAT_S, Scheduler
-from engine.scheduler.proposer import Proposer
+from engine.scheduler.main import Scheduler
 from engine.wire.ipc import Inbox
-from engine.wire.messages import Activity, Forget, Heartbeat, ToScheduler
+from engine.wire.messages import Activity, Heartbeat, ToScheduler
 from engine.worker import heartbeat
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core
 
@@ -122,63 +119,11 @@ def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, clock: Clo
     inbox.close()
 
 
-class ScriptedInbox:
-    """A message comes after some polls, as others would in the time that these take."""
-
-    def __init__(self, num_polls: int):
-        self.num_polls = num_polls
-
-    def recv_ready(self) -> Any:
-        self.num_polls -= 1
-        return Forget(images=False) if self.num_polls == 0 else None
-
-    def recv(self, timeout: float) -> None:
-        return None
-
-
-class Core:
-    proposer, num_requests, num_checked, num_forgotten = Proposer(), 0, 0, 0
-
-    def checks(self) -> Any:
-        for _ in range(10):
-            self.num_checked += 1
-            yield
-
-    def forget_all(self, images: bool) -> None:
-        self.num_forgotten += 1
-
-
-def idle_scheduler(num_polls: int) -> Any:
-    scheduler = Scheduler.__new__(Scheduler)
-    scheduler._inbox = ScriptedInbox(num_polls)
-    scheduler._quiet_since, scheduler._checks = -HEARTBEAT_S, None
-    return scheduler
-
-
-def test_a_message_waits_for_one_part_of_the_check() -> None:
-    scheduler, core = idle_scheduler(num_polls=5), Core()
-    scheduler._receive(core, None)
-    assert core.num_checked == 0
-    scheduler._receive(core, None)
-    assert (core.num_checked, core.num_forgotten) == (3, 1)
-    scheduler._receive(core, None)
-    assert core.num_checked == 3, "a check must not go on with a state that has changed"
-
-
-def test_without_messages_the_check_ends_and_is_not_repeated() -> None:
-    scheduler, core = idle_scheduler(num_polls=-1), Core()
-    for _ in range(4):
-        scheduler._receive(core, None)
-    assert core.num_checked == 10
-
-
-def test_blocks_are_checked_in_slices() -> None:
-    pool = BlockPool(3 * CHECKED_AT_ONCE + 1, 16)
-    assert sum(1 for _ in pool.checks()) == 4
-    blocks = pool.alloc(2)
-    assert blocks is not None
-    pool.commit(blocks[0], b"x" * 16)
-    list(pool.checks())
-    pool._refs[blocks[1]] = 0
-    with pytest.raises(AssertionError):
-        list(pool.checks())
+def test_a_leak_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler, core = Scheduler.__new__(Scheduler), make_core()
+    scheduler._leak = 0, 0
+    scheduler._log_leak(core)
+    core.state.blocks.alloc(2)
+    for _ in range(2):
+        scheduler._log_leak(core)
+    assert [record.getMessage() for record in caplog.records] == ["no request is left, but 2 KV blocks and 0 images are held"]

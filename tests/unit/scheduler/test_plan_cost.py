@@ -20,6 +20,7 @@ from engine.scheduler.policy import MOST_FOUND
 from engine.scheduler.request import Request
 from engine.wire.messages import StepResult
 from engine.wire.reports import PromptLogprobs, joined
+from tests.unit.scheduler.invariants import check_core
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 NUM_ROWS = 32
@@ -148,8 +149,7 @@ def test_an_ended_request_leaves_no_cycle(n: int, is_aborted: bool) -> None:
                     core.abort(rid)
             core.collect(result_of(step.plan.step, sum(chunk.sample for chunk in step.plan.chunks)))
         del step
-        for _ in core.checks():
-            pass
+        check_core(core)
         assert core.num_requests == 0
         assert num_requests() == num_before
     finally:

@@ -29,6 +29,7 @@ from server.api.http.connection import LimitedProtocol, connection_limit
 from server.api.http.listen import make_server
 from server.api.main import Api
 from tests.eventually import HANG_GUARD_S
+from tests.unit.engine.arenas import check_arena
 
 T = TypeVar("T")
 
@@ -329,7 +330,7 @@ class ServedApi(HttpServer):
 
     def close(self) -> None:
         """Check that no memory of a body is left."""
-        self.api.arena.check()
+        check_arena(self.api.arena)
         assert self.api.arena.is_empty()
         self._outbox.close()
         self._child._status.close()

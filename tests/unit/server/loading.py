@@ -22,6 +22,7 @@ from server.processor.media.inspect import Allowance, Inspector
 from server.processor.media.medium import Medium, release_all
 from server.processor.media.sources import Sources
 from server.processor.media.video import Video, Videos
+from tests.unit.engine.arenas import check_arena
 
 SIZE = 8 << 20
 
@@ -41,9 +42,7 @@ class Loading:
         self.early = EarlyReads(worker, checkpoint.model.geometry)
         self.sources, self.inspector = Sources(config, ArenaView(self.bodies_fd, SIZE), allocator), Inspector(config, checkpoint, True)
         self.decoders = Decoders(config, self.arena)
-        self.new_image = functools.partial(
-            Image, sources=self.sources, inspector=self.inspector, decoders=self.decoders, early=self.early
-        )
+        self.new_image = functools.partial(Image, sources=self.sources, inspector=self.inspector, decoders=self.decoders, early=self.early)
         self.videos = Videos(config, checkpoint, self.inspector, self.sources, self.decoders, self.new_image)
         self.video_decoders = self.videos.decoders
         self._images: list[Medium] = []
@@ -52,7 +51,7 @@ class Loading:
         for one in (self.sources, self.decoders, self.video_decoders):
             await one.close()
         await self.release()
-        self.arena.check()
+        check_arena(self.arena)
         assert self.arena.is_empty()
         os.close(self.bodies_fd)
         os.close(self.arena_fd)

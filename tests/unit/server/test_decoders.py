@@ -26,6 +26,7 @@ from server.processor.media.decoders import Budget
 from server.processor.media.inspect import Allowance, Header
 from server.region import MIN_GROWTH, Region
 from tests.eventually import HANG_GUARD_S, eventually_async
+from tests.unit.engine.arenas import check_arena
 from tests.unit.server.in_process import settle, virtual
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import jpeg, pixels, save
@@ -227,5 +228,5 @@ def test_what_fits_is_had_although_twice_as_much_does_not() -> None:
     assert bytes(region.view[-2:]) == b"xy" and region.used == 2 * MIN_GROWTH + 1
     region.free()
     arena.free(neighbour)
-    arena.check()
+    check_arena(arena)
     assert arena.is_empty()

@@ -1,13 +1,12 @@
 """Orders that requests for weights become."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
 from engine.wire.messages import Event
-from engine.wire.updates import FromFolder, FromGroup, Job, JoinGroup, LeaveGroup, Order, OrderDone, Pause, TensorSpec
+from engine.wire.updates import FromFolder, FromGroup, JoinGroup, LeaveGroup, Order, OrderDone, Pause, Resume
 from server.api.dialects.updates import WeightUpdates, refusal_body
 from server.api.http.client import Stream
 from server.api.http.reply import GatheredReply
@@ -24,8 +23,8 @@ class Noted:
     def __init__(self) -> None:
         self.orders: list[Order] = []
 
-    async def give(self, order: Callable[[int], Order]) -> OrderDone:
-        self.orders.append(order(0))
+    async def give(self, order: Order) -> OrderDone:
+        self.orders.append(order)
         return OrderDone(0, "v", 0)
 
 
@@ -33,21 +32,23 @@ def order_of(path: str, body: dict[str, Any]) -> Order:
     noted: Any = Noted()
     command: Any = next(route.app for route in WeightUpdates(noted).routes() if route.path == path)
     asyncio.run(command.run(check(command.takes, body)))
-    return noted.orders[0] if noted.orders else None
+    (order,) = noted.orders
+    return cast(Order, order)
 
 
 PLAIN = {"names": ["a"], "shapes": [[2, 3]]}
-SPEC = TensorSpec("a", "bfloat16", (2, 3))
 GROUP = {"master_address": "host", "master_port": 5, "rank_offset": 1, "world_size": 3}
 JOIN = JoinGroup("weight_update_group", "nccl", "host", 5, 1, 3)
-ORDERS: list[tuple[str, dict[str, Any], Order | None]] = [
-    ("/pause_generation", {}, Pause(0, True)),
-    ("/pause_generation", {"mode": "wait"}, Pause(0, False)),
-    ("/update_weights_from_disk", {"model_path": "x", "abort_all_requests": True}, Job(0, FromFolder("x"), True)),
-    ("/update_weights_from_disk", {"model_path": "x", "weight_version": "2", "flush_cache": False}, Job(0, FromFolder("x"), False, "2")),
-    ("/update_weights_from_distributed", {**PLAIN, "dtypes": ["bfloat16"], "group_name": "g"}, Job(0, FromGroup("g", (SPEC,)))),
-    ("/init_weights_update_group", GROUP, Job(0, JOIN)),
-    ("/destroy_weights_update_group", {}, Job(0, LeaveGroup("weight_update_group"))),
+FROM_GROUP = FromGroup("g", ["a"], ["bfloat16"], [[2, 3]])
+ORDERS: list[tuple[str, dict[str, Any], Order]] = [
+    ("/pause_generation", {}, Order(0, Pause(), True)),
+    ("/pause_generation", {"mode": "wait"}, Order(0, Pause(), False)),
+    ("/continue_generation", {}, Order(0, Resume())),
+    ("/update_weights_from_disk", {"model_path": "x", "abort_all_requests": True}, Order(0, FromFolder("x"), True)),
+    ("/update_weights_from_disk", {"model_path": "x", "weight_version": "2", "flush_cache": False}, Order(0, FromFolder("x"), False, "2")),
+    ("/update_weights_from_distributed", {**PLAIN, "dtypes": ["bfloat16"], "group_name": "g"}, Order(0, FROM_GROUP)),
+    ("/init_weights_update_group", GROUP, Order(0, JOIN)),
+    ("/destroy_weights_update_group", {}, Order(0, LeaveGroup("weight_update_group"))),
 ]
 
 

@@ -57,6 +57,7 @@ from models.kernels.reference.tuned import STEP_SIZES as CPU_STEP_SIZES
 from models.kernels.step_sizes import StepSizes
 from models.parallel.group import TensorParallel
 from tests.eventually import HANG_GUARD_S
+from tests.unit.scheduler.invariants import check_core, check_state
 from tests.unit.scheduler.simulation import Key, key_of
 
 ARENA_BYTES = 1 << 24
@@ -224,8 +225,7 @@ class Engine:
         if not self._results:
             return False
         self.core.collect(self._results.popleft())
-        for _ in self.core.state.checks():
-            pass
+        check_state(self.core.state)
         self._take()
         return True
 
@@ -242,8 +242,7 @@ class Engine:
     def run(self) -> dict[Key, list[int]]:
         while self.step():
             pass
-        for _ in self.core.checks():
-            pass
+        check_core(self.core)
         return self.tokens
 
     def _store(self, data: bytes) -> Region:

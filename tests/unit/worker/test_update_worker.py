@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from engine.llm.updates import _write
 from engine.wire.ipc import Inbox
 from engine.wire.messages import ToScheduler
-from engine.wire.updates import FromFolder, FromGroup, Job, JobState, LeaveGroup, Progress, TensorSpec, Verdict
+from engine.wire.updates import FromFolder, FromGroup, LeaveGroup, Order, OrderState
 from engine.worker import updates
 from engine.worker.updates import UpdateWorker
 from models.decoders.qwen3_vl import Qwen3VL
@@ -29,26 +29,20 @@ class Rank:
     def __init__(self, model: Qwen3VL, run_dir: Path) -> None:
         self.inbox: Inbox[ToScheduler] = Inbox(str(run_dir), "scheduler", ToScheduler)
         self.num_forgotten = self.num_progress = 0
-        self.last = JobState()
+        self.last = OrderState()
         self.worker = UpdateWorker(cast(Any, SimpleNamespace(run_dir=str(run_dir))), 0, model, self.forget)
 
     def forget(self) -> None:
         self.num_forgotten += 1
 
-    def give(self, task: Any, is_granted: bool = True) -> str | None:
-        """Return the problem of a job, if any; otherwise it is executed or dropped."""
-        self.worker.prepare(Job(1, task))
-        if (problem := self.state().problem) is None:
-            self.worker.conclude(Verdict(is_granted))
-            assert not is_granted or self.state().problem is None
-        return problem
-
-    def state(self) -> JobState:
-        while isinstance(state := self.inbox.recv(60), Progress):
+    def give(self, task: Any) -> str | None:
+        """Return the problem of an order, if any."""
+        self.worker.execute(Order(1, task))
+        while isinstance(state := self.inbox.recv(60), OrderState) and not state.is_done:
             self.num_progress += 1
-        assert isinstance(state, JobState)
+        assert isinstance(state, OrderState)
         self.last = state
-        return state
+        return state.problem
 
 
 @pytest.fixture
@@ -65,10 +59,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_job_is_executed_or_dropped(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
+def test_folders(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
     folder = alter(tiny_folder, tmp_path / "altered")
-    assert rank.give(FromFolder(str(folder)), is_granted=False) is None
-    assert_same(rank.worker._model, load(tiny_folder))
     assert rank.give(FromFolder(str(folder))) is None and rank.num_forgotten == 1
     assert_same(rank.worker._model, load(folder))
     tensors = load_file(tiny_folder / FILE)
@@ -87,8 +79,8 @@ def test_tensors_of_a_group(rank: Rank, tiny_folder: Path, tmp_path: Path, monke
     for names in (list(tensors)[:1], list(tensors)):
         values = iter([tensors[name] for name in names])
         monkeypatch.setattr(updates, "broadcast", lambda group, tensor, values=values: tensor.copy_(next(values)))
-        specs = tuple(TensorSpec(name, str(tensors[name].dtype), tuple(tensors[name].shape)) for name in names)
-        assert rank.give(FromGroup("g", specs)) is None
+        dtypes, shapes = [str(tensors[name].dtype) for name in names], [list(tensors[name].shape) for name in names]
+        assert rank.give(FromGroup("g", names, dtypes, shapes)) is None
         assert rank.num_progress == len(names) and rank.last.is_whole == (len(names) == len(tensors))
         rank.num_progress = 0
     assert_same(rank.worker._model, load(tmp_path / "altered"))
@@ -104,18 +96,13 @@ def test_refused_jobs(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "piped" / f"{FILE}.index.json")
     os.mkfifo(tmp_path / "piped" / FILE)
     name = "model.language_model.norm.weight"
-    good = TensorSpec(name, "float32", (128,))
-
-    def announced(**changes: Any) -> FromGroup:
-        return FromGroup("g", (TensorSpec(**{"name": name, "dtype": "float32", "shape": (8,), **changes}),))
-
     cases = {
         "contains a different model": [FromFolder(str(tmp_path / folder)) for folder in ("narrow", "tied", "float8")],
         "the folder cannot be read": [FromFolder(str(tmp_path / "empty")), FromFolder(str(tmp_path / "none")), FromFolder("\0")],
         "contains no safetensors weights": [FromFolder(str(tmp_path / "piped"))],
-        "dtype float64 is not": [announced(dtype="float64")],
-        "has shape (8,), the model requires (128,)": [announced()],
-        "group h does not exist": [FromGroup("h", (good,)), LeaveGroup("h")],
+        "dtype float64 is not": [FromGroup("g", [name], ["float64"], [[128]])],
+        "has shape (8,), the model requires (128,)": [FromGroup("g", [name], ["float32"], [[8]])],
+        "group h does not exist": [FromGroup("h", [name], ["float32"], [[128]]), LeaveGroup("h")],
     }
     before = {path: tensor.clone() for path, tensor in stored_tensors(cast(Any, rank.worker._model)).items()}
     rank.worker._groups["g"] = cast(Any, None)

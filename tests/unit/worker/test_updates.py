@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.scheduler.updates import UpdateControl
-from engine.wire.updates import FromFolder, Job, JobState, OrderDone, Verdict
+from engine.wire.updates import FromFolder, Order, OrderDone, OrderState
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.models.test_updates import alter, living, update
 from tests.unit.worker.in_process import Engine, load_model
@@ -26,16 +26,13 @@ def exchange(engine: Engine, folder: Path, aborts: bool) -> None:
     """Update from a folder as scheduler and worker do."""
     done: list[OrderDone] = []
 
-    def work(message: Job | Verdict) -> None:
-        if isinstance(message, Job):
-            states.append(JobState())
-        elif message.is_granted:
-            update(engine._runner.model, folder)
-            states.append(JobState())
+    def work(order: Order) -> None:
+        update(engine._runner.model, folder)
+        states.append(OrderState(is_done=True))
 
-    states: list[JobState] = []
+    states: list[OrderState] = []
     control = UpdateControl(engine.core, 1, work, done.append)
-    control.take(Job(0, FromFolder(""), aborts))
+    control.take(Order(0, FromFolder(""), aborts))
     while not done:
         while engine.step():
             pass
