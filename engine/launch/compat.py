@@ -50,14 +50,12 @@ REFUSED = """
 --master-addr --master-port --headless --dist-init-addr | one engine per host: docs/scaling.md
 --distributed-executor-backend =mp =uni | engine.launch.replicas runs engines on Ray
 --cpu-offload-gb =0 | --quantization fp8 or --tp
---enable-dp-attention | --dp
 --speculative-draft-model-path | --draft lookup or mtp
 --no-enable-chunked-prefill | --max-num-batched-tokens
 --max-total-tokens --num-gpu-blocks-override | --kv-cache-memory-bytes
 --tokenizer --tokenizer-path | put all files into the folder of --model
 --revision | pass the folder of `hf download MODEL --revision NAME`
---download-dir | set HF_HOME
---hf-token | set HF_TOKEN
+--download-dir --hf-token | set HF_HOME, HF_TOKEN
 --hf-overrides --json-model-override-args --rope-scaling --rope-theta | edit config.json in a copy of the folder
 --override-generation-config | edit generation_config.json in a copy of the folder
 --enable-sleep-mode --enable-memory-saver | stop and start the server
@@ -118,7 +116,7 @@ def _read(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
     keys, given = KEYS[name], dict(_flatten(value))
     if "-" in given and "-" not in keys:
         raise ValueError("must be a JSON object, such as '{\"image\": 4}'")
-    fields = {keys[key]: _convert(keys[key], one) for key, one in given.items() if key in keys and one != -1}  # -1: our default
+    fields = {keys[key]: _convert(keys[key], one) for key, one in given.items() if key in keys and one not in (-1, None)}  # our defaults
     return fields, [f"{name}.{key}" for key in given.keys() - keys.keys()]
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
-from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, SamplingParams, listed, words_of
+from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, listed, words_of
 from engine.llm.outputs import RequestOutput
 from engine.llm.updates import pause_requests, replace_weights, resume_requests
 from engine.wire.config import UNIX_HOST
@@ -29,6 +29,7 @@ JSON = {"content-type": "application/json"}
 Params = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 Errors = Literal["raise", "return"]
 Results = Generator[tuple[int, RequestOutput], None, None]
+Outputs = AsyncGenerator[RequestOutput, None]
 
 
 class AsyncLLM:
@@ -60,11 +61,11 @@ class AsyncLLM:
         if self._session is not None:
             await self._session.close()
 
-    def chat(self, messages: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
+    def chat(self, messages: Any, sampling_params: Mapping[str, Any] | None = None, **fields: Any) -> Outputs:
         """Yield the output again whenever it has grown."""
         return self._outputs(Ask(CHAT, messages, sampling_params, fields), is_streamed=True)
 
-    def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, prompt: Any, sampling_params: Mapping[str, Any] | None = None, **fields: Any) -> Outputs:
         """Continue a text or token ids; see `chat`."""
         return self._outputs(Ask(COMPLETIONS, prompt, sampling_params, fields), is_streamed=True)
 
@@ -96,7 +97,7 @@ class AsyncLLM:
 
         await asyncio.gather(*(work() for _ in range(min(len(asks), self._max_requests))))
 
-    async def _outputs(self, ask: Ask, is_streamed: bool = False) -> AsyncGenerator[Any, None]:
+    async def _outputs(self, ask: Ask, is_streamed: bool = False) -> Outputs:
         """Yield the finished output or, if `is_streamed`, the output whenever it has grown."""
         body = await asyncio.to_thread(ask.body)
         body |= STREAM if is_streamed and all(body.get(name) is None for name in UNSTREAMED) else {}
@@ -157,7 +158,7 @@ class LLM:
     def chat(
         self, messages: Any, sampling_params: Params = None, use_tqdm: bool = True, errors: Errors = "raise", **fields: Any
     ) -> list[RequestOutput]:
-        """Answer a text, a conversation, or each of a list. Parts of messages may be PIL images, bytes or paths (`Path`) of pictures."""
+        """Answer a text or a conversation, or each of a list. Parts of messages may be PIL images, bytes or paths (`Path`) of pictures."""
         return self._all(_asks(CHAT, messages, sampling_params, fields), use_tqdm, errors)
 
     def generate(
@@ -184,13 +185,13 @@ class LLM:
         self._thread.call(self._engine.update_weights, source, weight_version)
 
     def _all(self, asks: list[Ask], use_tqdm: bool, errors: Errors) -> list[RequestOutput]:
-        outputs: dict[int, RequestOutput] = {}
+        outputs: list[RequestOutput] = []
         with contextlib.closing(self._results(asks)) as results:
-            for number, output in tqdm(results, total=len(asks), disable=not use_tqdm, desc="Answers", unit="request"):
+            for _, output in tqdm(results, total=len(asks), disable=not use_tqdm, desc="Answers", unit="request"):
                 if output.error is not None and errors == "raise":
                     raise output.error
-                outputs[number] = output
-        return [outputs[number] for number in range(len(asks))]
+                outputs.append(output)
+        return sorted(outputs, key=lambda output: output.number)
 
     def _results(self, asks: list[Ask]) -> Results:
         """Iterate over results. Closing the iterator aborts the unfinished requests."""

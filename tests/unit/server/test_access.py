@@ -41,7 +41,7 @@ async def test_each_of_several_keys_opens_and_nothing_else_does(model_folder: Pa
             for headers in ({}, {"Authorization": ""}, {"Authorization": "Basic own"}):
                 assert (await api.http.get(path, headers=headers)).status_code == 401, path
         page = await api.http.get("/")  # it asks for the key itself
-        assert page.status_code == 200 and "wants an API key" in page.text and 'id="key"' in page.text
+        assert page.status_code == 200 and "needs an API key" in page.text and 'id="key"' in page.text
         assert "first" not in (await api.http.get("/server_info", headers={"x-api-key": "own"})).text
 
 
