@@ -47,7 +47,7 @@ def error_of(failure: BaseException) -> ErrorInfo:
     if isinstance(failure, ArenaFull):
         return overloaded("The server's media memory is full right now.").info
     if isinstance(failure, ArenaTooSmall):
-        return ErrorInfo(413, "The images of this request exceed the server's media memory.")
+        return ErrorInfo(413, "The media of this request exceed half of --processor-arena-bytes.")
     logger.error("a request failed", exc_info=failure)
     return INTERNAL_ERROR
 

@@ -33,7 +33,7 @@ def resting(state: State) -> set[Request]:
     """Return the running requests that a step omits to stay within its limit of cache reads. A request that reads at most an equal share
     is never omitted, nor is the oldest of the others, so that it ends; the rest alternate, at least one per step."""
     limit = state.limits.step_sizes.max_read_tokens
-    active = [request for request in state.running if request.wants_tokens and not request.awaited] if limit else []
+    active = [request for request in state.running if request.wants_tokens] if limit else []
     left = limit - sum([request.num_computed for request in active])
     if left >= 0:
         return set()

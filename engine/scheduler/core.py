@@ -38,6 +38,7 @@ from engine.wire.reports import joined
 from engine.wire.stats import EngineStats
 
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
+LACKS_MEMORY = ErrorInfo(503, "The media memory of the server was full for too long.", code="overloaded", retry_after=5)
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64
@@ -95,8 +96,13 @@ class SchedulerCore:
                 siblings[-1].prediction = prediction.copy()
         self._recall_links(siblings[0])
         self._requests[wire.rid] = list(siblings)
+        if any(span.source.encoding == "file" for span in wire.images) and (
+            lacking := policy.lacking_pixels(self.state, siblings[0], policy.num_cached_tokens(self.state, siblings[0]))
+        ):
+            self.state.want_pixels(siblings, lacking)
         for request in siblings:
-            self.state.add(request)
+            if request not in self.state.loading:
+                self.state.add(request)
         if wire.deadline is not None:
             heapq.heappush(self._deadlines, (wire.deadline, wire.rid))
 
@@ -104,7 +110,7 @@ class SchedulerCore:
         """End requests that exceeded their deadline."""
         while self._deadlines and self._deadlines[0][0] <= now:
             for request in self._live(heapq.heappop(self._deadlines)[1]):
-                self._fail(request, TIMED_OUT)
+                self._fail(request, LACKS_MEMORY if request in self.state.loading else TIMED_OUT)
 
     def abort(self, rid: int | None, index: int | None = None) -> None:
         """End all answers or one without an output. Unknown or ended requests are ignored. None: end every request with an output."""
@@ -125,10 +131,9 @@ class SchedulerCore:
         if not requests:
             return
         self._last_progress = time.monotonic()
-        if pixels.source is not None:
-            self.state.take_pixels(requests[0], requests[0].images[pixels.index].hash, pixels.source)
+        if pixels.error is None:
+            self.state.take_pixels(requests, {requests[0].images[index].hash: source for index, source in pixels.sources.items()})
             return
-        assert pixels.error is not None
         for request in requests:
             self._fail(request, pixels.error)
 
@@ -178,8 +183,7 @@ class SchedulerCore:
 
     def alive_at(self, now: float) -> float:
         """Return the time of the last progress; `now` if the engine is idle or waits for the processor."""
-        awaits_pixels = not self._in_flight and any(siblings[0].awaited for siblings in self._requests.values())
-        return self._last_progress if self._in_flight or not (awaits_pixels or is_idle(self.state)) else now
+        return self._last_progress if self._in_flight or not is_idle(self.state) else now
 
     def stats(self) -> EngineStats:
         state = self.state
@@ -187,7 +191,7 @@ class SchedulerCore:
             state.counters,
             max_model_len=self._capacity,
             num_running=len(state.running),
-            num_waiting=len(state.waiting),
+            num_waiting=len(state.waiting) + len(state.loading),
             num_blocks=state.blocks.num_blocks,
             num_free_blocks=state.blocks.num_free,
             num_pinned_images=state.images.num_pinned,
@@ -223,10 +227,7 @@ class SchedulerCore:
         hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.namespace)
         order = (wire.priority, self._num_arrived)
         self._num_arrived += 1
-        if index:
-            sources, awaited = siblings[0].sources, siblings[0].awaited
-        else:
-            sources, awaited = {span.hash: span.source for span in wire.images if span.source.encoding != "file"}, set()
+        sources = siblings[0].sources if index else {span.hash: span.source for span in wire.images if span.source.encoding != "file"}
         is_stateful = self.state.limits.snapshot_blocks > 0
         return Request(
             wire=wire,
@@ -240,7 +241,6 @@ class SchedulerCore:
             siblings=siblings,
             index=index,
             sources=sources,
-            awaited=awaited,
             is_stateful=is_stateful,
             snapshot_points=snapshot_points(len(prompt_ids), wire.images, self.state.blocks.block_size, wire.n) if is_stateful else (),
         )
@@ -316,13 +316,14 @@ class SchedulerCore:
             self._end(request)
 
     def _give_up(self, step: PlannedStep) -> None:
-        """Fail the requests of a step that was not computed, and those whose plans in flight use blocks or images of that step. The caches
-        drop these."""
+        """Fail the requests of a step that was not computed, and those that rely on images of that step. The caches drop these."""
+        made = set(step.made.values())
         rids = {request.rid for request in step.requests}
+        rids |= {request.rid for request in self.state.running if any(request.images[index].hash in made for index in request.pins)}
         for later in self._in_flight:
             pairs = zip(later.requests, later.plan.chunks, strict=True)
             rids |= {request.rid for request, chunk in pairs if any(ref.image_id in step.made for ref in chunk.visual)}
-        self.state.forget_images(set(step.made.values()))
+        self.state.forget_images(made)
         for rid in rids:
             for request in self._live(rid):
                 self._fail(request, OUT_OF_MEMORY)

@@ -8,8 +8,8 @@ A request without the slot that it needs waits; others may pass it, see `Slots`.
 A shared prefix is computed once: a request waits while an older request computes its prefix. Younger requests may pass it; it keeps its
 place in the order, a row and its blocks. Answers to one request fork: they share the full blocks of the prompt.
 
-An image that arrived as a file has no pixels until the policy wants to encode it. A waiting request waits for the pixels as for a prefix; a
-running request whose image was evicted computes the tokens before it and then stalls. Every wait ends: the processor always answers.
+A request that starts has the pixels of every image that it must encode, or pins the embedding. One whose embeddings or prefix were evicted
+since it arrived, or that was preempted, leaves the queue until the processor has sent the pixels.
 """
 
 import math
@@ -62,8 +62,8 @@ class _StepBuilder:
         self.num_encoder_tokens = 0
         self.num_chained = 0  # chunks followed by another one of the same request
         self.is_open = True  # False once a waiting request cannot start
-        self.num_passed = 0  # waiting requests that others may overtake: they await a prefix, pixels or a slot
-        self.num_reserved_rows = 0  # rows kept for those of them that await a prefix or pixels
+        self.num_passed = 0  # waiting requests that others may overtake: they await a prefix or a slot
+        self.num_reserved_rows = 0  # rows kept for those of them that await a prefix
         self.num_reserved_blocks = 0  # blocks kept for all of them
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
         self.resting = resting(state)
@@ -118,7 +118,7 @@ class _StepBuilder:
         while (request := self._next_waiting(before)) is not None:
             if not self.state.may_start(request):
                 self.num_passed += 1
-            elif request.awaited or request.awaits_prefix or self._find_leader(request) or self._lacks_pixels(request):
+            elif request.awaits_prefix or self._find_leader(request):
                 self.num_passed, self.num_reserved_rows = self.num_passed + 1, self.num_reserved_rows + 1
                 self.num_reserved_blocks += self.state.blocks.num_needed(request.num_tokens) - request.num_shared_blocks
             else:
@@ -150,28 +150,17 @@ class _StepBuilder:
                 return True
         return False
 
-    def _lacks_pixels(self, request: Request) -> bool:
-        """Return whether a request must encode a file after its cached prefix, and request the pixels."""
-        if all(span.hash in request.sources for span in request.images):
-            return False
-        self._want_pixels(request, len(self._with_states(request, self._beginning(request))[0]) * self.state.blocks.block_size)
-        return bool(request.awaited)
-
-    def _want_pixels(self, request: Request, num_computed: int) -> None:
-        """Request the pixels of all files needed from `num_computed` on, once per file."""
-        for index, span in enumerate(request.images):
-            is_known = span.hash in request.sources or span.hash in request.awaited or self.state.images.get(span.hash) is not None
-            if span.end > num_computed and not is_known:
-                self.state.want_pixels(request, index)
-
     def _admit(self, request: Request) -> bool:
         blocks = self.state.blocks
         equal = self._beginning(request)
-        hits, snapshot = self._with_states(request, equal)
+        hits, snapshot = _with_states(self.state, request, equal)
         needed = blocks.num_needed(request.num_tokens) - len(hits) + blocks.num_unheld(hits)
         if needed > blocks.num_free - self.num_reserved_blocks:
             return False
         start = len(hits) * blocks.block_size
+        if lacking := lacking_pixels(self.state, request, start):
+            self.state.want_pixels([request], lacking)
+            return True
         most = self.limits.step_sizes.max_read_tokens // 2 or MOST_FOUND
         if self.num_read and self.num_read + start > min(most, MOST_FOUND):
             return False
@@ -192,23 +181,13 @@ class _StepBuilder:
 
     def _beginning(self, request: Request) -> list[int]:
         """Return the blocks that hold the prefix of a waiting request: cached ones, or a sibling's."""
-        hits = self._prefix_hits(request)
+        hits = _prefix_hits(self.state, request)
         for sibling in self._running_siblings(request):
             num_blocks = min(self._num_forkable(request), sibling.num_computed // self.state.blocks.block_size)
             if num_blocks > len(hits):
                 hits = sibling.blocks[:num_blocks]
                 request.hasher.adopt(sibling.hasher, num_blocks)
         return hits
-
-    def _with_states(self, request: Request, hits: list[int]) -> tuple[list[int], list[int]]:
-        """Return the longest prefix of these blocks that ends with a snapshot, and the snapshot's blocks; all blocks if the model has no
-        states."""
-        if not request.is_stateful:
-            return hits, []
-        for num_blocks in range(min(len(hits), len(request.hasher.links)), 0, -1):
-            if snapshot := self.state.blocks.snapshot(request.hasher.links[num_blocks - 1]):
-                return hits[:num_blocks], snapshot
-        return [], []
 
     def _running_siblings(self, request: Request) -> Iterator[Request]:
         if len(request.siblings) > 1:
@@ -217,16 +196,6 @@ class _StepBuilder:
     def _num_forkable(self, request: Request) -> int:
         """Number of full blocks of the prompt before its last token, whose logits every answer needs."""
         return (request.num_prompt - 1) // self.state.blocks.block_size
-
-    def _prefix_hits(self, request: Request) -> list[int]:
-        """Return the cached blocks of the prefix; at least one token remains to be computed for its logits."""
-        if not self.limits.prefix_cache or not request.params.uses_prefixes:
-            return []
-        ids = request.known_ids()
-        usable = min(request.num_tokens - 1, len(ids)) // self.state.blocks.block_size
-        if request.leader is not None:
-            request.hasher.adopt(request.leader.hasher, request.num_shared_blocks)
-        return self.state.blocks.match(request.hasher.chain(ids, usable))
 
     def _decode(self, request: Request) -> None:
         """Schedule the last token, already deducted from the budget, and proposed tokens that fit without preemption."""
@@ -264,7 +233,7 @@ class _StepBuilder:
         while length > 0:
             fitting, starved = self._fit_images(request, request.num_computed, length)
             if fitting == 0 and not starved:
-                return 0  # encoder budget used up, or pixels not available
+                return 0  # encoder budget used up
             lacking = self.state.blocks.num_needed(request.num_computed + fitting) - len(request.blocks)
             if fitting and (new_blocks := self.state.blocks.alloc(max(0, lacking))) is not None:
                 self._add_chunk(request, fitting, new_blocks + self._lookahead_blocks(request, fitting, len(new_blocks)), proposed)
@@ -288,7 +257,7 @@ class _StepBuilder:
         return self.state.blocks.alloc(lacking) or []
 
     def _fit_images(self, request: Request, start: int, length: int) -> tuple[int, bool]:
-        """Cut a chunk before the first unavailable image; also return whether cache space is lacking."""
+        """Cut a chunk before the first image that does not fit; also return whether cache space is lacking."""
         if request.first_needed == len(request.images):
             return length, False
         end = start + length
@@ -301,9 +270,6 @@ class _StepBuilder:
                 continue
             seen.add(span.hash)
             entry = self.state.images.get(span.hash)
-            if entry is None and span.hash not in request.sources:
-                self._want_pixels(request, start)
-                return max(0, span.start - start), False
             size = span.length * self.limits.bytes_per_image_token
             used += size if entry is None or entry.pins == 0 else 0
             if used > self.state.images.budget_bytes:
@@ -368,3 +334,52 @@ def _encoder_cost(request: Request, span: ImageSpan) -> int:
     """Return the cost in encoder tokens. An image that is much reduced is charged by its pixels, since a step holds them all."""
     source = request.sources[span.hash]
     return max(span.length, source.num_frames * source.height * source.width // PIXELS_PER_TOKEN)
+
+
+def lacking_pixels(state: State, request: Request, num_computed: int) -> list[int]:
+    """Return the files, each once, whose pixels a request needs after `num_computed` tokens. It needs none of images whose embeddings
+    it can pin: pinned ones take at most half of the cache, and leave space for its largest image."""
+    lacking: dict[bytes, int] = {}
+    if all(span.hash in request.sources for span in request.images):
+        return []
+    largest = max(span.length for span in request.images) * state.limits.bytes_per_image_token
+    left = min(state.images.budget_bytes // 2, state.images.budget_bytes - largest) - state.images.pinned_bytes
+    relied: set[bytes] = set()
+    for index, span in enumerate(request.images):
+        if span.end <= num_computed or span.hash in request.sources or span.hash in relied:
+            continue
+        entry = state.images.get(span.hash)
+        size = entry.num_bytes if entry is not None and not entry.pins else 0
+        if entry is None or size > left:
+            lacking.setdefault(span.hash, index)
+        else:
+            relied.add(span.hash)
+            left -= size
+    return list(lacking.values())
+
+
+def num_cached_tokens(state: State, request: Request) -> int:
+    """Return the length of a waiting request's cached prefix."""
+    return len(_with_states(state, request, _prefix_hits(state, request))[0]) * state.blocks.block_size
+
+
+def _with_states(state: State, request: Request, hits: list[int]) -> tuple[list[int], list[int]]:
+    """Return the longest prefix of these blocks that ends with a snapshot, and the snapshot's blocks; all blocks if the model has no
+    states."""
+    if not request.is_stateful:
+        return hits, []
+    for num_blocks in range(min(len(hits), len(request.hasher.links)), 0, -1):
+        if snapshot := state.blocks.snapshot(request.hasher.links[num_blocks - 1]):
+            return hits[:num_blocks], snapshot
+    return [], []
+
+
+def _prefix_hits(state: State, request: Request) -> list[int]:
+    """Return the cached blocks of the prefix; at least one token remains to be computed for its logits."""
+    if not state.limits.prefix_cache or not request.params.uses_prefixes:
+        return []
+    ids = request.known_ids()
+    usable = min(request.num_tokens - 1, len(ids)) // state.blocks.block_size
+    if request.leader is not None:
+        request.hasher.adopt(request.leader.hasher, request.num_shared_blocks)
+    return state.blocks.match(request.hasher.chain(ids, usable))

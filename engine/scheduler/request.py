@@ -64,9 +64,8 @@ class Request:
     first_needed: int = 0  # images before this index are done
     leader: "Request | None" = None  # while waiting: an older request that computes this one's beginning
     num_shared_blocks: int = 0  # blocks of that prefix
-    sources: dict[bytes, ImageSource] = field(default_factory=dict)  # by hash, without files
+    sources: dict[bytes, ImageSource] = field(default_factory=dict)  # by hash, without files; shared by siblings
     reports: list[Report] = field(default_factory=list)  # consecutive parts received so far
-    awaited: set[bytes] = field(default_factory=set)  # files whose pixels were requested
     is_stateful: bool = False  # the model has recurrent states: a prefix needs a snapshot
     snapshot_points: tuple[int, ...] = ()  # ends of blocks at which states are kept
     branch_point: int = 0  # additional end at which another sequence branched off

@@ -3,6 +3,8 @@
 add ──▶ waiting ──▶ start ──▶ running ──▶ stop ──▶ stopping ──▶ release
            ▲                     │
            └────── preempt ◀─────┘
+
+A request that needs pixels of files is outside the queue until the processor has sent them.
 """
 
 from bisect import insort
@@ -46,6 +48,7 @@ class State:
     slots: Slots
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
+    loading: set[Request] = field(default_factory=set)  # until their pixels arrive
     is_open: bool = True  # otherwise only requests that have already started may start, after a preemption
     weight_version: str = FIRST_VERSION
     stopping: set[Request] = field(default_factory=set)
@@ -75,6 +78,10 @@ class State:
         request.num_computed, request.num_committed = len(hits) * self.blocks.block_size, len(hits)
         while request.first_needed < len(request.images) and request.images[request.first_needed].end <= request.num_computed:
             request.first_needed += 1
+        for index in range(request.first_needed, len(request.images)):
+            if request.images[index].hash not in request.sources:
+                self._pin(request, index)
+                self.counters.images_hit += 1
         first = request.siblings[0]
         if request.num_cached < 0 and first.num_cached >= 0:
             request.num_cached = first.num_cached  # the first answer's prefix was computed for the same request
@@ -94,7 +101,8 @@ class State:
 
     def stop(self, request: Request) -> None:
         """Stop a request. It keeps its resources until its plans in flight have landed."""
-        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        queue = self.loading if request in self.loading else self.running if request.status is Status.RUNNING else self.waiting
+        queue.remove(request)
         request.status = Status.STOPPING
         self.stopping.add(request)
 
@@ -108,14 +116,19 @@ class State:
         """Make a waiting request wait for the leader, which computes its prefix."""
         request.leader, request.num_shared_blocks = leader, num_shared_blocks
 
-    def want_pixels(self, request: Request, index: int) -> None:
-        """Request the pixels of image `index`, a file, once."""
-        request.awaited.add(request.images[index].hash)
-        self.wanted.append(WantedPixels(request.rid, index))
+    def want_pixels(self, requests: Sequence[Request], indexes: list[int]) -> None:
+        """Set new or waiting answers to one request aside until the pixels of these files arrive."""
+        for request in requests:
+            if request in self.waiting:
+                self.waiting.remove(request)
+        self.loading.update(requests)
+        self.wanted.append(WantedPixels(requests[0].rid, indexes))
 
-    def take_pixels(self, request: Request, digest: bytes, source: ImageSource) -> None:
-        request.awaited.remove(digest)
-        request.sources[digest] = source
+    def take_pixels(self, requests: Sequence[Request], sources: dict[bytes, ImageSource]) -> None:
+        requests[0].sources.update(sources)
+        for request in self.loading.intersection(requests):
+            self.loading.remove(request)
+            self.add(request)
 
     def pin_images(self, request: Request, indexes: Sequence[int]) -> list[tuple[int, ImageEntry]]:
         """Pin these images. Return those missing on the device, by index, with space reserved; the caller has checked that there is
@@ -232,7 +245,8 @@ class State:
 
 def is_idle(state: State) -> bool:
     """Return whether no request is running, or may start."""
-    return not (state.running or state.stopping or any(state.is_open or request.has_started for request in state.waiting))
+    may_start = bool(state.waiting) if state.is_open else any(request.has_started for request in state.waiting)
+    return not (state.running or state.stopping or may_start or any(request.has_started for request in state.loading))
 
 
 def _order(request: Request) -> tuple[int, int]:

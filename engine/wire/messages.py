@@ -151,8 +151,7 @@ class Events(msgspec.Struct, frozen=True):
 
 class ImageSource(msgspec.Struct, frozen=True, array_like=True):
     """Location of the bytes of one item: a baseline JPEG, or uint8 RGB (num_frames, height, width, 3). Sizes are after `orientation` (EXIF
-    1-8). "file" is any other checked format, which workers cannot read: the processor converts it to "rgb" if the scheduler requests the
-    pixels."""
+    1-8). "file" is any other format, which workers cannot read: the processor converts it to "rgb" if the scheduler requests the pixels."""
 
     encoding: Literal["rgb", "jpeg", "file"]
     region: Region
@@ -221,18 +220,17 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class WantedPixels(msgspec.Struct, frozen=True, array_like=True):
-    """Request to encode image `index`, a file. Answered by a Pixels, unless the request has ended."""
+    """Request for the pixels of images that are files, by index. Answered by a Pixels, unless the request has ended."""
 
     rid: int
-    index: int
+    indexes: list[int]
 
 
 class Pixels(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a WantedPixels: the image as RGB, or the error that ends the request."""
+    """The answer to a WantedPixels: the images as RGB, by index, or the error that ends the request."""
 
     rid: int
-    index: int
-    source: ImageSource | None = None
+    sources: dict[int, ImageSource] = {}
     error: ErrorInfo | None = None
 
 

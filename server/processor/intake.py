@@ -82,6 +82,7 @@ class Intake:
         self.grammars = AnswerGrammars(compiler, self.rank0, self.allocator, template, self._think.end)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # images of announced requests by the offset of their payload
+        self._turn = asyncio.Lock()  # of requests that wait for memory for their payloads
 
     @property
     def num_holders(self) -> int:
@@ -167,12 +168,28 @@ class Intake:
         deadline = request.submit.deadline
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as scope:
+                await self._take_payloads(request)
                 return await self._build(request)
         except Exception as failure:
             if isinstance(failure, TimeoutError) and scope.expired():
                 forget_frames(failure)
-                return TIMED_OUT
+                return error_of(ArenaFull()) if request.awaits_memory else TIMED_OUT
             return request.error_of(failure)
+
+    async def _take_payloads(self, request: Request) -> None:
+        """Take memory for all payloads. A request that lacks some waits for its turn without any."""
+        for i, medium in enumerate(request.media):
+            medium.index = i
+        if all([medium.start() for medium in request.media]):
+            return
+        if sum(medium.num_bytes for medium in request.media) > self.allocator.most:
+            raise ArenaTooSmall
+        request.awaits_memory = True
+        await release_all(request.media)
+        async with self._turn:
+            for medium in request.media:
+                await medium.begin()
+        request.awaits_memory = False
 
     async def _build(self, request: Request) -> EngineRequest | Event:
         """Build the scheduler's request, or the event of a request that is only counted. Images load in the pools while the prompt is
@@ -183,14 +200,12 @@ class Intake:
         encoded = None if size >= LARGE_MESSAGES_BYTES else self._encode(request)
         try:
             async with asyncio.TaskGroup() as group:
-                for i, medium in enumerate(media):
-                    group.create_task(medium.load(i, allowance))
+                for medium in media:
+                    group.create_task(medium.load(allowance))
                 group.create_task(self.grammars.prepare(request))
                 if encoded is None:
                     encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, request)
         except BaseExceptionGroup as failures:
-            if isinstance(failures.exceptions[0], ArenaFull) and sum(medium.num_bytes for medium in media) > self.allocator.arena.size:
-                raise ArenaTooSmall from None
             raise failures.exceptions[0] from None
         ids, predicted, echo = encoded
         ids = self._truncate(submit, ids)

@@ -61,14 +61,14 @@ class Processor:
         requests: dict[int, Request] = {}
         gpu_decodes = child.runtime.gpu_decodes_jpegs
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
-        allocator = RegionAllocator(self._arena, lambda: self._intake.num_holders > 1)
+        allocator = RegionAllocator(self._arena)
         inspector = Inspector(child.config, checkpoint, gpu_decodes)
         sources = Sources(child.config, bodies, allocator)
         decoders = Decoders(child.config, self._arena)
         early = EarlyReads(worker, checkpoint.model.geometry)
         new_image = functools.partial(Image, sources=sources, inspector=inspector, decoders=decoders, early=early)
         videos = Videos(child.config, checkpoint, inspector, sources, decoders, new_image)
-        self._pools = sources, decoders, videos.decoders
+        self._pools = sources, decoders
         max_model_len = child.runtime.max_model_len  # until the scheduler reports the size of the KV pool
         self._intake = Intake(
             requests=requests, allocator=allocator, early=early, new_image=new_image,
@@ -77,8 +77,7 @@ class Processor:
             rank0=Outbox(child.run_dir, "worker-0"), max_model_len=max_model_len,
         )  # fmt: skip
         self._output = Output(
-            requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded + videos.decoders.num_decoded,
-            api=api, scheduler=scheduler, tasks=tasks,
+            requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded, api=api, scheduler=scheduler, tasks=tasks,
         )  # fmt: skip
 
     async def run(self) -> None:

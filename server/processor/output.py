@@ -1,7 +1,7 @@
 """Output of the scheduler: conversion of tokens to text, and decoding of requested pixels.
 
     EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
-                 ├──▶ wanted ──▶ medium.make_pixels ──▶ Pixels ──▶ scheduler
+                 ├──▶ wanted ──▶ request.decode ──▶ Pixels ──▶ scheduler
                  └──▶ released ──▶ memory is given back
 """
 
@@ -153,19 +153,19 @@ class Output:
         self.tasks.create_task(drop())
 
     def _decode(self, wanted: WantedPixels) -> None:
-        """Decode an image that stayed a file and that the scheduler has to encode. A request that has ended needs no answer."""
+        """Decode files of a request. One that has ended needs no answer."""
         request = self.requests.get(wanted.rid)
         if request is not None and not request.is_ended:
-            self.tasks.create_task(self._answer(wanted, request))
+            request.decoding = self.tasks.create_task(self._answer(wanted, request, request.decoding))
 
-    async def _answer(self, wanted: WantedPixels, request: Request) -> None:
-        medium, item = request.item(wanted.index)
-        task = medium.make_pixels(item)
-        await asyncio.wait([task])
-        if not task.cancelled():
-            failure = task.exception()
-            source, error = (medium.source_of(item), None) if failure is None else (None, request.error_of(failure))
-            self.scheduler.send(Pixels(wanted.rid, wanted.index, source, error))
+    async def _answer(self, wanted: WantedPixels, request: Request, previous: "asyncio.Task[None] | None") -> None:
+        try:
+            if previous is not None:
+                await previous
+            pixels = Pixels(wanted.rid, await request.decode(wanted.indexes, self.allocator))
+        except Exception as failure:
+            pixels = Pixels(wanted.rid, error=request.error_of(failure))
+        self.scheduler.send(pixels)
 
 
 def _event(request: Request, answer: Answer, output: RequestOutput, text: str) -> Event:

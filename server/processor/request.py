@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 
 from engine.wire.details import TokenDetails
-from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, Logprob, RequestOutput, Submit
+from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, ImageSource, Logprob, RequestOutput, Submit
 from engine.wire.reports import Report
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.medium import Medium, release_all
 from server.processor.text.logprobs import named, spelling_of
 from server.processor.text.reasoning import OutputText
+from server.processor.threads import together
 from server.region import Region
 
 
@@ -57,18 +58,33 @@ class Request:
     regions: dict[str, Region] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
     is_in_scheduler: bool = False
     is_ended: bool = False  # all its answers have ended or were aborted
+    awaits_memory: bool = False  # for its payloads
+    pixels: dict[int, ImageSource] = field(default_factory=dict)  # of its files, by item
+    decoding: asyncio.Task[None] | None = None  # the latest task that decodes files
     num_prompt_tokens: int = 0
     backlog: deque[RequestOutput] = field(default_factory=deque)  # outputs that wait for prefaces
     writer: asyncio.Task[None] | None = None  # sends them
 
-    def item(self, index: int) -> tuple[Medium, int]:
-        """Return the medium that contains item `index` of the request, and the item's index in that medium."""
+    async def decode(self, indexes: Sequence[int], allocator: RegionAllocator) -> dict[int, ImageSource]:
+        """Decode these items, files, to one region, waiting for its memory. RequestError or ArenaTooSmall."""
+        found: list[tuple[Medium, list[int], list[int]]] = []
+        start = 0
         for medium in self.media:
-            num_items = len(medium.visual.lengths)
-            if index < num_items:
-                return medium, index
-            index -= num_items
-        raise IndexError(index)
+            end = start + len(medium.visual.lengths)
+            if mine := [index for index in indexes if start <= index < end and index not in self.pixels]:
+                found.append((medium, mine, [index - start for index in mine]))
+            start = end
+        if found:
+            region = await allocator.reserve(sum(len(items) * medium.item_bytes for medium, _, items in found))
+            self.regions[f"pixels {len(self.regions)}"] = region
+            offset = region.offset
+            works = []
+            for medium, _, items in found:
+                works.append(medium.decode(items, offset))
+                offset += len(items) * medium.item_bytes
+            for (_, mine, _), sources in zip(found, await together(*works), strict=True):
+                self.pixels.update(zip(mine, sources, strict=True))
+        return {index: self.pixels[index] for index in indexes}
 
     def end(self, answer: Answer) -> None:
         answer.is_ended = True
@@ -108,7 +124,10 @@ class Request:
         return list(np.frombuffer(self.regions["prompt"].view, np.int32).tolist())
 
     async def release(self, allocator: RegionAllocator) -> None:
-        """Free the request's memory as soon as no thread uses it."""
+        """Free the request's memory as soon as no thread or guest uses it."""
+        if self.decoding is not None:
+            self.decoding.cancel()
+            await asyncio.wait([self.decoding])
         await release_all(self.media)
         for region in self.regions.values():
             allocator.free(region)

@@ -1,9 +1,9 @@
-"""Jobs in threads that write to memory owned by the caller."""
+"""Concurrent work: jobs in threads that write to memory owned by the caller, and tasks of one request."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -31,3 +31,13 @@ async def settled(future: "Future[T]", waiter: "asyncio.Future[T] | None" = None
         waiter = waiter or asyncio.wrap_future(future)
         await asyncio.wait([waiter])
         waiter.exception()  # retrieved, although the result is no longer needed
+
+
+async def together(*works: Coroutine[Any, Any, T]) -> list[T]:
+    """Run these concurrently and return their results. Raise the first error, after the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]

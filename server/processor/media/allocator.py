@@ -1,14 +1,12 @@
-"""Allocation of regions in the processor's arena, for which requests may wait."""
+"""Allocation in the processor's arena: at most half of it for inputs and half for decoded pixels, for which requests wait in order."""
 
 import asyncio
 from collections.abc import Callable
 
-from engine.wire.arena import Arena, ArenaFull
+from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall
 from engine.wire.messages import PROCESSOR_ARENA
 from engine.wire.messages import Region as WireRegion
 from server.region import Region
-
-TIMEOUT_S = 10.0  # a limit, as requests may wait for each other's regions
 
 
 def wire(region: Region) -> WireRegion:
@@ -17,35 +15,64 @@ def wire(region: Region) -> WireRegion:
 
 
 class RegionAllocator:
-    """Allocator of one arena. `is_shared()` returns whether other requests may release regions."""
+    """Regions of one arena. Requests that wait for inputs hold none, and those that wait for pixels no pixels, so that every wait ends."""
 
-    def __init__(self, arena: Arena, is_shared: Callable[[], bool]):
+    def __init__(self, arena: Arena):
         self.arena = arena
-        self._is_shared = is_shared
+        self.most = arena.size // 2  # bytes of inputs, and of pixels
+        self.is_short = False  # a request waits for inputs
+        self._pixels: dict[int, int] = {}  # offset -> bytes
+        self._turn = asyncio.Lock()
         self._released = asyncio.Event()
 
     def allocate(self, capacity: int) -> Region:
-        """Return a new region. Raise ArenaFull or ArenaTooSmall."""
+        """Return a new region for inputs. Raise ArenaFull or ArenaTooSmall."""
+        self._check_inputs(capacity)
         return Region(self.arena, capacity)
 
-    def free(self, region: Region) -> None:
-        """Release a region that no thread uses; waiting requests try again."""
-        region.free()
-        self._released.set()
-        self._released = asyncio.Event()
+    def append(self, region: Region, data: bytes) -> None:
+        """Append inputs. Raise ArenaFull or ArenaTooSmall."""
+        self._check_inputs(len(data) if region.used + len(data) > region.capacity else 0)
+        region.append(data)
 
     async def allocate_when_free(self, capacity: int) -> Region:
-        """Like `allocate`, but if the arena is full, wait up to TIMEOUT_S while other requests may release regions."""
-        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+        """Like `allocate`, but wait for memory."""
+        self.is_short = True
+        try:
+            return await self._when_free(lambda: self.allocate(capacity))
+        finally:
+            self.is_short = False
+
+    async def reserve(self, capacity: int) -> Region:
+        """Return a region for all pixels of a request, after earlier calls got theirs. Raise ArenaTooSmall."""
+        if capacity > self.most:
+            raise ArenaTooSmall
+        async with self._turn:
+            return await self._when_free(lambda: self._allocate_pixels(capacity))
+
+    def free(self, region: Region) -> None:
+        """Release a region that no thread or process uses."""
+        self._pixels.pop(region.offset, None)
+        region.free()
+        self._released.set()
+
+    def _allocate_pixels(self, capacity: int) -> Region:
+        if sum(self._pixels.values()) + capacity > self.most:
+            raise ArenaFull
+        region = Region(self.arena, capacity)
+        self._pixels[region.offset] = region.used = capacity
+        return region
+
+    def _check_inputs(self, num_new: int) -> None:
+        if num_new > self.most:
+            raise ArenaTooSmall
+        if self.arena.size - self.arena.num_free - sum(self._pixels.values()) + num_new > self.most:
+            raise ArenaFull
+
+    async def _when_free(self, attempt: Callable[[], Region]) -> Region:
         while True:
-            released = self._released
             try:
-                return self.allocate(capacity)
-            except ArenaFull as lack:
-                if not self._is_shared():
-                    raise
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        await released.wait()
-                except TimeoutError:
-                    raise lack from None
+                return attempt()
+            except ArenaFull:
+                self._released.clear()
+                await self._released.wait()

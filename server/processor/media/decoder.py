@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Write pixels to `target`, resized to `size`, which is in the image's stored orientation unless `is_upright`. Without `target`, only
-    read the header."""
+    """Write pixels to `target`, upright by `orientation` (EXIF) and resized to `size` (height, width). Without `target`, only read the
+    header."""
 
     encoded: tuple[int, int]  # offset, length
-    target: tuple[int, int] | None = None
+    target: int | None = None  # offset
     size: tuple[int, int] = (0, 0)
-    is_upright: bool = False
+    orientation: int = 1
 
 
 def prepare(arena_fd: str, arena_size: str) -> Callable[[bytes], bytes]:
@@ -46,7 +46,10 @@ def arena_guest(arena_fd: str, arena_size: str, kind: type[T], answer: Callable[
     return run
 
 
-def answer(arena: ArenaView, job: Job) -> tuple[int, ...]:
-    """Return what `read_header` or `decode_rgb` returns."""
+def answer(arena: ArenaView, job: Job) -> tuple[int, ...] | None:
+    """Return what `read_header` returns, or None after decoding."""
     data = arena.view(*job.encoded)
-    return read_header(data) if job.target is None else decode_rgb(data, arena.view(*job.target), job.size, job.is_upright)
+    if job.target is None:
+        return read_header(data)
+    decode_rgb(data, arena.view(job.target, 3 * job.size[0] * job.size[1]), job.size, job.orientation)
+    return None

@@ -1,8 +1,9 @@
-"""Image decoders in guest processes. An image's memory is computed from its header and reserved before it is decoded."""
+"""Decoders of images and videos in guest processes. An image's memory is computed from its header and reserved before it is decoded."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.util import find_spec
 from typing import TypeVar
 
 import msgspec
@@ -15,15 +16,13 @@ from engine.wire.messages import ErrorInfo
 from server.errors import RequestError, invalid_image, overloaded
 from server.processor.media.decoder import MEMORY_BYTES, Job
 from server.processor.media.inspect import Header
+from server.processor.media.video_jobs import Clip, VideoJob, VideoLimits, invalid_video
 from server.region import Region
 
-NUM_REMEMBERED = 4096  # decoded files; an evicted one is decoded again
-NUM_REMEMBERED_PAIRS = 1 << 15
+NUM_REMEMBERED = 4096  # files whose headers are kept
 LARGE_PIXELS = 1 << 23  # larger images share a memory budget and leave one process to smaller ones
 BYTES_PER_PIXEL = 8  # the original and the RGB image, with Pillow's 4 bytes per pixel each
 HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times the values of usual files
-
-KILLED = "the decoder was killed twice, probably because the machine is out of memory"
 
 Size = tuple[int, int]  # height, width
 T = TypeVar("T")
@@ -53,58 +52,89 @@ class Budget:
             self._came_back.set()
 
 
-def pool_of(size: int, arena: Arena, module: str, *arguments: str, memory: int) -> GuestPool:
-    return GuestPool(size, module, str(arena.fd), str(arena.size), *arguments, memory=memory, fds=(arena.fd,))
-
-
 class Decoders:
-    """Pool of image decoders. Create it inside a running event loop."""
+    """The guests of one arena. Create it inside a running event loop."""
 
     def __init__(self, config: EngineConfig, arena: Arena):
-        self.num_decoded = 0
-        self.known: LRUCache[bytes, tuple[Header, Size]] = LRUCache(NUM_REMEMBERED)  # decoded files by digest: header, and size upright
-        self.known_pairs: LRUCache[tuple[bytes, bytes, Size], bytes] = LRUCache(NUM_REMEMBERED_PAIRS)  # hashes, by frames and their size
+        self.num_decoded = 0  # files
+        self.headers: LRUCache[bytes, Header] = LRUCache(NUM_REMEMBERED)  # by digest
+        self.clips: LRUCache[bytes, Clip] = LRUCache(NUM_REMEMBERED)
         self.budget = Budget(config.max_decode_bytes)
-        self._timeout = config.decode_timeout
-        size = max(2, config.processing_pool_size)
-        self._pool = pool_of(size, arena, "server.processor.media.decoder", memory=MEMORY_BYTES)
+        self._timeout, self._video_timeout = config.decode_timeout, config.video_timeout
+        self._has_pyav = find_spec("av") is not None
+        size = config.video_pool_size
+        limits = VideoLimits(
+            config.max_video_frame_pixels, config.max_video_file_frames, config.max_video_memory,
+            threads=max(1, config.processing_pool_size // size),
+        )  # fmt: skip
+
+        def pool_of(size: int, module: str, *arguments: str, memory: int) -> GuestPool:
+            module = f"server.processor.media.{module}"
+            return GuestPool(size, module, str(arena.fd), str(arena.size), *arguments, memory=memory, fds=(arena.fd,))
+
+        self._images = pool_of(max(2, config.processing_pool_size), "decoder", memory=MEMORY_BYTES)
+        self._videos = pool_of(size, "video_decoder", msgspec.json.encode(limits).decode(), memory=limits.memory)
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self._images.close()
+        await self._videos.close()
 
     async def read_header(self, encoded: Region) -> Header:
         """Read the header of a file other than a baseline JPEG. RequestError 422."""
         return Header(False, *await self._ask(Job((encoded.offset, encoded.used)), tuple[int, int, int], HEADER_CPU_S))
 
-    async def decode(self, header: Header, encoded: Region, place: tuple[int, int], size: Size, is_upright: bool = False) -> Size:
-        """Write RGB to `place` (offset, length), see `decode_rgb`. Return the image's size. RequestError as in `answer_of`,
-        or 413 for an image that exceeds the memory budget on its own."""
+    async def decode(self, header: Header, encoded: Region, offset: int, size: Size) -> None:
+        """Write upright RGB of this size to the arena. RequestError, 413 for an image that exceeds the memory budget on its own."""
+        self.num_decoded += 1
         cpu_seconds = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S
-        job = Job((encoded.offset, encoded.used), place, size, is_upright)
+        job = Job((encoded.offset, encoded.used), offset, size, header.orientation)
         num_bytes = BYTES_PER_PIXEL * header.num_pixels
         if header.num_pixels <= LARGE_PIXELS:
-            return await self._ask(job, tuple[int, int], cpu_seconds)
+            await self._ask(job, type(None), cpu_seconds)
+            return
         if num_bytes > self.budget.total:
             raise RequestError(413, "decoding it needs more memory than --max-decode-bytes allows", code="image_too_large")
         async with self.budget.lend(num_bytes):
-            return await self._ask(job, tuple[int, int], cpu_seconds, is_large=True)
+            await self._ask(job, type(None), cpu_seconds, is_large=True)
+
+    async def look(self, encoded: Region) -> Clip:
+        """Inspect a video file. RequestError 400, 413 or 422."""
+        return await self._ask_video(VideoJob((encoded.offset, encoded.used)), Clip)
+
+    async def read(self, encoded: Region, wanted: list[int], offset: int, size: Size) -> None:
+        """Write these frames of a video file to the arena. RequestError as in `look`."""
+        self.num_decoded += 1
+        await self._ask_video(VideoJob((encoded.offset, encoded.used), wanted, offset, size), type(None))
 
     async def _ask(self, job: Job, kind: type[T], cpu_seconds: int, is_large: bool = False) -> T:
-        work = self._pool.ask(msgspec.msgpack.encode(job), self._timeout, cpu_seconds, is_large=is_large)
-        words = "decoding it exceeds the time or memory allowed for an image of its size"
-        return await answer_of(work, kind, self._timeout, invalid_image, words)
+        crashed = "decoding it exceeds the time or memory allowed for an image of its size"
+        with guarded(self._timeout, invalid_image, crashed):
+            return answer_of(await self._images.ask(msgspec.msgpack.encode(job), self._timeout, cpu_seconds, is_large=is_large), kind)
+
+    async def _ask_video(self, job: VideoJob, kind: type[T]) -> T:
+        if not self._has_pyav:
+            words = "this server has no video decoder (PyAV is not installed): send frames"
+            raise RequestError(400, words, code="no_video_decoder")
+        with guarded(self._video_timeout, invalid_video, "the decoder crashed on this file"):
+            return answer_of(await self._videos.ask(msgspec.msgpack.encode(job), self._video_timeout), kind)
 
 
-async def answer_of(work: Awaitable[bytes], kind: type[T], timeout: float, invalid: Callable[[str], RequestError], crashed: str) -> T:
-    """Return the answer of an `arena_guest`. RequestError for its error, a timeout, or a guest that died."""
+@contextlib.contextmanager
+def guarded(timeout: float, invalid: Callable[[str], RequestError], crashed: str) -> Iterator[None]:
+    """Raise a RequestError for a timeout, or for a guest that died."""
     try:
-        result, error = msgspec.msgpack.decode(await work, type=tuple[msgspec.Raw, ErrorInfo | None])
+        yield
     except TimeoutError:
         raise invalid(f"decoding it takes longer than {timeout} s") from None
     except GuestKilled:
-        raise overloaded(KILLED) from None
+        raise overloaded("the decoder was killed twice, probably because the machine is out of memory") from None
     except GuestDied:
         raise invalid(crashed) from None
+
+
+def answer_of(answer: bytes, kind: type[T]) -> T:
+    """Return the result in the answer of an `arena_guest`, or raise its RequestError."""
+    result, error = msgspec.msgpack.decode(answer, type=tuple[msgspec.Raw, ErrorInfo | None])
     if error is not None:
         raise RequestError.of(error)
     return msgspec.msgpack.decode(result, type=kind)

@@ -23,7 +23,7 @@ SMALL_PIXELS = 1 << 18  # up to this size an image is not resized by the process
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of an image. The size of a baseline JPEG is after `orientation` (EXIF), that of other files before."""
+    """Header of an image; the size is after `orientation` (EXIF)."""
 
     stays_encoded: bool
     height: int
@@ -33,12 +33,6 @@ class Header:
     @property
     def num_pixels(self) -> int:
         return self.height * self.width
-
-    @property
-    def upright_size(self) -> tuple[int, int]:
-        """(height, width) as the image is shown."""
-        is_turned = self.orientation >= 5 and not self.stays_encoded
-        return (self.width, self.height) if is_turned else (self.height, self.width)
 
 
 class Allowance:

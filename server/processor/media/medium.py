@@ -1,7 +1,7 @@
 """What intake and output need of a medium of any kind."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from engine.wire.messages import ImageSource, ImageSpan
@@ -11,13 +11,23 @@ from server.processor.text.prompt import Visual
 
 
 class Medium(Protocol):
-    """One medium of one request. `release` must be awaited exactly once, also after errors."""
+    """One medium of one request."""
 
     kind: MediaKind
-    num_bytes: int  # minimum arena bytes while it is loaded
 
-    async def load(self, index: int, allowance: Allowance) -> None:
-        """Load as medium `index` of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
+    index: int  # in its request
+
+    @property
+    def num_bytes(self) -> int: ...  # at most, of its payloads
+
+    def start(self) -> bool:
+        """Take memory for the payloads if there is enough now. Return whether all have it."""
+
+    async def begin(self) -> None:
+        """Take memory for the payloads, waiting for it; call it for one request at a time. RequestError or ArenaTooSmall."""
+
+    async def load(self, allowance: Allowance) -> None:
+        """Load a medium of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
 
     @property
     def counts(self) -> Mapping[str, int]: ...  # for `Stages.counts`
@@ -28,13 +38,15 @@ class Medium(Protocol):
     def spans(self, starts: list[int]) -> list[ImageSpan]:
         """Return a span of placeholders per item; they begin at `starts`."""
 
-    def make_pixels(self, item: int) -> asyncio.Task[None]:
-        """Decode an item that is a file to RGB, waiting for memory. Errors as with `load`; `release` cancels it."""
+    @property
+    def item_bytes(self) -> int:
+        """Return the size of an item's pixels, if it is a file."""
 
-    def source_of(self, item: int) -> ImageSource: ...
+    async def decode(self, items: Sequence[int], offset: int) -> list[ImageSource]:
+        """Write the RGB of these items consecutively to the arena. RequestError."""
 
     async def release(self) -> None:
-        """Free all memory as soon as no thread uses it."""
+        """Free all memory as soon as no thread uses it. The medium may begin again afterwards."""
 
 
 async def release_all(media: Iterable[Medium]) -> None:

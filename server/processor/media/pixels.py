@@ -30,12 +30,14 @@ Image.MAX_IMAGE_PIXELS = None  # `check_size` of inspect.py is the limit; Pillow
 
 
 def read_header(data: memoryview) -> tuple[int, int, int]:
-    """Return height and width before orientation, and the orientation (EXIF 1-8). Allocates no pixels. RequestError 422."""
+    """Return height and width, upright, and the orientation (EXIF 1-8). Allocates no pixels. RequestError 422."""
     with _open(data) as image:
-        if isinstance(image, TiffImageFile) and _tile_pixels(image) > max(MAX_TILE_PIXELS, image.height * image.width):
-            raise invalid_image("its tiles are much larger than the image")
-        is_turned = isinstance(image, TiffImageFile)  # Pillow has rotated it
-        return image.height, image.width, 1 if is_turned else _orientation(image)
+        if isinstance(image, TiffImageFile):
+            if _tile_pixels(image) > max(MAX_TILE_PIXELS, image.height * image.width):
+                raise invalid_image("its tiles are much larger than the image")
+            return image.height, image.width, 1  # Pillow rotates it
+        orientation = _orientation(image)
+        return (image.width, image.height, orientation) if orientation >= 5 else (image.height, image.width, orientation)
 
 
 def read_orientation(data: memoryview) -> int:
@@ -44,31 +46,21 @@ def read_orientation(data: memoryview) -> int:
         return _orientation(image)
 
 
-def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int], is_upright: bool = False) -> tuple[int, int]:
-    """Write the first frame to `target`: upright, RGB, resized to `size` (height, width; in the stored orientation unless `is_upright`).
-    Return the image's own size, upright. RequestError 422."""
+def decode_rgb(data: memoryview, target: memoryview, size: tuple[int, int], orientation: int) -> None:
+    """Write the first frame to `target`: rotated by `orientation`, RGB, resized to `size` (height, width). RequestError 422."""
     with _open(data) as image:
-        stored, kind = (image.height, image.width), image.format
+        kind = image.format
         try:
             image.load()
-            orientation = _orientation(image)  # after loading: TIFF is rotated by Pillow, PNG may have EXIF after the pixels
             upright = image.transpose(TRANSPOSITIONS[orientation]) if orientation in TRANSPOSITIONS else image
             if upright is not image:
                 image.close()  # at most two copies at a time
             rgb = upright if upright.mode == "RGB" else upright.convert("RGB")
-            own = rgb.height, rgb.width
-            height, width = size if own == stored or is_upright else size[::-1]
-            if own != (height, width):
-                rgb = rgb.resize((width, height), Image.Resampling.BICUBIC)
-            target[: height * width * 3] = rgb.tobytes()
+            if (rgb.height, rgb.width) != size:
+                rgb = rgb.resize(size[::-1], Image.Resampling.BICUBIC)
+            target[:] = rgb.tobytes()
         except Exception as error:
             raise invalid_image(f"it cannot be decoded as {kind}") from error
-        return own
-
-
-def pair_hash(parameters: bytes, size: tuple[int, int], pixels: memoryview) -> bytes:
-    """Return the hash of two frames of this size (height, width) and of their processing parameters."""
-    return framed_hash(b"pair", parameters, b"%dx%d" % size, pixels)
 
 
 def framed_hash(*fields: bytes | memoryview) -> bytes:

@@ -1,17 +1,12 @@
-"""Videos of requests, each owned by one object from its bytes to its release. A video is a list of frame pairs, each an item like an image.
+"""Videos of requests, each owned by one object from its bytes to its release. A video is a list of frame pairs, each an item like an image
+that is a file: its frames are decoded if the scheduler requests the pixels.
 
-    file ──▶ encoded ─┬▶ known: its pairs are files, whose pixels are made if the scheduler asks for one          ──▶ rgb, all at once
-                      └▶ new: looked at, and its frames are decoded                                               ──▶ rgb
-    frames ─▶ images ─┬▶ known pair: a file                                                                       ──▶ rgb, pair by pair
-                      └▶ new pair: two frames are decoded                                                         ──▶ rgb
-
-Pixels are resized where they are decoded, and a pair's hash is of them: the same frames in another file are the same pair.
+A pair's identity is that of its frames: their encoded bytes, or the file and their numbers in it.
 """
 
-import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,29 +14,29 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.wire.arena import ALIGNMENT
 from engine.wire.config import EngineConfig
-from engine.wire.messages import ImageSource, ImageSpan, MediaRef, VideoRef
+from engine.wire.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef, VideoRef
 from engine.wire.messages import Region as WireRegion
 from models.config.types import MediaKind
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry, time_text
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.allocator import wire
-from server.processor.media.decoders import Decoders, Size
+from server.processor.media.decoders import Decoders
 from server.processor.media.fetch import too_large
-from server.processor.media.image import Image, decoded_bytes, naming, start_task
+from server.processor.media.image import Image, decoded_bytes, naming
 from server.processor.media.inspect import Allowance, Inspector
 from server.processor.media.medium import release_all
-from server.processor.media.pixels import pair_hash
 from server.processor.media.sources import Sources
 from server.processor.media.video_plan import PAIR, VideoPlan, VideoPlanner
-from server.processor.media.video_pool import VideoDecoders
 from server.processor.text.prompt import Visual
-from server.processor.threads import run
+from server.processor.threads import run, together
 from server.region import Region
 
 CODES = {"invalid_image": "invalid_video", "image_too_large": "video_too_large"}
 COMMA = ord(",")
+MAX_FRAMES = 4096
 PIECE_BYTES = 1 << 20  # bytes that a thread searches without the interpreter lock
 
 
@@ -49,25 +44,23 @@ class Video(ABC):
     """One video of one request: see `Medium`."""
 
     kind: MediaKind = "video"
-    decodes_all = True  # all items together
-    plan: VideoPlan  # set, like the next two, by `load`
+    plan: VideoPlan  # set, like `hashes`, by `load`
     hashes: list[bytes]
-    sources: list[ImageSource]
 
-    def __init__(self, *, sources: Sources, planner: VideoPlanner, ref: VideoRef):
-        self._sources, self._planner, self._allocator = sources, planner, sources.allocator
+    def __init__(self, *, sources: Sources, planner: VideoPlanner, decoders: Decoders, ref: VideoRef):
+        self._sources, self._planner, self._decoders, self._allocator = sources, planner, decoders, sources.allocator
         self._ref = ref
         self._video: VideoGeometry
-        self._index = 0  # in its request
-        self._regions: list[Region] = []  # regions to release
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # decode pixels
-        self.num_bytes = 0
+        self.index = 0  # in its request
 
-    async def load(self, index: int, allowance: Allowance) -> None:
-        self._index = index
-        with naming(f"Video {self._index + 1}", CODES):
+    async def begin(self) -> None:
+        with self._naming():
             if not self._planner.takes_videos:
                 raise RequestError(400, "this model does not support videos", code="invalid_value")
+            await self._begin()
+
+    async def load(self, allowance: Allowance) -> None:
+        with self._naming():
             self._video = self._planner.geometry_of(self._ref)
             await self._load(allowance)
 
@@ -81,152 +74,173 @@ class Video(ABC):
         return Visual(self.kind, [self.plan.num_tokens] * len(self.hashes), [time_text(time) for time in self.plan.times])
 
     def spans(self, starts: list[int]) -> list[ImageSpan]:
-        plan, items = self.plan, zip(self.hashes, starts, self.sources, strict=True)
-        return [ImageSpan(digest, start, plan.num_tokens, plan.grid, source) for digest, start, source in items]
+        plan = self.plan
+        return [
+            ImageSpan(digest, start, plan.num_tokens, plan.grid, ImageSource("file", self._file(pair), *plan.size, num_frames=PAIR))
+            for pair, (digest, start) in enumerate(zip(self.hashes, starts, strict=True))
+        ]
 
-    def make_pixels(self, item: int) -> asyncio.Task[None]:
-        key = 0 if self.decodes_all else item
-        if key not in self._tasks:
-            self._tasks[key] = start_task(self._make_named(item))
-        return self._tasks[key]
+    @property
+    def item_bytes(self) -> int:
+        return self.plan.pair_bytes
 
-    def source_of(self, item: int) -> ImageSource:
-        return self.sources[item]
+    async def decode(self, items: Sequence[int], offset: int) -> list[ImageSource]:
+        size = self.plan.pair_bytes
+        with self._naming():
+            await self._decode(items, offset)
+        places = [WireRegion(PROCESSOR_ARENA, offset + i * size, size) for i in range(len(items))]
+        return [ImageSource("rgb", place, *self.plan.size, num_frames=PAIR) for place in places]
 
-    async def release(self) -> None:
-        tasks = [task for task in self._tasks.values() if not task.done()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        self._tasks = {}  # their exceptions name this video
-        for region in self._regions:
-            self._allocator.free(region)
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int: ...
+
+    @abstractmethod
+    def start(self) -> bool: ...
+
+    @abstractmethod
+    async def release(self) -> None: ...
+
+    @abstractmethod
+    async def _begin(self) -> None: ...
 
     @abstractmethod
     async def _load(self, allowance: Allowance) -> None:
-        """Set plan, hashes and sources."""
+        """Set plan and hashes."""
 
     @abstractmethod
-    async def _make(self, item: int) -> None:
-        """file -> rgb"""
+    async def _decode(self, items: Sequence[int], offset: int) -> None: ...
 
-    def _file(self, encoded: Region) -> ImageSource:
-        return ImageSource("file", wire(encoded), *self.plan.size, num_frames=PAIR)
+    @abstractmethod
+    def _file(self, pair: int) -> WireRegion: ...
 
-    def _rgb(self, pixels: Region, pair: int) -> ImageSource:
-        size = self.plan.pair_bytes
-        whole = wire(pixels)
-        return ImageSource("rgb", WireRegion(whole.arena, whole.offset + pair * size, size), *self.plan.size, num_frames=PAIR)
+    def _naming(self) -> "contextlib.AbstractContextManager[None]":
+        return naming(f"Video {self.index + 1}", CODES)
 
-    def _hold(self, region: Region) -> Region:
-        self._regions.append(region)
-        return region
-
-    async def _make_named(self, item: int) -> None:
-        with naming(f"Video {self._index + 1}", CODES):
-            await self._make(item)
+    def _pairs(self, items: Iterable[int]) -> Iterator[int]:
+        """Yield the indices of both frames of each pair."""
+        for item in items:
+            yield from self.plan.indices[PAIR * item : PAIR * (item + 1)]
 
 
 class VideoFile(Video):
     """A video file from which frames are sampled."""
 
-    _encoded: Region
-    _digest: bytes
+    _encoded: Region | None = None
 
-    def __init__(self, *, decoders: VideoDecoders, **shared: Any):
-        super().__init__(**shared)
-        self._decoders = decoders
+    @property
+    def num_bytes(self) -> int:
+        payload = self._payload
+        return 0 if payload is None else decoded_bytes(payload)
+
+    def start(self) -> bool:
+        return self._payload is None
+
+    async def release(self) -> None:
+        if self._encoded is not None:
+            self._allocator.free(self._encoded)
+        self._encoded = None
+
+    async def _begin(self) -> None:
+        if (payload := self._payload) is not None:
+            if decoded_bytes(payload) > self._planner.max_bytes + 3:
+                raise too_large(self._planner.max_bytes)
+            self._encoded = await self._allocator.allocate_when_free(decoded_bytes(payload))
 
     async def _load(self, allowance: Allowance) -> None:
-        ref = self._ref
+        ref, clips, pool = self._ref, self._decoders.clips, self._sources.pool
         assert ref.file is not None
-        await self._read(ref.file, allowance)
-        await self._sources.keep(ref.file.name, self._digest, self._encoded)
-        self._key = msgspec.msgpack.encode((self._digest, self._video, ref.source_fps))
-        known = self._decoders.known.get(self._key)
-        if known is not None:
-            self.plan, self.hashes = known
-            self.sources = [self._file(self._encoded)] * len(self.hashes)
-            return
-        clip = await self._decoders.look(self._encoded)
+        if ref.file.payload is None:
+            async with allowance.downloads:
+                await self._sources.fetch(ref.file, self._hold, self._planner.max_bytes)
+        assert self._encoded is not None
+        encoded = self._encoded
+        if ref.file.payload is not None:
+            await run(pool, self._sources.unpacking(ref.file.payload, encoded))
+        encoded.trim()
+        digest = await run(pool, lambda: self._planner.inspector.identify(encoded.view, False))
+        await self._sources.keep(ref.file.name, digest, encoded)
+        clip = clips[digest] = clips.get(digest) or await self._decoders.look(encoded)
         fps = clip.fps or ref.source_fps or DEFAULT_SOURCE_FPS
         indices = self._video.sample(clip.num_frames, fps)
-        times = [index / fps for index in indices]
-        self.plan = self._planner.plan(self._video, indices, times, (clip.height, clip.width))
-        self.num_bytes = self.plan.pair_bytes * len(self.plan.indices) // PAIR
-        await self._decode(await self._allocator.allocate_when_free(self.num_bytes))
+        self.plan = self._planner.plan(self._video, indices, [index / fps for index in indices], (clip.height, clip.width))
+        pairs = range(len(self.plan.indices) // PAIR)
+        self.hashes = [self._planner.identity(self.plan.size, digest, b"%d %d" % tuple(self._pairs([pair]))) for pair in pairs]
 
-    async def _read(self, file: MediaRef, allowance: Allowance) -> None:
-        if file.payload is not None:
-            await self._unpack(file.payload)
-        else:
-            async with allowance.downloads:
-                self._encoded = await self._sources.fetch(file, self._hold, self._decoders.max_bytes)
-        self._encoded.trim()
-        self._digest = await run(self._sources.pool, lambda: self._planner.inspector.identify(self._encoded.view, False))
+    async def _decode(self, items: Sequence[int], offset: int) -> None:
+        assert self._encoded is not None
+        await self._decoders.read(self._encoded, list(self._pairs(items)), offset, self.plan.size)
 
-    async def _unpack(self, payload: WireRegion) -> None:
-        if decoded_bytes(payload) > self._decoders.max_bytes + 3:
-            raise too_large(self._decoders.max_bytes)
-        self._encoded = self._hold(self._allocator.allocate(decoded_bytes(payload)))
-        await run(self._sources.pool, self._sources.unpacking(payload, self._encoded))
+    def _file(self, pair: int) -> WireRegion:
+        assert self._encoded is not None
+        return wire(self._encoded)
 
-    async def _make(self, item: int) -> None:
-        await self._decode(await self._allocator.allocate_when_free(self.plan.pair_bytes * len(self.hashes)))
+    @property
+    def _payload(self) -> WireRegion | None:
+        return self._ref.file.payload if self._ref.file else None
 
-    async def _decode(self, pixels: Region) -> None:
-        """Decode all pairs and free the file."""
-        plan = self.plan
-        self._hold(pixels)
-        self.hashes = await self._decoders.read(self._encoded, plan.indices, pixels, plan.size, self._planner.pair_parameters)
-        pixels.used = pixels.capacity
-        self.sources = [self._rgb(pixels, pair) for pair in range(len(self.hashes))]
-        self._regions.remove(self._encoded)
-        self._allocator.free(self._encoded)
-        self._decoders.num_decoded += 1
-        self._decoders.known[self._key] = plan, self.hashes
+    def _hold(self, region: Region) -> Region:
+        self._encoded = region
+        return region
 
 
 class FrameList(Video):
     """A list of frames sent as images; the model gets all of them."""
 
-    decodes_all = False
-
-    def __init__(self, *, decoders: Decoders, new_image: Callable[..., Image], frames: list[Image], **shared: Any):
+    def __init__(self, *, new_image: Callable[..., Image], frames: list[Image], **shared: Any):
         super().__init__(**shared)
-        self._decoders, self._new_image, self._frames = decoders, new_image, frames
-        self.num_bytes = sum(frame.num_bytes for frame in frames)
+        self._new_image, self._frames = new_image, frames
+
+    @property
+    def num_bytes(self) -> int:
+        payload = self._ref.file.payload if self._ref.file else None
+        return sum(frame.num_bytes for frame in self._frames) if payload is None else decoded_bytes(payload) + MAX_FRAMES * ALIGNMENT
+
+    def start(self) -> bool:
+        return self._ref.file is None and all([frame.start() for frame in self._frames])
 
     async def release(self) -> None:
-        await super().release()
         await release_all(self._frames)
 
-    async def _load(self, allowance: Allowance) -> None:
+    async def _begin(self) -> None:
         file = self._ref.file
-        if file is None:
-            self._check_number(len(self._ref.frames))
-        else:
+        if file is not None and not self._frames:
             self._frames = [self._new_image(ref=frame, is_frame=True) for frame in await self._cut(file)]
+        self._check_number(len(self._ref.frames) or len(self._frames))
         for frame in self._frames:
-            frame.start()
-        await _all(self._encode(i, frame, allowance) for i, frame in enumerate(self._frames))
-        indices = list(range(len(self._frames)))
-        self._frame_size = self._frames[0].header.upright_size
-        self.plan = self._planner.plan(self._video, indices, self._times(), self._frame_size)
-        await self._load_pairs()
+            await frame.begin()
 
-    async def _load_pairs(self) -> None:
-        num_pairs = len(self.plan.indices) // PAIR
-        known = [self._decoders.known_pairs.get(self._pair_key(pair)) for pair in range(num_pairs)]
-        self.hashes = [digest or b"" for digest in known]
-        self.sources = [self._file(self._frame(PAIR * pair).encoded) for pair in range(num_pairs)]
-        new = [pair for pair in range(num_pairs) if known[pair] is None]
-        if not new:
-            return
-        pixels = self._hold(await self._allocator.allocate_when_free(self.plan.pair_bytes * len(new)))
-        pixels.used = pixels.capacity
-        await _all(self._decode(pair, self._rgb(pixels, i)) for i, pair in enumerate(new))
+    async def _load(self, allowance: Allowance) -> None:
+        ref, frames = self._ref, self._frames
+        await together(*(self._encode(i, frame, allowance) for i, frame in enumerate(frames)))
+        first = frames[0].header
+        for i, header in enumerate(frame.header for frame in frames):
+            if (header.height, header.width) != (first.height, first.width):
+                words = f"it has {header.width}x{header.height} pixels, the first frame has {first.width}x{first.height}"
+                raise RequestError(400, f"frame {i + 1}: {words}", code="invalid_video")
+        times = ref.times or [index / (ref.source_fps or DEFAULT_SOURCE_FPS) for index in ref.indices or range(len(frames))]
+        self.plan = self._planner.plan(self._video, list(range(len(frames))), times, (first.height, first.width))
+        pairs = range(len(self.plan.indices) // PAIR)
+        self.hashes = [self._planner.identity(self.plan.size, *(frames[i].digest for i in self._pairs([pair]))) for pair in pairs]
+
+    async def _encode(self, index: int, frame: Image, allowance: Allowance) -> None:
+        with _frame_named(index):
+            await frame.encode(allowance)
+
+    def _file(self, pair: int) -> WireRegion:
+        encoded = self._frames[self.plan.indices[PAIR * pair]].encoded
+        assert encoded is not None
+        return wire(encoded)
+
+    async def _decode(self, items: Sequence[int], offset: int) -> None:
+        half = self.plan.pair_bytes // PAIR
+        await together(*(self._decode_frame(index, offset + i * half) for i, index in enumerate(self._pairs(items))))
+
+    async def _decode_frame(self, index: int, offset: int) -> None:
+        frame = self._frames[index]
+        assert frame.encoded is not None
+        with _frame_named(index):
+            await self._decoders.decode(frame.header, frame.encoded, offset, self.plan.size)
 
     def _check_number(self, num_frames: int) -> None:
         """Check the number of frames, indices and timestamps. RequestError 400."""
@@ -234,12 +248,6 @@ class FrameList(Video):
         for name, values in (("frames_indices", self._ref.indices), ("timestamps", self._ref.times)):
             if values is not None and len(values) != num_frames:
                 raise RequestError(400, f"it has {num_frames} frames, but {len(values)} {name}", code="invalid_value")
-
-    def _times(self) -> list[float]:
-        ref = self._ref
-        if ref.times is not None:
-            return ref.times
-        return [index / (ref.source_fps or DEFAULT_SOURCE_FPS) for index in ref.indices or range(len(self._frames))]
 
     async def _cut(self, file: MediaRef) -> list[MediaRef]:
         """Split `data:video/jpeg;base64,f1,f2` into frames. RequestError 400 if there are too many."""
@@ -260,49 +268,6 @@ class FrameList(Video):
         self._check_number(1 + sum(int(np.count_nonzero(piece == COMMA)) for _, piece in pieces))
         return [start + int(i) for start, piece in pieces for i in np.flatnonzero(piece == COMMA)]
 
-    async def _encode(self, index: int, frame: Image, allowance: Allowance) -> None:
-        with _frame_named(index):
-            await frame.encode(allowance)
-
-    def _frame(self, position: int) -> Image:
-        """Return a frame by its position among those that the model gets."""
-        return self._frames[self.plan.indices[position]]
-
-    def _pair_key(self, pair: int) -> tuple[bytes, bytes, Size]:
-        return self._frame(PAIR * pair).digest, self._frame(PAIR * pair + 1).digest, self.plan.size
-
-    async def _make(self, item: int) -> None:
-        pixels = self._hold(await self._allocator.allocate_when_free(self.plan.pair_bytes))
-        pixels.used = pixels.capacity
-        await self._decode(item, self._rgb(pixels, 0))
-
-    async def _decode(self, pair: int, source: ImageSource) -> None:
-        """Decode both frames of a pair to the region of `source`."""
-        plan, place = self.plan, source.region
-        half = plan.pair_bytes // PAIR
-        for i in range(PAIR):
-            with _frame_named(plan.indices[PAIR * pair + i]):
-                frame = self._frame(PAIR * pair + i)
-                size = await self._decoders.decode(frame.header, frame.encoded, (place.offset + i * half, half), plan.size, is_upright=True)
-                if size != self._frame_size:
-                    (height, width), (first_height, first_width) = size, self._frame_size
-                    words = f"it has {width}x{height} pixels, the first frame has {first_width}x{first_height}"
-                    raise RequestError(400, words, code="invalid_video")
-        pixels, parameters = self._allocator.arena.view(place.offset, place.length), self._planner.pair_parameters
-        self.hashes[pair] = await run(self._sources.pool, lambda: pair_hash(parameters, plan.size, pixels))
-        self.sources[pair] = source
-        self._decoders.known_pairs[self._pair_key(pair)] = self.hashes[pair]
-
-
-async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run these concurrently. Raises the first error, after the others are cancelled."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-
 
 @contextlib.contextmanager
 def _frame_named(index: int) -> Iterator[None]:
@@ -313,16 +278,16 @@ def _frame_named(index: int) -> Iterator[None]:
 
 
 class Videos:
-    """Maker of all videos, with the decoders of files. Create it inside a running event loop."""
+    """Maker of all videos."""
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, inspector: Inspector, sources: Sources, images: Decoders,
+        self, config: EngineConfig, checkpoint: Checkpoint, inspector: Inspector, sources: Sources, decoders: Decoders,
         new_image: Callable[..., Image],
     ):  # fmt: skip
-        self.decoders = VideoDecoders(config, sources.allocator.arena)
-        planner, self._max_frames = VideoPlanner(config, checkpoint, inspector), config.max_video_frames
-        self.new_file = partial(VideoFile, sources=sources, planner=planner, decoders=self.decoders)
-        self.new_frames = partial(FrameList, sources=sources, planner=planner, decoders=images, new_image=new_image)
+        self._max_frames = config.max_video_frames
+        shared: dict[str, Any] = {"sources": sources, "planner": VideoPlanner(config, checkpoint, inspector), "decoders": decoders}
+        self.new_file = partial(VideoFile, **shared)
+        self.new_frames = partial(FrameList, new_image=new_image, **shared)
 
     def make(self, ref: VideoRef, image_of: Callable[..., Image]) -> Video:
         """Return a video; `image_of` returns the image of a reference."""

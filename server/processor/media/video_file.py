@@ -6,7 +6,7 @@ by the time from the start of the first frame to the end of the last one."""
 import contextlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
@@ -14,7 +14,6 @@ from typing import cast
 import av
 import av.error
 import numpy as np
-import numpy.typing as npt
 from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
@@ -30,10 +29,7 @@ QUEUED_PIXELS = 1 << 25  # limit of frames that wait for resizing or are being r
 SEEK_FRAMES = 8  # a seek is worth it if it skips more frames
 ROTATE = Image.Transpose
 ROTATIONS = {90: ROTATE.ROTATE_90, 180: ROTATE.ROTATE_180, -180: ROTATE.ROTATE_180, -90: ROTATE.ROTATE_270}
-MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
-
-Rgb = npt.NDArray[np.uint8]
-WritePair = Callable[[int, list[Rgb]], None]
+ONLY = {"format_whitelist": "mov,matroska,gif,avi", "protocol_whitelist": "none"}  # some formats open other files
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,87 +75,39 @@ def look(data: memoryview, limits: VideoLimits) -> Clip:
         return Clip(len(scan.times), scan.fps, height, width)
 
 
-def read_pairs(data: memoryview, limits: VideoLimits, wanted: list[int], size: tuple[int, int], write: WritePair) -> None:
-    """For each i, call `write` with i and the frames `wanted[2 * i]` and `wanted[2 * i + 1]`, upright and resized to `size` (height,
-    width). `wanted` is ascending and has an even length. Several threads call `write` in any order while further frames are decoded. Errors
-    as in `look`."""
+def read_frames(data: memoryview, limits: VideoLimits, wanted: list[int], size: tuple[int, int], target: memoryview) -> None:
+    """Write the frames `wanted` (ascending) consecutively to `target`, upright and resized to `size` (height, width). Several threads
+    resize while further frames are decoded. Errors as in `look`."""
+    frame_bytes = len(target) // len(wanted)
     with _opened(data, limits) as (container, stream), ThreadPoolExecutor(limits.threads) as pool:
         scan = _scan(container, stream, limits)
         if wanted[-1] >= len(scan.times):
             raise invalid_video("its content changed while it was read")
         decoded = _wanted_frames(container, stream, scan, sorted(set(wanted)))
-        most = min(2 * limits.threads, QUEUED_PIXELS // (2 * stream.width * stream.height))
+        most = min(4 * limits.threads, QUEUED_PIXELS // (stream.width * stream.height))
         running: deque[Future[None]] = deque()
-        frames: list[VideoFrame] = []
+        frame, previous = None, -1
         for i, index in enumerate(wanted):
-            frames.append(frames[-1] if i and index == wanted[i - 1] else next(decoded))
-            if i % 2:
-                running.append(pool.submit(_write_pair, i // 2, frames[-2:], size, write))
-                del frames[:-1]
+            frame = frame if frame is not None and index == previous else next(decoded)
+            previous = index
+            running.append(pool.submit(_write, frame, size, target[i * frame_bytes : (i + 1) * frame_bytes]))
             if len(running) > most:
                 running.popleft().result()
         for future in running:
             future.result()
 
 
-def container_of(head: bytes) -> str | None:
-    """Return FFmpeg's name of the format of a file with this beginning, None if it is not supported. FFmpeg must not probe: some formats
-    open other files."""
-    if head[4:8] in MP4_BOXES:
-        return "mov"
-    if head[:4] == b"\x1a\x45\xdf\xa3":
-        return "matroska"
-    if head[:6] in (b"GIF87a", b"GIF89a"):
-        return "gif"
-    return "avi" if head[:4] == b"RIFF" and head[8:12] == b"AVI " else None
-
-
-def is_whole(kind: str, data: memoryview) -> bool:
-    """Return whether the file has its declared length, if any. FFmpeg decodes truncated files."""
-    size = len(data)
-    if kind == "gif":
-        return bytes(data[-64:]).rstrip(b"\0").endswith(b";")
-    if kind == "avi":
-        return int.from_bytes(data[4:8], "little") + 8 <= size
-    if kind == "matroska":
-        head_bytes, head_start = _vint(data, 4)
-        segment = head_start + head_bytes
-        if bytes(data[segment : segment + 4]) != b"\x18\x53\x80\x67":
-            return True
-        length, start = _vint(data, segment + 4)
-        return length == _unknown(start - segment - 4) or start + length <= size
-    position = 0
-    while position + 16 <= size:
-        length = int.from_bytes(data[position : position + 4], "big")
-        length = int.from_bytes(data[position + 8 : position + 16], "big") if length == 1 else length
-        if length == 0 or not bytes(data[position + 4 : position + 8]).isalnum():  # the last box, or no box
-            return True
-        position += max(8, length)
-    return position <= size
-
-
-def _vint(data: memoryview, start: int) -> tuple[int, int]:
-    """Return a Matroska size field's value and its end."""
-    width = 9 - data[start].bit_length() if len(data) > start and data[start] else 1
-    value = int.from_bytes(data[start : start + width], "big") & _unknown(width)
-    return value, start + width
-
-
-def _unknown(width: int) -> int:
-    """Return the value of a size field of `width` bytes that means "unknown", as in streamed files."""
-    return int((1 << 7 * width) - 1)
-
-
 @contextlib.contextmanager
 def _opened(data: memoryview, limits: VideoLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open the file. Every error of FFmpeg becomes a RequestError with our own text."""
-    kind = container_of(bytes(data[:16]))
-    if kind is None:
-        raise invalid_video("its format is not one of MP4, MOV, WebM, MKV, AVI, GIF")
-    if not is_whole(kind, data):
-        raise invalid_video("it is truncated")
     try:
-        with av.open(MemoryFile(data), format=kind, buffer_size=READ_BYTES, options={"protocol_whitelist": "none"}) as container:
+        opened = av.open(MemoryFile(data), buffer_size=READ_BYTES, options=ONLY)
+    except (av.error.FFmpegError, ValueError, IndexError, OverflowError) as error:
+        if isinstance(error, MemoryError):
+            raise
+        raise invalid_video("it is damaged, or its format is not one of MP4, MOV, WebM, MKV, AVI, GIF") from error
+    try:
+        with opened as container:
             yield cast("InputContainer", container), _stream_of(cast("InputContainer", container), limits)
     except (av.error.FFmpegError, ValueError, IndexError, OverflowError) as error:
         if isinstance(error, RequestError | MemoryError):
@@ -263,15 +211,10 @@ def _time_of(frame: VideoFrame) -> int:
     return time
 
 
-def _write_pair(i: int, frames: list[VideoFrame], size: tuple[int, int], write: WritePair) -> None:
-    images = [_upright(frame, size) for frame in frames]
-    write(i, images)
-
-
-def _upright(frame: VideoFrame, size: tuple[int, int]) -> Rgb:
+def _write(frame: VideoFrame, size: tuple[int, int], target: memoryview) -> None:
     image = frame.to_image(threads=1)  # default: one per CPU, whose stacks count as memory
     if frame.rotation in ROTATIONS:
         image = image.transpose(ROTATIONS[frame.rotation])
     if (image.height, image.width) != size:
         image = image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
-    return np.asarray(image)
+    target[:] = np.asarray(image).reshape(-1).data

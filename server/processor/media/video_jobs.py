@@ -19,14 +19,13 @@ class VideoLimits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VideoJob(msgspec.Struct, frozen=True, array_like=True):
-    """Write the frames `wanted` (ascending indices, an even number) to `target`, resized to `size` (height, width). If `wanted` is empty,
-    only inspect the file. `parameters` are part of each pair's hash."""
+    """Write the frames `wanted` (ascending indices) to `target`, resized to `size` (height, width). If `wanted` is empty, only inspect the
+    file."""
 
     encoded: tuple[int, int]  # offset, length
     wanted: list[int] = []
-    target: tuple[int, int] = (0, 0)
+    target: int = 0  # offset
     size: tuple[int, int] = (0, 0)
-    parameters: bytes = b""
 
 
 class Clip(msgspec.Struct, frozen=True, array_like=True):

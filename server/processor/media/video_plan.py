@@ -13,7 +13,9 @@ from models.media.geometry import Grid
 from models.media.video import VideoGeometry
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
+from server.processor.media.decoders import Size
 from server.processor.media.inspect import PROCESSING_VERSION, Inspector
+from server.processor.media.pixels import framed_hash
 
 PAIR = 2  # frames of an item
 
@@ -23,7 +25,7 @@ class VideoPlan:
     """Selected frames (an even number), their size, the grid and the number of tokens per pair, and the time of each pair."""
 
     indices: list[int]
-    size: tuple[int, int]
+    size: Size  # of a frame
     grid: Grid
     num_tokens: int
     times: list[float]
@@ -40,8 +42,9 @@ class VideoPlanner:
         self.inspector = inspector
         self.takes_videos = "video" in checkpoint.model.placeholder_ids
         self._usual, self._max_frames = read_video_geometry(checkpoint.folder, checkpoint.model.geometry), config.max_video_frames
+        self.max_bytes = config.max_video_bytes
         sizes = inspector.geometry.patch_size, inspector.geometry.merge_size, inspector.geometry.temporal_patch_size
-        self.pair_parameters = msgspec.msgpack.encode((PROCESSING_VERSION, *sizes))  # part of a pair's identity
+        self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, *sizes))
 
     def geometry_of(self, ref: VideoRef) -> VideoGeometry:
         """Return the checkpoint's geometry with the request's limits; a rate replaces a number of frames. RequestError 400."""
@@ -55,6 +58,10 @@ class VideoPlanner:
         if ref.fps is not None:
             changes["num_frames"] = None
         return dataclasses.replace(usual, min_pixels=least, max_pixels=most, **changes)
+
+    def identity(self, size: Size, *sources: bytes) -> bytes:
+        """Return the hash of a pair of frames of this size from these sources."""
+        return framed_hash(b"pair", self._parameters, b"%dx%d" % size, *sources)
 
     def check_frames(self, num_frames: int) -> None:
         """Raise RequestError 400 for too many frames."""

@@ -32,9 +32,8 @@ def check_state(state: State) -> None:
         assert all(older.order < younger.order for older, younger in pairwise(queue)), "out of order"
     for request in state.waiting:
         assert not request.blocks and not request.pins and request.row < 0
+        assert request not in state.loading
         assert request.leader is None or request.leader.order < request.order, "waits for a younger one"
-    for request in [*state.waiting, *holders]:
-        assert not request.awaited & request.sources.keys() and request.awaited <= {span.hash for span in request.images}
     for request in state.running:
         assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
         assert len(request.blocks) >= state.blocks.num_needed(request.num_computed)

@@ -321,7 +321,7 @@ class Simulation:
         self.released: set[int] = set()
         self.bad_images: set[bytes] = set()
         self.bad_files: set[bytes] = set()
-        self.asked: dict[tuple[int, bytes], WantedPixels] = {}  # every question of the core's
+        self.asked: list[WantedPixels] = []  # every question of the core's
         self.open: list[WantedPixels] = []  # those without an answer
         self.answers = True
         self.reads: list[AdapterRef] = []  # adapters that are being read
@@ -408,10 +408,10 @@ class Simulation:
 
     def answer(self, wanted: WantedPixels) -> None:
         self.open.remove(wanted)
-        digest = self.sequences[wanted.rid].wire.images[wanted.index].hash
-        is_bad = digest in self.bad_files
-        source, error = (None, ErrorInfo(503, "")) if is_bad else (make_source(digest, "rgb"), None)
-        self.core.take(Pixels(wanted.rid, wanted.index, source, error))
+        digests = {index: self.sequences[wanted.rid].wire.images[index].hash for index in wanted.indexes}
+        sources = {index: make_source(digest, "rgb") for index, digest in digests.items()}
+        error = ErrorInfo(503, "") if self.bad_files & set(digests.values()) else None
+        self.core.take(Pixels(wanted.rid, {} if error else sources, error))
         self._check_state()
         self._take()
 
@@ -505,10 +505,10 @@ class Simulation:
             elif output.finish_reason is not None:
                 self.terminal[key] = output.finish_reason
         for wanted in outputs.wanted:
-            span = self.sequences[wanted.rid].wire.images[wanted.index]
-            assert span.source.encoding == "file", "asked for pixels that it has"
-            assert (wanted.rid, span.hash) not in self.asked, "asked twice for the same pixels"
-            self.asked[wanted.rid, span.hash] = wanted
+            images = [self.sequences[wanted.rid].wire.images[index] for index in wanted.indexes]
+            assert images and all(span.source.encoding == "file" for span in images), "asked for pixels that it has"
+            assert len({span.hash for span in images}) == len(images), "asked twice for the same pixels"
+            self.asked.append(wanted)
             self.open.append(wanted)
         for rid in outputs.released:
             assert rid not in self.released, "released twice"

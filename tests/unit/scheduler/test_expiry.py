@@ -58,6 +58,6 @@ def test_a_request_that_awaits_pixels_may_expire() -> None:
     wire = make_request(0, prompt, [(0, 4, b"a")], 2, files={0})
     sim.add(msgspec.structs.replace(wire, deadline=NOW + 10), prompt)
     sim.step()
-    assert len(sim.open) == 1 and error_of(sim, NOW + 11) == [(0, 0, 504)]
+    assert len(sim.open) == 1 and error_of(sim, NOW + 11) == [(0, 0, 503)]
     sim.answer(sim.open[0])
     sim.run()

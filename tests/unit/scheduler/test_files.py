@@ -1,4 +1,4 @@
-"""Images that come as files: their pixels are asked for when they must be encoded, and only then; nobody else waits for them."""
+"""Images that come as files: on arrival the core asks for the pixels that it lacks; meanwhile the request is outside the queue."""
 
 
 import msgspec
@@ -32,13 +32,9 @@ def finish(sim: Simulation) -> None:
     sim.run()
 
 
-def evict(sim: Simulation, digest: bytes) -> None:
-    sim.core.state.images.forget(digest)
-
-
 def questions(sim: Simulation) -> list[tuple[int, int]]:
     """All that the core has asked for so far, as (request, index of the image)."""
-    return [(wanted.rid, wanted.index) for wanted in sim.asked.values()]
+    return [(wanted.rid, index) for wanted in sim.asked for index in wanted.indexes]
 
 
 def test_a_cached_embedding_needs_no_pixels() -> None:
@@ -72,23 +68,61 @@ def test_all_pixels_are_asked_for_at_once_and_others_pass() -> None:
         pass
     assert questions(sim) == [(0, 0), (0, 1), (0, 2)]
     assert sim.terminal == {1: "length"}
-    for wanted in list(sim.open):
-        assert not sim.step()
-        sim.answer(wanted)
+    (wanted,) = sim.open
+    assert not sim.step() and not sim.core.state.waiting
+    sim.answer(wanted)
     sim.run()
     assert sim.terminal[0] == "length" and sim.core.state.counters.images_encoded == 4
 
 
-def test_a_request_keeps_its_row_and_its_blocks_while_it_waits() -> None:
-    for limits in ({"max_num_seqs": 2}, {"num_blocks": 3 + 3 + 2}):
-        sim = simulation(**limits)
-        show(sim, 0, b"a")
-        for rid in (1, 2):
-            show(sim, rid, b"d", files=False, max_tokens=6)
+def test_what_was_evicted_before_the_start_is_asked_for() -> None:
+    """Red if a request that relied on an embedding or a prefix starts without either."""
+    for prefix_cache in (True, False):
+        sim = simulation(max_num_seqs=1, prefix_cache=prefix_cache)
+        show(sim, 0, b"ab", files=False, first=21)
+        sim.run()
+        show(sim, 1, b"c", files=False, max_tokens=6)
         sim.step()
-        sim.step()
-        assert [request.rid for request in sim.core.state.running] == [1]
+        show(sim, 2, b"ab", first=21)
+        assert not sim.asked
+        sim.core.forget_all(images=True)
         finish(sim)
+        assert questions(sim) == [(2, 0), (2, 1)] and sim.terminal == {0: "length", 1: "length", 2: "length"}
+
+
+def test_embeddings_take_the_place_of_pixels_in_half_of_the_cache() -> None:
+    """Red if a request pins so much that an image of its own, or of an older request, never fits."""
+    sim = simulation(image_tokens=4 * LENGTH, prefix_cache=False)
+    show(sim, 0, b"abcd", files=False)
+    sim.run()
+    show(sim, 1, b"abcd")
+    assert questions(sim) == [(1, 2), (1, 3)]
+    finish(sim)
+
+
+def test_a_preempted_request_asks_for_what_it_relied_on() -> None:
+    sim = simulation(prefix_cache=False, max_num_batched_tokens=2)
+    show(sim, 0, b"ab", files=False)
+    sim.run()
+    show(sim, 1, b"ab")
+    sim.step()
+    assert sim.core.state.images.num_pinned == 2 and not sim.asked
+    sim.core.state.preempt(sim.core.state.running[0])
+    sim.core.state.images.forget_unpinned()
+    finish(sim)
+    assert questions(sim) == [(1, 0), (1, 1)] and sim.terminal[1] == "length"
+
+
+def test_a_step_without_memory_fails_those_that_rely_on_its_images() -> None:
+    """Red if a request that has started is left without an embedding and without pixels."""
+    sim = simulation(prefix_cache=False, max_num_batched_tokens=LENGTH + 2)
+    show(sim, 0, b"ab", files=False)
+    sim.step()  # "b" is in flight
+    prompt = [5] * 30 + [PLACEHOLDER] * LENGTH + [20]
+    sim.add(make_request(1, prompt, [(30, LENGTH, b"b")], 4, {0}), prompt)
+    sim.given_up.add(1)
+    finish(sim)
+    assert sim.terminal == {0: "error", 1: "error"} and not sim.asked
 
 
 def test_the_same_file_is_asked_for_once() -> None:
@@ -100,7 +134,7 @@ def test_the_same_file_is_asked_for_once() -> None:
     prompt = [30, *[PLACEHOLDER] * 16, 20]
     sim.ask(1, prompt, [(1, 8, b"x"), (9, 8, b"x")], 2, files=[0])
     sim.run()
-    assert len(sim.asked) == 2
+    assert len(sim.asked) == 1
 
 
 def test_a_file_that_cannot_be_decoded_ends_its_request() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from engine.wire.arena import Arena, ArenaView, create_memfd
 from engine.wire.config import EngineConfig
-from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
+from engine.wire.messages import API_ARENA, MediaRef, Prefetch, VideoRef
+from engine.wire.messages import Region as WireRegion
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.allocator import RegionAllocator
@@ -22,9 +23,10 @@ from server.processor.media.inspect import Allowance, Inspector
 from server.processor.media.medium import Medium, release_all
 from server.processor.media.sources import Sources
 from server.processor.media.video import Video, Videos
+from server.region import Region
 from tests.unit.engine.arenas import check_arena
 
-SIZE = 8 << 20
+SIZE = 16 << 20
 
 
 class Loading:
@@ -35,7 +37,7 @@ class Loading:
         self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
         self.arena = Arena(self.arena_fd, SIZE)
-        allocator = RegionAllocator(self.arena, is_shared=lambda: False)
+        allocator = self.allocator = RegionAllocator(self.arena)
         self.announced: list[Prefetch] = []
         worker: Any = SimpleNamespace(send=self.announced.append)
         config = EngineConfig(**settings)
@@ -44,11 +46,12 @@ class Loading:
         self.decoders = Decoders(config, self.arena)
         self.new_image = functools.partial(Image, sources=self.sources, inspector=self.inspector, decoders=self.decoders, early=self.early)
         self.videos = Videos(config, checkpoint, self.inspector, self.sources, self.decoders, self.new_image)
-        self.video_decoders = self.videos.decoders
         self._images: list[Medium] = []
+        self._pixels: list[Region] = []
+        self._decoded: dict[Medium, np.ndarray] = {}
 
     async def close(self) -> None:
-        for one in (self.sources, self.decoders, self.video_decoders):
+        for one in (self.sources, self.decoders):
             await one.close()
         await self.release()
         check_arena(self.arena)
@@ -60,19 +63,33 @@ class Loading:
         """Of all images that were loaded until now, also of those that failed."""
         images, self._images = self._images, []
         await release_all(images)
+        while self._pixels:
+            self.allocator.free(self._pixels.pop())
 
     def body(self, text: bytes) -> MediaRef:
         """Base64 text as the scanner leaves it in the api's arena."""
         self.bodies.view(0, len(text))[:] = text
-        return MediaRef(Region(API_ARENA, 0, len(text)))
+        return MediaRef(WireRegion(API_ARENA, 0, len(text)))
 
     async def load(self, ref: MediaRef) -> Image:
         image = self.new_image(ref=ref)
         self._images.append(image)
-        if ref.payload is not None:
-            image.start()
-        await image.load(0, Allowance(self.max_request_pixels, 8))
+        image.start()
+        await image.begin()
+        await image.load(Allowance(self.max_request_pixels, 8))
+        if image.source.encoding == "file":
+            await self.decode(image, 0)
         return image
+
+    async def decode(self, medium: Medium, *items: int) -> np.ndarray:
+        """Decode items that are files; return their pixels (items, frames, h, w, 3)."""
+        region = await self.allocator.reserve(len(items) * medium.item_bytes)
+        self._pixels.append(region)
+        sources = await medium.decode(items, region.offset)
+        views = [self.arena.view(source.region.offset, source.region.length) for source in sources]
+        shape = sources[0].num_frames, sources[0].height, sources[0].width, 3
+        self._decoded[medium] = np.stack([np.frombuffer(bytes(view), np.uint8).reshape(shape) for view in views])
+        return self._decoded[medium]
 
     async def load_bytes(self, data: bytes) -> Image:
         return await self.load(self.body(base64.b64encode(data)))
@@ -82,15 +99,19 @@ class Loading:
         file = self.body(text)
         video = self.videos.make(VideoRef(file=file, **fields), self.new_image)
         self._images.append(video)
-        await video.load(0, Allowance(self.max_request_pixels, 8))
+        await video.begin()
+        await video.load(Allowance(self.max_request_pixels, 8))
+        await self.decode(video, *range(len(video.hashes)))
         return video
 
     def pairs_of(self, video: Video) -> np.ndarray:
         """Pixels (pairs, 2, h, w, 3)."""
-        regions = [self.arena.view(source.region.offset, source.region.length) for source in video.sources]
-        return np.stack([np.frombuffer(region, np.uint8) for region in regions]).reshape(len(regions), 2, *video.plan.size, 3)
+        return self._decoded[video]
 
     def bytes_of(self, image: Image) -> bytes:
+        """The pixels of a file, or an encoded JPEG."""
+        if image in self._decoded:
+            return self._decoded[image].tobytes()
         return bytes(self.arena.view(image.source.region.offset, image.source.region.length))
 
     async def refusal(self, ref: MediaRef) -> RequestError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
 from engine.serve import bind
@@ -63,6 +64,8 @@ class FakeScheduler:
         self.aborted: list[int] = []
         self.held: set[int] = set()
         self.pixels: list[Pixels] = []
+        self.wants = True  # pixels of all files
+        self.loading: dict[int, EngineRequest] = {}  # requests that wait for them
 
     def start(self) -> None:
         self._thread.start()
@@ -82,8 +85,8 @@ class FakeScheduler:
         self._send(EngineOutputs(outputs, released))
 
     def want(self, rid: int, *indexes: int) -> None:
-        """Ask for pixels of these images; the answers come into `pixels`."""
-        self._send(EngineOutputs([], [], wanted=[WantedPixels(rid, index) for index in indexes]))
+        """Ask for pixels of these images; the answer comes into `pixels`."""
+        self._send(EngineOutputs([], [], wanted=[WantedPixels(rid, list(indexes))]))
 
     def bytes_at(self, region: Region) -> bytes:
         return bytes(self._arena.view(region.offset, region.length))
@@ -93,6 +96,28 @@ class FakeScheduler:
         drafts: dict[str, Any] = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 5, "accepted_by_position": [3, 2]}
         stats = EngineStats(max_model_len=self.max_model_len, steps=self.num_beats, **drafts)
         self._send(EngineOutputs([], [], stats, time.monotonic()))
+
+    def _accept(self, request: EngineRequest) -> None:
+        """Start a request when all its pixels have arrived, as the real one does if it holds none of the images."""
+        hashes = [span.hash for span in request.images]
+        files = [i for i, span in enumerate(request.images) if span.source.encoding == "file" and hashes.index(span.hash) == i]
+        if files and self.wants:
+            self.loading[request.rid] = request
+            self.want(request.rid, *files)
+        else:
+            self.requests.append(request)
+            self.script(self, request)
+
+    def _take(self, pixels: Pixels) -> None:
+        self.pixels.append(pixels)
+        request = self.loading.pop(pixels.rid, None)
+        if request is not None and pixels.error is not None:
+            self.send([RequestOutput(pixels.rid, [], error=pixels.error)], [pixels.rid])
+        elif request is not None:
+            found = {request.images[i].hash: source for i, source in pixels.sources.items()}
+            spans = [msgspec.structs.replace(span, source=found.get(span.hash, span.source)) for span in request.images]
+            self.requests.append(msgspec.structs.replace(request, images=spans))
+            self.script(self, self.requests[-1])
 
     def _send(self, message: EngineOutputs | GrammarLoaded) -> None:
         with self._sending:  # tests send from their own thread
@@ -109,15 +134,14 @@ class FakeScheduler:
                 self._send(GrammarLoaded(load.region.offset))
             message = self._inbox.recv(timeout=HEARTBEAT_S)
             if isinstance(message, EngineRequest):
-                self.requests.append(message)
-                self.script(self, message)
+                self._accept(message)
             elif isinstance(message, Pixels):
-                self.pixels.append(message)
+                self._take(message)
             elif message == Abort(BEAT_NOW):
                 self.beat()
             elif isinstance(message, Abort):
                 self.aborted.append(message.rid)
-                if message.rid in self.held:
+                if message.rid in self.held or self.loading.pop(message.rid, None) is not None:
                     self.held.discard(message.rid)
                     self.send([], [message.rid])
         for end in (self._inbox, self._worker, self._processor):

@@ -6,7 +6,7 @@ import io
 import itertools
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.wire.arena import Arena, ArenaFull, create_memfd
+from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall, create_memfd
 from engine.wire.messages import MediaRef
 from models.kernels.reference.ops import TorchOps
 from models.vision.preprocess import Preprocessor
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media import decoders
-from server.processor.media.allocator import TIMEOUT_S, RegionAllocator
+from server.processor.media.allocator import RegionAllocator
 from server.processor.media.decoders import Budget
 from server.processor.media.inspect import Allowance, Header
 from server.region import MIN_GROWTH, Region
@@ -50,23 +50,18 @@ async def test_an_image_that_is_made_smaller_here_is_the_workers(checkpoint: Che
         upright = Image.open(io.BytesIO(data))
         turned = {6: Image.Transpose.ROTATE_270, 8: Image.Transpose.ROTATE_90}.get(orientation)
         expected = np.asarray((upright.transpose(turned) if turned is not None else upright).convert("RGB"))
-        for encoding in ("rgb", "file"):
-            image = await loading.load(MediaRef(loading.body(base64.b64encode(data)).payload, max_pixels=SMALL_AREA))
-            assert image.source.encoding == encoding
-            if encoding == "file":
-                await image.make_pixels()
-            source = image.source
-            assert source.height * source.width <= SMALL_AREA
-            small = np.frombuffer(loading.bytes_of(image), np.uint8).reshape(source.height, source.width, 3)
-            same = torch.equal(patches(checkpoint, small, image.grid), patches(checkpoint, expected, image.grid))
-            assert same, (kind, orientation, encoding)
-            await loading.release()
+        image = await loading.load(MediaRef(loading.body(base64.b64encode(data)).payload, max_pixels=SMALL_AREA))
+        source = image.source
+        assert source.height * source.width <= SMALL_AREA
+        small = np.frombuffer(loading.bytes_of(image), np.uint8).reshape(source.height, source.width, 3)
+        assert torch.equal(patches(checkpoint, small, image.grid), patches(checkpoint, expected, image.grid)), (kind, orientation)
+        await loading.release()
 
 
 async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.processor.media.inspect.MAX_JPEG_PIXELS", 700 * 900 - 1)
     made = Loading(checkpoint)
-    assert (await made.load_bytes(jpeg(LARGE))).source.encoding == "rgb"
+    assert (await made.load_bytes(jpeg(LARGE))).source.encoding == "file"
     assert (await made.load_bytes(jpeg())).source.encoding == "jpeg"
     await made.close()
 
@@ -75,7 +70,7 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
     """Fails if a decoder that hangs, crashes, ends while idle, or works for a client that left, harms another image."""
     made = Loading(checkpoint)
     made.decoders._timeout = int(HANG_GUARD_S)
-    decoders, pool = made.decoders, made.decoders._pool
+    decoders, pool = made.decoders, made.decoders._images
     heights = itertools.count(700)  # known images are not decoded again
 
     def new_image() -> MediaRef:
@@ -89,7 +84,7 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
     async def check_and_stop() -> None:
         """Check that the next image is decoded, and stop the decoders."""
         decoders._timeout = int(HANG_GUARD_S)
-        assert (await made.load(new_image())).source.encoding == "rgb"
+        assert (await made.load(new_image())).source.encoding == "file"
         await made.release()
         send(signal.SIGSTOP)
 
@@ -128,6 +123,7 @@ async def test_an_image_that_could_never_be_decoded_is_a_413(checkpoint: Checkpo
     text = base64.b64encode(save(LARGE, "PNG"))
     error = await made.refusal(made.body(text))
     assert error.info.status == 413 and "memory" in error.info.message
+    await made.release()
     with pytest.raises(RequestError, match="frame 1: decoding it needs more memory"):
         await made.load_video(b",".join([text, text]), holds_frames=True)
     await made.close()
@@ -165,56 +161,44 @@ async def test_the_pixels_of_a_request_are_added_up(checkpoint: Checkpoint) -> N
 SIZE = 1 << 16
 
 
-def make(is_shared: Callable[[], bool] = lambda: True) -> RegionAllocator:
-    return RegionAllocator(Arena(create_memfd("test", SIZE), SIZE), is_shared)
+def make() -> RegionAllocator:
+    return RegionAllocator(Arena(create_memfd("test", SIZE), SIZE))
 
 
 @virtual
-async def test_memory_that_is_given_back_is_taken() -> None:
+async def test_pixels_wait_for_memory_in_order() -> None:
+    """Red if a small request overtakes a large one for ever, or if inputs take the memory of pixels."""
     allocator = make()
-    held = [allocator.allocate(SIZE // 2), allocator.allocate(SIZE // 2)]
-    waiting = asyncio.create_task(allocator.allocate_when_free(SIZE))
-    for region in held:
-        await settle()
-        assert not waiting.done()
-        allocator.free(region)
-    allocator.free(await waiting)
-
-
-@virtual
-async def test_the_wait_ends() -> None:
-    allocator, loop = make(), asyncio.get_running_loop()
-    held, started = allocator.allocate(SIZE // 2), loop.time()
-    waiting = asyncio.create_task(allocator.allocate_when_free(SIZE))
-    while loop.time() < started + TIMEOUT_S - 0.5:
-        assert not waiting.done()
-        allocator.free(allocator.allocate(1))
-        await asyncio.sleep(0.4)
-    await asyncio.sleep(1)
-    assert isinstance(waiting.exception(), ArenaFull)
+    with pytest.raises(ArenaTooSmall):
+        await allocator.reserve(SIZE // 2 + 1)
+    inputs = allocator.allocate(SIZE // 2)
+    inputs.used = inputs.capacity
+    for act in (lambda: allocator.allocate(1), lambda: allocator.append(inputs, b"x")):
+        with pytest.raises(ArenaFull):
+            act()
+    held = await allocator.reserve(SIZE // 4)
+    large, small = asyncio.create_task(allocator.reserve(SIZE // 2)), asyncio.create_task(allocator.reserve(1))
+    await settle()
+    assert not large.done() and not small.done()
     allocator.free(held)
-
-
-@virtual
-async def test_a_request_that_is_alone_does_not_wait() -> None:
-    allocator, loop = make(is_shared=lambda: False), asyncio.get_running_loop()
-    held, started = allocator.allocate(SIZE), loop.time()
-    with pytest.raises(ArenaFull):
-        await allocator.allocate_when_free(SIZE)
-    assert loop.time() == started
-    allocator.free(held)
+    allocator.free(await large)
+    allocator.free(await small)
+    allocator.free(inputs)
+    assert allocator.arena.is_empty()
 
 
 @virtual
 async def test_a_cancelled_request_takes_nothing() -> None:
     allocator = make()
-    held = allocator.allocate(SIZE)
-    waiting = asyncio.create_task(allocator.allocate_when_free(SIZE))
+    held = allocator.allocate(SIZE // 2)
+    waiting = asyncio.create_task(allocator.allocate_when_free(SIZE // 2))
     await settle()
+    assert allocator.is_short
     waiting.cancel()
     await asyncio.wait([waiting])
     allocator.free(held)
-    allocator.free(allocator.allocate(SIZE))
+    allocator.free(allocator.allocate(SIZE // 2))
+    assert not allocator.is_short
 
 
 def test_what_fits_is_had_although_twice_as_much_does_not() -> None:

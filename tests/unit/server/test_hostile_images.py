@@ -25,7 +25,6 @@ from server.errors import RequestError
 from server.processor.media.decoder import Job, answer
 from server.processor.media.decoders import Decoders
 from server.processor.media.video_jobs import Clip
-from server.processor.media.video_pool import VideoDecoders
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import DECODED, animation, jpeg, pixels, png_chunk, png_header, progressive_jpeg, save
@@ -49,29 +48,29 @@ class ScriptedGuest:
 
 
 async def test_a_decoder_that_crashes_or_hangs_is_the_files_fault() -> None:
-    for kind in (VideoDecoders, Decoders):
+    for is_video in (True, False):
         for code in (-signal.SIGSEGV, 0):
             with pytest.raises(RequestError) as caught:
-                await ask(kind, code)
+                await ask(is_video, code)
             assert caught.value.info.status == 422
 
 
-async def ask(kind: type[Any], *codes: int) -> tuple[object, list[int]]:
-    """What a decoder of this kind returns for a file whose processes end so, and the codes that are left."""
-    is_video = kind is VideoDecoders
-    guest = ScriptedGuest(CLIP if is_video else (2, 2, 1), *codes)
-    pool, made = GuestPool(1, "", memory=0), kind.__new__(kind)
+async def ask(is_video: bool, *codes: int) -> tuple[object, list[int]]:
+    """What a decoder returns for a file whose processes end so, and the codes that are left."""
+    guest: Any = ScriptedGuest(CLIP if is_video else (2, 2, 1), *codes)
+    pool, made = GuestPool(1, "", memory=0), Decoders.__new__(Decoders)
     pool.guests, pool.idle = [guest], [guest]
-    made._pool, made._timeout, made._is_installed = pool, 60, True
+    made._images = made._videos = pool
+    made._timeout, made._video_timeout, made._has_pyav = 60, 60, True
     return await (made.look(ENCODED) if is_video else made.read_header(ENCODED)), guest.codes
 
 
 async def test_a_killed_decoder_is_asked_again_once() -> None:
-    for kind in (VideoDecoders, Decoders):
-        answer, left = await ask(kind, -signal.SIGKILL)
+    for is_video in (True, False):
+        answer, left = await ask(is_video, -signal.SIGKILL)
         assert answer is not None and not left
         with pytest.raises(RequestError, match="killed twice") as caught:
-            await ask(kind, -signal.SIGKILL, -signal.SIGKILL)
+            await ask(is_video, -signal.SIGKILL, -signal.SIGKILL)
         assert (caught.value.info.status, caught.value.info.code) == (503, "overloaded")
         assert caught.value.info.retry_after
 
@@ -167,7 +166,7 @@ async def test_what_is_dear_to_read_costs_no_other(
     data, statuses = make(), []
     loading = Loading(checkpoint)
     loading.decoders._timeout = int(HANG_GUARD_S)
-    pool = loading.decoders._pool
+    pool = loading.decoders._images
     monkeypatch.setattr(Image, "open", None)  # decoders are other processes
     processes = [(await guest.start()).pid for guest in pool.guests]
     text = base64.b64encode(data)

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
 from tokenizers import Tokenizer
 
 from engine.wire.child import COMPILING
@@ -25,7 +24,7 @@ from server.api.http.scan import Scanner
 from server.processor.intake import Intake
 from server.processor.text.reasoning import OutputText
 from tests.eventually import HANG_GUARD_S, eventually
-from tests.unit.server.pictures import PLAIN, png_header, save
+from tests.unit.server.pictures import PLAIN, png_header
 from tests.unit.server.raw_http import body_of, connect, head_of, text_body
 from tests.unit.server.stack import MIB, FakeScheduler, Stack, answer_ids, hold, hold_silently
 from tests.unit.server.test_stack import image, metrics_of, uri, user
@@ -87,7 +86,7 @@ def test_a_client_that_leaves_while_its_image_loads(stack: Stack) -> None:
 
 # One of each status and of each place that refuses. test_image has the bad files, test_schema the bad fields.
 BAD_REQUESTS: list[tuple[bytes, int, str | None]] = [
-    (body_of(PLAIN["4:2:0"][:500]), 422, "messages"), (body_of(png_header(13_000, 13_000)), 413, None), (b"{", 400, None),
+    (body_of(PLAIN["4:2:0"][:500]), 422, "messages"), (body_of(png_header(13_000, 13_000)), 400, "messages"), (b"{", 400, None),
     (body_of(PLAIN["1x1"], b"bad"), 422, "messages"), (body_of(*[PLAIN["1x1"]] * 129), 400, "messages"),
     (text_body(model="another"), 404, "model"), (text_body(temperature=float("nan")), 400, "temperature"),
     (json.dumps({"messages": user([image("http://127.0.0.1:1/x.png")])}).encode(), 400, "messages"),
@@ -126,19 +125,6 @@ def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
         response = stack.http.post("/v1/chat/completions", content=b" " * (2 * MIB))
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     await_bodies(stack, 0)
-
-
-def test_a_full_media_arena_is_503_with_retry_after(stack: Stack) -> None:
-    parts = [image(uri(save(Image.new("RGB", (2000, 2000), (i, 0, 0)), "PNG"), "image/png")) for i in range(7)]  # 12 MB of pixels each
-    # Not files of below: those that are decoded before the refusal are known, and need no room when they come again.
-    response = stack.chat(parts[3:])
-    assert (response.status_code, "retry-after" in response.headers) == (413, False)
-    stack.scheduler.script, count = hold_silently, len(stack.scheduler.requests)
-    with sent(stack, json.dumps({"messages": user(parts[:1])}).encode()):
-        eventually(lambda: len(stack.scheduler.requests) > count)
-        response = stack.chat(parts[1:3])
-        assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
-    eventually(lambda: len(stack.scheduler.aborted) == 1)
 
 
 def test_a_slow_reader_loses_nothing(stack: Stack) -> None:

@@ -1,7 +1,6 @@
 """Videos through the real api and processor: the ids of the reference, and what each dialect may say of a video."""
 
 import base64
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,9 @@ from server.api.chat.conversation import read_conversation
 from server.api.http.scan import Scanner
 from server.api.schema.requests import ChatRequest
 from server.errors import RequestError
-from tests.eventually import eventually
 from tests.unit.server.clips import encode, frames_of, gif, joined
 from tests.unit.server.pictures import jpeg, save
-from tests.unit.server.stack import Stack, answer_ids, hold_silently
+from tests.unit.server.stack import Stack
 from tests.unit.server.test_stack import image, uri, user
 
 FRAMES = frames_of(20)
@@ -59,28 +57,6 @@ def test_ids_and_spans_are_the_references(stack: Stack, tokenizer: Tokenizer) ->
     for span in request.images[:2] + request.images[3:]:
         assert span.grid == (1, 4, 6) and span.length == 6 and span.source.region.length == 2 * 64 * 96 * 3
         assert set(prompt[span.start : span.end]) == {pad} and pad not in (prompt[span.start - 1], prompt[span.end])
-
-
-def test_pixels_of_a_known_clip_are_made_when_they_are_wanted(stack: Stack) -> None:
-    clip = encode(frames_of(16, first=3))
-    stack.chat([video(clip)])
-    hashes = [span.hash for span in last(stack).images]
-    stack.scheduler.pixels.clear()
-
-    def want(scheduler: Any, request: EngineRequest) -> None:
-        hold_silently(scheduler, request)
-        if all(span.source.encoding == "file" for span in request.images[1:]):
-            scheduler.want(request.rid, 1, 2)
-
-    stack.script = want
-    asking = threading.Thread(target=lambda: stack.chat([image(uri(jpeg())), video(clip), text("?")]))
-    asking.start()
-    eventually(lambda: len(stack.scheduler.pixels) == 2)
-    assert [span.hash for span in last(stack).images[1:]] == hashes
-    sources = [pixels.source for pixels in stack.scheduler.pixels]
-    assert all(source is not None and (source.encoding, source.num_frames) == ("rgb", 2) for source in sources)
-    answer_ids([65])(stack.scheduler, last(stack))
-    asking.join()
 
 
 def reads(part: dict[str, object], **fields: Any) -> VideoRef:

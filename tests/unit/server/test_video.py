@@ -18,7 +18,7 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media import video, video_file
 from server.processor.media.video import Video
-from tests.unit.server.clips import encode, frames_of, gif, joined, trimmed
+from tests.unit.server.clips import encode, frames_of, joined, trimmed
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import turned
 
@@ -92,36 +92,23 @@ async def test_what_an_edit_list_leaves(loading: Loading) -> None:
     assert [nearest(image, frames) for image in shown(loading, video)] == list(range(15, 25))
 
 
-async def test_a_known_file_is_not_decoded(loading: Loading) -> None:
+async def test_pairs_are_decoded_on_demand(loading: Loading) -> None:
+    """Red if pairs of one clip are not the same whichever of them are decoded, or if other frames or sizes are the same pair."""
     data = b64(encode(frames_of(20)))
-    first = await loading.load_video(data)
-    pixels, hashes = loading.pairs_of(first), first.hashes
-    await loading.release()
-    known = await loading.load_video(data)
-    assert {source.encoding for source in known.sources} == {"file"}
-    assert (known.hashes, known.plan, loading.video_decoders.num_decoded) == (hashes, first.plan, 1)
-    tasks = {known.make_pixels(item) for item in (1, 0)}
-    assert len(tasks) == 1  # a file is decoded at once
-    await tasks.pop()
-    assert (loading.pairs_of(known) == pixels).all() and known.source_of(1).encoding == "rgb"
-    other = await loading.load_video(data, fps=4.0)
-    assert other.sources[0].encoding == "rgb" and other.hashes != hashes
+    video = await loading.load_video(data)
+    pixels, hashes = loading.pairs_of(video), video.hashes
+    assert (await loading.decode(video, 1) == pixels[1:2]).all()
+    again, other = await loading.load_video(data), await loading.load_video(data, fps=4.0)
+    assert (again.hashes, again.plan) == (hashes, video.plan) and not {*other.hashes} & {*hashes}
 
 
-async def test_pairs_of_overlapping_clips_are_the_same(loading: Loading) -> None:
+async def test_pairs_of_overlapping_lists_are_the_same(loading: Loading) -> None:
     frames = frames_of(12)
     whole = await loading.load_video(joined(frames[:8]), holds_frames=True)
     half = await loading.load_video(joined(frames[4:]), holds_frames=True)
     assert whole.plan.size == half.plan.size
     assert half.hashes[:2] == whole.hashes[2:] and not {*half.hashes[2:]} & {*whole.hashes}
-    assert [source.encoding for source in half.sources] == ["file", "file", "rgb", "rgb"]
-    await half.make_pixels(1)
-    assert half.source_of(0).encoding == "file"
-    region = half.source_of(1).region
-    assert bytes(loading.arena.view(region.offset, region.length)) == np.stack(frames[6:8]).tobytes()
-    short = await loading.load_video(b64(gif(frames_of(6))), samples=False)
-    longer = await loading.load_video(b64(gif(frames_of(10))), samples=False)
-    assert longer.hashes[:3] == short.hashes
+    assert (await loading.decode(half, 1) == np.stack(frames[6:8])).all()
 
 
 async def test_many_frames(loading: Loading) -> None:
@@ -167,7 +154,9 @@ def test_a_frame_is_converted_by_one_thread() -> None:
 
     for rotation in (0, 90):
         frame: Any = SimpleNamespace(rotation=rotation, to_image=to_image)
-        assert video_file._upright(frame, (32, 64)).shape == (32, 64, 3) and asked.pop() == {"threads": 1}
+        assert asked == []
+        video_file._write(frame, (32, 64), memoryview(bytearray(3 * 32 * 64)))
+        assert asked.pop() == {"threads": 1}
 
 
 NUM_COMMAS = 100_000
@@ -187,7 +176,7 @@ async def test_too_many_frames_are_counted_before_they_are_cut(checkpoint: Check
             patch.setattr(video, "MediaRef", cut)
             frames = made.videos.new_frames(ref=video.VideoRef(file=file, holds_frames=True), frames=[])
             with pytest.raises(RequestError, match=f"{NUM_COMMAS + 1} of its frames would be sampled, the limit is") as caught:
-                await frames._load(video.Allowance(1 << 30, 8))
+                await frames.begin()
             await frames.release()
         assert caught.value.info.status == 400
     assert not num_cut
@@ -201,7 +190,7 @@ async def test_listed_frames_are_counted_before_they_become_images(checkpoint: C
     listed = made.videos.make(video.VideoRef(frames=[MediaRef(url="data:,x")] * 1000), image_of)
     assert len(created) == 4
     with pytest.raises(RequestError, match="1000 of its frames would be sampled, the limit is 3"):
-        await listed._load(video.Allowance(1 << 30, 8))
+        await listed.begin()
     await listed.release()
     await made.close()
 
