@@ -71,7 +71,7 @@ def test_calls_that_must_come(client: anthropic.Anthropic, choice: Any, is_strea
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError) as bad:
         client.messages.create(**asked(extra_body={"temperature": -1}))
-    assert bad.value.body == {"type": "error", "error": {"type": "invalid_request_error", "message": "temperature: must be at least 0.0"}}
+    assert isinstance(bad.value.body, dict) and bad.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(**asked(model="another"))
     assert isinstance(missing.value.body, dict) and missing.value.body["error"]["type"] == "not_found_error"

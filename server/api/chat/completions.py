@@ -11,10 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from engine.wire.messages import ChatPrompt, Event, Submit
 from engine.wire.params import Temperature, TopP
-from server.api.chat.answers import ChatChunk, ChatCompletion, Completion, Detokenized, Tokenized
 from server.api.chat.conversation import read_conversation
 from server.api.chat.endpoint import Endpoint, GenerationEndpoint, Job, MakeFormat, Service, Show, counted, json_response
-from server.api.chat.format import ChatFormat, CompletionFormat
+from server.api.chat.format import ChatChunk, ChatCompletion, ChatFormat, Completion, CompletionFormat, Detokenized, Tokenized
 from server.api.http.body import Body
 from server.api.http.client import check_prompts_bytes
 from server.api.http.scan import Scanner

@@ -17,7 +17,7 @@ from server.api.http.guards import OPEN_PATHS
 KEYS = [Security(HTTPBearer(auto_error=False)), Security(APIKeyHeader(name="x-api-key", auto_error=False))]
 
 
-class Problem(BaseModel):
+class ErrorMembers(BaseModel):
     message: str
     type: str
     param: str | None = None
@@ -25,7 +25,7 @@ class Problem(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    error: Problem
+    error: ErrorMembers
 
 
 class DescribedRoute(APIRoute):

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, Tag
 from pydantic_core import from_json
 
 from engine.wire.messages import ErrorInfo, Event
@@ -18,8 +18,8 @@ from server.api.schema.fields import LIMITED_IN_DIALECTS, limits_of
 from server.api.schema.media_refs import check_url
 from server.api.schema.parts import FIRST, ToolList
 from server.api.schema.requests import MAX_STOPS, Effort, MessageList, SchemaFormat
-from server.api.schema.tools import FunctionDefinition, HostedTool, Parameters
-from server.api.schema.validate import OneOf, Strict, bad_value
+from server.api.schema.tools import FunctionDefinition, Hosted, HostedTool, Parameters
+from server.api.schema.validate import BY_TYPE, Strict, bad_value, tag_of
 
 MESSAGES_PATH = "/v1/messages"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
@@ -48,7 +48,7 @@ class UrlSource(Strict):
 
 class MediaBlock(Strict):
     type: MediaKind
-    source: Annotated[Base64Source | UrlSource, OneOf("must be of type 'base64' or 'url'")]
+    source: Annotated[Base64Source | UrlSource, BY_TYPE]
 
 
 class ThinkingBlock(Strict):
@@ -65,7 +65,7 @@ class ToolUseBlock(Strict):
     input: dict[str, Any]
 
 
-ResultBlock = Annotated[TextBlock | MediaBlock, OneOf(f"blocks of a result are of type 'text', {' or '.join(map(repr, MEDIA_KINDS))}")]
+ResultBlock = Annotated[TextBlock | MediaBlock, BY_TYPE]
 
 
 class ToolResultBlock(Strict):
@@ -73,13 +73,10 @@ class ToolResultBlock(Strict):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[Annotated[list[ResultBlock], FIRST] | str | None, OneOf()] = None
+    content: Annotated[list[ResultBlock], FIRST] | str | None = None
 
 
-Block = Annotated[
-    TextBlock | MediaBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
-    OneOf(f"content blocks are of type 'text', {str(MEDIA_KINDS)[1:-1]}, 'tool_use', 'tool_result', 'thinking' or 'redacted_thinking'"),
-]
+Block = Annotated[TextBlock | MediaBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, BY_TYPE]
 OF_ROLES = {
     "system": ("text",),
     "user": ("text", *MEDIA_KINDS, "tool_result"),
@@ -89,7 +86,7 @@ OF_ROLES = {
 
 class Turn(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Annotated[list[Block], FIRST] | str, OneOf("must be a string or a list of blocks")]
+    content: Annotated[list[Block], FIRST] | str
 
 
 class ClientTool(FunctionDefinition):
@@ -100,6 +97,9 @@ class ClientTool(FunctionDefinition):
 
     def as_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+AnyTool = Annotated[Annotated[ClientTool, Tag("custom")] | Hosted, tag_of("custom", default="custom")]
 
 
 class ToolChoice(Strict):
@@ -121,8 +121,10 @@ class CountRequest(DialectRequest):
     """The body of `POST /v1/messages/count_tokens`."""
 
     messages: Annotated[list[Turn], MessageList]
-    system: Annotated[Annotated[list[TextBlock], FIRST] | str | None, OneOf()] = None
-    tools: Annotated[list[Annotated[ClientTool | HostedTool, OneOf()]], ToolList] | None = None
+    system: Annotated[list[TextBlock], FIRST] | str | None = None
+    tools: (
+        Annotated[list[Annotated[Annotated[ClientTool, Tag("custom")] | Hosted, tag_of("custom", default="custom")]], ToolList] | None
+    ) = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -24,15 +24,13 @@ from server.api.http.streaming import Choice, ReplyOptions, Usage, encode
 from server.api.schema.media_refs import media_ref
 from server.api.schema.parts import FIRST
 from server.api.schema.requests import GenerationRequest, Ids, check_prompts, prompts_of
-from server.api.schema.validate import OneOf, Strict, Worded, bad_value
+from server.api.schema.validate import Strict, bad_value
 
 Json = dict[str, Any]
 Triple = tuple[float | None, int, str | None]
 BARE = re.compile(r"[A-Za-z0-9+/_-]{64,}={0,2}")  # base64 without a `data:` prefix
 GROWTH_PARTS = 256  # a long answer has an event each time it has grown by 1/256
 RENAMED = {"lora_path": "model", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-IMAGES = "must be an image, a list of images, or for several prompts a list of either: URLs, or base64"
-IDS = "must be a list of token ids, or of such lists"
 Images = Annotated[list[str], FIRST]
 
 
@@ -40,16 +38,16 @@ class GenerateRequest(GenerationRequest):
     """The body of `POST /generate`: `text` or `input_ids`, of one prompt or of several. Members of `sampling_params` are read as fields,
     by the names of RENAMED."""
 
-    text: Annotated[str | Annotated[list[str], FIRST] | None, OneOf()] = None
-    input_ids: Annotated[Ids | Annotated[list[Ids], FIRST] | None, OneOf(), Worded(IDS)] = None
-    image_data: Annotated[str | Images | Annotated[list[str | Images | None], FIRST] | None, Worded(IMAGES)] = None
-    sampling_params: Annotated[Json | None, Worded("must be an object")] = None
+    text: str | Annotated[list[str], FIRST] | None = None
+    input_ids: Ids | Annotated[list[Ids], FIRST] | None = None
+    image_data: str | Images | Annotated[list[str | Images | None], FIRST] | None = None
+    sampling_params: Json | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = 128
     return_logprob: bool | None = None
     return_text_in_logprobs: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None  # -1: none of the prompt
     top_logprobs_num: NumLogprobs | None = None
-    logprobs: Annotated[Literal[False] | None, Worded("is not supported here: use `return_logprob`")] = None
+    logprobs: Literal[False] | None = None  # `return_logprob` instead
     modalities: list[str] | None = None  # no effect
 
     @model_validator(mode="before")

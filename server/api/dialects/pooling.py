@@ -27,7 +27,7 @@ from server.api.http.reply import GatheredReply
 from server.api.http.streaming import encode
 from server.api.schema.parts import Content, Message, TextPart
 from server.api.schema.requests import IdList, MediaRequest, MessageList, check_ids, prompts_of
-from server.api.schema.validate import OneOf, Strict, bad_value
+from server.api.schema.validate import Strict, bad_value
 
 EMBED = "Represent the user's input."
 RERANK = "Given a search query, retrieve relevant candidates that answer the query."
@@ -47,7 +47,7 @@ class PoolingRequest(MediaRequest):
 
 
 class EmbeddingRequest(PoolingRequest):
-    input: Annotated[str | IdList | Annotated[list[Annotated[str | IdList, OneOf()]], InputList] | None, OneOf()] = None
+    input: str | IdList | Annotated[list[str | IdList], InputList] | None = None
     messages: Annotated[list[Message], MessageList] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: TokenCount | None = None
@@ -57,9 +57,9 @@ class ItemContent(Strict):
     content: Content
 
 
-Item = Annotated[str | ItemContent, OneOf()]
+Item = str | ItemContent
 Items = Annotated[list[Item], InputList]
-Texts = Annotated[Items | str | ItemContent, OneOf()]
+Texts = Items | str | ItemContent
 
 
 class RerankRequest(PoolingRequest):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, Tag
 
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NumLogprobs, TokenCount
@@ -21,8 +21,8 @@ from server.api.schema.fields import LIMITED_IN_DIALECTS, limits_of
 from server.api.schema.media_refs import check_urls
 from server.api.schema.parts import FIRST, Content, RefusalPart, TextPart, ToolList
 from server.api.schema.requests import AnswerFormat, Effort, MessageList
-from server.api.schema.tools import FunctionDefinition, FunctionName, HostedTool, Name, custom_text
-from server.api.schema.validate import OneOf, Strict, Worded, bad_value
+from server.api.schema.tools import FunctionDefinition, FunctionName, Hosted, HostedTool, Name, custom_text
+from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type, tag_of
 
 LIMITED = LIMITED_IN_DIALECTS | limits_of(
     ((), "conversation max_tokens messages previous_response_id prompt"),
@@ -32,7 +32,6 @@ LIMITED = LIMITED_IN_DIALECTS | limits_of(
 HARMLESS = ("access_programs", "max_tool_calls", "store", "stream_options")
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
 LOGPROBS = "message.output_text.logprobs"
-CHOICES = "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}"
 Json = dict[str, Any]
 
 
@@ -66,8 +65,7 @@ class ReasoningItem(Strict):
     content: Annotated[list[TextPart], FIRST] | None = None
 
 
-ITEMS = "items are of type 'message', 'reasoning', or 'function_call', 'custom_tool_call' and their outputs"
-Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, OneOf(ITEMS)]
+Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, BY_TYPE, default_type("message")]
 
 
 class FlatTool(FunctionDefinition):
@@ -77,12 +75,19 @@ class FlatTool(FunctionDefinition):
     format: Json | None = None
 
 
+FLAT = ("function", "custom")
+Flat = Annotated[FlatTool, Tag("function")] | Annotated[FlatTool, Tag("custom")]
+
+
 class Namespace(Strict):
     """Functions of an MCP server that the client connects to."""
 
     type: Literal["namespace"]
     name: Name
-    tools: Annotated[list[Annotated[FlatTool | HostedTool, OneOf()]], ToolList]
+    tools: Annotated[list[Annotated[Flat | Hosted, tag_of(*FLAT)]], ToolList]
+
+
+AnyTool = Annotated[Flat | Annotated[Namespace, Tag("namespace")] | Hosted, tag_of(*FLAT, "namespace")]
 
 
 class ChosenTool(FunctionName):
@@ -100,12 +105,12 @@ class Reasoning(Strict):
 class ResponsesRequest(DialectRequest):
     """The body of `POST /v1/responses`."""
 
-    input: Annotated[Annotated[list[Item], MessageList] | str, OneOf()]
+    input: Annotated[list[Item], MessageList] | str
     instructions: str | None = None
     max_tokens: TokenCount | None = Field(alias="max_output_tokens", default=None)
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[Annotated[FlatTool | Namespace | HostedTool, OneOf("must be an object with a `type`")]], ToolList] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenTool | None, Worded(CHOICES)] = None
+    tools: Annotated[list[AnyTool], ToolList] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None

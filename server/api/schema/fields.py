@@ -1,7 +1,7 @@
 """Fields of several servers' dialects that the schemas do not read, and their accepted values.
 
-A field is *limited* (not implemented, and it would change the answer: only null and the values here are accepted), *harmless* (it never
-changes an answer of this server) or *unknown* (ignored, and logged once).
+A field is *limited* (it would change the answer: only null and the values here are accepted), *harmless* (it never changes an answer) or
+*unknown* (ignored, with a warning, and logged once).
 """
 
 import json
@@ -17,11 +17,10 @@ Limits = dict[str, tuple[object, ...]]
 
 
 def limits_of(*rows: tuple[tuple[object, ...], str]) -> Limits:
-    """Return limits by field; each row has the accepted values and the names of the fields."""
     return {name: allowed for allowed, names in rows for name in names.split()}
 
 
-# Values that mean "off", or the server's own behaviour. Clients also flatten fields of other objects into the body.
+# Values that mean "off", or the server's own behaviour.
 LIMITED = limits_of(
     ((), "audio chat_template custom_logit_processor guided_whitespace_pattern input_ids logprob_token_ids lora_path max_dynamic_patch"),
     ((), "max_pixels max_tokens_per_doc min_dynamic_patch min_pixels moderation ngram_corpus_id prompt_embeds repetition_detection suffix"),
@@ -45,13 +44,6 @@ LIMITED_IN_DIALECTS = limits_of(
     ((False,), "logprobs return_token_ids return_tokens_as_token_ids"),
     ((1,), "n"),
 )
-WHOLE = "answers are not stored, so send the whole conversation as `input`"
-INSTEAD = {
-    "chat_template": "start it with `--chat-template`, or leave it out",
-    "conversation": WHOLE,
-    "lora_path": "name the adapter as `model`",
-    "previous_response_id": WHOLE,
-}
 HARMLESS = frozenset(limits_of(((),
     """add_special_tokens bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key
     guided_decoding_backend metadata prompt_cache_key prompt_cache_options prompt_cache_retention request_id return_mm_kwargs
@@ -70,10 +62,8 @@ def check_limited(fields: dict[str, Any], limits: Limits, prefix: str = "") -> N
         value, allowed = fields[name], limits[name]
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             continue
-        if not allowed:
-            raise bad_value(prefix + name, f"is not supported by this server: {INSTEAD.get(name, 'leave it out')}.", UNSUPPORTED)
-        values = " or ".join(map(json.dumps, allowed))
-        raise bad_value(prefix + name, f"may only be {values} on this server; or leave it out.", "unsupported_value")
+        values = " or ".join(map(json.dumps, (*allowed, None)))
+        raise bad_value(prefix + name, f"Input should be {values}: this server does not support it", UNSUPPORTED)
 
 
 def unknown_fields(extra: dict[str, Any]) -> list[str]:

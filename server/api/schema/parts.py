@@ -7,8 +7,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from engine.wire.messages import AnyRef
 from server.api.schema.media import ImagePart, PixelSizes
-from server.api.schema.tools import CALLS, CustomCall, ToolCall
-from server.api.schema.validate import OneOf, Open, Strict
+from server.api.schema.tools import CustomCall, ToolCall
+from server.api.schema.validate import BY_TYPE, Open, Strict, default_type
 from server.api.schema.video import FramesPart, MediaIoKwargs, VideoOptions, VideoPart, reference
 
 MAX_TOOLS = 1024
@@ -63,12 +63,8 @@ def _usual(part: object) -> object:
 MEDIA: dict[type, tuple[str, Callable[..., AnyRef]]] = {  # kinds of parts, and how their references are made
     ImagePart: ("image", ImagePart.reference), VideoPart: ("video", reference), FramesPart: ("video", reference),
 }  # fmt: skip
-Part = Annotated[
-    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart,
-    OneOf("parts are of type 'text', 'image_url', 'video_url' or 'video', or 'input_text', 'input_image' or 'input_video'"),
-    BeforeValidator(_usual),
-]
-Content = Annotated[Annotated[list[Part], FIRST] | str, OneOf("must be a string or a list of parts")]
+Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart | FramesPart, BY_TYPE, BeforeValidator(_usual)]
+Content = Annotated[list[Part], FIRST] | str
 
 
 class Message(Strict):
@@ -76,7 +72,7 @@ class Message(Strict):
     content: Content | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[Annotated[ToolCall | CustomCall, OneOf(CALLS)]], ToolList] | None = None
+    tool_calls: Annotated[list[Annotated[ToolCall | CustomCall, BY_TYPE, default_type("function")]], ToolList] | None = None
     tool_call_id: str | None = None
     function_call: None = None
 

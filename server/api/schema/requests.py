@@ -12,8 +12,8 @@ from pydantic_core import from_json
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.api.schema.fields import LIMITED, check_limited, unknown_fields
 from server.api.schema.parts import FIRST, MediaOptions, Message, TextPart, ToolList
-from server.api.schema.tools import CHOICES, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
-from server.api.schema.validate import OneOf, Open, Strict, Worded, bad_value
+from server.api.schema.tools import AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
+from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value
 
 MAX_MESSAGES = 10_000
 MAX_WARNINGS = 20  # limit of warnings on unknown fields
@@ -37,14 +37,8 @@ def _parsed(value: object) -> object:
     return from_json(value) if isinstance(value, str) else value
 
 
-JsonObject = Annotated[
-    dict[str, Any],
-    BeforeValidator(_parsed, json_schema_input_type=str | dict[str, Any]),
-    Worded("must be an object, or the JSON of one"),
-]
-Pattern = Annotated[NotEmpty, Worded("must be a text that is not empty")]
-FORMATS = "must be an object of type 'text', 'json_object', 'json_schema' or 'structural_tag'"
-Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True), Worded("must be a list of texts that are not empty")]
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_parsed, json_schema_input_type=str | dict[str, Any])]
+Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(Strict):
@@ -72,23 +66,23 @@ class StructuralTag(Open):
     type: Literal["structural_tag"]
 
 
-AnswerFormat = Annotated[PlainFormat | SchemaFormat | StructuralTag | None, OneOf(FORMATS)]
+AnswerFormat = Annotated[PlainFormat | SchemaFormat | StructuralTag, BY_TYPE] | None
 
 
 class StructuredOutputs(Open):
     """vLLM's object, of which exactly one member is set."""
 
     json_: JsonObject | None = Field(alias="json", default=None)
-    regex: Pattern | None = None
+    regex: NotEmpty | None = None
     choice: Choices | None = None
-    grammar: Pattern | None = None
+    grammar: NotEmpty | None = None
     json_object: bool | None = None
     structural_tag: JsonObject | None = None
 
 
 class Prediction(Strict):
     type: Literal["content"]
-    content: Annotated[Annotated[list[TextPart], FIRST] | str, OneOf()]
+    content: Annotated[list[TextPart], FIRST] | str
 
     @property
     def text(self) -> str:
@@ -103,7 +97,6 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=StopText | StopList | None)]
 Ids = Annotated[list[int], FIRST]
-PROMPTS = "must be text, a list of token ids, or a list of either that is not empty"
 
 
 class AnyRequest(Open):
@@ -136,8 +129,9 @@ class MediaRequest(MediaOptions, AnyRequest):
 
 # Fields that hold a grammar: its kind, and the type.
 GRAMMARS: dict[str, tuple[str, Any]] = {
-    "guided_json": ("json_schema", JsonObject), "guided_regex": ("regex", Pattern), "guided_choice": ("choice", Choices),
-    "guided_grammar": ("ebnf", Pattern), "regex": ("regex", Pattern), "ebnf": ("ebnf", Pattern), "json_schema": ("json_schema", JsonObject),
+    "guided_json": ("json_schema", JsonObject), "guided_regex": ("regex", NotEmpty), "guided_choice": ("choice", Choices),
+    "guided_grammar": ("ebnf", NotEmpty), "regex": ("regex", NotEmpty), "ebnf": ("ebnf", NotEmpty),
+    "json_schema": ("json_schema", JsonObject),
 }  # fmt: skip
 TYPES = {name: parameter.json for name, parameter in PARAMETERS.items()} | {name: json for name, (_, json) in GRAMMARS.items()}
 LISTED: dict[str, Any] = {name: (json | None, None) for name, json in TYPES.items()}
@@ -217,7 +211,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
     messages: Annotated[list[Message], MessageList]
     max_completion_tokens: TokenCount | None = None
     tools: Annotated[list[AnyTool], ToolList] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | NamedCustom | None, Worded(CHOICES)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustom | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     enable_thinking: bool | None = None  # clients send it here, too, instead of in chat_template_kwargs
@@ -315,9 +309,7 @@ def check_prompts(prompts: list[Any], field: str, vocab_size: int) -> None:
 class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`."""
 
-    prompt: Annotated[
-        str | Ids | Annotated[list[Annotated[str | Ids, OneOf()]], Field(min_length=1, fail_fast=True)], OneOf(), Worded(PROMPTS)
-    ]
+    prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: only the prompt's echo and log-probabilities
     echo: bool | None = None
     images: list[str] | None = None  # URLs for the placeholders of one prompt
@@ -351,17 +343,16 @@ class CompletionRequest(GenerationRequest):
 class TokenizeRequest(GenerationRequest):
     """The body of `POST /tokenize` without messages."""
 
-    prompt: Annotated[NotEmpty | Annotated[list[NotEmpty], Field(min_length=1, max_length=MAX_PROMPTS)], OneOf()]
+    prompt: NotEmpty | Annotated[list[NotEmpty], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
-ID_LISTS = "must be a list of token ids, or a list of such lists"
 IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
 
 
 class DetokenizeRequest(GenerationRequest):
     """The body of `POST /detokenize`."""
 
-    tokens: Annotated[IdList | Annotated[list[IdList], Field(min_length=1, max_length=MAX_PROMPTS)], OneOf(ID_LISTS)]
+    tokens: IdList | Annotated[list[IdList], Field(min_length=1, max_length=MAX_PROMPTS)]
 
     @property
     def is_list(self) -> bool:

@@ -3,12 +3,11 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, Tag
 
-from server.api.schema.validate import OneOf, Open, Strict, Worded
+from server.api.schema.validate import Open, Strict, tag_of
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
 CUSTOM_PARAMETERS: dict[str, Any] = {
     "type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False,
 }  # fmt: skip
@@ -23,12 +22,11 @@ def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 Parameters = Annotated[dict[str, Any], AfterValidator(check_parameters)]
-CALLS = "calls must be of type 'function' or 'custom'"
 
 
 class CalledFunction(Strict):
     name: str
-    arguments: Annotated[str | dict[str, Any], Worded("must be a string of JSON")] = ""
+    arguments: str | dict[str, Any] = ""
 
 
 class ToolCall(Strict):
@@ -109,7 +107,8 @@ class HostedTool(Open):
     type: Annotated[str, Field(json_schema_extra={"not": {"enum": ["function", "custom", "namespace"]}})]
 
 
-AnyTool = Annotated[Tool | CustomTool | HostedTool, OneOf("must be an object with a `type`")]
+Hosted = Annotated[HostedTool, Tag("other")]
+AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Hosted, tag_of("function", "custom")]
 
 
 class FunctionName(Strict):

@@ -1,37 +1,21 @@
-"""Validation of JSON bodies. Every error is HTTP 400 with our own text and the name of the field."""
+"""Validation of JSON bodies by the types of requests. An error is HTTP 400 with pydantic's text and the path of the field."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, ValidationError
+from pydantic_core import ErrorDetails, from_json
 
 from server.errors import RequestError
 
-INVALID, TYPE, UNSUPPORTED = "invalid_value", "invalid_type", "unsupported_parameter"
-LEAVE_OUT = "is not supported by this server; leave it out"
-# pydantic's error type: our text, with pydantic's context in braces, and OpenAI's code.
-WORDS = {
-    "missing": ("is missing", "missing_required_parameter"),
-    "extra_forbidden": (LEAVE_OUT, UNSUPPORTED), "none_required": (LEAVE_OUT, UNSUPPORTED),
-    "int_type": ("must be an integer", TYPE), "float_type": ("must be a number", TYPE), "bool_type": ("must be true or false", TYPE),
-    "finite_number": ("must be a finite number", INVALID), "string_type": ("must be a string", TYPE), "list_type": ("must be a list", TYPE),
-    "dict_type": ("must be an object", TYPE), "model_type": ("must be an object", TYPE), "literal_error": ("must be {expected}", INVALID),
-    "greater_than": ("must be greater than {gt}", "below_min_value"), "greater_than_equal": ("must be at least {ge}", "below_min_value"),
-    "less_than": ("must be less than {lt}", "above_max_value"), "less_than_equal": ("must be at most {le}", "above_max_value"),
-    "too_short": ("must have at least {min_length} entries", "array_below_min_length"),
-    "too_long": ("must have at most {max_length} entries", "array_above_max_length"),
-    "string_too_short": ("must have at least {min_length} characters", "string_below_min_length"),
-    "string_too_long": ("must have at most {max_length} characters", "string_above_max_length"),
-    "string_unicode": ("must be valid Unicode", INVALID), "value_error": ("{error}", INVALID),
-}  # fmt: skip
-ONE_OF = "one_of"
+INVALID, UNSUPPORTED = "invalid_value", "unsupported_parameter"
+CODES = {"missing": "missing_required_parameter", "extra_forbidden": UNSUPPORTED}  # OpenAI's, by pydantic's type of the error
 MAX_VALUES = 200_000  # enough for 10,000 messages of several parts, or a thousand large tools
+MAX_SHOWN = 64  # characters of a name that the client chose
 INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 BLOCK = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){1,4096}|.+', re.DOTALL)  # at most 4,096 strings: other threads run in between
+BY_TYPE = Discriminator("type")
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -54,53 +38,20 @@ class Open(Strict):
     model_config = ConfigDict(extra="allow")
 
 
-@dataclass(frozen=True)
-class Worded:
-    """Annotation of a type: this text replaces every error of its values."""
-
-    words: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.custom_error_schema(handler(source), "worded", custom_error_message=self.words)
+def default_type(name: str) -> BeforeValidator:
+    """Annotation of a union that is discriminated by `type`: objects without one have this type."""
+    return BeforeValidator(lambda value: {**value, "type": name} if isinstance(value, dict) and value.get("type") is None else value)
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """Annotation of a union: a value's JSON type, and the `type` of an object, select the member that validates it. A value without a
-    member is rejected with this text, followed by its `type`; without a text, it is validated as a string."""
+def tag_of(*types: str, default: str = "") -> Discriminator:
+    """Annotation of a union whose members have tags: an object's `type`, or "other" for types that are not among `types`."""
 
-    words: str = ""
+    def choose(value: Any) -> str:
+        fields = vars(value) if isinstance(value, BaseModel) else value if isinstance(value, dict) else {}
+        kind = fields.get("type") or default
+        return kind if kind in types else "other"
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        members = {kind: handler.generate_schema(member) for member in get_args(source) for kind in _kinds(member)}
-
-        def choose(value: object) -> str | None:
-            value = vars(value) if isinstance(value, BaseModel) else value  # serialisation passes models
-            kinds = ["<null>" if value is None else "<text>"]
-            if isinstance(value, dict):
-                kinds = [f"<type {value.get('type')}>", "<object>"]
-            elif isinstance(value, list):
-                kinds = ["<list>", "<numbers>"][:: -1 if value and type(value[0]) is int else 1]
-            return next((kind for kind in kinds if kind in members), None if self.words else "<text>")
-
-        error: dict[str, Any] = {"custom_error_type": ONE_OF, "custom_error_message": self.words} if self.words else {}
-        return core_schema.tagged_union_schema(members, choose, **error)
-
-
-def _kinds(member: Any) -> Iterator[str]:
-    bare = _bare(member)
-    if get_origin(bare) is list:
-        yield "<numbers>" if _bare(get_args(bare)[0]) is int else "<list>"
-    elif isinstance(bare, type) and issubclass(bare, BaseModel) and "type" in bare.model_fields:
-        field = bare.model_fields["type"]
-        kinds = [*get_args(field.annotation), *(() if field.is_required() else (None,))]
-        yield from (f"<type {kind}>" for kind in kinds) if kinds else ("<object>",)  # any type that no other member has
-    else:
-        yield {str: "<text>", type(None): "<null>"}.get(bare, "<object>")
-
-
-def _bare(member: Any) -> Any:
-    return get_args(member)[0] if get_origin(member) is Annotated else member
+    return Discriminator(choose)
 
 
 def read_object(data: bytes) -> dict[str, Any]:
@@ -131,11 +82,14 @@ def _num_values(data: bytes) -> int:
 
 
 def check(model: type[Model], value: dict[str, Any]) -> Model:
-    """Return the validated model. RequestError 400 names the first bad field; `param` is its path, such as `messages[0].content`."""
+    """Return the validated model. RequestError 400 names a bad field; `param` is its path, such as `messages[0].content`."""
     try:
         return model.model_validate(value)
-    except ValidationError as error:
-        raise _bad_value(error.errors(include_url=False)[0]) from None
+    except ValidationError as failure:
+        errors = failure.errors(include_url=False)
+    error = max(errors, key=lambda error: len(error["loc"]))  # of a union, the member that fits best
+    code = CODES.get(error["type"], "invalid_type" if error["type"].endswith("_type") else INVALID)
+    raise bad_value(_path(error, value) or "body", error["msg"][: 8 * MAX_SHOWN], code) from None
 
 
 def bad_value(name: str, words: str, code: str = INVALID) -> RequestError:
@@ -144,15 +98,14 @@ def bad_value(name: str, words: str, code: str = INVALID) -> RequestError:
     return RequestError(400, f"{name}: {words}", name, code)
 
 
-def _bad_value(details: ErrorDetails) -> RequestError:
-    words, code = WORDS.get(details["type"], (None, INVALID))
-    words = details["msg"] if words is None else words.format(**details.get("ctx", {}))
-    value = details["input"]
-    if details["type"] == ONE_OF and isinstance(value, dict) and isinstance(value.get("type"), str):
-        words = f"{words}, not '{value['type'][:64]}'"
-    if code in ("below_min_value", "above_max_value"):
-        code = f"{'integer' if isinstance(value, int) else 'decimal'}_{code}"
-    # Entries in angle brackets select a member of a union; they are not fields.
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step[:64]}" for step in details["loc"] if not str(step).startswith("<")]
-    name = "".join(steps).removeprefix(".") or "body"
-    return RequestError(400, f"{name}: {words}", name, code)
+def _path(error: ErrorDetails, value: Any) -> str:
+    """Return the path of a field. pydantic's location also has the members of unions, which are not found in the value."""
+    names, location = list[str](), error["loc"]
+    for i, step in enumerate(location):
+        if isinstance(value, dict) and step == value.get("type") and i + 1 < len(location) and location[i + 1] in value:
+            continue  # the tag of a part that has a field of this name
+        is_member = isinstance(value, dict | list) and (step in value if isinstance(value, dict) else isinstance(step, int))
+        if is_member or isinstance(step, int) or i == 0 or (i == len(location) - 1 and error["type"] == "missing"):
+            names.append(str(step)[:MAX_SHOWN])
+            value = value[step] if is_member else None
+    return ".".join(names)

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from engine.wire.messages import MediaRef, VideoRef
 from server.api.schema.media import NO_URL, PixelLimits, Uuid, url_object
 from server.api.schema.media_refs import MediaRefs, check_extra
-from server.api.schema.validate import OneOf, Open, Strict, bad_value
+from server.api.schema.validate import Open, Strict, bad_value
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's format: images separated by commas, and their default rate
 MAX_FRAMES = 4096  # limit per video
@@ -89,7 +89,7 @@ class FramesPart(FrameOptions):
     """A video as a list of the URLs of its frames, or as the URL of a file."""
 
     type: Literal["video"]
-    video: Annotated[Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)] | str, OneOf()]
+    video: Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)] | str
 
 
 def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: VideoOptions, io: MediaIoKwargs | None) -> VideoRef:

@@ -81,8 +81,8 @@ def test_what_is_refused(serving: Stack, root: Path) -> None:
         assert status == 400 and "below --lora-root" in answer, path
     for name, path, words, code in (
         ("a", "nothing", "no such folder", 404), ("a", "team", "no adapter_config.json", 400), ("a", "dora", "DoRA", 400),
-        ("a", "x" * 5000, "lora_path: must have at most 4096 characters", 400), ("a\nINFO b", "text", "lora_name", 400),
-        ("test-model", "text", "is served already", 400), ("", "text", "lora_name: must have at least 1 characters", 400),
+        ("a", "x" * 5000, "lora_path: ", 400), ("a\nINFO b", "text", "lora_name", 400),
+        ("test-model", "text", "is served already", 400), ("", "text", "lora_name: ", 400),
     ):  # fmt: skip
         status, answer = post(serving, "/v1/load_lora_adapter", lora_name=name, lora_path=path)
         assert status == code and words in answer and str(root) not in answer, answer

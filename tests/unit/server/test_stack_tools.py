@@ -175,7 +175,7 @@ def test_malformed_parameters_are_a_400(stack: Stack) -> None:
             ("messages", "tools[0].input_schema", {"messages": QUESTION, "max_tokens": 9, "tools": [tool]}),
         ):  # fmt: skip
             response = stack.http.post(f"/v1/{path}", json=fields)
-            assert response.status_code == 400 and f"{param}: `properties`" in response.json()["error"]["message"], response.text
+            assert response.status_code == 400 and f"{param}: " in response.json()["error"]["message"], response.text
 
 
 def test_a_template_without_tools_is_a_400(stack_of: StackOf, model_folder: Path, tmp_path: Path) -> None:
