@@ -51,7 +51,6 @@ WHEN = {
     "idle_timeout": "Longer than the idle timeout of the proxy in front, or the proxy uses closed connections.",
     "max_image_pixels": "Lower if clients are not trusted: a camera has 40 million.",
     "max_request_pixels": "Lower if clients are not trusted.",
-    "max_decode_bytes": "Lower if memory is short: an image takes 8 bytes per pixel, and one that exceeds the whole budget is refused.",
     "download_timeout": "Higher for slow servers; a client can hold one of the 64 downloads this long.",
     "max_download_bytes": "Lower if clients are not trusted.",
     "quantization": "`fp8` for speed and half the memory of the decoder's matrices, if slight rounding is acceptable.",

@@ -157,7 +157,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: Annotated[int | None, "maximum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None
     max_image_pixels: Annotated[int, "maximum pixels of an image before resizing"] = 179_000_000
     max_request_pixels: Annotated[int, "maximum pixels of all images of a request before resizing"] = 1 << 30
-    max_decode_bytes: Annotated[int, "memory for all images of more than 8 megapixels that are being decoded"] = 2 * GIB
     max_video_bytes: Annotated[int, "maximum size of a video file"] = 256 * MIB
     max_video_frames: Annotated[int, "maximum number of frames sampled from a video"] = 2048
     max_download_bytes: Annotated[int, "maximum size of a fetched media item"] = 64 * MIB

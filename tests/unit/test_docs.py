@@ -29,7 +29,7 @@ from server.api.main import ENDPOINTS
 from server.api.schema import parts
 from server.api.schema import requests as schema
 from server.api.schema.validate import MAX_VALUES
-from server.processor.media.decoders import DECODE_CPU_S, LARGE_PIXELS, PIXELS_PER_CPU_S
+from server.processor.media.decoders import DECODE_CPU_S, LARGE_AT_ONCE, LARGE_PIXELS, PIXELS_PER_CPU_S
 from server.processor.media.fetch import MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
         "pixels of an image": f"{config.max_image_pixels // 10**6} million",
         "pixels of a request's images": f"{config.max_request_pixels // 10**6:,} million",
         "an image other than a baseline JPEG": f"{config.decode_timeout} s; of processor time {times}",
-        f"decoding images of more than {LARGE_PIXELS >> 20} megapixels": f"{config.max_decode_bytes >> 30} GiB for all at once",
+        f"images of more than {LARGE_PIXELS >> 20} megapixels that are decoded at once": f"{LARGE_AT_ONCE}, each with 8 bytes per pixel",
         "tokens of an image": f"{config.max_num_encoder_tokens:,}",
         "a download": f"{download}, {config.max_request_downloads} at once for a request",
         "requests in the engine": f"{config.max_queued_requests:,}",

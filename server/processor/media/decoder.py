@@ -1,5 +1,6 @@
-"""Guest that decodes images. It reads encoded images in the processor's arena and writes their pixels there."""
+"""Guest that decodes images: it reads encoded images in the processor's arena and writes their pixels there. Also jobs of all decoders."""
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from engine.wire.arena import ArenaView
 from server.errors import RequestError
 from server.processor.media.pixels import decode_rgb, read_header
 
+invalid_video = functools.partial(RequestError, 422, code="invalid_video")
 MEMORY_BYTES = 4 << 30  # memory limit of a guest; more fails the image
 
 T = TypeVar("T")
@@ -24,6 +26,34 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     target: int | None = None  # offset
     size: tuple[int, int] = (0, 0)
     orientation: int = 1
+
+
+class VideoLimits(msgspec.Struct, frozen=True, array_like=True):
+    """Limits: pixels per frame, frames per file, memory of a decoder in bytes, and its threads; as many threads resize its frames."""
+
+    frame_pixels: int
+    file_frames: int
+    memory: int
+    threads: int
+
+
+class VideoJob(msgspec.Struct, frozen=True, array_like=True):
+    """Write the frames `wanted` (ascending indices) to `target`, resized to `size` (height, width). If `wanted` is empty, only inspect the
+    file."""
+
+    encoded: tuple[int, int]  # offset, length
+    wanted: list[int] = []
+    target: int = 0  # offset
+    size: tuple[int, int] = (0, 0)
+
+
+class Clip(msgspec.Struct, frozen=True, array_like=True):
+    """Number of frames in a file, their rate if the file states it, and the size of the first frame, upright."""
+
+    num_frames: int
+    fps: float | None
+    height: int
+    width: int
 
 
 def prepare(arena_fd: str, arena_size: str) -> Callable[[bytes], bytes]:

@@ -1,8 +1,8 @@
-"""Decoders of images and videos in guest processes. An image's memory is computed from its header and reserved before it is decoded."""
+"""Decoders of images and videos in guest processes."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -14,42 +14,17 @@ from engine.wire.config import EngineConfig
 from engine.wire.guests import GuestDied, GuestKilled, GuestPool
 from engine.wire.messages import ErrorInfo
 from server.errors import RequestError, invalid_image, overloaded
-from server.processor.media.decoder import MEMORY_BYTES, Job
+from server.processor.media.decoder import MEMORY_BYTES, Clip, Job, VideoJob, VideoLimits, invalid_video
 from server.processor.media.inspect import Header
-from server.processor.media.video_jobs import Clip, VideoJob, VideoLimits, invalid_video
 from server.region import Region
 
 NUM_REMEMBERED = 4096  # files whose headers are kept
-LARGE_PIXELS = 1 << 23  # larger images share a memory budget and leave one process to smaller ones
-BYTES_PER_PIXEL = 8  # the original and the RGB image, with Pillow's 4 bytes per pixel each
+LARGE_PIXELS = 1 << 23  # larger images leave one process to smaller ones
+LARGE_AT_ONCE = 2  # each takes 8 bytes per pixel: the original and the RGB image, with Pillow's 4 bytes each
 HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times the values of usual files
 
 Size = tuple[int, int]  # height, width
 T = TypeVar("T")
-
-
-class Budget:
-    """An amount that is lent in the order of the requests."""
-
-    def __init__(self, total: int):
-        self.total = total
-        self._left = total
-        self._turn = asyncio.Lock()
-        self._came_back = asyncio.Event()
-
-    @contextlib.asynccontextmanager
-    async def lend(self, amount: int) -> AsyncIterator[None]:
-        """Lend this amount, at most `total`, within the context."""
-        async with self._turn:
-            while self._left < amount:
-                self._came_back.clear()
-                await self._came_back.wait()
-            self._left -= amount
-        try:
-            yield
-        finally:
-            self._left += amount
-            self._came_back.set()
 
 
 class Decoders:
@@ -59,7 +34,7 @@ class Decoders:
         self.num_decoded = 0  # files
         self.headers: LRUCache[bytes, Header] = LRUCache(NUM_REMEMBERED)  # by digest
         self.clips: LRUCache[bytes, Clip] = LRUCache(NUM_REMEMBERED)
-        self.budget = Budget(config.max_decode_bytes)
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         self._timeout, self._video_timeout = config.decode_timeout, config.video_timeout
         self._has_pyav = find_spec("av") is not None
         size = config.video_pool_size
@@ -84,18 +59,12 @@ class Decoders:
         return Header(False, *await self._ask(Job((encoded.offset, encoded.used)), tuple[int, int, int], HEADER_CPU_S))
 
     async def decode(self, header: Header, encoded: Region, offset: int, size: Size) -> None:
-        """Write upright RGB of this size to the arena. RequestError, 413 for an image that exceeds the memory budget on its own."""
+        """Write upright RGB of this size to the arena. RequestError."""
         self.num_decoded += 1
-        cpu_seconds = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S
+        cpu_seconds, is_large = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S, header.num_pixels > LARGE_PIXELS
         job = Job((encoded.offset, encoded.used), offset, size, header.orientation)
-        num_bytes = BYTES_PER_PIXEL * header.num_pixels
-        if header.num_pixels <= LARGE_PIXELS:
-            await self._ask(job, type(None), cpu_seconds)
-            return
-        if num_bytes > self.budget.total:
-            raise RequestError(413, "decoding it needs more memory than --max-decode-bytes allows", code="image_too_large")
-        async with self.budget.lend(num_bytes):
-            await self._ask(job, type(None), cpu_seconds, is_large=True)
+        async with self._large if is_large else contextlib.nullcontext():
+            await self._ask(job, type(None), cpu_seconds, is_large)
 
     async def look(self, encoded: Region) -> Clip:
         """Inspect a video file. RequestError 400, 413 or 422."""

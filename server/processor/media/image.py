@@ -107,15 +107,11 @@ class Image:
     async def decode(self, items: Sequence[int], offset: int) -> list[ImageSource]:
         size = self.source.height, self.source.width
         with naming(f"Image {self.index + 1}"):
-            await self.decode_to(offset, size)
+            assert self.encoded is not None
+            await self._decoders.decode(self.header, self.encoded, offset, size)
+            self._allocator.free(self.encoded)
+            self.encoded = None  # pixels take its place
         return [ImageSource("rgb", WireRegion(PROCESSOR_ARENA, offset, self.item_bytes), *size)]
-
-    async def decode_to(self, offset: int, size: tuple[int, int]) -> None:
-        """Write RGB of this size (height, width), and free the encoded bytes. RequestError."""
-        if (encoded := self.encoded) is not None:
-            await self._decoders.decode(self.header, encoded, offset, size)
-            self._allocator.free(encoded)
-            self.encoded = None
 
     async def release(self) -> None:
         if self._job is not None:

@@ -22,7 +22,6 @@ from models.config.types import MediaKind
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry, time_text
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media.allocator import wire
 from server.processor.media.decoders import Decoders
 from server.processor.media.fetch import too_large
 from server.processor.media.image import Image, decoded_bytes, naming
@@ -36,6 +35,7 @@ from server.region import Region
 
 CODES = {"invalid_image": "invalid_video", "image_too_large": "video_too_large"}
 COMMA = ord(",")
+NOWHERE = WireRegion(PROCESSOR_ARENA, 0, 0)  # no other process reads a file
 MAX_FRAMES = 4096
 PIECE_BYTES = 1 << 20  # bytes that a thread searches without the interpreter lock
 
@@ -76,8 +76,8 @@ class Video(ABC):
     def spans(self, starts: list[int]) -> list[ImageSpan]:
         plan = self.plan
         return [
-            ImageSpan(digest, start, plan.num_tokens, plan.grid, ImageSource("file", self._file(pair), *plan.size, num_frames=PAIR))
-            for pair, (digest, start) in enumerate(zip(self.hashes, starts, strict=True))
+            ImageSpan(digest, start, plan.num_tokens, plan.grid, ImageSource("file", NOWHERE, *plan.size, num_frames=PAIR))
+            for digest, start in zip(self.hashes, starts, strict=True)
         ]
 
     @property
@@ -110,9 +110,6 @@ class Video(ABC):
 
     @abstractmethod
     async def _decode(self, items: Sequence[int], offset: int) -> None: ...
-
-    @abstractmethod
-    def _file(self, pair: int) -> WireRegion: ...
 
     def _naming(self) -> "contextlib.AbstractContextManager[None]":
         return naming(f"Video {self.index + 1}", CODES)
@@ -171,10 +168,6 @@ class VideoFile(Video):
         assert self._encoded is not None
         await self._decoders.read(self._encoded, list(self._pairs(items)), offset, self.plan.size)
 
-    def _file(self, pair: int) -> WireRegion:
-        assert self._encoded is not None
-        return wire(self._encoded)
-
     @property
     def _payload(self) -> WireRegion | None:
         return self._ref.file.payload if self._ref.file else None
@@ -226,11 +219,6 @@ class FrameList(Video):
     async def _encode(self, index: int, frame: Image, allowance: Allowance) -> None:
         with _frame_named(index):
             await frame.encode(allowance)
-
-    def _file(self, pair: int) -> WireRegion:
-        encoded = self._frames[self.plan.indices[PAIR * pair]].encoded
-        assert encoded is not None
-        return wire(encoded)
 
     async def _decode(self, items: Sequence[int], offset: int) -> None:
         half = self.plan.pair_bytes // PAIR

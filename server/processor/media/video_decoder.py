@@ -5,9 +5,8 @@ from collections.abc import Callable
 import msgspec
 
 from engine.wire.arena import ArenaView
-from server.processor.media.decoder import arena_guest
+from server.processor.media.decoder import Clip, VideoJob, VideoLimits, arena_guest, invalid_video
 from server.processor.media.video_file import look, read_frames
-from server.processor.media.video_jobs import Clip, VideoJob, VideoLimits, invalid_video
 
 
 def prepare(arena_fd: str, arena_size: str, limits: str) -> Callable[[bytes], bytes]:

@@ -20,7 +20,7 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from server.errors import RequestError
-from server.processor.media.video_jobs import Clip, VideoLimits, invalid_video
+from server.processor.media.decoder import Clip, VideoLimits, invalid_video
 
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
 SKIPPING = frozenset({"h264", "hevc"})  # codecs with one frame per packet, whose non-reference frames can be skipped

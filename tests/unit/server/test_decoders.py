@@ -20,9 +20,7 @@ from models.kernels.reference.ops import TorchOps
 from models.vision.preprocess import Preprocessor
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media import decoders
 from server.processor.media.allocator import RegionAllocator
-from server.processor.media.decoders import Budget
 from server.processor.media.inspect import Allowance, Header
 from server.region import MIN_GROWTH, Region
 from tests.eventually import HANG_GUARD_S, eventually_async
@@ -115,34 +113,6 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
         await left
     await check_and_stop()
     await made.close()
-
-
-async def test_an_image_that_could_never_be_decoded_is_a_413(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "LARGE_PIXELS", 1 << 10)
-    made = Loading(checkpoint, max_decode_bytes=8 * 700 * 900 - 1)
-    text = base64.b64encode(save(LARGE, "PNG"))
-    error = await made.refusal(made.body(text))
-    assert error.info.status == 413 and "memory" in error.info.message
-    await made.release()
-    with pytest.raises(RequestError, match="frame 1: decoding it needs more memory"):
-        await made.load_video(b",".join([text, text]), holds_frames=True)
-    await made.close()
-
-
-@virtual
-async def test_memory_is_lent_in_the_order_of_asking() -> None:
-    budget, order = Budget(10), []
-
-    async def use(name: str, amount: int) -> None:
-        async with budget.lend(amount):
-            order.append(name)
-            await asyncio.sleep(0.01)
-            order.append(f"end of {name}")
-
-    async with asyncio.TaskGroup() as group:
-        for name, amount in (("a", 6), ("b", 4), ("large", 10), ("c", 1)):
-            group.create_task(use(name, amount))
-    assert order == ["a", "b", "end of a", "end of b", "large", "end of large", "c", "end of c"]
 
 
 async def test_the_pixels_of_a_request_are_added_up(checkpoint: Checkpoint) -> None:

@@ -22,9 +22,8 @@ from engine.wire.guests import GuestPool, death
 from engine.wire.jpeg import has_end, has_too_many_scans, parse_plain_jpeg
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media.decoder import Job, answer
+from server.processor.media.decoder import Clip, Job, answer
 from server.processor.media.decoders import Decoders
-from server.processor.media.video_jobs import Clip
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import DECODED, animation, jpeg, pixels, png_chunk, png_header, progressive_jpeg, save
