@@ -16,7 +16,7 @@ from engine.scheduler.drafts.lookup import LookupDrafter, Source
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
-from engine.wire.drafts import MAX_HEAD_DRAFTS
+from engine.wire.config import MAX_HEAD_DRAFTS
 
 BELIEVED = 0.9
 

@@ -22,7 +22,7 @@ import msgspec
 from engine.launch.flags import parse_args
 from engine.launch.fleet import Fleet
 from engine.launch.supervise import ChildDied, Supervisor
-from engine.wire.adapter_folders import named_adapters
+from engine.wire.adapters import named_adapters
 from engine.wire.arena import create_memfd, memory_limit
 from engine.wire.child import Runtime, setup_logging
 from engine.wire.config import GIB, MIB, UNIX_HOST, EngineConfig, read_api_keys
@@ -187,7 +187,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     if choice.device == "cuda":
         config = fit_to_card(config, model, gpus[: config.tp], choice.backend)
     names = tuple(name.strip() for name in (config.served_model_name or resolved.name).split(","))
-    adapters = named_adapters(config, model, names)
+    adapters = named_adapters(config.lora_modules or "", config.max_lora_rank, model, names)
     fds = (create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", config.processor_arena_bytes or 0))
     return Runtime(
         config=config,

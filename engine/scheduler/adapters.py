@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from engine.scheduler.request import Request
 from engine.wire.adapters import AdapterRead, AdapterRef, LoadAdapter, ReadAdapter, number_of
 from engine.wire.messages import EngineRequest, ErrorInfo
-from engine.wire.metric import Info
+from engine.wire.stats import Info
 
 UNREADABLE = ErrorInfo(503, "The adapter could not be read: load it again.", code="adapter_unreadable")
 
@@ -29,7 +29,7 @@ class Held:
 
 
 class AdapterDirectory:
-    """Adapters in slots, by number. Invariant (`check`): slots are distinct; an adapter keeps its slot while a request uses it."""
+    """Adapters in slots, by number. Invariant: slots are distinct; an adapter keeps its slot while a request uses it."""
 
     def __init__(self, num_slots: int, num_ranks: int):
         self._failed: set[int] = set()  # adapters that a worker could not read
@@ -43,6 +43,7 @@ class AdapterDirectory:
         self._promised: dict[int, int] = {}  # in this plan: waiting adapter -> adapter that must give up its slot
 
     def begin_plan(self) -> None:
+        """Begin a plan, during which `may_start` is called once per request, in order."""
         self._promised.clear()
         self._is_claimed = False
 
@@ -64,6 +65,7 @@ class AdapterDirectory:
         return False
 
     def acquire(self, wire: EngineRequest) -> int:
+        """Return the slot of a request that starts, after `may_start`; -1: it has no adapter."""
         adapter = wire.adapter
         if adapter is None:
             return -1
@@ -78,15 +80,13 @@ class AdapterDirectory:
             assert held.num_users > 0
             held.num_users -= 1
 
-    def of_images(self, request: Request) -> int:
-        adapter = request.wire.adapter
-        return request.slot if adapter is not None and adapter.has_tower else -1
-
     def take_loads(self) -> Sequence[LoadAdapter]:
+        """Return the orders since the last call, for the next plan."""
         loads, self._loads = self._loads, []
         return loads
 
     def take_reads(self) -> Sequence[ReadAdapter]:
+        """Return the orders since the last call, to be sent after the plan."""
         reads, self._reads = self._reads, []
         return reads
 

@@ -21,7 +21,6 @@ from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State, is_idle
 from engine.wire.adapters import AdapterRead
-from engine.wire.details import TokenDetails
 from engine.wire.messages import (
     DEPTH,
     TIMED_OUT,
@@ -35,7 +34,7 @@ from engine.wire.messages import (
     TokenLogprobs,
 )
 from engine.wire.reports import joined
-from engine.wire.stats import EngineStats
+from engine.wire.stats import EngineStats, TokenDetails
 
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 LACKS_MEMORY = ErrorInfo(503, "The media memory of the server was full for too long.", code="overloaded", retry_after=5)
@@ -123,9 +122,9 @@ class SchedulerCore:
         """Continue the requests that waited for it, or end them with an error. Ended requests are ignored."""
         if isinstance(awaited, AdapterRead):
             self._last_progress = time.monotonic()
-            self.state.slots.note_read(awaited)
+            self.state.adapters.note_read(awaited)
             if not awaited.is_readable:
-                self._fail_all(self.state.slots.error_of)
+                self._fail_all(self.state.adapters.error_of)
             return
         pixels, requests = awaited, self._live(awaited.rid)
         if not requests:
@@ -200,12 +199,12 @@ class SchedulerCore:
             steps=state.num_steps,
             prompt_tokens=self._num_prompt_tokens,
             images_evicted=state.images.num_evicted,
-            infos=state.slots.infos(state.running, state.waiting),
+            infos=state.adapters.infos(state.running, state.waiting),
         )
 
     def _find_problem(self, wire: EngineRequest, num_prompt: int) -> ErrorInfo | None:
         """Return the reason why a request can never run, if any."""
-        if (error := self.state.slots.error_of(wire)) is not None:
+        if (error := self.state.adapters.error_of(wire)) is not None:
             return error
         if num_prompt + 1 > self._capacity:
             words = f"The prompt has {num_prompt} tokens; with one token of output {self._capacity} is the most that fits."

@@ -75,7 +75,7 @@ class Scheduler:
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
                 core.hash_early(step)
-            for order in core.state.slots.take_reads():
+            for order in core.state.adapters.take_reads():
                 self._send_workers(order)
             core.expire(time.monotonic())
             self._flush(core, control)
@@ -101,8 +101,8 @@ class Scheduler:
         blocks = BlockPool(min(worker.num_blocks for worker in ready), config.block_size, config.snapshot_share)
         images = ImageDirectory(min(worker.image_cache_bytes for worker in ready))
         limits = make_limits(config, ready[0])
-        slots, rows = AdapterDirectory(config.num_adapter_slots, config.tp), list(range(config.max_num_seqs))
-        state = State(limits, blocks, images, slots, free_rows=rows)
+        adapters, rows = AdapterDirectory(config.num_adapter_slots, config.tp), list(range(config.max_num_seqs))
+        state = State(limits, blocks, images, adapters, free_rows=rows)
         proposer = make_drafter(config.draft, limits.step_sizes.verify_rows)
         longest, ends = self._child.runtime.max_model_len, self._eos_token_ids
         return SchedulerCore(state, config.tp, longest, ends, proposer)

@@ -3,7 +3,7 @@
 One rule covers prefill, chunked prefill and decode: `num_computed` approaches `num_tokens` within the step's token budget, oldest request
 first. If a chunk lacks a KV block or space for an embedding, the youngest running request is preempted.
 
-A request without the slot that it needs waits; others may pass it, see `Slots`.
+A request waits until its adapter has a slot; others may pass it.
 
 A shared prefix is computed once: a request waits while an older request computes its prefix. Younger requests may pass it; it keeps its
 place in the order, a row and its blocks. Answers to one request fork: they share the full blocks of the prompt.
@@ -67,7 +67,7 @@ class _StepBuilder:
         self.num_reserved_blocks = 0  # blocks kept for all of them
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
         self.resting = resting(state)
-        state.slots.begin_plan()
+        state.adapters.begin_plan()
         self.num_read = 0  # cached tokens read by requests that start
         num_lacking = 0
         for request in state.running:
@@ -106,7 +106,7 @@ class _StepBuilder:
             admits=self.admits,
             encodes=self.encodes,
             chunks=[chunk for _, chunk in members],
-            loads=self.state.slots.take_loads(),
+            loads=self.state.adapters.take_loads(),
             num_proposed=self.state.num_proposed,
         )
         self.state.note_plan(step)
@@ -325,7 +325,7 @@ class _StepBuilder:
 
     def _make(self, request: Request, span: ImageSpan, entry: ImageEntry) -> None:
         self.made[entry.image_id] = span.hash
-        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid, self.state.slots.of_images(request)))
+        self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid, request.tower_slot))
         self.num_encoder_tokens += _encoder_cost(request, span)
         request.wire.stages.images_encoded += 1
 

@@ -101,6 +101,12 @@ class Request:
         return self.num_computed >= self.num_prompt and self.num_tokens - self.num_computed == 1
 
     @property
+    def tower_slot(self) -> int:
+        """Slot of the adapter with which images are encoded; -1: none."""
+        adapter = self.wire.adapter
+        return self.slot if adapter is not None and adapter.has_tower else -1
+
+    @property
     def has_started(self) -> bool:
         """True if an answer to the same request has had a row."""
         return any(other.num_cached >= 0 for other in self.siblings)

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
 from engine.scheduler.images import ImageDirectory, ImageEntry
 from engine.scheduler.request import Request, Status
-from engine.scheduler.slots import Slots
 from engine.wire.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
 from engine.wire.stats import EngineStats
 from engine.wire.updates import FIRST_VERSION
@@ -45,7 +45,7 @@ class State:
     limits: Limits
     blocks: BlockPool
     images: ImageDirectory
-    slots: Slots
+    adapters: AdapterDirectory
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     loading: set[Request] = field(default_factory=set)  # until their pixels arrive
@@ -64,7 +64,7 @@ class State:
         insort(self.waiting, request, key=_order)
 
     def may_start(self, request: Request) -> bool:
-        return (self.is_open or request.has_started) and self.slots.may_start(request.wire)
+        return (self.is_open or request.has_started) and self.adapters.may_start(request.wire)
 
     def start(self, request: Request, hits: Sequence[int], num_equal: int) -> None:
         """Give a waiting request a row and its prefix from `hits`. Another sequence branched off after `num_equal` blocks."""
@@ -72,7 +72,7 @@ class State:
         insort(self.running, request, key=_order)
         self.blocks.acquire(hits)
         request.status, request.row, request.blocks = Status.RUNNING, self.free_rows.pop(), list(hits)
-        request.slot = self.slots.acquire(request.wire)
+        request.slot = self.adapters.acquire(request.wire)
         request.leader, request.num_shared_blocks = None, 0
         request.branch_point = num_equal * self.blocks.block_size
         request.num_computed, request.num_committed = len(hits) * self.blocks.block_size, len(hits)
@@ -239,7 +239,7 @@ class State:
         request.blocks = []
         if request.row >= 0:
             self.free_rows.append(request.row)
-            self.slots.release(request.wire)
+            self.adapters.release(request.wire)
             request.row = request.slot = -1
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from engine.wire.drafts import MODES, Mode, Name
+from engine.wire.messages import MAX_PROPOSED
 
 VERSION = "0.3.0.dev0"  # the only place
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -32,6 +32,30 @@ PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 def num_cpus() -> int:
     return len(os.sched_getaffinity(0))
+
+
+MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
+
+DraftName = Annotated[
+    Literal["off", "lookup", "mtp"],
+    "speculative decoding: 'lookup' proposes what followed the same context earlier in the request or in"
+    " its field `prediction` (also accepted: suffix); 'mtp' uses the model's own prediction head (Qwen3.5 and later)",
+]
+
+
+class DraftMode(NamedTuple):
+    """What a mode needs."""
+
+    max_tokens: int = 0  # per row and step
+    reads_head: bool = False
+    reads_predictions: bool = False
+
+
+DRAFT_MODES = {
+    "off": DraftMode(),
+    "lookup": DraftMode(MAX_PROPOSED, reads_predictions=True),
+    "mtp": DraftMode(MAX_HEAD_DRAFTS, reads_head=True),
+}
 
 
 class Words(NamedTuple):
@@ -127,7 +151,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_encoder_tokens: Annotated[int, "maximum image tokens encoded per step; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "maximum number of requests, running and waiting; further ones get 503"] = 1024
     request_timeout: Annotated[int | None, "seconds that a request may take, until its answer is read; default: its field `timeout`"] = None
-    draft: Name = "off"
+    draft: DraftName = "off"
     lora_modules: Annotated[
         str | None,
         "LoRA adapters in PEFT's format as name=folder, separated by spaces; a request selects one by its field `model`",
@@ -172,9 +196,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_loras if self.lora_modules or self.lora_root else 0
 
     @property
-    def proposals(self) -> Mode:
+    def proposals(self) -> DraftMode:
         """Source of proposed tokens."""
-        return MODES[self.draft]
+        return DRAFT_MODES[self.draft]
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

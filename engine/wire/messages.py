@@ -20,12 +20,11 @@ from typing import Literal
 import msgspec
 
 from engine.wire.adapters import AdapterRead, AdapterRef, LoadAdapter, ReadAdapter, image_key
-from engine.wire.details import TokenDetails
 from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.media import MediaRef, Region
 from engine.wire.params import ChatPrompt, Logprob, OutputOptions, SamplingParams, TextPrompt, TokenLogprobs, TokenPrompt
 from engine.wire.reports import Report, ShownReport
-from engine.wire.stats import EngineStats, Stages
+from engine.wire.stats import EngineStats, Stages, TokenDetails
 from engine.wire.updates import Order, OrderState
 from engine.wire.video import VideoRef
 from models.kernels.step_sizes import StepSizes
@@ -36,7 +35,6 @@ PROCESSOR_ARENA = 1
 MAX_EARLY_TOKENS = 2048  # size limit of an image encoded before a plan requests it: 1080p
 MAX_PROPOSED = 7  # tokens per chunk
 ON_DEVICE = -1  # proposed token that only workers know, who proposed it after the row's last token
-Load = LoadAdapter  # order of a plan to load a slot
 AnyRef = MediaRef | VideoRef  # reference to a medium of any kind
 DEPTH = 2  # steps launched by a worker without a result yet: one runs, one waits
 
@@ -342,7 +340,7 @@ class StepPlan(msgspec.Struct, tag=True, frozen=True):
     encodes: list[Encode]
     chunks: list[Chunk]
     num_proposed: int = 0  # tokens that workers propose after each sampled chunk
-    loads: Sequence[Load] = ()
+    loads: Sequence[LoadAdapter] = ()
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):

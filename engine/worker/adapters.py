@@ -1,5 +1,4 @@
-"""Worker side of adapters: executes the load orders of plans. Matrices are read from the adapters' folders by a
-thread and kept in host memory; the least recently used ones are dropped first."""
+"""Adapters in a worker: a thread reads them to host memory, and plans load them into slots on the device."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +10,6 @@ import torch
 from cachetools import LRUCache
 
 from engine.wire.adapters import AdapterRead, AdapterRef, LoadAdapter, ReadAdapter
-from engine.worker.slots import FixedWeights
 from models.decoders.contract import LanguageModel
 from models.kernels.backend import Backend
 from models.lora.adapter import read_adapter
@@ -20,7 +18,7 @@ from models.lora.slots import AdapterSlots, Weights, read_weights
 logger = logging.getLogger(__name__)
 
 
-class WorkerAdapters(FixedWeights):
+class WorkerAdapters:
     """Adapters of a loaded model with LoRA ranks up to `max_rank`. `stream` is the tower's. The thread that reads calls `report`."""
 
     def __init__(
@@ -54,6 +52,7 @@ class WorkerAdapters(FixedWeights):
         self._join_streams(orders)
 
     def tower(self, slot: int) -> AbstractContextManager[None]:
+        """Return the context in which the tower encodes images with a slot; -1: none."""
         return self._slots.tower(slot)
 
     def _weights(self, adapter: AdapterRef) -> Future[Weights]:

@@ -43,7 +43,6 @@ from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.sampling.samples import BYTES_PER_SAMPLE
-from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
 from engine.worker.updates import UpdateWorker
 from models.cache.states import RowStates, Snapshots
@@ -82,7 +81,7 @@ class Loaded:
     sampler: Sampler
     decoder: JpegDecoder
     tower_stream: torch.cuda.Stream | None  # None on a CPU
-    slots: FixedWeights
+    adapters: WorkerAdapters | None
 
 
 def build_runner(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> tuple[Runner, WorkerReady]:
@@ -108,7 +107,9 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch does not support read-only buffers
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
-    handlers: dict[type, Callable[[Any], object]] = {Prefetch: images.prefetch, ReadAdapter: loaded.slots.read}
+    handlers: dict[type, Callable[[Any], object]] = {Prefetch: images.prefetch}
+    if loaded.adapters is not None:
+        handlers[ReadAdapter] = loaded.adapters.read
     handlers |= loaded.sampler.rules.handlers(arena, Outbox(child.run_dir, "processor"))
     handlers[Order] = UpdateWorker(child, rank, model, images.forget_early).execute
     runner = Runner(
@@ -123,7 +124,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         tp=loaded.tp,
         head=make_head(model, attention, rows, staged) if text.has_head else None,
         handlers=handlers,
-        slots=loaded.slots,
+        adapters=loaded.adapters,
     )
     ready = WorkerReady(
         rank=rank,
@@ -156,11 +157,11 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
     return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream, make_adapters(child, model, backend, tower_stream))
 
 
-def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: torch.cuda.Stream | None) -> FixedWeights:
+def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: torch.cuda.Stream | None) -> WorkerAdapters | None:
     """Create slots for adapters and read --lora-modules to host memory. ValueError or OSError if one cannot be read."""
     config = child.config
     if not config.num_adapter_slots:
-        return FixedWeights()
+        return None
     num_slots, num_kept = config.num_adapter_slots, max(config.num_adapter_slots, len(child.runtime.adapters))
     report = Outbox[AdapterRead](child.run_dir, "scheduler").send
     adapters = WorkerAdapters(model, backend, num_slots, num_kept, config.max_lora_rank, stream, report)
@@ -192,7 +193,7 @@ def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
     model, tp, vision = loaded.model, loaded.tp, loaded.model.config.vision
     costs = None if vision is None or vision.num_heads % tp.size else loaded.backend.split_costs
     reader = ImageReader(arena, loaded.decoder, model.device)
-    return ImageCache(model.tower, reader, tp, loaded.tower_stream, costs, loaded.slots)
+    return ImageCache(model.tower, reader, tp, loaded.tower_stream, costs, loaded.adapters)
 
 
 @contextmanager

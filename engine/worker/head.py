@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.wire.drafts import MAX_HEAD_DRAFTS
+from engine.wire.config import MAX_HEAD_DRAFTS
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.samples import HostSamples, Int64s
 from engine.worker.staging import Staging

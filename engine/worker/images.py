@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.wire.messages import Encode, Prefetch
+from engine.worker.adapters import WorkerAdapters
 from engine.worker.jpeg import ImageReader
-from engine.worker.slots import FixedWeights
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import Tower
 from models.parallel.group import TensorParallel
@@ -64,7 +64,7 @@ class ImageCache:
     tp: TensorParallel
     stream: torch.cuda.Stream | None = None
     split_costs: SplitCosts | None = None  # None: no image is encoded by all ranks together
-    slots: FixedWeights = field(default_factory=FixedWeights)
+    adapters: WorkerAdapters | None = None
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     _last_use: dict[int, torch.cuda.Event] = field(default_factory=dict)
     _early: EarlyImage | None = None
@@ -154,7 +154,7 @@ class ImageCache:
             pixels = self.reader.read([encode.source for encode in group])
             encoded.read_ms += 1e3 * (time.monotonic() - started)
             good = [(image, encode.grid) for image, encode in zip(pixels, group, strict=True) if image is not None]
-            with self.slots.tower(group[0].slot):
+            with contextlib.nullcontext() if self.adapters is None else self.adapters.tower(group[0].slot):
                 embeddings = iter(self._tower.encode([image for image, _ in good], [grid for _, grid in good]))
             for encode, image in zip(group, pixels, strict=True):
                 done[encode.image_id] = self._zeros(self._num_tokens(encode)) if image is None else next(embeddings)

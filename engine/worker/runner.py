@@ -12,13 +12,13 @@ import torch
 
 from engine.wire.arena import ArenaView
 from engine.wire.messages import ErrorInfo, StepPlan, StepResult
+from engine.worker.adapters import WorkerAdapters
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.reports import NOTHING_READ, Readings
 from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.sampling.samples import HostSamples, Int64s, Samples
-from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import LanguageModel
@@ -96,7 +96,7 @@ class Runner:
     tp: TensorParallel
     head: Head | None = None
     handlers: Mapping[type, Callable[[Any], object]] = field(default_factory=dict)  # of messages other than plans
-    slots: FixedWeights = field(default_factory=FixedWeights)
+    adapters: WorkerAdapters | None = None
 
     def __post_init__(self) -> None:
         self._on_gpu = self.rows.last_tokens.is_cuda
@@ -106,7 +106,8 @@ class Runner:
         """Enqueue a step and return at once (on a GPU). The memory plan covers every step; if another program takes the memory, a single
         rank abandons the step, and one of several raises torch.OutOfMemoryError, since the others wait in a collective."""
         launched = time.monotonic()
-        self.slots.load(plan.loads)
+        if self.adapters is not None:
+            self.adapters.load(plan.loads)
         self.images.evict(plan.evict)
         for admit in plan.admits:
             region = admit.prompt

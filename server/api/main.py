@@ -27,7 +27,7 @@ from engine.wire.config import VERSION, read_api_keys
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import completions as chat
-from server.api.chat.adapters import adapter_routes, variant_of
+from server.api.chat.adapters import adapter_routes
 from server.api.chat.endpoint import Endpoint, Service
 from server.api.chat.openapi import BodyRoute, DescribedRoute
 from server.api.chat.status import Status
@@ -71,7 +71,7 @@ class Api:
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._service = Service(
             config=config, checkpoint=checkpoint, model_names=runtime.model_names, max_model_len=runtime.max_model_len, arena=self.arena,
-            client=self.client, metrics=self._metrics, seeds=seeds, variants={each.name: variant_of(each) for each in runtime.adapters},
+            client=self.client, metrics=self._metrics, seeds=seeds, adapters={each.name: each for each in runtime.adapters},
         )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 

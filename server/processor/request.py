@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from engine.wire.details import TokenDetails
 from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, ImageSource, Logprob, RequestOutput, Submit
 from engine.wire.reports import Report
+from engine.wire.stats import TokenDetails
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.medium import Medium, release_all

@@ -5,7 +5,7 @@ from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Trust, giv
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
-from engine.wire.drafts import MAX_HEAD_DRAFTS
+from engine.wire.config import MAX_HEAD_DRAFTS
 from engine.wire.messages import ON_DEVICE
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters as variants of the model, and vLLM's routes that load and unload them while the server runs (`--lora-root`)."""
+"""LoRA adapters under names of their own, and vLLM's routes that load and unload them while the server runs (`--lora-root`)."""
 
 import asyncio
 import itertools
@@ -8,12 +8,10 @@ from pathlib import Path
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from engine.wire.adapter_folders import checked
-from engine.wire.adapters import AdapterRef
-from engine.wire.messages import Submit
+from engine.wire.adapters import AdapterRef, checked
 from models.config.huggingface import read_config
 from server.api.chat.command import Command, Run
-from server.api.chat.endpoint import Service, Variant
+from server.api.chat.endpoint import Service
 from server.api.chat.openapi import BodyRoute, DescribedRoute
 from server.api.schema.validate import Strict, bad_value
 from server.errors import RequestError
@@ -34,13 +32,6 @@ class UnloadRequest(Strict):
     lora_name: str = Field(min_length=1)
 
 
-def variant_of(adapter: AdapterRef) -> Variant:
-    def use(submit: Submit) -> None:
-        submit.adapter = adapter
-
-    return use
-
-
 class AdapterRoutes:
     """Routes of adapters. New requests can use a loaded name at once; running requests keep their adapter."""
 
@@ -53,20 +44,19 @@ class AdapterRoutes:
 
     async def load(self, asked: LoadRequest) -> Response:
         """Serve the adapter of a folder below --lora-root under a new name."""
-        variants, name = self._service.variants, asked.lora_name
-        is_known = name in variants
+        adapters, name = self._service.adapters, asked.lora_name
+        is_known = name in adapters
         if name in self._service.model_names or (is_known and not asked.load_inplace):
             raise bad_value("lora_name", f"'{name[:100]}' is served already")
-        if not is_known and len(variants) >= MAX_ADAPTERS:
+        if not is_known and len(adapters) >= MAX_ADAPTERS:
             raise bad_value("lora_name", f"at most {MAX_ADAPTERS} adapters are served: unload one")
-        adapter = await asyncio.to_thread(self._read, name, asked.lora_path)
-        variants[name] = variant_of(adapter)
+        adapter = adapters[name] = await asyncio.to_thread(self._read, name, asked.lora_path)
         logger.info("loaded the adapter %s from %r", name, adapter.folder)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, asked: UnloadRequest) -> Response:
         """Serve an adapter no longer."""
-        if self._service.variants.pop(asked.lora_name, None) is None:
+        if self._service.adapters.pop(asked.lora_name, None) is None:
             raise RequestError(404, f"The adapter '{asked.lora_name[:100]}' does not exist.", "lora_name", "model_not_found")
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
@@ -86,7 +76,7 @@ class AdapterRoutes:
         if not is_folder:
             raise RequestError(404, "lora_path: there is no such folder", "lora_path", "not_found")
         try:
-            return checked(name, found, config, read_config(folder), "lora_path", next(self._numbers))
+            return checked(name, found, config.max_lora_rank, read_config(folder), "lora_path", next(self._numbers))
         except ValueError as problem:
             raise RequestError(400, str(problem), "lora_path", "invalid_value") from None
 

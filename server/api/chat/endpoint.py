@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.wire.adapters import AdapterRef
 from engine.wire.arena import Arena
 from engine.wire.config import EngineConfig
 from engine.wire.messages import Event, Submit
@@ -41,7 +42,6 @@ from server.errors import RequestError
 Checked = TypeVar("Checked", bound=AnyRequest)
 Show = Callable[[list[Event]], Response]  # makes an answer of one event per choice, in order
 MakeFormat = Callable[[ReplyOptions], Format]
-Variant = Callable[[Submit], None]  # lets a request use a variant of the model
 
 MAX_NAMES = 20  # limit of model names in an error
 LARGE_JSON_BYTES = 1 << 16  # larger bodies are parsed in a thread
@@ -57,20 +57,20 @@ class Service:
     client: Client
     metrics: Metrics
     seeds: random.Random  # for requests without a seed
-    variants: dict[str, Variant] = field(default_factory=dict)  # by the name that requests have as their `model`
+    adapters: dict[str, AdapterRef] = field(default_factory=dict)  # by the name that requests have as their `model`
 
     @property
     def names(self) -> list[str]:
-        return [*self.model_names, *self.variants]
+        return [*self.model_names, *self.adapters]
 
     def choose(self, model: str | None, submits: Iterable[Submit] = ()) -> None:
-        """Make these requests use what their `model` names: the model or a variant. RequestError 404."""
+        """Make these requests use what their `model` names: the model or an adapter. RequestError 404."""
         if not model or model in self.model_names:
             return
-        if model not in self.variants:
+        if model not in self.adapters:
             raise unknown_model(model, self.names)
         for submit in submits:
-            self.variants[model](submit)
+            submit.adapter = self.adapters[model]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class ModelCard(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
-    parent: str | None = None  # for a variant: the base model
+    parent: str | None = None  # for an adapter: the base model
 
 
 class ModelList(BaseModel):
@@ -118,9 +118,9 @@ class Status:
         return {**settings, "vocab_size": checkpoint.model.text.vocab_size, "chat_template": checkpoint.chat_template}
 
     def _card(self, name: str) -> ModelCard:
-        service, is_variant = self._service, name in self._service.variants
+        service, is_adapter = self._service, name in self._service.adapters
         return ModelCard(
-            id=name, object="model", created=self._created, owned_by="engine", root=name if is_variant else service.config.model,
+            id=name, object="model", created=self._created, owned_by="engine", root=name if is_adapter else service.config.model,
             max_model_len=service.client.stats.max_model_len or service.max_model_len,  # 0 before the engine is ready
-            parent=service.model_names[0] if is_variant else None,
+            parent=service.model_names[0] if is_adapter else None,
         )  # fmt: skip

@@ -9,8 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from engine.wire.messages import ErrorInfo
-from engine.wire.metric import Gauge, Total
-from engine.wire.stats import METRICS, EngineStats, Stages
+from engine.wire.stats import METRICS, EngineStats, Gauge, Stages, Total
 from server.api.http.client import Client
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.wire.details import TokenDetails
 from engine.wire.messages import ErrorInfo, Event, Logprob
 from engine.wire.params import SamplingParams
 from engine.wire.reports import TokenScores
-from engine.wire.stats import Stages
+from engine.wire.stats import Stages, TokenDetails
 
 encode = msgspec.json.Encoder().encode
 decode_entries = msgspec.msgpack.Decoder(list[Logprob]).decode

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.wire.adapter_folders import named_adapters
+from engine.wire.adapters import named_adapters
 from engine.wire.config import EngineConfig
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
@@ -106,11 +106,11 @@ def test_modules_of_the_command_line(tiny_folder: Path, tmp_path: Path, config: 
     folders = {name: adapters.write(tmp_path / name, tiny_folder, 1) for name in ("a", "b=c", "d e")}
     a, b, c = map(str, folders.values())
     for text in (f"x={a} y={b} z={c}", f'x={a},y={b} {{"name": "z", "path": "{c}"}}', json.dumps({"x": a, "y": b, "z": c})):
-        found = named_adapters(EngineConfig(lora_modules=text), config, ["base"])
+        found = named_adapters(text, EngineConfig().max_lora_rank, config, ["base"])
         assert [(each.name, each.folder, each.number) for each in found] == [("x", a, 1), ("y", b, 2), ("z", c, 3)]
     for text, words in (
         ("x", "must be name=folder"), (f"x={a} x={b}", "x: the name is already"), (f"base={a}", "already used"), ("{", "not JSON"),
         ('{"path": "x"}', "name and a path"), ("x=/nowhere", "x: there is no adapter_config.json"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            named_adapters(EngineConfig(lora_modules=text), config, ["base"])
+            named_adapters(text, EngineConfig().max_lora_rank, config, ["base"])

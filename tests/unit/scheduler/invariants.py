@@ -37,7 +37,7 @@ def check_state(state: State) -> None:
     for request in state.running:
         assert request.status is Status.RUNNING and request.num_computed <= request.num_tokens
         assert len(request.blocks) >= state.blocks.num_needed(request.num_computed)
-    check_adapters(state.slots, [request for request in holders if request.row >= 0])
+    check_adapters(state.adapters, [request for request in holders if request.row >= 0])
     rows = [request.row for request in holders if request.row >= 0]
     assert sorted([*rows, *state.free_rows]) == list(range(state.limits.max_num_seqs)), "rows leaked"
     pins = Counter(request.images[index].hash for request in holders for index in request.pins)

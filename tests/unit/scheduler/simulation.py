@@ -370,7 +370,7 @@ class Simulation:
             self._check_forks(step)
             self._check_nobody_repeats(step)
         self._take()
-        self.reads += [order.adapter for order in self.core.state.slots.take_reads()]
+        self.reads += [order.adapter for order in self.core.state.adapters.take_reads()]
         if self.reads and (not self.in_flight or self.rng.random() < 0.5):
             for _ in range(self.core._num_ranks):
                 self.core.take(AdapterRead(self.reads[0].number, True))

@@ -11,7 +11,7 @@ from engine.scheduler.drafts import lookup
 from engine.scheduler.drafts.drafter import Offer
 from engine.scheduler.drafts.lookup import CONTEXTS, Contexts, LookupDrafter, Source
 from engine.scheduler.request import Request
-from engine.wire.drafts import MAX_HEAD_DRAFTS
+from engine.wire.config import MAX_HEAD_DRAFTS
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 
 LONG = list(range(1000, 1200))

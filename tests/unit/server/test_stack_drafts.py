@@ -8,9 +8,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.wire.details import TokenDetails
 from engine.wire.messages import EngineRequest, RequestOutput
-from engine.wire.stats import Stages
+from engine.wire.stats import Stages, TokenDetails
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf
 from tests.unit.server.test_stack import ids_of
 

@@ -19,7 +19,7 @@ from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
 from engine.wire.adapters import AdapterRead, AdapterRef
 from engine.wire.arena import Arena, create_memfd
-from engine.wire.drafts import MAX_HEAD_DRAFTS
+from engine.wire.config import MAX_HEAD_DRAFTS
 from engine.wire.grammar import CompiledGrammar
 from engine.wire.messages import (
     MAX_PROPOSED,
@@ -33,6 +33,7 @@ from engine.wire.messages import (
     for_adapter,
 )
 from engine.wire.stats import Stages
+from engine.worker.adapters import WorkerAdapters
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import DraftHead
 from engine.worker.images import ImageCache
@@ -40,7 +41,6 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
-from engine.worker.slots import FixedWeights
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout
 from models.cache.states import RowStates, Snapshots
@@ -122,7 +122,7 @@ class Engine:
         sizes: StepSizes = CPU_STEP_SIZES,
         drafter: Proposer | None = None,
         depth: int = 1,  # plans in flight
-        slots: FixedWeights | None = None,
+        slots: WorkerAdapters | None = None,
         num_slots: int = 0,
         adapters_read: "SimpleQueue[AdapterRead] | None" = None,  # reports of `slots`
         **limits: int | bool,
@@ -151,8 +151,8 @@ class Engine:
         hidden_TD = torch.zeros((merged.max_num_batched_tokens + 256, config.text.hidden_size)) if config.text.has_head else None
         kept = states, Snapshots(pools, states) if states else None, hidden_TD, num_blocks
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, 0, *kept)
-        slots, recorder = slots or FixedWeights(), (run_again, num_slots > 0)
-        images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, slots=slots)
+        slots, recorder = slots, (run_again, num_slots > 0)
+        images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, adapters=slots)
         attention = TORCH.attention(pools, config.text.num_heads)
 
         def make_fixed(*_: int) -> PlannedAttention:
@@ -164,7 +164,7 @@ class Engine:
             self.graphs.capture()
         sampler = Sampler(TorchSampling(), num_seqs, max_samples, config, CHECKPOINT, CPU)
         head = DraftHead(model, attention, rows, Staging(1 << 22, CPU)) if config.text.has_head else None
-        staging, more = Staging(1 << 22, CPU), {"head": head, "slots": slots}
+        staging, more = Staging(1 << 22, CPU), {"head": head, "adapters": slots}
         self._runner = Runner(model, attention, rows, sampler, images, staging, self.graphs, self._arena, tp, **more)
         self._config, self._is_free = config, drafter is None
         self._slots, self._adapters_read = slots, adapters_read or SimpleQueue()
@@ -214,7 +214,7 @@ class Engine:
             request.proposed = self.propose(request) if request.is_decoding else ()
         while len(self._results) < self._depth and (step := self.core.next_step()) is not None:
             self._results.append(self._runner.launch(step.plan).result())
-        for order in self.core.state.slots.take_reads():
+        for order in self.core.state.adapters.take_reads():
             self._slots.read(order)
             self._num_reading += 1
         if self._num_reading and (self.awaits_adapters or not self._results):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from engine.scheduler.drafts.mtp import HeadDrafter
 from engine.scheduler.request import Request
-from engine.wire.drafts import MAX_HEAD_DRAFTS
+from engine.wire.config import MAX_HEAD_DRAFTS
 from engine.wire.messages import ON_DEVICE, Admit, Chunk, Region, SamplingParams, StepPlan
 from engine.worker import rows
 from engine.worker.rows import HostStep
