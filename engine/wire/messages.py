@@ -130,7 +130,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     calls: list[CallDelta] = []
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     logprobs: list[Logprob] = []  # of this event's tokens
-    report: ShownReport | None = None  # numbers instead of text, or a part of what precedes the first token
+    report: ShownReport | None = None  # with the first event: numbers instead of text, or the prompt's scores
     prompt_ids: list[int] = []  # with the first token if requested, or of a counted request; images are placeholders
     token_ids: list[int] = []  # of this event, if requested
     index: int = 0  # index of the answer

@@ -1,8 +1,8 @@
 """Intake of requests: images and prompt are prepared, then the request is sent to the scheduler.
 
-    Payload ──▶ image.start ─┐
-    Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler
-                     └──▶ an error, and the body is returned to the api
+Payload ──▶ image.start ─┐
+Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler
+                 └──▶ an error, and the body is returned to the api
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from engine.wire.messages import (
 )
 from engine.wire.params import Prompt
 from server.checkpoint import Checkpoint
-from server.errors import RequestError, error_of, forget_frames, overloaded
+from server.errors import RequestError, check_prompt_scores, error_of, forget_frames, overloaded
 from server.processor.grammar import AnswerGrammars
 from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
@@ -49,7 +49,7 @@ from server.processor.request import Answer, Prepared, Request, tools_of
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.text.reasoning import OutputText, ThinkTokens
-from server.processor.text.scores import scores_of
+from server.processor.text.scores import PromptScores
 from server.region import Region
 
 LARGE_MESSAGES_BYTES = 1 << 14  # larger prompts are tokenised in a thread
@@ -109,14 +109,15 @@ class Intake:
             self._give_up(submit.rid, submit.body, overloaded("The server's request queue is full.").info)
             return
         try:
-            answers, preface = self._answers(submit), scores_of(submit, self._tokens)
+            answers = self._answers(submit)
         except Exception as failure:  # it ends this request only
             self._give_up(submit.rid, submit.body, error_of(failure))
             return
         self._note_arrival(submit.rid)
         early = self._early.pop(submit.rid, {})
         media = [self._medium(ref, early) for ref in submit.media]
-        request = Request(submit, media, answers, preface)
+        scores = None if submit.params.prompt_logprobs is None else PromptScores(submit, self._tokens)
+        request = Request(submit, media, answers, scores)
         self.requests[submit.rid] = request
         request.task = asyncio.create_task(self._prepare(request))
         self.tasks.create_task(self._hand_over(request, request.task, list(early.values())))
@@ -218,6 +219,8 @@ class Intake:
             return Event(submit.rid, echo, finish_reason="stop", num_prompt_tokens=num_prompt, prompt_ids=counted)
         if num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
+        if submit.params.prompt_logprobs is not None:
+            check_prompt_scores(submit.n * num_prompt * (1 + submit.params.prompt_logprobs))
         request.regions["prompt"] = self._put(prompt.ids)
         if predicted:
             request.regions["prediction"] = self._put(array("i", predicted))

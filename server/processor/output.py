@@ -1,8 +1,8 @@
 """Output of the scheduler: conversion of tokens to text, and decoding of requested pixels.
 
-    EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
-                 ├──▶ wanted ──▶ request.decode ──▶ Pixels ──▶ scheduler
-                 └──▶ released ──▶ memory is given back
+EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
+             ├──▶ wanted ──▶ request.decode ──▶ Pixels ──▶ scheduler
+             └──▶ released ──▶ memory is given back
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from engine.wire.messages import (
 from engine.wire.reports import Numbers
 from server.errors import ABORTED, error_of
 from server.processor.media.allocator import RegionAllocator
-from server.processor.request import Answer, Preface, Request
+from server.processor.request import Answer, Request
 
 
 @dataclass(slots=True)
@@ -46,10 +46,7 @@ class Output:
         events: list[Event] = []
         for output in message.outputs:
             request = self.requests.get(output.rid)
-            if request is not None and request.preface is not None:
-                request.backlog.append(output)
-                request.writer = request.writer or self.tasks.create_task(self._write_slowly(request, request.preface))
-            elif request is not None:
+            if request is not None:
                 with self._guard(request, events):
                     self._append_events(events, request, request.answers[output.index], output)
         for rid in message.released:
@@ -73,9 +70,15 @@ class Output:
             self.scheduler.send(Abort(request.submit.rid))
 
     def _append_events(self, events: list[Event], request: Request, answer: Answer, output: RequestOutput) -> None:
-        """Append one event per token; an answer's last event is terminal and carries the last token."""
+        """Append one event per token. An answer's first event has the scores of the prompt; its last is terminal and has the last token."""
         if request.is_ended or answer.is_ended:
             return
+        is_first, first = bool(output.token_ids) and not answer.num_tokens, len(events)
+        self._append_tokens(events, request, answer, output)
+        if is_first and request.scores is not None:
+            events[first] = request.scores.added_to(events[first], request.prompt_ids, output.report)
+
+    def _append_tokens(self, events: list[Event], request: Request, answer: Answer, output: RequestOutput) -> None:
         if request.submit.params.max_tokens == 0:  # only the echo is requested: the sampled token is not shown
             output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason=output.finish_reason and "length")
         final = None if output.error is not None else output.finish_reason
@@ -111,37 +114,9 @@ class Output:
         if output.finish_reason is None and output.error is None:
             self.scheduler.send(Abort(output.rid, index=output.index))
 
-    async def _write_slowly(self, request: Request, preface: Preface) -> None:
-        """Write the backlog. Other requests' events are sent between parts of a preface, which takes the time of many tokens."""
-        while request.backlog:
-            output, events = request.backlog.popleft(), list[Event]()
-            with self._guard(request, events):
-                await self._write_preface(request, preface, output)
-                self._append_events(events, request, request.answers[output.index], output)
-            self.api.send(Events(events))
-        request.writer = None
-
-    async def _write_preface(self, request: Request, preface: Preface, output: RequestOutput) -> None:
-        if output.token_ids and not request.answers[output.index].num_tokens:
-            counts = request.num_prompt_tokens, output.num_cached_tokens
-            event = Event(output.rid, num_prompt_tokens=counts[0], num_cached_tokens=counts[1], index=output.index)
-            for part in preface.parts(request.prompt_ids, output.report):
-                if not request.is_ended:
-                    self.api.send(Events([msgspec.structs.replace(event, **part)]))
-                    await asyncio.sleep(0)
-
-    async def _release_after(self, writer: "asyncio.Task[None]", rid: int) -> None:
-        events: list[Event] = []
-        await asyncio.wait([writer])
-        self._release(rid, events)
-        self.api.send(Events(events))
-
     def _release(self, rid: int, events: list[Event]) -> None:
         """Release a request: the engine no longer uses its regions. If the engine aborted it without an event, send one."""
         request = self.requests[rid]
-        if request.writer is not None:
-            self.tasks.create_task(self._release_after(request.writer, rid))
-            return
         if not request.is_ended:
             request.is_ended = True
             events.append(Event(rid, error=ABORTED))

@@ -2,31 +2,23 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, ImageSource, Logprob, RequestOutput, Submit
-from engine.wire.reports import Report
 from engine.wire.stats import TokenDetails
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.medium import Medium, release_all
 from server.processor.text.logprobs import named, spelling_of
 from server.processor.text.reasoning import OutputText
+from server.processor.text.scores import PromptScores
 from server.processor.threads import together
 from server.region import Region
-
-
-class Preface(Protocol):
-    """Content of an answer's events before its first token. It is sent in parts, so that other requests do not wait."""
-
-    def parts(self, prompt_ids: Sequence[int], report: Report | None) -> Iterator[dict[str, Any]]:
-        """Yield members of the events of an answer whose first output has this report."""
-
 
 Prepared = EngineRequest | Event | ErrorInfo  # for the scheduler; the only event of a request that is only counted; or its error
 
@@ -53,7 +45,7 @@ class Request:
     submit: Submit
     media: list[Medium]
     answers: list[Answer]
-    preface: Preface | None = None
+    scores: PromptScores | None = None
     task: asyncio.Task[Prepared] | None = None  # while it is prepared
     regions: dict[str, Region] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
     is_in_scheduler: bool = False
@@ -62,8 +54,6 @@ class Request:
     pixels: dict[int, ImageSource] = field(default_factory=dict)  # of its files, by item
     decoding: asyncio.Task[None] | None = None  # the latest task that decodes files
     num_prompt_tokens: int = 0
-    backlog: deque[RequestOutput] = field(default_factory=deque)  # outputs that wait for prefaces
-    writer: asyncio.Task[None] | None = None  # sends them
 
     async def decode(self, indexes: Sequence[int], allocator: RegionAllocator) -> dict[int, ImageSource]:
         """Decode these items, files, to one region, waiting for its memory. RequestError or ArenaTooSmall."""

@@ -24,11 +24,11 @@ from server.api.dialects.updates import WeightUpdates
 from server.api.http.body import MAX_TEXT_BYTES
 from server.api.http.client import MAX_PROMPTS_BYTES
 from server.api.http.connection import HEAD_SECONDS, MAX_HEAD_BYTES
-from server.api.http.reply import MAX_PROMPT_SCORES
 from server.api.main import ENDPOINTS
 from server.api.schema import parts
 from server.api.schema import requests as schema
 from server.api.schema.validate import MAX_VALUES
+from server.errors import MAX_PROMPT_SCORES
 from server.processor.media.decoders import DECODE_CPU_S, LARGE_AT_ONCE, LARGE_PIXELS, PIXELS_PER_CPU_S
 from server.processor.media.fetch import MAX_REDIRECTS
 

@@ -23,12 +23,11 @@ from server.api.http.guards import error_response
 from server.api.http.log import Record, record_of
 from server.api.http.metrics import Metrics
 from server.api.http.streaming import Choice, Format, ReplyOptions, Usage, size_of, stage_times, timings_json
-from server.errors import ABORTED, RequestError, error_of
+from server.errors import ABORTED, MAX_PROMPT_SCORES, check_prompt_scores, error_of
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LARGE_LOGPROBS = 1024  # documents with more are serialised in a thread
 LARGE_NUMBERS = 1 << 14  # the same limit for numbers, and for characters of a text
-MAX_PROMPT_SCORES = 1 << 18  # log-probabilities of a request's prompts
 WRITE_S = 5
 PING_S = 10  # without a chunk
 CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
@@ -157,7 +156,7 @@ class Reply(Answer):
             choice.prompt_ids = event.prompt_ids
             chunks.append(self._format.first_chunk(choice))
         is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated and event.finish_reason is None
-        self._count_scores(event)
+        self._count_scores(event, is_first=not choice.usage.num_generated)
         choice.note(event)
         if event.text or is_token or event.calls or event.logprobs or event.token_ids:
             chunks.append(self._format.token_chunk(choice, event))
@@ -173,7 +172,7 @@ class Reply(Answer):
                     self._reason = "error"
                     return event.error
                 choice = self._choices[event.rid, event.index]
-                self._count_scores(event)
+                self._count_scores(event, is_first=not choice.usage.num_generated)
                 choice.note(event)
                 choice.note_text(event)
             if not self._stream.open:
@@ -186,14 +185,12 @@ class Reply(Answer):
         body = await asyncio.to_thread(document) if is_large else document()
         return Response(body, media_type="application/json")
 
-    def _count_scores(self, event: Event) -> None:
-        """Raise RequestError 400 if the prompts have more than MAX_PROMPT_SCORES log-probabilities."""
-        self._num_prompt_scores += event.report.size if event.report else 0
-        self._num_prompt_scores += 0 if event.num_tokens else size_of(event.logprobs)
+    def _count_scores(self, event: Event, is_first: bool) -> None:
+        """Raise RequestError 400 if all prompts together have too many scores; the processor checks each prompt."""
+        self._num_prompt_scores += (event.report.size if event.report else 0) + (size_of(event.logprobs) if is_first else 0)
         if self._num_prompt_scores > MAX_PROMPT_SCORES:
             self._reason = "error"
-            words = f"The log-probabilities of the prompts exceed {MAX_PROMPT_SCORES:,}, the limit: ask for fewer alternatives."
-            raise RequestError(400, words, code="invalid_value")
+        check_prompt_scores(self._num_prompt_scores)
 
     def _total(self) -> Usage:
         """Return the total usage. A prompt counts once for all of its answers."""

@@ -1,43 +1,34 @@
-"""Log-probabilities of a prompt's tokens, sent before the first token of an answer."""
+"""Log-probabilities of a prompt's tokens, sent with the first event of each answer."""
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any
 
+import msgspec
 import numpy as np
 
-from engine.wire.messages import Submit
+from engine.wire.messages import Event, Submit
 from engine.wire.reports import PromptLogprobs, Report, TokenScores
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.logprobs import named, spelling_of
 
-SLICE = 256  # tokens per event: 6 ms with 20 alternatives each
-
 
 class PromptScores:
-    """Scores of one request's prompt, for all of its answers."""
-
     def __init__(self, submit: Submit, table: TokenTable):
         self._params, self._options, self._table = submit.params, submit.output, table
         self._found: PromptLogprobs | None = None
 
-    def parts(self, prompt_ids: Sequence[int], report: Report | None) -> Iterator[dict[str, Any]]:
-        """Yield members of events for an answer, whose first output has the report; that of the first answer precedes all others."""
+    def added_to(self, event: Event, prompt_ids: Sequence[int], report: Report | None) -> Event:
+        """Return an answer's first event with the scores; only the first answer's output has the report."""
         if isinstance(report, PromptLogprobs):
             self._found = report
-        entries, spelling = of_prompt(prompt_ids, self._found), spelling_of(self._table, self._options.names_ids)
-        num_top = self._params.logprobs if self._options.echo else None
-        while part := list(islice(entries, SLICE)):
-            shown: dict[str, Any] = {}
-            if self._options.prompt_logprobs:
-                shown["report"] = TokenScores([named(self._table.spelling, *entry) for entry in part])
-            if num_top is not None:
-                shown["logprobs"] = [named(spelling, token_id, value, top[:num_top]) for token_id, value, top in part]
-            yield shown
-
-
-def scores_of(submit: Submit, table: TokenTable) -> PromptScores | None:
-    return None if submit.params.prompt_logprobs is None else PromptScores(submit, table)
+        entries = list(of_prompt(prompt_ids, self._found))
+        if self._options.prompt_logprobs:
+            event = msgspec.structs.replace(event, report=TokenScores([named(self._table.spelling, *entry) for entry in entries]))
+        num_top = self._params.logprobs
+        if self._options.echo and num_top is not None:
+            spelling = spelling_of(self._table, self._options.names_ids)
+            scores = [named(spelling, token_id, value, top[:num_top]) for token_id, value, top in entries]
+            event = msgspec.structs.replace(event, logprobs=scores + event.logprobs)
+        return event
 
 
 def of_prompt(ids: Sequence[int], found: PromptLogprobs | None) -> Iterator[tuple[int, float | None, list[tuple[int, float]]]]:

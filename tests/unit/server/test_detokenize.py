@@ -1,11 +1,8 @@
 """The detokeniser, stop strings and events: what the server does for each token does not grow with what came before."""
 
-import asyncio
 import json
 import random
-from array import array
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,21 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from engine.wire.arena import Arena, create_memfd
-from engine.wire.messages import ChatPrompt, EngineOutputs, Event, Events, RequestOutput, Submit
-from engine.wire.params import OutputOptions, SamplingParams, TokenLogprobs
+from engine.wire.messages import Event
+from engine.wire.params import OutputOptions
 from engine.wire.reports import PromptLogprobs
-from engine.wire.stats import Stages
 from server.api.dialects.generate import GenerateFormat, GenerateRequest
 from server.api.http.streaming import Choice, ReplyOptions
 from server.api.schema.tools import custom_text
-from server.processor.media.allocator import RegionAllocator
-from server.processor.output import Output
-from server.processor.request import Answer, Request
 from server.processor.text import reasoning
 from server.processor.text.detokenize import Detokenizer, StopMatcher, TokenTable
 from server.processor.text.reasoning import OutputText, ThinkTokens
-from server.processor.text.scores import SLICE, of_prompt, scores_of
+from server.processor.text.scores import of_prompt
 
 
 def pieces_of(table: TokenTable, ids: list[int]) -> list[str]:
@@ -171,62 +163,3 @@ def test_log_probabilities_of_a_prompt_are_read_as_they_are_needed() -> None:
     assert [(entry[0], entry[1]) for entry in entries[1:]] == [(i + 1, float(value)) for i, value in enumerate(values)]
     assert entries[50][2] == [(147 + i, float(values[49])) for i in range(3)]
     assert all(type(number) in (int, float) for _, _, likely in entries for pair in likely for number in pair)
-
-
-NUM_PROMPT = 5 * SLICE + 7
-
-
-class Sent:
-    """An outbox that remembers."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def send(self, message: Events) -> None:
-        self.events += message.events
-
-
-@pytest.fixture
-def allocator() -> Iterator[RegionAllocator]:
-    arena = Arena(create_memfd("test", 1 << 20), 1 << 20)
-    yield RegionAllocator(arena, lambda: True)
-    assert arena.is_empty()
-
-
-def request(allocator: RegionAllocator, tokenizer: Tokenizer, rid: int, num_top: int | None) -> Request:
-    params = SamplingParams(logprobs=1, prompt_logprobs=num_top)
-    submit = Submit(rid, ChatPrompt(b""), [], params, OutputOptions(echo=True), Stages())
-    table = TokenTable(tokenizer)
-    answer = Answer(OutputText(table, ThinkTokens(None, None), OutputOptions()))
-    made = Request(submit, [], [answer], scores_of(submit, table), is_in_scheduler=True, num_prompt_tokens=NUM_PROMPT)
-    region = made.regions["prompt"] = allocator.allocate(4 * NUM_PROMPT)
-    region.append(array("i", [70] * NUM_PROMPT).tobytes())
-    return made
-
-
-def drawn(rid: int, reason: Any = "stop") -> RequestOutput:
-    scores = PromptLogprobs(1, 0, np.zeros(NUM_PROMPT - 1, np.float32).tobytes(), b"", b"")
-    return RequestOutput(rid, [71], reason, None, 0, Stages(), [TokenLogprobs(-1.0, [71], [-1.0])], scores)
-
-
-@pytest.mark.parametrize("is_abandoned", [False, True])
-async def test_a_long_prompts_scores_let_others_pass(allocator: RegionAllocator, tokenizer: Tokenizer, is_abandoned: bool) -> None:
-    """Red if the scores go out at once, after the end, or to a client that left, or if their memory is freed too early."""
-    requests = {1: request(allocator, tokenizer, 1, 0), 2: request(allocator, tokenizer, 2, None)}
-    sent = Sent()
-    async with asyncio.TaskGroup() as tasks:
-        output = Output(requests, allocator, lambda: 0, cast(Any, sent), cast(Any, Sent()), tasks)
-        output.forward(EngineOutputs([drawn(1, None)], []))
-        await asyncio.sleep(0)
-        requests[1].is_ended = is_abandoned
-        output.forward(EngineOutputs([drawn(1), drawn(2)], [1, 2]))
-        assert [event.rid for event in sent.events] == [1, 2] and sent.events[1].finish_reason == "stop"
-    first = [event for event in sent.events if event.rid == 1]
-    assert not requests
-    if is_abandoned:
-        assert len(first) == 1
-        return
-    sizes = [len(event.logprobs) for event in first]
-    assert sizes == [*[SLICE] * 5, 7, 1, 1] and [event.num_tokens for event in first] == [0] * 6 + [1, 2]
-    assert [event.finish_reason for event in first] == [None] * 7 + ["stop"]
-    assert first[0].logprobs[0].logprob is None and first[0].num_prompt_tokens == NUM_PROMPT

@@ -20,13 +20,13 @@ from engine.wire.messages import ChatPrompt, Event, Logprob, Submit
 from engine.wire.reports import Numbers, TokenScores
 from server.api.dialects import pooling
 from server.api.http.client import Stream
-from server.api.http.reply import LARGE_NUMBERS, MAX_PROMPT_SCORES, GatheredReply
+from server.api.http.reply import LARGE_NUMBERS, GatheredReply
 from server.api.http.streaming import Scores
 from server.api.schema import validate
 from server.api.schema.requests import MAX_IDS, DetokenizeRequest
 from server.api.schema.validate import MAX_VALUES, check, read_object
 from server.checkpoint import Checkpoint
-from server.errors import RequestError
+from server.errors import MAX_PROMPT_SCORES, RequestError
 from server.processor.text.detokenize import NUM_AT_ONCE, TokenTable
 from server.processor.text.prompt import PromptBuilder
 from tests.unit.server.in_process import MIB, ServedApi, hold, serving, settle, virtual
