@@ -1,8 +1,8 @@
 """Intake of requests: images and prompt are prepared, then the request is sent to the scheduler.
 
-Payload ──▶ image.start ─┐
-Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler
-                 └──▶ an error, and the body is returned to the api
+    Payload ──▶ image.start ─┐
+    Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler
+                     └──▶ an error, and the body is returned to the api
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Output of the scheduler: conversion of tokens to text, and decoding of requested pixels.
 
-EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
-             ├──▶ wanted ──▶ request.decode ──▶ Pixels ──▶ scheduler
-             └──▶ released ──▶ memory is given back
+    EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
+                 ├──▶ wanted ──▶ request.decode ──▶ Pixels ──▶ scheduler
+                 └──▶ released ──▶ memory is given back
 """
 
 import asyncio
