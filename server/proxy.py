@@ -4,16 +4,19 @@ arrive."""
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import logging
 import re
 import signal
 import socket
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 
 import aiohttp
 import uvloop
 from anyio import CancelScope, create_task_group, move_on_after, sleep_forever
+from cachetools import LRUCache
 from multidict import CIMultiDict
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -25,12 +28,14 @@ from engine.wire.config import EngineConfig, read_api_keys
 from server.api.http.connection import connection_limit, connection_of
 from server.api.http.guards import address_of, error_response, is_authorised
 from server.api.http.listen import BACKLOG, make_server, url_of
-from server.balance import BOUND, Backend, Balancer
 from server.errors import RequestError, error_body, overloaded
 
 logger = logging.getLogger(__name__)
 
-SESSION_HEADER = b"x-session-id"
+MAX_KEYS = 1 << 18
+MIN_BOUND = 4  # requests that a replica always accepts
+BOUND = 1.25  # maximum load as a multiple of the mean
+SESSION_HEADER = "x-session-id"
 IMAGE = re.compile(rb'"data:[^",]{0,256};base64,([^"]{8192}|[^"]*")')
 IMAGE_BYTES = 270 + 8192  # maximum length of a match
 SCANNED_BYTES = 256 << 10  # bytes that are searched for the first image
@@ -50,6 +55,53 @@ NONE_LEFT = overloaded("No replica can be reached right now.").info
 FLAGS = ("host", "port", "max_connections", "api_key_file", "ssl_certfile", "ssl_keyfile", "idle_timeout")
 
 
+@dataclass(slots=True, eq=False)
+class Backend:
+    """A replica. `num_in_flight`: requests from the choice to the end of the answer."""
+
+    url: str
+    healthy: bool = False
+    num_in_flight: int = 0
+    num_taken: int = 0
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Return what any client may see: no address."""
+        return {"healthy": self.healthy, "num_in_flight": self.num_in_flight, "num_taken": self.num_taken}
+
+
+class Balancer:
+    """Assigns keys to replicas. A key stays with its last replica until that leaves, has `bound` times the mean number of requests, or
+    MAX_KEYS other keys were seen since. Otherwise, and without a key, the replica with the fewest requests is chosen."""
+
+    def __init__(self, urls: Sequence[str], bound: float = BOUND):
+        self.backends = [Backend(url) for url in urls]
+        self._bound = bound
+        self._homes: LRUCache[bytes, Backend] = LRUCache(MAX_KEYS)
+
+    def take(self, key: bytes) -> Backend | None:
+        """Return a replica with one more request, to be passed to `release`; None if no replica is healthy. b"" is no key."""
+        healthy = [one for one in self.backends if one.healthy]
+        if not healthy:
+            return None
+        most = max(MIN_BOUND, self._bound * (sum(one.num_in_flight for one in healthy) + 1) / len(healthy))
+        digest = hashlib.sha256(key).digest()
+        chosen = self._homes.get(digest)
+        if chosen not in healthy or chosen.num_in_flight >= most:
+            chosen = min(healthy, key=lambda one: (one.num_in_flight, one.num_taken))
+        if key:
+            self._homes[digest] = chosen
+        chosen.num_in_flight += 1
+        chosen.num_taken += 1
+        return chosen
+
+    def release(self, backend: Backend) -> None:
+        backend.num_in_flight -= 1
+
+
+Answering = contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]
+
+
 class Budget:
     def __init__(self, num_free: int):
         self.num_free = num_free
@@ -58,13 +110,15 @@ class Budget:
 class Body:
     """A request's body. `held`: bytes that were read and not yet forwarded."""
 
-    def __init__(self, receive: Receive, budget: Budget):
+    def __init__(self, receive: Receive, budget: Budget, is_empty: bool = False):
         self.held, self.num_counted = bytearray(), 0  # `num_counted`: bytes taken from the budget
         self._budget = budget
         self._receive, self._is_whole = receive, asyncio.Event()
+        if is_empty:
+            self._is_whole.set()
 
     async def read(self) -> bytes:
-        """Return the next bytes, b"" at the end. If the client has disconnected, it never returns, and `when_gone` takes effect."""
+        """Return the next bytes, b"" at the end. If the client has disconnected, it never returns."""
         while not self._is_whole.is_set():
             message = await self._receive()
             if not message.get("more_body"):
@@ -87,11 +141,22 @@ class Body:
         self._budget.num_free += self.num_counted
         self.num_counted = 0
 
-    async def when_gone(self, act: Callable[[], None]) -> None:
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Context that is cancelled when the client disconnects; it releases the body."""
+        try:
+            async with create_task_group() as group:
+                group.start_soon(self._end_when_gone, group.cancel_scope)
+                yield
+                group.cancel_scope.cancel()
+        finally:
+            self.release()
+
+    async def _end_when_gone(self, scope: CancelScope) -> None:
         await self._is_whole.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        act()
+        scope.cancel()
 
     async def find_image(self) -> bytes:
         """Return the beginning of the first image, however the body is split; `held` has been read for it. b"" if there is none in
@@ -111,19 +176,58 @@ class Body:
 
 
 def passed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers without those of one hop."""
     lower = [(name.lower(), value) for name, value in headers]
     named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
     return [(name, value) for name, value in lower if name not in HOP_BY_HOP | named]
 
 
-def forwarded(scope: Scope, has_body: bool) -> CIMultiDict[str]:
-    """Return the headers for a replica, which trusts this proxy, with the client's address last."""
+def has_body(scope: Scope) -> bool:
+    return any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
+
+
+def make_session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
+    """Return a session that changes neither requests nor answers."""
+    return aiohttp.ClientSession(
+        connector=connector, auto_decompress=False, timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS),
+        cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+    )  # fmt: skip
+
+
+def request_at(session: aiohttp.ClientSession, url: str, scope: Scope, body: Body | None, **forwarding: str) -> Answering:
+    """Return the context of a server's answer to the client's request. A request whose body is not forwarded gets its head alone."""
+    target = (scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")).decode("utf-8", "replace")
     headers = CIMultiDict((name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in passed(scope["headers"]))
-    headers["X-Forwarded-For"] = ", ".join([*headers.getall("X-Forwarded-For", ()), address_of(scope)])
-    headers.setdefault("X-Forwarded-Proto", scope["scheme"])
-    if not has_body:
+    headers.update(forwarding)
+    if body is None:
         headers.popall("Content-Length", None)
-    return headers
+    data = None if body is None else body.all()
+    return session.request(scope["method"], URL(url + target, encoded=True), headers=headers, data=data, allow_redirects=False)
+
+
+async def answer(upstream: aiohttp.ClientResponse, send: Send) -> None:
+    await send({"type": "http.response.start", "status": upstream.status, "headers": passed(upstream.raw_headers)})
+    async for chunk, _ in upstream.content.iter_chunks():  # the chunks of the replica
+        if chunk:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+class Forwarder:
+    """ASGI application that forwards requests to the server on the Unix socket `path`. If the client disconnects, its request ends."""
+
+    def __init__(self, path: str):
+        """Must be called in the event loop."""
+        self.session = make_session(aiohttp.UnixConnector(path, limit=0))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = Body(receive, Budget(0), not has_body(scope))
+        async with body.watched():
+            try:
+                async with request_at(self.session, "http://engine", scope, body if has_body(scope) else None) as upstream:
+                    await answer(upstream, send)
+            except aiohttp.ClientConnectorError:
+                await error_response(NONE_LEFT, scope)(scope, receive, send)
 
 
 class Proxy:
@@ -138,11 +242,7 @@ class Proxy:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Context that starts when the health of every replica has been requested."""
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS), auto_decompress=False,
-            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS), cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-        )  # fmt: skip
+        self._session = make_session(aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS))
         async with self._session, create_task_group() as group:
             await asyncio.gather(*map(self._poll, self.balancer.backends))
             for backend in self.balancer.backends:
@@ -156,14 +256,9 @@ class Proxy:
             healthy = any(backend.healthy for backend in self.balancer.backends)
             states = {"status": "ok" if healthy else "unavailable", "backends": [backend.state for backend in self.balancer.backends]}
             return await JSONResponse(states, 200 if healthy else 503)(scope, receive, send)
-        body = Body(receive, self._budget)
-        try:
-            async with create_task_group() as group:
-                group.start_soon(body.when_gone, group.cancel_scope.cancel)
-                await self._handle(scope, body, send)
-                group.cancel_scope.cancel()
-        finally:
-            body.release()
+        body = Body(receive, self._budget, not has_body(scope))
+        async with body.watched():
+            await self._handle(scope, body, send)
 
     async def _watch(self, backend: Backend) -> None:
         while True:
@@ -186,22 +281,21 @@ class Proxy:
 
     async def _handle(self, scope: Scope, body: Body, send: Send) -> None:
         """Forward a request. A body without an API key is not read: a replica rejects its head."""
-        received, error = dict(scope["headers"]), NONE_LEFT
-        has_body = not received.keys().isdisjoint((b"content-length", b"transfer-encoding"))
-        has_body &= not self._api_keys or is_authorised(scope, self._api_keys)
-        key = received.get(SESSION_HEADER) or (await body.find_image() if has_body else b"")
-        target = (scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")).decode("utf-8", "replace")
-        headers = forwarded(scope, has_body)
+        received, error = CIMultiDict((name.decode(), value) for name, value in scope["headers"]), NONE_LEFT
+        reads = has_body(scope) and (not self._api_keys or is_authorised(scope, self._api_keys))
+        key = received.get(SESSION_HEADER) or (await body.find_image() if reads else b"")
+        addresses = [value.decode("utf-8", "surrogateescape") for value in received.getall("x-forwarded-for", ())]
+        forwarding = {"X-Forwarded-For": ", ".join([*addresses, address_of(scope)])}  # a replica trusts this proxy
+        if "x-forwarded-proto" not in received:
+            forwarding["X-Forwarded-Proto"] = scope["scheme"]
         upstream: aiohttp.ClientResponse | None = None
         for _ in self.balancer.backends:
             if (backend := self.balancer.take(key)) is None:
                 break
             try:
-                url, data = URL(backend.url + target, encoded=True), body.all() if has_body else None
                 with self._ended_with(backend):
-                    request = self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
-                    async with request as upstream:
-                        return await _answer(upstream, send)
+                    async with request_at(self._session, backend.url, scope, body if reads else None, **forwarding) as upstream:
+                        return await answer(upstream, send)
                 error = DIED
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # nothing has been sent
                 backend.healthy = False
@@ -227,14 +321,6 @@ class Proxy:
                 yield
             finally:
                 self._waits[backend].discard(wait)
-
-
-async def _answer(upstream: aiohttp.ClientResponse, send: Send) -> None:
-    await send({"type": "http.response.start", "status": upstream.status, "headers": passed(upstream.raw_headers)})
-    async for chunk, _ in upstream.content.iter_chunks():  # the chunks of the replica
-        if chunk:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    await send({"type": "http.response.body"})
 
 
 async def serve(args: argparse.Namespace) -> None:

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.launch import tethered
-from engine.launch.process import end_process
+from engine.launch.process import command_of, end_process
 from engine.launch.supervise import how_it_ended
 from engine.wire.config import EngineConfig, child_environment, read_api_keys, settings_fd, share_environment
 from models.kernels.choose import Gpu
@@ -60,7 +59,7 @@ class Member:
 
 
 class Fleet:
-    """Several engines and their proxy. `config`: with each engine's share of the memory; `listener`: the proxy's bound socket."""
+    """Several engines and their proxy. `config` has each engine's share of the memory; `listener` is the proxy's bound socket."""
 
     def __init__(self, config: EngineConfig, listener: socket.socket):
         self._config, self._listener = config, listener
@@ -120,9 +119,8 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def _engine(self, member: Member) -> AsyncIterator[tuple[asyncio.subprocess.Process, "asyncio.Task[None]"]]:
-        """Context with a started engine and the task that copies its output, which ends with the engine's last process. On exit the engine
-        is stopped."""
-        command = tethered.command(member.cpus, "engine.serve", "--config", f"/proc/self/fd/{member.config_fd}")
+        """Context of an engine and the task that copies its output, which ends with the engine's last process. On exit it is stopped."""
+        command = command_of(member.cpus, "engine.serve", "--config", f"/proc/self/fd/{member.config_fd}")
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdout=pipe, stderr=pipe, limit=MAX_LINE, env=member.environment, pass_fds=(member.config_fd,), process_group=0
@@ -154,7 +152,7 @@ class Fleet:
         await self._all_ready.wait()
         config, fd = self._config, self._listener.fileno()
         cpus, urls = frozenset(os.sched_getaffinity(0)), (member.url for member in members)
-        command = tethered.command(cpus, "server.proxy", "--fd", str(fd), "--backends", *urls)
+        command = command_of(cpus, "server.proxy", "--fd", str(fd), "--backends", *urls)
         for name, value in msgspec.structs.asdict(config).items():
             command += ["--" + name.replace("_", "-"), str(value)] if name in OF_BOTH and value else []
         keys = os.memfd_create("keys", 0)  # keeps the keys out of files and process lists
@@ -182,8 +180,7 @@ class Fleet:
 
 
 def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
-    """Return the engines, each with an equal share. Their ports follow the proxy's `port`; with --port 0 they are arbitrary. Defaults are
-    not passed on, since each engine counts its own CPUs."""
+    """Return the engines, each with an equal share. Their ports follow the proxy's `port`; with --port 0 they are arbitrary."""
     ports = range(port + 1, port + 1 + config.dp) if config.port else _free_ports(config.dp)
     defaults = EngineConfig()
     own = msgspec.structs.replace(config, **{name: getattr(defaults, name) for name in OF_THE_PROXY})

@@ -1,17 +1,27 @@
-"""An ordinary server as a child process, on a Unix socket that only this program uses."""
+"""Servers as child processes. `engine.launch.process PARENT_PID CPU,CPU,... MODULE ARGUMENT...` starts a module that ends with its parent.
+
+A `preexec_fn` could not do the latter: it may wait forever for a lock that another thread of the parent holds."""
 
 import asyncio
 import contextlib
 import os
+import runpy
+import signal
+import sys
 
 import msgspec
 
-from engine.launch import tethered
 from engine.launch.supervise import ChildDied, how_it_ended
-from engine.wire.config import UNIX_HOST, EngineConfig, settings_fd, share_environment
+from engine.wire.child import die_with_parent
+from engine.wire.config import UNIX_HOST, EngineConfig, python_command, settings_fd, share_environment
 
 KILL_S = 20  # the server waits 10 s for its own processes
 PATIENCE_S = 30
+
+
+def command_of(cpus: frozenset[int], module: str, *arguments: str) -> list[str]:
+    """Return the command of a module that uses these CPUs and ends with this process."""
+    return python_command("engine.launch.process", str(os.getpid()), ",".join(map(str, sorted(cpus))), module, *arguments)
 
 
 async def end_process(process: asyncio.subprocess.Process, grace: float) -> None:
@@ -26,7 +36,7 @@ async def end_process(process: asyncio.subprocess.Process, grace: float) -> None
 
 
 class ServerProcess:
-    """`python -m engine.serve` as a child process. It ends by `stop`, or when the thread that started it ends."""
+    """`python -m engine.serve` on a Unix socket that only this program uses. It ends by `stop`, or with the thread that started it."""
 
     def __init__(self, config: EngineConfig):
         self._config = msgspec.structs.replace(config, host=UNIX_HOST, ssl_certfile=None, ssl_keyfile=None, metrics_port=None)
@@ -41,7 +51,7 @@ class ServerProcess:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.stop)
             fd = settings_fd(self._config)
-            command = tethered.command(frozenset(os.sched_getaffinity(0)), "engine.serve", "--config", f"/proc/self/fd/{fd}")
+            command = command_of(frozenset(os.sched_getaffinity(0)), "engine.serve", "--config", f"/proc/self/fd/{fd}")
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, pass_fds=(fd,), start_new_session=True,
@@ -78,3 +88,17 @@ class ServerProcess:
             await end_process(self._process, KILL_S)
         if self._ended is not None:
             await self._ended
+
+
+def main() -> None:
+    parent, cpus, module = sys.argv[1:4]
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != int(parent):  # the parent has already ended
+        sys.exit(1)
+    os.sched_setaffinity(0, map(int, cpus.split(",")))
+    sys.argv[1:4] = []
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

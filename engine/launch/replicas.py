@@ -20,13 +20,13 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp
 
 from engine.launch.flags import parse_args
-from engine.launch.forward import Forwarder
 from engine.launch.process import ServerProcess
 from engine.serve import size_arenas
 from engine.wire.arena import memory_limit
 from engine.wire.child import raise_file_limit, setup_logging
 from engine.wire.config import EngineConfig, set_ray_defaults
 from models.kernels.choose import list_gpus
+from server.proxy import Forwarder
 
 set_ray_defaults()  # read by Ray when it is imported
 import ray  # noqa: E402
@@ -65,7 +65,7 @@ class Replica:
     async def __del__(self) -> None:
         """End the engine. Ray Serve calls this when the running requests have ended."""
         await self._server.stop()
-        await self._forwarder.close()
+        await self._forwarder.session.close()
 
 
 def application(config: EngineConfig, replicas: int, max_replicas: int) -> serve.Application:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch import tethered
+from engine.launch.process import command_of
 from engine.launch.supervise import ChildDied, Supervisor, how_it_ended
 from engine.wire.child import Runtime
 from engine.wire.config import PACKAGE_ROOT, EngineConfig, child_environment, python_command, share_environment
@@ -143,7 +143,7 @@ def test_children_ignore_files_of_the_working_directory(decoys: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", os.pathsep)  # two empty entries: the working directory
     assert end_of_failing_child() == f"worker-0: {REASON}"
     environment = share_environment(0, 1, False)
-    command = tethered.command(frozenset(os.sched_getaffinity(0)), "engine.cli", "--version")
+    command = command_of(frozenset(os.sched_getaffinity(0)), "engine.cli", "--version")
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     async def start() -> None:

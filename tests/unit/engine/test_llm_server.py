@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch import tethered
+from engine.launch import process
 from engine.launch.process import ServerProcess
 from engine.launch.supervise import ChildDied
 from engine.wire.config import EngineConfig
@@ -15,7 +15,7 @@ from engine.wire.config import EngineConfig
 def script(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Commands of a shell that stand for the server."""
     lines: list[str] = []
-    monkeypatch.setattr(tethered, "command", lambda *_: ["sh", "-c", "\n".join(lines)])
+    monkeypatch.setattr(process, "command_of", lambda *_: ["sh", "-c", "\n".join(lines)])
     return lines
 
 

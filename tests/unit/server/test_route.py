@@ -18,16 +18,15 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from server import balance, proxy
-from server.balance import Balancer
-from server.proxy import IMAGE_BYTES, SCANNED_BYTES, Body, Budget
+from server import proxy
+from server.proxy import IMAGE_BYTES, SCANNED_BYTES, Balancer, Body, Budget
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.routing import Replica, patient_proxy, routed  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("patient_proxy")
 
 
-def balancer(num_backends: int, bound: float = balance.BOUND) -> Balancer:
+def balancer(num_backends: int, bound: float = proxy.BOUND) -> Balancer:
     made = Balancer([f"http://replica-{index}:8000" for index in range(num_backends)], bound)
     for backend in made.backends:
         backend.healthy = True
