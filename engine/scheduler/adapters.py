@@ -22,8 +22,6 @@ UNREADABLE = ErrorInfo(503, "The adapter could not be read: load it again.", cod
 
 @dataclass(slots=True)
 class Held:
-    """An adapter in a slot, and the number of requests that hold it there."""
-
     slot: int
     num_users: int = 0
 
@@ -81,12 +79,10 @@ class AdapterDirectory:
             held.num_users -= 1
 
     def take_loads(self) -> Sequence[LoadAdapter]:
-        """Return the orders since the last call, for the next plan."""
         loads, self._loads = self._loads, []
         return loads
 
     def take_reads(self) -> Sequence[ReadAdapter]:
-        """Return the orders since the last call, to be sent after the plan."""
         reads, self._reads = self._reads, []
         return reads
 

@@ -38,7 +38,6 @@ class FreeList:
         return self._next[block] >= 0
 
     def add(self, block: int, last: bool) -> None:
-        """Add a block at the end or the beginning."""
         before = self._previous[self._ends] if last else self._ends
         after = self._next[before]
         self._next[before] = self._previous[after] = block
@@ -111,7 +110,6 @@ class BlockPool:
             self._forget(next(iter(self._snapshots.values()))[0])
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """Return the number of free blocks among these."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -207,7 +205,6 @@ class BlockHasher:
             self.links.append(link)
 
     def _image_parts(self, start: int, end: int) -> dict[int, bytes]:
-        """Return the hashed bytes of images that begin in `[start, end)`."""
         parts: dict[int, bytes] = {}
         low = bisect.bisect_left(self._images, start, key=lambda image: image.start)
         high = bisect.bisect_left(self._images, end, key=lambda image: image.start)

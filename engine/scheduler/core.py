@@ -45,8 +45,6 @@ QUICK_MS = 3.0  # device time of a quick step: the host needs 1 to 2 ms from the
 
 
 class SchedulerCore:
-    """All requests of the engine. Single-threaded."""
-
     def __init__(
         self,
         state: State,
@@ -106,7 +104,6 @@ class SchedulerCore:
             heapq.heappush(self._deadlines, (wire.deadline, wire.rid))
 
     def expire(self, now: float) -> None:
-        """End requests that exceeded their deadline."""
         while self._deadlines and self._deadlines[0][0] <= now:
             for request in self._live(heapq.heappop(self._deadlines)[1]):
                 self._fail(request, LACKS_MEMORY if request in self.state.loading else TIMED_OUT)
@@ -163,7 +160,6 @@ class SchedulerCore:
                 request.name_blocks(chunk.start + chunk.length)
 
     def collect(self, result: StepResult) -> None:
-        """Land the oldest steps whose results are complete."""
         self._in_flight[result.step - self._in_flight[0].plan.step].results.append(result)
         while self._in_flight and len(self._in_flight[0].results) == self._num_ranks:
             landed = self._in_flight.popleft()
@@ -203,7 +199,6 @@ class SchedulerCore:
         )
 
     def _find_problem(self, wire: EngineRequest, num_prompt: int) -> ErrorInfo | None:
-        """Return the reason why a request can never run, if any."""
         if (error := self.state.adapters.error_of(wire)) is not None:
             return error
         if num_prompt + 1 > self._capacity:
@@ -360,7 +355,6 @@ class SchedulerCore:
 
 
 def _note_stages(request: Request, sampled: bool, results: Sequence[StepResult]) -> None:
-    """Add the times of a landed prefill step."""
     stages = request.wire.stages
     if stages.first_token:
         return

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ImageEntry:
-    """One embedding that is on the device or planned."""
-
     image_id: int
     num_bytes: int
     pins: int = 0
@@ -72,7 +70,6 @@ class ImageDirectory:
             self._remove(digest)
 
     def take_evicted(self) -> list[int]:
-        """Return the ids evicted since the last call, for the next plan."""
         evicted, self._evicted_ids = self._evicted_ids, []
         return evicted
 

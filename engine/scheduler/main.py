@@ -108,7 +108,6 @@ class Scheduler:
         return SchedulerCore(state, config.tp, longest, ends, proposer)
 
     def _receive(self, core: SchedulerCore, control: UpdateControl) -> None:
-        """Wait for a message and process all that have arrived."""
         message = None
         while (message := self._inbox.recv_ready()) is None and core.proposer.use_spare_time():
             pass
@@ -148,7 +147,6 @@ class Scheduler:
             logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d hit, plan of %d bytes", *sizes)
 
     def _send_workers(self, message: StepPlan | ReadAdapter | Order) -> int:
-        """Send the same bytes to every rank and return their number."""
         data = self._encoder.encode(message)
         for worker in self._workers:
             worker.send_bytes(data)
@@ -166,7 +164,6 @@ class Scheduler:
             self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
 
     def _log_leak(self, core: SchedulerCore) -> None:
-        """Log the resources that no request holds but that are not free."""
         blocks, images = core.state.blocks, core.state.images
         leak = (0, 0) if core.num_requests else (blocks.num_blocks - blocks.num_free, images.num_pinned)
         if any(leak) and leak != self._leak:
@@ -175,7 +172,6 @@ class Scheduler:
 
 
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
-    """Return the configured limits, or the defaults of the worker's device."""
     sizes = worker.step_sizes
     return Limits(
         max_num_seqs=config.max_num_seqs,
@@ -192,7 +188,6 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
 
 
 def main() -> None:
-    """Entry point: `python -m engine.scheduler.main RUNTIME.json`."""
     child = Child.attach("scheduler")
     map_large_blocks()
     model = read_config(Path(child.runtime.model_folder))

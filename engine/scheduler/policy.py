@@ -180,7 +180,6 @@ class _StepBuilder:
         return True
 
     def _beginning(self, request: Request) -> list[int]:
-        """Return the blocks that hold the prefix of a waiting request: cached ones, or a sibling's."""
         hits = _prefix_hits(self.state, request)
         for sibling in self._running_siblings(request):
             num_blocks = min(self._num_forkable(request), sibling.num_computed // self.state.blocks.block_size)
@@ -296,7 +295,6 @@ class _StepBuilder:
         self.state.advance(request, chunk, num_images)
 
     def _snapshot_blocks(self, request: Request, start: int, end: int) -> list[int]:
-        """Allocate blocks for the states after a chunk if they are to be kept and there is space."""
         if request.next_snapshot(start, end) != end or not (self.limits.prefix_cache or len(request.siblings) > 1):
             return []
         num_blocks, links = self.limits.snapshot_blocks, request.hasher.links
@@ -359,7 +357,6 @@ def lacking_pixels(state: State, request: Request, num_computed: int) -> list[in
 
 
 def num_cached_tokens(state: State, request: Request) -> int:
-    """Return the length of a waiting request's cached prefix."""
     return len(_with_states(state, request, _prefix_hits(state, request))[0]) * state.blocks.block_size
 
 

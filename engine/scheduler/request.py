@@ -149,7 +149,6 @@ class Request:
         return min((point for point in (*self.snapshot_points, self.branch_point) if start < point <= end), default=None)
 
     def name_blocks(self, end: int) -> None:
-        """Hash the full blocks up to token `end`, as far as ids are known."""
         self.hasher.extend(self.known_ids()[:end])
 
     def known_ids(self) -> np.ndarray:

@@ -113,7 +113,6 @@ class State:
         request.siblings, request.leader = [], None
 
     def follow(self, request: Request, leader: Request, num_shared_blocks: int) -> None:
-        """Make a waiting request wait for the leader, which computes its prefix."""
         request.leader, request.num_shared_blocks = leader, num_shared_blocks
 
     def want_pixels(self, requests: Sequence[Request], indexes: list[int]) -> None:
@@ -164,7 +163,6 @@ class State:
             self.images.forget(digest)
 
     def advance(self, request: Request, chunk: Chunk, num_images: int) -> None:
-        """Note a planned chunk that completes so many images."""
         request.blocks.extend(chunk.blocks)
         if chunk.snapshot:
             self.saving.append(chunk.snapshot)
@@ -210,7 +208,6 @@ class State:
         request.pins.add(index)
 
     def _commit(self, request: Request, num_computed: int) -> None:
-        """Commit the full blocks up to `num_computed`, whose step has landed."""
         full = num_computed // self.blocks.block_size
         if full <= request.num_committed:
             return
@@ -221,7 +218,6 @@ class State:
         request.num_committed = full
 
     def _keep_snapshot(self, request: Request, chunk: Chunk) -> None:
-        """Commit a snapshot unless the request has ended or was preempted."""
         self.saving.remove(chunk.snapshot)
         end = chunk.start + chunk.length
         if request.status is Status.RUNNING:

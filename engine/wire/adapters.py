@@ -44,7 +44,6 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True):
 
 
 def number_of(adapter: AdapterRef | None) -> int:
-    """Return the number; 0 without an adapter."""
     return 0 if adapter is None else adapter.number
 
 

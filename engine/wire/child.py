@@ -55,8 +55,6 @@ class Runtime(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """A process is ready, or still well."""
-
     role: str
     text: str = ""
 
@@ -75,8 +73,6 @@ class StopFlag:
 
 
 class Child:
-    """A child process's view of the engine."""
-
     def __init__(self, role: str, runtime: Runtime):
         self.role = role
         self.runtime = runtime
@@ -157,12 +153,10 @@ def map_large_blocks() -> None:
 
 
 def die_with_parent(sig: signal.Signals) -> None:
-    """Make the kernel send `sig` to this process when the parent dies."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig))
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the user's maximum."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -44,8 +44,6 @@ DraftName = Annotated[
 
 
 class DraftMode(NamedTuple):
-    """What a mode needs."""
-
     max_tokens: int = 0  # per row and step
     reads_head: bool = False
     reads_predictions: bool = False
@@ -197,7 +195,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def proposals(self) -> DraftMode:
-        """Source of proposed tokens."""
         return DRAFT_MODES[self.draft]
 
 
@@ -229,7 +226,6 @@ def settings_fd(config: EngineConfig) -> int:
 
 
 def read_variables() -> set[str]:
-    """Return the names of environment variables with the prefix of our flags."""
     return {name for name in os.environ if name.startswith("ENGINE_")}
 
 

@@ -79,7 +79,6 @@ class Guest:
             raise RuntimeError(f"{self._arguments[0]} could not be started") from problem
 
     async def close(self) -> None:
-        """Kill the process, if there is one."""
         process, self.process = self.process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):  # already ended

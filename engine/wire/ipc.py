@@ -57,7 +57,6 @@ class Inbox(Generic[T]):
         return self._decoder.decode(self._socket.recv())
 
     def recv_ready(self) -> T | None:
-        """Return the next message if it has already arrived."""
         try:
             return self._decoder.decode(self._socket.recv(flags=zmq.NOBLOCK))
         except zmq.Again:
@@ -82,7 +81,6 @@ class AsyncInbox(Generic[T]):
         self._is_changed = asyncio.Event()
 
     async def recv(self) -> T:
-        """Return the next message, at once if it has already arrived."""
         while (message := self._inbox.recv_ready()) is None:
             self._is_changed.clear()
             await self._is_changed.wait()

@@ -89,7 +89,6 @@ def layer_parameters(model: ModelConfig, num_experts: int | None = None) -> int:
 
 
 def decoder_format(config: EngineConfig, text: TextConfig) -> Format:
-    """Return the format of the decoder's matrices after loading."""
     return "float8" if config.quantization == "fp8" and text.format == "plain" else final_format(text.format)
 
 
@@ -168,7 +167,6 @@ def state_bytes(config: EngineConfig, spec: CacheSpec) -> int:
 
 
 def max_samples(config: EngineConfig, sizes: StepSizes) -> int:
-    """Maximum number of samples per step: one per row, or several if it verifies tokens."""
     return max(config.max_num_seqs, sizes.verify_rows if config.proposals.max_tokens else 0)
 
 

@@ -204,7 +204,6 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
         cls, submit: Submit, prompt: Region, images: list[ImageSpan], params: SamplingParams, grammar: CompiledGrammar | None,
         prediction: Region | None,
     ) -> "EngineRequest":  # fmt: skip
-        """Return a request from the submitted one and the results of its preparation."""
         spans = [for_adapter(span, submit.adapter) for span in images]
         return cls(
             rid=submit.rid, prompt=prompt, images=spans, params=params, stages=submit.stages, cache_salt=submit.cache_salt, n=submit.n,
@@ -213,7 +212,6 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def namespace(self) -> tuple[str, bytes]:
-        """Return the namespace of the request's cached blocks: its salt and its adapter's number."""
         return self.cache_salt, b"" if self.adapter is None else b"%d" % self.adapter.number
 
 
@@ -286,7 +284,6 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     def of(
         cls, wire: EngineRequest, row: int, output_ids: list[int], blocks: list[int], params: SamplingParams, snapshot: list[int], slot: int
     ) -> "Admit":
-        """Return the assignment of a row to an answer of the request."""
         return cls(row, wire.prompt, output_ids, [(s.start, *s.grid) for s in wire.images], blocks, params, wire.grammar, snapshot, slot)
 
 

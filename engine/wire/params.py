@@ -93,8 +93,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Parameter(NamedTuple):
-    """A sampling parameter that is a field of requests."""
-
     name: str
     json: Any
     default: Any

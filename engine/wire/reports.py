@@ -43,13 +43,10 @@ class PromptLogprobs(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class TokenScores(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The prompt's next tokens."""
-
     entries: list[Logprob]
 
     @property
     def size(self) -> int:
-        """Return the number of tokens and alternatives."""
         return sum(1 + len(entry.top) for entry in self.entries)
 
 

@@ -60,8 +60,6 @@ class DetailTotals(msgspec.Struct):
 
 
 class TokenDetails(msgspec.Struct, array_like=True):
-    """Counts for some tokens of an answer."""
-
     num_drafts: int = 0  # draft tokens that were verified
     num_accepted: int = 0  # accepted ones, which are the first tokens of an output
 

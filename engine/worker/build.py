@@ -72,8 +72,6 @@ STAGED_PER_SAMPLE = BYTES_PER_SAMPLE + 6 * INT64  # logits index and its positio
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Parts of a worker that exist before its memory is planned."""
-
     backend: Backend
     tp: TensorParallel
     model: LanguageModel
@@ -170,7 +168,6 @@ def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: 
 
 
 def make_rows(loaded: Loaded, config: EngineConfig, pools: list[KVPool], hidden_TD: torch.Tensor | None, max_blocks: int) -> Rows:
-    """Block tables and recurrent states; the pools' last block is scratch."""
     model = loaded.model
     states = tuple(RowStates(group, config.max_num_seqs, model.device, config.proposals.max_tokens) for group in model.cache_spec.states)
     return Rows(
@@ -239,7 +236,6 @@ def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | No
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype: bfloat16 on GPUs and float32 on CPUs unless the flag overrides it."""
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"auto": automatic, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
 
@@ -293,7 +289,6 @@ def check_formats(backend: Backend, formats: Iterable[Format], dtype: torch.dtyp
 
 
 def make_progress() -> Callable[[int, int], None]:
-    """Return a function that logs loading, at most one line per second."""
     reported = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -308,7 +303,6 @@ def make_progress() -> Callable[[int, int], None]:
 def make_graphs(
     model: LanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, config: EngineConfig, max_blocks: int
 ) -> StepGraphs | None:
-    """Return graphs of small steps, not yet captured, if the backend supports any."""
     num_heads, num_samples = model.config.text.num_heads // model.tp.size, max_samples(config, sizes)
     most = MAX_PREFILL_ROWS + 1, num_samples + sizes.large_step
     make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_fusable_heads)

@@ -11,7 +11,6 @@ LIBRARIES = re.compile(r"\blib\w+\.so\S*")
 
 
 def explain(problem: Exception) -> str:
-    """Return the explanation, followed by the library's message."""
     text = str(problem)
     if isinstance(problem, ModuleNotFoundError):
         return f"the package {problem.name} is missing: install the extra with `pip install -e '.[cuda]'`, or serve with --device cpu"
@@ -30,6 +29,5 @@ def explain(problem: Exception) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the first meaningful line, shortened."""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return first if len(first) <= MAX_CHARACTERS else first[:MAX_CHARACTERS] + " ..."

@@ -51,8 +51,6 @@ Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One captured shape."""
-
     replay: Replay
     attention: PagedAttention
     logits_SV: torch.Tensor  # view of the shared logits: prompts' last tokens (`StepGraphs._pad`), then all tokens of decode rows
@@ -137,7 +135,6 @@ class StepGraphs:
         return graph.logits_SV[wanted], self._hidden[wanted], samples
 
     def indices_of(self, step: HostStep) -> Int64s:
-        """Return the indices of the step's tokens in its graph."""
         num_prefill, num_decode = len(step.ids), len(step.gather)
         tokens = self._shape_for(num_prefill, num_decode).num_prefill_tokens
         return np.concatenate((np.arange(num_prefill), np.arange(tokens, tokens + num_decode)))
@@ -234,7 +231,6 @@ class StepGraphs:
         return Graph(replay, attention, logits_SV)
 
     def _fixed_arrays(self, padded: HostStep, attention: PagedAttention) -> list[npt.NDArray[np.integer]]:
-        """Return a graph's inputs without the pages, in memory order."""
         layout = padded.attention
         step: tuple[Int64s, ...] = padded.ids, padded.gather, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
         return [*step, padded.adapters, *self._rows.state_arrays(padded), *attention.plan_arrays(layout)]
@@ -260,7 +256,6 @@ class CudaRecorder:
 
 
 def _num_prefill_rows(shape: Shape) -> int:
-    """Number of rows of the prompt tokens, with one for padding."""
     return MAX_PREFILL_ROWS + 1 if shape.num_prefill_tokens else 0
 
 
@@ -270,5 +265,4 @@ def _num_prompt_ends(shape: Shape) -> int:
 
 
 def _round_up(sizes: Iterable[int], count: int) -> int:
-    """Return the first of ascending `sizes` that reaches `count`."""
     return next(size for size in sizes if size >= count)

@@ -99,7 +99,6 @@ class DraftHead:
 
 
 def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, staged_bytes: int) -> DraftHead:
-    """Return a warm head. Each pass stages at most `staged_bytes`."""
     head = DraftHead(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged_bytes, model.device))
     head.warm_up()
     return head

@@ -21,7 +21,6 @@ class HeartbeatThread:
         self._thread.start()
 
     def note(self, activity: Activity) -> None:
-        """Note that the main thread begins or repeats an activity; cheap enough for every step."""
         self._beat = Heartbeat(self._rank, activity, time.monotonic())
 
     def begin_compiling(self) -> None:

@@ -33,8 +33,6 @@ GROWTH = 2  # size ratio of consecutive groups
 
 @dataclass(slots=True)
 class Encoded:
-    """Results of encoding a step's images, gathered meanwhile."""
-
     failed: list[int] = field(default_factory=list)  # images that could not be decoded
     pixels: list[torch.Tensor] = field(default_factory=list)  # kept until the step is done
     read_ms: float = 0.0  # host time of reading
@@ -43,8 +41,6 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class EarlyImage:
-    """An image that was encoded before a plan named it."""
-
     of: Prefetch
     read: tuple[torch.Tensor, bytes]  # pixels and their encoded source, kept because the device may still read them
     embedding: torch.Tensor
@@ -137,7 +133,6 @@ class ImageCache:
         return self.tower
 
     def _encode(self, share: Sequence[Encode], encoded: Encoded) -> list[torch.Tensor]:
-        """Return the embeddings of these images in order."""
         if not share:
             return []
         done: dict[int, torch.Tensor] = {}

@@ -63,7 +63,6 @@ def run(
 
 
 def take_device(child: Child, rank: int) -> torch.device:
-    """Select the rank's GPU, or its share of the CPU."""
     if child.runtime.device == "cpu":
         torch.set_num_threads(max(1, num_cpus() // child.config.tp))
         return torch.device("cpu")

@@ -99,7 +99,6 @@ class Session:
             self.after, self.is_over = after, is_over
 
     def charge(self, seconds: float) -> None:
-        """Account for the step's work."""
         self.credit = min(CREDIT_S, self.credit + self.usual_s - seconds)
         self.waiting.clear()
         if self.credit < 0:
@@ -166,7 +165,6 @@ Mask = tuple[torch.Tensor, torch.Tensor]  # `index_A` and `allowed_AW` of `Sampl
 
 
 def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
-    """Return a mask of only these tokens."""
     bits = np.zeros(32 * num_words, dtype=np.uint8)
     bits[np.asarray(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -209,8 +207,6 @@ class TokenRules:
             self._limited[admit.row] = session, bits_of(allowed, self._num_words) if allowed else None
 
     def handlers(self, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> dict[type, Callable[[Any], object]]:
-        """Return the handlers of the processor's messages; see `Runner.handlers`."""
-
         def load(message: LoadGrammar) -> None:
             """Read the grammar in a thread: 64 ms for 40 fields, which steps would wait for."""
             reading = self._loader.submit(self._compiled_of, _bytes_of(message.region, arena))

@@ -34,7 +34,6 @@ def _encode_a_pair(tower: Tower, num_tokens: int) -> None:
 
 
 def _peak_of(run: Callable[[], None], device: torch.device) -> int:
-    """Return the most bytes allocated during `run` in addition to those before it."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()

@@ -222,7 +222,6 @@ class Rows:
             self.last_tokens[known[0]] = known[1]
 
     def look_up(self, samples: Samples) -> Samples:
-        """Replace the indices of proposed tokens by the tokens."""
         if samples.proposed is None:
             return samples
         return replace(samples, proposed=replace(samples.proposed, next_S=self.last_tokens[samples.proposed.next_S]))
@@ -252,11 +251,9 @@ class Rows:
         self.proposing = Stopwatch(self.last_tokens.is_cuda)
 
     def _indices(self, rows: Int64s, offsets: Int64s) -> Int64s:
-        """Return the indices of these rows' proposed tokens in the table."""
         return self.scratch_row + 1 + MAX_PROPOSED * rows + offsets
 
     def _adapters_of(self, rows: Int64s, chunks: Sequence[Chunk]) -> Int32s:
-        """Return `HostStep.adapters` for these rows and chunks."""
         slots = self._adapters[rows]
         return np.repeat(slots, [chunk.length for chunk in chunks]) if (slots >= 0).any() else NO_ADAPTERS
 
@@ -266,7 +263,6 @@ class Rows:
         self._num_blocks[row] += len(blocks)
 
     def _sampled(self, chunks: Sequence[Chunk], has_proposed: bool) -> tuple[Int64s, HostSamples]:
-        """Return the tokens of the step that sample, and their parameters."""
         ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
         sampled = np.asarray([chunk.sample for chunk in chunks], dtype=bool)
         ends_of_rows = [(chunk.row, chunk.start + chunk.length) for chunk in chunks if chunk.sample]
@@ -282,7 +278,6 @@ class Rows:
         return last - before_end, self._samples.samples(rows, positions - before_end, proposed)
 
     def _proposed_in(self, chunk: Chunk) -> Sequence[int]:
-        """Return the chunk's proposed tokens, see `Row.proposed`."""
         if ON_DEVICE not in chunk.proposed:
             return chunk.proposed
         found = self.sequences[chunk.row].proposed[: len(chunk.proposed)]

@@ -48,7 +48,6 @@ class LaunchedStep:
     proposed: Sequence[Sequence[int]] = ()  # by sampled chunk, as `sampled`: see `StepResult`
 
     def result(self) -> StepResult:
-        """Wait for the device and return the result."""
         self.watch.wait()
         token_ids, logprobs = self.sampled.tokens_S.tolist() if self.rank == 0 else [], self.sampled.logprobs_per_sample()
         num_tokens: list[int] = []
@@ -76,8 +75,6 @@ class LaunchedStep:
 
 
 class Head(Protocol):
-    """Prediction head, which proposes tokens."""
-
     def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
         """Return (S, count) tokens after each sample. The step's hidden states are at `indices_T` of `Rows.hidden_TD`; `rows_S`: see
         `Rows.deliver`."""
@@ -151,7 +148,6 @@ class Runner:
         return self.images.prepare(is_busy)
 
     def prepare(self, message: object) -> None:
-        """Handle a message of another process that prepares this rank for a plan."""
         self.handlers[type(message)](message)
 
     def _sample(self, step: HostStep, plan: StepPlan, watch: Stopwatch) -> tuple[Sampled, Readings]:

@@ -30,7 +30,6 @@ class Stopwatch:
             self.events[-1].synchronize()
 
     def elapsed_ms(self) -> float:
-        """Return the time from the first to the last mark, which must be done."""
         if self.events:
             return self.events[0].elapsed_time(self.events[-1])
         return 1e3 * (self._times[-1] - self._times[0])

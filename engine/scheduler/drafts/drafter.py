@@ -23,8 +23,6 @@ Proposal = list[tuple[int, float]]  # tokens, each with its conditional probabil
 
 @dataclass(slots=True)
 class Offer:
-    """Drafts for a row, and the expected number of accepted ones."""
-
     request: Request
     drafts: list[int] = field(default_factory=list)
     gain: float = 0.0
@@ -43,7 +41,6 @@ class Trust:
 
     @property
     def share(self) -> float:
-        """Ratio of correct draft tokens to expected ones."""
         return min(1.0, self.hits / self.expected)
 
     def is_paused(self, request: Request) -> bool:

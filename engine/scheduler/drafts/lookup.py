@@ -79,8 +79,6 @@ def _roll(hashes: list[int], tokens: "array[int]") -> None:
 
 
 class Source:
-    """Lookup data of one request."""
-
     def __init__(self, request: Request):
         self.trust = Trust()
         self._request = request
@@ -91,11 +89,9 @@ class Source:
 
     @property
     def lag(self) -> int:
-        """Number of unread tokens."""
         return len(self._unread) - self._position + self._request.num_known - self._num_read
 
     def propose(self, most: int) -> Proposal:
-        """Propose at most `most` tokens after the known ones."""
         if self._request.num_known != self.trust.num_known:
             self.trust.score(self._request)
             self.trust.proposal = []
@@ -108,7 +104,6 @@ class Source:
         return self._contexts.propose(most)
 
     def read(self, num_tokens: int) -> None:
-        """Read at most this many tokens each of the prompt's text and of the output."""
         if len(self._contexts) >= 3 * MAX_TEXT:
             self._contexts, self._unread, self._position = Contexts(), array("i"), 0
             self._num_read = max(self._request.num_prompt, self._request.num_known - MAX_TEXT)
@@ -121,8 +116,6 @@ class Source:
 
 
 class LookupDrafter(Proposer):
-    """Drafter that looks up each request's own text."""
-
     def __init__(self, verify_rows: int):
         self._verify_rows = verify_rows
         self._sources: dict[Request, Source] = {}

@@ -42,7 +42,6 @@ class HeadDrafter(Proposer):
         self._trust.pop(request, None)
 
     def _offer(self, request: Request, most: int) -> Offer:
-        """Return drafts that follow the tokens in flight, if any."""
         offer, trust = Offer(request), self._trust.setdefault(request, Trust())
         most = min(most, request.num_proposed, request.max_tokens - request.num_output - 1)
         for i in range(0 if trust.is_paused(request) else most):

@@ -26,8 +26,6 @@ class ReportingRow(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """Tokens of a step that predict tokens of a prompt from `start` on."""
-
     chunk: int  # index in the plan
     start: int
     num_top: int

@@ -16,8 +16,6 @@ from engine.worker.staging import Staging
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """Reports of a launched step, on the host when it is done."""
-
     pooled: dict[int, torch.Tensor]
     scores: PromptScores | None = None
 
@@ -75,7 +73,6 @@ class StepReports:
         return logits_SV, self.read_samples(hidden_SD, logits_SV, scores)
 
     def read_samples(self, hidden_SD: torch.Tensor, logits_SV: torch.Tensor | None, scores: PromptScores | None = None) -> Readings:
-        """Return the reports computed from the samples' hidden states and logits."""
         return Readings(pool(self.pooled, hidden_SD, logits_SV), scores) if self.pooled or scores else NOTHING_READ
 
 

@@ -64,7 +64,6 @@ class Sampler:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run every stage, so that no request waits for a compiler."""
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
         positions = range(1, 1 + min(2, self._max_samples))
         for params in kinds:

@@ -67,7 +67,6 @@ class HostSamples:
     proposed: HostProposed | None = None
 
     def per_row(self) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Return (first sample, row, proposed) of each row."""
         if self.proposed is None:
             yield from zip(range(len(self.rows)), self.rows.tolist(), repeat(()), strict=False)
         else:
@@ -75,7 +74,6 @@ class HostSamples:
             yield from zip(firsts.tolist(), self.rows[firsts].tolist(), self.proposed.rows, strict=True)
 
     def kept(self, tokens: Sequence[int]) -> Iterator[range]:
-        """Yield the indices of the kept samples of each row."""
         return (range(i, i + 1) for i in range(len(tokens))) if self.proposed is None else self.proposed.kept(tokens)
 
     @classmethod

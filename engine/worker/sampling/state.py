@@ -39,7 +39,6 @@ class LogitState:
         self._fields = {name: self._field(name) for name in RECORD.names or ()}
 
     def _field(self, name: str) -> torch.Tensor:
-        """Return the (R, ...) field of the records."""
         kind, end = RECORD[name], RECORD.fields[name][1] + RECORD[name].itemsize  # type: ignore[index]
         values = self._records[:, (end - kind.itemsize) // 4 : end // 4].unflatten(1, kind.shape)
         return values.view(torch.float32) if kind.base.kind == "f" else values
@@ -76,7 +75,6 @@ class LogitState:
             flat.index_add_(0, (starts_A1 + last_AW.clamp(min=0)).flatten(), values_AW.flatten())
 
     def note(self, tokens_S: torch.Tensor, samples: Samples) -> None:
-        """Count the accepted tokens sampled by `samples.changed_A`."""
         rows_A, tokens_A = samples.rows_S[samples.changed_A], tokens_S[samples.changed_A]
         counting_A, last_rows_A = torch.ones_like(tokens_A, dtype=torch.int32), rows_A
         if samples.proposed is not None:

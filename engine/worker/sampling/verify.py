@@ -50,7 +50,6 @@ class HostProposed:
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Number of samples per row."""
         return np.asarray([1 + len(tokens) for tokens in self.rows], dtype=np.int64)
 
     def stage(self, staging: Staging) -> Proposed:
