@@ -64,14 +64,15 @@ class ArenaView:
 
 
 class Arena(ArenaView):
-    """Writer's side of an arena, with first-fit allocation. Not thread-safe.
+    """Writer's side of the bytes from `start` to `size`, with first-fit allocation. Not thread-safe.
 
-    Invariant (`check`): allocated and free ranges tile `[0, size)`, and no two free ranges touch.
+    Invariant: allocated and free ranges tile `[start, size)`, and no two free ranges touch.
     """
 
-    def __init__(self, fd: int, size: int):
+    def __init__(self, fd: int, size: int, start: int = 0):
         super().__init__(fd, size, writable=True, populate=True)
-        self._free_starts, self._free_ends = [0], [size]
+        self.start = start
+        self._free_starts, self._free_ends = [start], [size]
         self._allocated: dict[int, int] = {}  # offset -> end
 
     def is_empty(self) -> bool:
@@ -83,7 +84,7 @@ class Arena(ArenaView):
 
     def alloc(self, length: int) -> int:
         """Return the offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
-        if (need := _aligned(length)) > self.size:
+        if (need := _aligned(length)) > self.size - self.start:
             raise ArenaTooSmall(f"{length} bytes exceed the arena of {self.size} bytes")
         for i, (start, end) in enumerate(zip(self._free_starts, self._free_ends, strict=True)):
             if end - start >= need:

@@ -183,7 +183,7 @@ class Intake:
             medium.index = i
         if all([medium.start() for medium in request.media]):
             return
-        if sum(medium.num_bytes for medium in request.media) > self.allocator.most:
+        if sum(medium.num_bytes for medium in request.media) > self.allocator.inputs.size:
             raise ArenaTooSmall
         request.awaits_memory = True
         await release_all(request.media)

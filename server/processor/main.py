@@ -13,7 +13,6 @@ from pathlib import Path
 
 import uvloop
 
-from engine.wire.arena import Arena
 from engine.wire.child import Child
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import (
@@ -57,14 +56,13 @@ class Processor:
         checkpoint = read_checkpoint(folder, child.config.chat_template, template_kwargs=child.config.default_chat_template_kwargs or "{}")
         bodies = child.arena_view(API_ARENA)
         self._has_leaked = False
-        self._arena = Arena(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         requests: dict[int, Request] = {}
         gpu_decodes = child.runtime.gpu_decodes_jpegs
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
-        allocator = RegionAllocator(self._arena)
+        allocator = self._allocator = RegionAllocator(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         inspector = Inspector(child.config, checkpoint, gpu_decodes)
         sources = Sources(child.config, bodies, allocator)
-        decoders = Decoders(child.config, self._arena)
+        decoders = Decoders(child.config, allocator.pixels)
         early = EarlyReads(worker, checkpoint.model.geometry)
         new_image = functools.partial(Image, sources=sources, inspector=inspector, decoders=decoders, early=early)
         videos = Videos(child.config, checkpoint, inspector, sources, decoders, new_image)
@@ -109,7 +107,7 @@ class Processor:
 
     def _log_leak(self) -> None:
         """Log a region of a request that was never released."""
-        has_leaked = not (self._intake.num_holders or self._arena.is_empty())
+        has_leaked = not (self._intake.num_holders or self._allocator.is_empty())
         if has_leaked and not self._has_leaked:
             logger.error("a region of a request was never released")
         self._has_leaked = has_leaked

@@ -52,7 +52,7 @@ class Sources:
         scheme = url.partition(":")[0].lower()
         if scheme in ("http", "https"):
             encoded = hold(self.allocator.allocate(FIRST_DOWNLOAD_BYTES))
-            await self.fetcher.download(url, lambda piece: self.allocator.append(encoded, piece), max_bytes)
+            await self.fetcher.download(url, encoded.append, max_bytes)
             return encoded
         if ref.url is None:
             data = self._named.get(ref.name or b"")

@@ -5,7 +5,7 @@ from engine.wire.arena import Arena
 
 def check_arena(arena: Arena) -> None:
     """Regions and free ranges cover the arena without overlap; no two free ranges touch."""
-    cursor = 0
+    cursor = arena.start
     for start, end in sorted([*arena._allocated.items(), *zip(arena._free_starts, arena._free_ends, strict=True)]):
         assert start == cursor and end > start, f"hole or overlap at {start}, expected {cursor}"
         cursor = end

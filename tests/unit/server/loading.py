@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.wire.arena import Arena, ArenaView, create_memfd
+from engine.wire.arena import ArenaView, create_memfd
 from engine.wire.config import EngineConfig
 from engine.wire.messages import API_ARENA, MediaRef, Prefetch, VideoRef
 from engine.wire.messages import Region as WireRegion
@@ -36,8 +36,8 @@ class Loading:
         self.max_request_pixels = EngineConfig(**settings).max_request_pixels
         self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
-        self.arena = Arena(self.arena_fd, SIZE)
-        allocator = self.allocator = RegionAllocator(self.arena)
+        allocator = self.allocator = RegionAllocator(self.arena_fd, SIZE)
+        self.arena = allocator.pixels
         self.announced: list[Prefetch] = []
         worker: Any = SimpleNamespace(send=self.announced.append)
         config = EngineConfig(**settings)
@@ -54,8 +54,9 @@ class Loading:
         for one in (self.sources, self.decoders):
             await one.close()
         await self.release()
-        check_arena(self.arena)
-        assert self.arena.is_empty()
+        check_arena(self.allocator.inputs)
+        check_arena(self.allocator.pixels)
+        assert self.allocator.is_empty()
         os.close(self.bodies_fd)
         os.close(self.arena_fd)
 

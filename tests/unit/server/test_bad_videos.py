@@ -72,7 +72,7 @@ async def test_bad_files_are_refused_with_the_reason(strict: Loading) -> None:
         assert (error.info.status, words in error.info.message) == (status, True), f"{name}: {error.info}"
         assert error.info.code in ("invalid_video", "video_too_large"), name
         await strict.release()
-        assert strict.arena.is_empty(), name
+        assert strict.allocator.is_empty(), name
     assert (await strict.load_video(base64.b64encode(CLIP))).hashes
 
 

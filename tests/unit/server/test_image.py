@@ -77,7 +77,7 @@ async def test_claims_are_refused_with_the_reason(loading: Loading) -> None:
 async def test_pixels_take_the_place_of_the_file(loading: Loading) -> None:
     image = await loading.load_bytes(DECODED["png"])
     with pytest.raises(KeyError):
-        loading.arena.free(image.source.region.offset)
+        loading.allocator.inputs.free(image.source.region.offset)
     assert image.encoded is None
 
 
@@ -217,7 +217,7 @@ async def test_a_release_waits_for_a_thread_that_began_before_its_task(loading: 
     leaving = asyncio.create_task(start_and_leave())
     for _ in range(20):
         await asyncio.sleep(0)
-    assert not leaving.done() and not loading.arena.is_empty()
+    assert not leaving.done() and not loading.allocator.is_empty()
     slow.may_go_on.set()
     await leaving
 
@@ -230,7 +230,7 @@ async def test_what_a_download_did_not_fill_is_given_back(loading: Loading, monk
     monkeypatch.setattr(loading.sources.fetcher, "download", download)
     image = await loading.load(MediaRef(url="https://x.org/a.jpg"))
     assert loading.bytes_of(image) == PLAIN["4:2:0"]
-    assert SIZE - loading.arena.num_free < len(PLAIN["4:2:0"]) + 4096
+    assert SIZE // 2 - loading.allocator.inputs.num_free < len(PLAIN["4:2:0"]) + 4096
 
 
 def test_headers_that_are_not_plain() -> None:

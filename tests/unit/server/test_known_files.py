@@ -67,8 +67,9 @@ def test_a_burst_of_new_files_waits_for_memory(stack_of: StackOf, model_folder: 
 
 def test_a_request_that_lacks_memory_until_its_deadline_is_a_503(stack_of: StackOf, model_folder: Path) -> None:
     stack = stack_of(model_folder, processor_arena_bytes=6 * MIB)
-    held = stack.local.processor._intake.allocator.arena.alloc(5 * MIB)
+    inputs = stack.local.processor._intake.allocator.inputs
+    held = inputs.alloc(inputs.size)
     refused = stack.chat(content(LARGE[:1]), timeout=1)
     assert refused.status_code == 503, refused.text
-    stack.local.processor._intake.allocator.arena.free(held)
+    inputs.free(held)
     stack.recover()
