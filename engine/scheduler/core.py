@@ -278,7 +278,7 @@ class SchedulerCore:
             details = None
             if chunk.proposed:
                 details = TokenDetails(len(chunk.proposed), min(len(ids) - 1, len(kept)))
-                details.count_in(self.state.counters)
+                self.state.counters.count_drafts(details)
                 self.proposer.note(request, len(ids) - 1)
             if step.requests[index + 1 : index + 2] != [request]:
                 _note_stages(request, chunk.sample, results)

@@ -43,23 +43,9 @@ class Stages(msgspec.Struct):
     counts: dict[str, int] = {}  # of its media, by name: shown with the times
 
 
-class DetailTotals(msgspec.Struct):
-    """Totals of `TokenDetails`, which are metrics of `EngineStats`."""
-
-    drafts: Annotated[int, Total("rows verified with draft tokens", "spec_decode_num_drafts")] = 0
-    draft_tokens: Annotated[int, Total("verified draft tokens", "spec_decode_num_draft_tokens")] = 0
-    accepted_draft_tokens: Annotated[int, Total("accepted draft tokens", "spec_decode_num_accepted_tokens")] = 0
-    accepted_by_position: Annotated[
-        list[int], Total("draft tokens in answers, by position in their row", "spec_decode_num_accepted_tokens_per_pos")
-    ] = []
-
-    @property
-    def tokens_per_verified_row(self) -> float | None:
-        """Mean number of tokens that a row with draft tokens added to its answer; None if there was no such row."""
-        return 1 + self.accepted_draft_tokens / self.drafts if self.drafts else None
-
-
 class TokenDetails(msgspec.Struct, array_like=True):
+    """Draft tokens of an output or of an answer."""
+
     num_drafts: int = 0  # draft tokens that were verified
     num_accepted: int = 0  # accepted ones, which are the first tokens of an output
 
@@ -72,22 +58,14 @@ class TokenDetails(msgspec.Struct, array_like=True):
         self.num_drafts += output.num_drafts if index == 0 else 0
         self.num_accepted += index < output.num_accepted
 
-    def count_in(self, stats: DetailTotals) -> None:
-        stats.drafts += 1
-        stats.draft_tokens += self.num_drafts
-        stats.accepted_draft_tokens += self.num_accepted
-        stats.accepted_by_position += [0] * (self.num_drafts - len(stats.accepted_by_position))
-        for position in range(self.num_accepted):
-            stats.accepted_by_position[position] += 1
-
     def as_json(self) -> dict[str, int]:
-        """Return members of OpenAI's `completion_tokens_details`."""
+        """Return members of OpenAI's usage."""
         if not self.num_drafts:
             return {}
         return {"accepted_prediction_tokens": self.num_accepted, "rejected_prediction_tokens": self.num_drafts - self.num_accepted}
 
 
-class EngineStats(DetailTotals):
+class EngineStats(msgspec.Struct):
     """Statistics of the scheduler. Each annotated field is a metric; a list has a value per position."""
 
     max_model_len: Annotated[int, Gauge("maximum tokens of a prompt and its output, limited by the KV pool")] = 0
@@ -109,7 +87,26 @@ class EngineStats(DetailTotals):
     images_evicted: Annotated[int, Total("embeddings evicted from the image cache")] = 0
     images_decoded: Annotated[int, Total("image files other than baseline JPEGs, decoded by the processor")] = 0
     preemptions: Annotated[int, Total("preemptions: requests that lost their KV blocks to others", "num_preemptions")] = 0
+    drafts: Annotated[int, Total("rows verified with draft tokens", "spec_decode_num_drafts")] = 0
+    draft_tokens: Annotated[int, Total("verified draft tokens", "spec_decode_num_draft_tokens")] = 0
+    accepted_draft_tokens: Annotated[int, Total("accepted draft tokens", "spec_decode_num_accepted_tokens")] = 0
+    accepted_by_position: Annotated[
+        list[int], Total("draft tokens in answers, by position in their row", "spec_decode_num_accepted_tokens_per_pos")
+    ] = []
     infos: list[Info] = msgspec.field(default_factory=list)  # metrics with names and labels of their own
+
+    @property
+    def tokens_per_verified_row(self) -> float | None:
+        """Mean number of tokens that a row with draft tokens added to its answer; None if there was no such row."""
+        return 1 + self.accepted_draft_tokens / self.drafts if self.drafts else None
+
+    def count_drafts(self, counts: TokenDetails) -> None:
+        self.drafts += 1
+        self.draft_tokens += counts.num_drafts
+        self.accepted_draft_tokens += counts.num_accepted
+        self.accepted_by_position += [0] * (counts.num_drafts - len(self.accepted_by_position))
+        for position in range(counts.num_accepted):
+            self.accepted_by_position[position] += 1
 
 
 _HINTS = get_type_hints(EngineStats, include_extras=True)

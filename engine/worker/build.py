@@ -1,6 +1,7 @@
 """Assembly of a worker: model, weights, profile, memory, KV pool, graphs. This module selects the classes for the kind of device, so that a
 step has no branches for it."""
 
+import functools
 import io
 import logging
 import time
@@ -19,6 +20,7 @@ from engine.wire.adapters import AdapterRead, ReadAdapter
 from engine.wire.arena import ArenaView
 from engine.wire.child import Child
 from engine.wire.config import GIB, MIB, EngineConfig
+from engine.wire.grammar import LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.memory import (
     Needs,
@@ -64,6 +66,7 @@ from models.parallel.symmetric import SymmetricSums, peers_are_mapped
 logger = logging.getLogger(__name__)
 
 INT64 = 8
+Handlers = dict[type, Callable[[Any], object]]
 STAGED_PER_TOKEN = 9 * INT64  # id, three positions, slot, adapter; for a scored token also index, target, scored flag
 WARM_UP_SIZE = (1280, 720)
 WARM_UP_IMAGES = 8
@@ -82,9 +85,9 @@ class Loaded:
     adapters: WorkerAdapters | None
 
 
-def build_runner(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> tuple[Runner, WorkerReady]:
-    """Return a runner that is ready for plans, and its description for the scheduler. ValueError or OSError if the model cannot be
-    loaded."""
+def build_runner(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> tuple[Runner, Handlers, WorkerReady]:
+    """Return a runner that is ready for plans, handlers of all other messages, and the description for the scheduler. ValueError or OSError
+    if the model cannot be loaded."""
     config, text, free = child.config, model_config.text, free_bytes(device)
     loaded = load(child, model_config, rank, device)
     backend, model, spec = loaded.backend, loaded.model, loaded.model.cache_spec
@@ -105,11 +108,11 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch does not support read-only buffers
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
-    handlers: dict[type, Callable[[Any], object]] = {Prefetch: images.prefetch}
+    load_grammar = functools.partial(loaded.sampler.rules.load_grammar, arena=arena, processor=Outbox(child.run_dir, "processor"))
+    update = UpdateWorker(child, rank, model, images.forget_early).execute
+    handlers: Handlers = {Prefetch: images.prefetch, LoadGrammar: load_grammar, Order: update}
     if loaded.adapters is not None:
         handlers[ReadAdapter] = loaded.adapters.read
-    handlers |= loaded.sampler.rules.handlers(arena, Outbox(child.run_dir, "processor"))
-    handlers[Order] = UpdateWorker(child, rank, model, images.forget_early).execute
     runner = Runner(
         model=model,
         attention=attention,
@@ -121,7 +124,6 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         prompts=arena,
         tp=loaded.tp,
         head=make_head(model, attention, rows, staged) if text.has_head else None,
-        handlers=handlers,
         adapters=loaded.adapters,
     )
     ready = WorkerReady(
@@ -132,7 +134,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         step_sizes=step_sizes,
         snapshot_blocks=spec.snapshot_blocks(config.block_size),
     )
-    return runner, ready
+    return runner, handlers, ready
 
 
 def load(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> Loaded:

@@ -17,7 +17,7 @@ from engine.wire.child import Child, StopFlag, settle_heap
 from engine.wire.config import num_cpus
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import DEPTH, StepPlan, StepResult, ToWorker, WorkerReady
-from engine.worker.build import build_runner
+from engine.worker.build import Handlers, build_runner
 from engine.worker.failure import explain
 from engine.worker.heartbeat import HeartbeatThread
 from engine.worker.runner import LaunchedStep, Runner
@@ -32,6 +32,7 @@ SPIN_S = 20e-6
 
 def run(
     runner: Runner,
+    handlers: Handlers,
     plans: Inbox[ToWorker],
     results: Outbox[WorkerReady | StepResult],
     stopping: StopFlag,
@@ -52,7 +53,7 @@ def run(
             heartbeat.note("step")
         elif plan is not None:
             heartbeat.note("images")
-            runner.prepare(plan)
+            handlers[type(plan)](plan)
         if pending and (len(pending) == DEPTH or pending[0].watch.is_done()):
             results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
@@ -82,7 +83,7 @@ def main() -> None:
     try:
         model_config = read_config(Path(child.runtime.model_folder), with_head=child.config.proposals.reads_head)
         device = take_device(child, rank)
-        runner, ready = build_runner(child, model_config, rank, device)
+        runner, handlers, ready = build_runner(child, model_config, rank, device)
     except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives
         logger.debug("the model could not be built", exc_info=problem)
         child.failed(explain(problem))
@@ -92,7 +93,7 @@ def main() -> None:
     heartbeat = HeartbeatThread(child.run_dir, rank)
     notify_compilation(heartbeat.begin_compiling, heartbeat.end_compiling)
     try:
-        run(runner, plans, results, stopping, heartbeat)
+        run(runner, handlers, plans, results, stopping, heartbeat)
     except torch.OutOfMemoryError as problem:  # of one of several ranks
         child.failed(explain(problem))
         os._exit(1)

@@ -11,11 +11,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -206,13 +206,10 @@ class TokenRules:
         if session is not None or allowed:
             self._limited[admit.row] = session, bits_of(allowed, self._num_words) if allowed else None
 
-    def handlers(self, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> dict[type, Callable[[Any], object]]:
-        def load(message: LoadGrammar) -> None:
-            """Read the grammar in a thread: 64 ms for 40 fields, which steps would wait for."""
-            reading = self._loader.submit(self._compiled_of, _bytes_of(message.region, arena))
-            reading.add_done_callback(lambda _: processor.send(GrammarLoaded(message.region.offset)))
-
-        return {LoadGrammar: load}
+    def load_grammar(self, message: LoadGrammar, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> None:
+        """Read the grammar in a thread: 64 ms for 40 fields, which steps would wait for."""
+        reading = self._loader.submit(self._compiled_of, _bytes_of(message.region, arena))
+        reading.add_done_callback(lambda _: processor.send(GrammarLoaded(message.region.offset)))
 
     def masks(self, samples: HostSamples, proposing: Stopwatch) -> Mask | None:
         """Return the masks of permitted tokens; None if all are permitted. Waits for the previous tokens, and for proposed ones, which are

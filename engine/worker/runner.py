@@ -3,9 +3,9 @@ polled later."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -92,7 +92,6 @@ class Runner:
     prompts: ArenaView
     tp: TensorParallel
     head: Head | None = None
-    handlers: Mapping[type, Callable[[Any], object]] = field(default_factory=dict)  # of messages other than plans
     adapters: WorkerAdapters | None = None
 
     def __post_init__(self) -> None:
@@ -146,9 +145,6 @@ class Runner:
     def use_spare_time(self, is_busy: bool) -> bool:
         """Do a small piece of work that would delay a request later; call it while there are no plans. Return False if there was none."""
         return self.images.prepare(is_busy)
-
-    def prepare(self, message: object) -> None:
-        self.handlers[type(message)](message)
 
     def _sample(self, step: HostStep, plan: StepPlan, watch: Stopwatch) -> tuple[Sampled, Readings]:
         """Run forward and sampling: sampled tokens are copied to the host and into the rows for the next step. `watch` does not wait for

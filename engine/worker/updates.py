@@ -1,7 +1,6 @@
 """Worker's part of weight updates. An update is checked before anything is written; a failure while weights are written ends the engine."""
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,7 +25,6 @@ from models.decoders.contract import LanguageModel
 
 FAILURES = (ValueError, OSError, RuntimeError, MemoryError, SafetensorError)
 TIMEOUT = timedelta(seconds=300)
-PROGRESS_S = 1.0
 
 
 class UpdateWorker:
@@ -36,7 +34,6 @@ class UpdateWorker:
         self._child, self._rank, self._model, self._forget = child, rank, model, forget
         self._scheduler: Outbox[OrderState] = Outbox(child.run_dir, "scheduler")
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._reported = 0.0
 
     @torch.inference_mode()
     def execute(self, order: Order) -> None:
@@ -102,9 +99,7 @@ class UpdateWorker:
         try:
             for name, tensor in tensors:
                 update.write(name, tensor)
-                if (now := time.monotonic()) - self._reported > PROGRESS_S:
-                    self._reported = now
-                    self._scheduler.send(OrderState())
+                self._scheduler.send(OrderState())
             update.finish()
             self._synchronize()
         except FAILURES as failure:

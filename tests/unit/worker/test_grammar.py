@@ -224,7 +224,7 @@ def test_admission_finds_a_grammar_that_was_read(compiled: dict[str, bytes]) -> 
     for data in (b"damaged", compiled["schema"]):
         arena: Any = SimpleNamespace(view=lambda offset, length, data=data: data)
         region = Region(0, 0, len(data))
-        rules.handlers(arena, processor)[LoadGrammar](LoadGrammar(region))
+        rules.load_grammar(LoadGrammar(region), arena, processor)
         assert done.acquire(timeout=60)
     before = rules._compiled_of.cache_info()
     rules.admit(Admit(0, region, [], [], [], SamplingParams(), CompiledGrammar(region)), arena)

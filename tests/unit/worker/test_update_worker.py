@@ -75,7 +75,6 @@ def test_tensors_of_a_group(rank: Rank, tiny_folder: Path, tmp_path: Path, monke
     """All of them replace the model, some a part of it; progress is reported."""
     tensors = load_file(alter(tiny_folder, tmp_path / "altered") / FILE)
     rank.worker._groups["g"] = cast(Any, None)
-    monkeypatch.setattr(updates, "PROGRESS_S", -1.0)
     for names in (list(tensors)[:1], list(tensors)):
         values = iter([tensors[name] for name in names])
         monkeypatch.setattr(updates, "broadcast", lambda group, tensor, values=values: tensor.copy_(next(values)))
