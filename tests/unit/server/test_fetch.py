@@ -258,7 +258,7 @@ async def test_one_request_does_not_hold_all_slots(checkpoint: Checkpoint, monke
     monkeypatch.setattr(Fetcher, "download", download)
     allowance = Allowance(1 << 30, 5)
     images = [made.new_image(ref=MediaRef(url="http://tar.example/pit")) for _ in range(128)]
-    loads = [image.load(i, allowance) for i, image in enumerate(images)]
+    loads = [image.load(allowance) for image in images]
     failures = await asyncio.gather(*loads, return_exceptions=True)
     assert most == 5 and all(isinstance(failure, RequestError | ArenaFull) for failure in failures)
     await release_all(images)
