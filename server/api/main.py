@@ -33,12 +33,12 @@ from server.api.chat.openapi import BodyRoute, DescribedRoute
 from server.api.chat.status import Status
 from server.api.dialects import anthropic, generate, pooling, responses, updates
 from server.api.http.body import PacedBodies
-from server.api.http.client import Client
 from server.api.http.connection import connection_limit
 from server.api.http.guards import ApiKeyGuard, ErrorDialects, HostGuard, JsonGuard, error_response
 from server.api.http.listen import BACKLOG, make_server, url_of
 from server.api.http.log import RequestLog, record_of
 from server.api.http.metrics import Metrics
+from server.api.http.registry import RequestRegistry
 from server.api.page import page_route
 from server.checkpoint import read_checkpoint
 from server.errors import INTERNAL_ERROR, RequestError
@@ -63,15 +63,15 @@ class Api:
         self._child = child
         self.arena = Arena(child.runtime.arena_fds[API_ARENA], child.arena_size(API_ARENA))
         outbox: Outbox[ToProcessor] = Outbox(child.run_dir, "processor")
-        self.client = Client(outbox, self.arena, child.config.max_queued_requests)
+        self.registry = RequestRegistry(outbox, self.arena, child.config.max_queued_requests)
         runtime = child.runtime
-        self._metrics = Metrics(self.client, runtime.model_names[0], child.config.block_size)
+        self._metrics = Metrics(self.registry, runtime.model_names[0], child.config.block_size)
         config = child.config
         checkpoint = read_checkpoint(Path(runtime.model_folder), config.chat_template, config.generation_config == "vllm")
         seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._service = Service(
             config=config, checkpoint=checkpoint, model_names=runtime.model_names, max_model_len=runtime.max_model_len, arena=self.arena,
-            client=self.client, metrics=self._metrics, seeds=seeds, adapters={each.name: each for each in runtime.adapters},
+            registry=self.registry, metrics=self._metrics, seeds=seeds, adapters={each.name: each for each in runtime.adapters},
         )  # fmt: skip
         self._status = Status(self._service, child.is_compiling)
 
@@ -88,7 +88,7 @@ class Api:
         )  # fmt: skip
         app.router.routes += [BodyRoute(path, endpoint(self._service)) for path, endpoint in ENDPOINTS.items()]
         app.router.routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service)]
-        app.router.routes += updates.weight_routes(self._child, self.client)
+        app.router.routes += updates.weight_routes(self._child, self.registry)
         app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
 
         def description() -> Response:
@@ -120,26 +120,26 @@ class Api:
         had_leaked = False
         while True:
             message = await inbox.recv()
-            is_first = not self.client.health.heartbeat
-            self.client.dispatch(message)
-            if is_first and self.client.health.heartbeat:
+            is_first = not self.registry.health.heartbeat
+            self.registry.dispatch(message)
+            if is_first and self.registry.health.heartbeat:
                 self._child.ready(url)
             if message.stats is not None:
                 self._metrics.note_stats(message.stats)
-                has_leaked = not (self.client.has_bodies or self.arena.is_empty())
+                has_leaked = not (self.registry.has_bodies or self.arena.is_empty())
                 if has_leaked and not had_leaked:
                     logger.error("a request body was never released")
                 had_leaked = has_leaked
 
     async def report_to_launcher(self) -> None:
         while True:
-            if self.client.health.state == "ok":
+            if self.registry.health.state == "ok":
                 self._child.report_well()
             await asyncio.sleep(ALIVE_S)
 
     async def _on_request_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        info = self.client.advise(error.info)
+        info = self.registry.advise(error.info)
         self._metrics.note_refusal(info)
         record_of(request.scope).reason = info.message
         return error_response(info, request.scope)
@@ -180,12 +180,12 @@ async def serve(child: Child) -> None:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        api.client.refuse_all(SHUTTING_DOWN)
+        api.registry.refuse_all(SHUTTING_DOWN)
         server.should_exit = True
 
     async def drain() -> None:
-        api.client.refuse_new(SHUTTING_DOWN)
-        while api.client.num_streams or api.client.replies:
+        api.registry.refuse_new(SHUTTING_DOWN)
+        while api.registry.num_streams or api.registry.replies:
             await asyncio.sleep(DRAIN_POLL_S)
         stop()
 

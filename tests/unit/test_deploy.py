@@ -29,9 +29,9 @@ from models.kernels.heads import Heads
 from models.kernels.hopper import compile
 from models.scaffold import SHAPES
 from server.api.chat.status import Status
-from server.api.http.client import Client
 from server.api.http.guards import OPEN_PATHS
 from server.api.http.metrics import Metrics
+from server.api.http.registry import RequestRegistry
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -161,7 +161,7 @@ def test_the_ray_service_is_what_the_command_starts() -> None:
 
 def served_metrics() -> set[str]:
     """Names in a scrape after one request of each kind."""
-    metrics = Metrics(cast(Client, SimpleNamespace(stats=EngineStats(), num_streams=0)), "demo", 16)
+    metrics = Metrics(cast(RequestRegistry, SimpleNamespace(stats=EngineStats(), num_streams=0)), "demo", 16)
     metrics.note_response(200)
     metrics.note_refusal(ErrorInfo(503, "", code="overloaded"))
     metrics.note_finish("stop", 1.0, 1, 9)

@@ -22,8 +22,8 @@ from server.api.chat.status import Status
 from server.api.dialects.generate import Native
 from server.api.dialects.updates import WeightUpdates
 from server.api.http.body import MAX_TEXT_BYTES
-from server.api.http.client import MAX_PROMPTS_BYTES
 from server.api.http.connection import HEAD_SECONDS, MAX_HEAD_BYTES
+from server.api.http.registry import MAX_PROMPTS_BYTES
 from server.api.main import ENDPOINTS
 from server.api.schema import parts
 from server.api.schema import requests as schema

@@ -12,10 +12,11 @@ from starlette.responses import JSONResponse, Response
 from engine.wire.messages import ChatPrompt, Event, Submit
 from engine.wire.params import Temperature, TopP
 from server.api.chat.conversation import read_conversation
-from server.api.chat.endpoint import Endpoint, GenerationEndpoint, Job, MakeFormat, Service, Show, counted, json_response
+from server.api.chat.endpoint import Endpoint, GenerationEndpoint, MakeFormat, Service, counted, json_response
 from server.api.chat.format import ChatChunk, ChatCompletion, ChatFormat, Completion, CompletionFormat, Detokenized, Tokenized
 from server.api.http.body import Body
-from server.api.http.client import check_prompts_bytes
+from server.api.http.registry import check_prompts_bytes
+from server.api.http.reply import Reply, Show
 from server.api.http.scan import Scanner
 from server.api.http.streaming import encode
 from server.api.schema.fields import Limits, check_limited
@@ -44,15 +45,15 @@ class ChatEndpoint(GenerationEndpoint):
         super().__init__(service)
         self._names = frozenset(re.findall(r"\w+", service.checkpoint.chat_template))
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
-        return self.job(self.check(ChatRequest, value), body, ChatFormat)
+    def read(self, value: dict[str, Any], body: Body) -> Reply:
+        return self.chat(self.check(ChatRequest, value), body, ChatFormat)
 
-    def job(self, request: ChatRequest, body: Body, format: MakeFormat) -> Job:
-        """Return the job of a checked request. RequestError 400."""
+    def chat(self, request: ChatRequest, body: Body, format: MakeFormat) -> Reply:
+        """Return the reply to a checked request. RequestError 400."""
         messages, media = read_conversation(request, request.messages, body)
         for name in (request.chat_template_kwargs or {}).keys() - self._names:
             self._log.note(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
-        job = self.job_of(
+        reply = self.reply_to(
             request,
             body,
             [chat_prompt(request, messages)],
@@ -62,8 +63,8 @@ class ChatEndpoint(GenerationEndpoint):
             must_call=request.uses_tools and request.tool_choice not in (None, "auto"),
             called=request.called,
         )
-        job.submits[0].media = media
-        return job
+        reply.submits[0].media = media
+        return reply
 
 
 class DialectRequest(Open):
@@ -94,9 +95,9 @@ class TranslatedChat(ChatEndpoint):
     @abstractmethod
     def format_of(self, request: Any) -> MakeFormat: ...
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
+    def read(self, value: dict[str, Any], body: Body) -> Reply:
         request: DialectRequest = check(self.takes, value)
-        return self.job(self.check(ChatRequest, request.chat_body(body.scanner)), body, self.format_of(request))
+        return self.chat(self.check(ChatRequest, request.chat_body(body.scanner)), body, self.format_of(request))
 
 
 class TranslatedCount(Endpoint):
@@ -104,7 +105,7 @@ class TranslatedCount(Endpoint):
 
     head: Mapping[str, str] = {}
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
+    def read(self, value: dict[str, Any], body: Body) -> Reply:
         request = self.check(ChatRequest, check(self.takes, value).chat_body(body.scanner))
         return counted_chat(request, body, lambda events: JSONResponse({**self.head, "input_tokens": len(events[0].prompt_ids)}))
 
@@ -114,7 +115,7 @@ class BatchChatEndpoint(ChatEndpoint):
 
     takes: Any = BatchChatRequest
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
+    def read(self, value: dict[str, Any], body: Body) -> Reply:
         conversations = value.get("messages")
         if not isinstance(conversations, list) or not 1 <= len(conversations) <= MAX_PROMPTS:
             raise bad_value("messages", f"must be a list of 1 to {MAX_PROMPTS} conversations")
@@ -137,13 +138,13 @@ class CompletionEndpoint(GenerationEndpoint):
     streams = Completion
     last_data = "[DONE]"
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
+    def read(self, value: dict[str, Any], body: Body) -> Reply:
         request = self.check(CompletionRequest, value)
-        job = self.job_of(request, body, request.prompts, "prompt", CompletionFormat, echo=bool(request.echo))
-        _vary_seeds(job.submits, request.seed)
+        reply = self.reply_to(request, body, request.prompts, "prompt", CompletionFormat, echo=bool(request.echo))
+        _vary_seeds(reply.submits, request.seed)
         for i, url in enumerate(request.images or ()):
-            job.submits[0].media.append(media_ref(url, f"images.{i}", body))
-        return job
+            reply.submits[0].media.append(media_ref(url, f"images.{i}", body))
+        return reply
 
 
 class TokenizeEndpoint(Endpoint):
@@ -152,7 +153,7 @@ class TokenizeEndpoint(Endpoint):
     takes = ChatRequest | TokenizeRequest
     gives = Tokenized
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
+    def read(self, value: dict[str, Any], body: Body) -> Reply:
         if "messages" in value:
             return counted_chat(self.check(ChatRequest, value), body, self._show)
         request = self.check(TokenizeRequest, value)
@@ -161,7 +162,7 @@ class TokenizeEndpoint(Endpoint):
         return counted(request, body, texts, "prompt", show)
 
     def _show(self, events: list[Event], is_list: bool = False) -> Response:
-        ids, limit = [event.prompt_ids for event in events], self.service.client.stats.max_model_len
+        ids, limit = [event.prompt_ids for event in events], self.service.registry.stats.max_model_len
         shown = {"count": [len(some) for some in ids], "tokens": ids} if is_list else {"count": len(ids[0]), "tokens": ids[0]}
         return json_response(encode({**shown, "max_model_len": limit, "token_strs": None}))
 
@@ -172,7 +173,7 @@ class DetokenizeEndpoint(Endpoint):
     takes = DetokenizeRequest
     gives = Detokenized
 
-    def read(self, value: dict[str, Any], body: Body) -> Job:
+    def read(self, value: dict[str, Any], body: Body) -> Reply:
         request = self.check(DetokenizeRequest, value)
         return counted(request, body, request.lists, "tokens", functools.partial(self._show, request))
 
@@ -211,9 +212,9 @@ def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[st
     return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def counted_chat(request: ChatRequest, body: Body, show: Show) -> Job:
-    """Return a job that counts the tokens of messages with their images."""
+def counted_chat(request: ChatRequest, body: Body, show: Show) -> Reply:
+    """Return a reply that counts the tokens of messages with their images."""
     messages, media = read_conversation(request, request.messages, body)
-    job = counted(request, body, [chat_prompt(request, messages)], "messages", show)
-    job.submits[0].media = media
-    return job
+    reply = counted(request, body, [chat_prompt(request, messages)], "messages", show)
+    reply.submits[0].media = media
+    return reply

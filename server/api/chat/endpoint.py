@@ -7,7 +7,6 @@ body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──�
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import random
 import time
 from abc import ABC, abstractmethod
@@ -17,20 +16,20 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from engine.wire.adapters import AdapterRef
 from engine.wire.arena import Arena
 from engine.wire.config import EngineConfig
-from engine.wire.messages import Event, Submit
+from engine.wire.messages import Submit
 from engine.wire.params import PARAMETERS, OutputOptions, Prompt, SamplingParams
 from engine.wire.stats import Stages
 from models.config.types import SamplingDefaults
 from server.api.http.body import Body, check_text_bytes, read_body
-from server.api.http.client import Client
 from server.api.http.guards import credentials_of, owner_of
 from server.api.http.metrics import Metrics
-from server.api.http.reply import GatheredReply, Reply
+from server.api.http.registry import RequestRegistry
+from server.api.http.reply import GatheredReply, GeneratedReply, Reply, Show
 from server.api.http.streaming import Format, ReplyOptions
 from server.api.schema.fields import LogOnce
 from server.api.schema.grammar import CUT_OFF, read_grammar
@@ -40,7 +39,6 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError
 
 Checked = TypeVar("Checked", bound=AnyRequest)
-Show = Callable[[list[Event]], Response]  # makes an answer of one event per choice, in order
 MakeFormat = Callable[[ReplyOptions], Format]
 
 MAX_NAMES = 20  # limit of model names in an error
@@ -54,7 +52,7 @@ class Service:
     model_names: tuple[str, ...]  # answers contain the first one
     max_model_len: int  # as configured; the engine reports the actual limit
     arena: Arena
-    client: Client
+    registry: RequestRegistry
     metrics: Metrics
     seeds: random.Random  # for requests without a seed
     adapters: dict[str, AdapterRef] = field(default_factory=dict)  # by the name that requests have as their `model`
@@ -73,19 +71,6 @@ class Service:
             submit.adapter = self.adapters[model]
 
 
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """A validated request: one Submit per prompt. `reply` makes the response, which always closes its stream."""
-
-    request: AnyRequest
-    submits: list[Submit]
-    reply: Callable[..., ASGIApp]
-
-    @property
-    def num_images(self) -> int:
-        return sum(len(submit.media) for submit in self.submits)
-
-
 class Endpoint(ABC):
     """ASGI application of a route. Headers are sent with the first event, so that a late rejection still has an HTTP status.
     `/openapi.json` shows the docstrings of endpoints, and these types."""
@@ -100,8 +85,8 @@ class Endpoint(ABC):
         self._log = LogOnce()
 
     @abstractmethod
-    def read(self, value: dict[str, Any], body: Body) -> Job:
-        """Return the job of a body's JSON; may be called in any thread. RequestError."""
+    def read(self, value: dict[str, Any], body: Body) -> Reply:
+        """Return the reply to a body's JSON, with the Submits for it; may be called in any thread. RequestError."""
 
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         """Return the validated request. RequestError 400."""
@@ -112,68 +97,62 @@ class Endpoint(ABC):
         return request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.service.client.check_open()
+        self.service.registry.check_open()
         try:
             reply = await self._accept(Request(scope, receive))
         except asyncio.CancelledError:  # the server stops before the whole body has arrived
-            self.service.client.check_open()
+            self.service.registry.check_open()
             raise
         await reply(scope, receive, send)
 
-    async def _accept(self, request: Request) -> ASGIApp:
+    async def _accept(self, request: Request) -> Reply:
         service = self.service
         header = request.headers.get("content-length")
         length = int(header) if header else None
-        with service.client.reading():
-            body = await read_body(request.receive, length, arena=service.arena, config=service.config, client=service.client)
+        with service.registry.reading():
+            body = await read_body(request.receive, length, arena=service.arena, config=service.config, registry=service.registry)
             body.credentials, body.owner = credentials_of(request.scope), owner_of(request.scope)
             return await self._submit(body)
 
-    async def _submit(self, body: Body) -> ASGIApp:
+    async def _submit(self, body: Body) -> Reply:
         """Parse the body, pass it to the processor and return the response. After a RequestError the body has been released."""
         service = self.service
         with contextlib.ExitStack() as undo:
             undo.callback(body.give_up)
             body.seed = service.seeds.getrandbits(63)  # in the order of arrival: large bodies are read in threads
-            job = await self._parse(body)
-            service.choose(job.request.model, job.submits)
+            data = body.scanner.json()
+            reply = await asyncio.to_thread(self._read, data, body) if len(data) > LARGE_JSON_BYTES else self._read(data, body)
+            service.choose(reply.request.model, reply.submits)
             limit = service.config.max_images_per_request
-            if job.num_images > limit:
-                raise RequestError(400, f"The request holds {job.num_images} images, the limit is {limit}.", job.submits[0].prompt_field)
-            limits = [limit for limit in (job.request.timeout, service.config.request_timeout) if limit is not None]
+            if reply.num_images > limit:
+                words = f"The request holds {reply.num_images} images, the limit is {limit}."
+                raise RequestError(400, words, reply.submits[0].prompt_field)
+            limits = [limit for limit in (reply.request.timeout, service.config.request_timeout) if limit is not None]
             is_needed = bool(body.scanner.used or body.num_announced)
-            for submit in job.submits:
+            for submit in reply.submits:
                 submit.deadline = body.received + min(limits) if limits else None
                 submit.body = body.region.offset if is_needed else None  # released by the last one
-            stream = service.client.submit(job.submits, job.request.rid, body.owner)
+            reply.begin(service.registry.submit(reply.submits, reply.request.rid, body.owner), service.registry, service.metrics)
             if is_needed:
                 undo.pop_all()  # from now on the processor releases the body
-        return job.reply(
-            stream=stream, client=service.client, metrics=service.metrics, num_images=job.num_images, deadline=job.submits[0].deadline
-        )
+        return reply
 
-    async def _parse(self, body: Body) -> Job:
-        """Return the job. References outside URL fields are first replaced by their text."""
-        scanner = body.scanner
-        job = await self._read(scanner.json(body.payloads), body)
+    def _read(self, data: bytes, body: Body) -> Reply:
+        """Return the reply. References outside URL fields are replaced by their text first."""
+        value, scanner = read_object(data), body.scanner
+        reply = self.read(value, body)
         if len(scanner.used) < len(scanner.references):
             unused = (reference for i, reference in enumerate(scanner.references) if i not in scanner.used)
             check_text_bytes(scanner.num_text_bytes + sum(reference.length for reference in unused))
-            job = await self._read(scanner.json(body.payloads, keep=scanner.used), body)
-        return job
-
-    async def _read(self, data: bytes, body: Body) -> Job:
-        def read() -> Job:
-            return self.read(read_object(data), body)
-
-        return await asyncio.to_thread(read) if len(data) > LARGE_JSON_BYTES else read()
+            reply = self.read(scanner.restored(value, body.payloads), body)
+        return reply
 
 
 class GenerationEndpoint(Endpoint):
-    def job_of(
+    def reply_to(
         self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, format: MakeFormat, **output: Any
-    ) -> Job:
-        """Return the job of these prompts; `output`: OutputOptions. RequestError 400."""
+    ) -> Reply:
+        """Return the reply to these prompts; `output`: OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.model.sampling, body.seed)
         rules = request.output_options(**output)
@@ -191,14 +170,14 @@ class GenerationEndpoint(Endpoint):
             warnings=request.warnings, custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
             cut_warning=CUT_OFF if grammar is not None or rules.must_call else "",
         )  # fmt: skip
-        return Job(request=request, submits=submits, reply=functools.partial(Reply, format=format, options=options))
+        return GeneratedReply(request, submits, format=format(options), options=options)
 
 
-def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Job:
-    """Return a job that only counts tokens and ends in the processor; `field` contains the prompts. RequestError 400."""
+def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Reply:
+    """Return a reply to a request that only counts tokens and ends in the processor; `field` contains the prompts. RequestError 400."""
     read_grammar(request)  # to report its errors
     submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
-    return Job(request=request, submits=submits, reply=functools.partial(GatheredReply, show=show))
+    return GatheredReply(request, submits, show)
 
 
 def unknown_model(name: str, served: Sequence[str]) -> RequestError:

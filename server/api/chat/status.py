@@ -73,7 +73,7 @@ class Status:
 
     async def health(self, response: Response) -> Health:
         """200 only while the engine makes progress; 503 while it starts, stops or is stalled."""
-        state = self._service.client.health.state
+        state = self._service.registry.health.state
         if state != "ok":
             response.status_code, response.headers["Retry-After"] = 503, "5"
         return Health(status="compiling" if state == "starting" and self._is_compiling() else state)
@@ -92,22 +92,22 @@ class Status:
 
     async def load(self) -> dict[str, int]:
         """The number of choices that clients wait for."""
-        return {"server_load": self._service.client.num_streams}
+        return {"server_load": self._service.registry.num_streams}
 
     async def reset_prefix_cache(self) -> Response:
         """Empty the prefix cache, as vLLM's route does."""
-        self._service.client.send(Forget(images=False))
+        self._service.registry.send(Forget(images=False))
         return Response()
 
     async def flush_cache(self) -> Response:
         """Empty the prefix cache and the image cache, as other servers do."""
-        self._service.client.send(Forget(images=True))
+        self._service.registry.send(Forget(images=True))
         return Response("Cache flushed.\n", media_type="text/plain")
 
     async def server_info(self) -> dict[str, Any]:
         """The settings, without secrets, and the latest numbers of the engine."""
         settings = {name: value for name, value in msgspec.structs.asdict(self._service.config).items() if name not in SECRETS}
-        stats = msgspec.to_builtins(self._service.client.stats)
+        stats = msgspec.to_builtins(self._service.registry.stats)
         return {"version": VERSION, "model": self._service.model_names[0], "settings": settings, "stats": stats}
 
     async def tokenizer_info(self) -> dict[str, Any]:
@@ -121,6 +121,6 @@ class Status:
         service, is_adapter = self._service, name in self._service.adapters
         return ModelCard(
             id=name, object="model", created=self._created, owned_by="engine", root=name if is_adapter else service.config.model,
-            max_model_len=service.client.stats.max_model_len or service.max_model_len,  # 0 before the engine is ready
+            max_model_len=service.registry.stats.max_model_len or service.max_model_len,  # 0 before the engine is ready
             parent=service.model_names[0] if is_adapter else None,
         )  # fmt: skip

@@ -16,10 +16,11 @@ from engine.wire.messages import Abort, Event, Events
 from engine.wire.params import NumLogprobs
 from engine.wire.updates import FIRST_VERSION
 from server.api.chat.command import Command
-from server.api.chat.endpoint import Endpoint, GenerationEndpoint, Job, Service
+from server.api.chat.endpoint import Endpoint, GenerationEndpoint, Service
 from server.api.chat.format import CompletionFormat
 from server.api.chat.openapi import BodyRoute, DescribedRoute
 from server.api.http.body import Body
+from server.api.http.reply import Reply
 from server.api.http.streaming import Choice, ReplyOptions, Usage, encode
 from server.api.schema.media_refs import media_ref
 from server.api.schema.parts import FIRST
@@ -168,15 +169,15 @@ class GenerateEndpoint(GenerationEndpoint):
     takes, gives, streams = GenerateRequest, Generated | list[Generated], Generated
     last_data = "[DONE]"
 
-    def read(self, value: Json, body: Body) -> Job:
+    def read(self, value: Json, body: Body) -> Reply:
         request = self.check(GenerateRequest, value)
         format = functools.partial(GenerateFormat, asked=request)
-        job = self.job_of(request, body, request.prompts, request.field, format)
-        for submit, images in zip(job.submits, request.images(), strict=True):
+        reply = self.reply_to(request, body, request.prompts, request.field, format)
+        for submit, images in zip(reply.submits, request.images(), strict=True):
             for i, image in enumerate(images):
                 url = f"data:image/any;base64,{image}" if BARE.fullmatch(image) else image
                 submit.media.append(media_ref(url, f"image_data.{i}", body))
-        return job
+        return reply
 
 
 ROUTES: dict[str, type[Endpoint]] = {"/generate": GenerateEndpoint}
@@ -198,23 +199,23 @@ class Native:
 
     async def model_info(self) -> Json:
         """The served model, in SGLang's form."""
-        model, version = self._service.config.model, self._service.client.weight_version or FIRST_VERSION
+        model, version = self._service.config.model, self._service.registry.weight_version or FIRST_VERSION
         can = {"is_generation": True, "has_image_understanding": True, "has_audio_understanding": False}
         return {"model_path": model, "tokenizer_path": model, "weight_version": version, "preferred_sampling_params": None, **can}
 
     async def server_info(self) -> Json:
         """Statistics for SGLang's benchmark."""
-        stats = self._service.client.stats
+        stats = self._service.registry.stats
         state = {"avg_spec_accept_length": stats.tokens_per_verified_row}
         state |= {"num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}
         return {**await self.model_info(), "version": VERSION, "max_total_num_tokens": stats.max_model_len, "internal_states": [state]}
 
     async def abort_request(self, asked: AbortRequest, owner: bytes) -> Response:
         """Abort the client's own requests: that with this `rid`, or all."""
-        client = self._service.client
-        own = [stream for stream in client.replies if stream.owner == owner]
+        registry = self._service.registry
+        own = [stream for stream in registry.replies if stream.owner == owner]
         streams = [stream for stream in own if asked.abort_all or (asked.rid and stream.name == asked.rid)]
         for rid, index in [answer for stream in streams for answer in stream.open]:
-            client.send(Abort(rid, index=index))
-            client.dispatch(Events([Event(rid, finish_reason="abort", index=index)]))
+            registry.send(Abort(rid, index=index))
+            registry.dispatch(Events([Event(rid, finish_reason="abort", index=index)]))
         return Response()

@@ -20,10 +20,10 @@ from engine.wire.messages import ChatPrompt, Event
 from engine.wire.params import OutputOptions, SamplingParams, TokenCount
 from engine.wire.reports import Numbers
 from server.api.chat.conversation import read_conversation
-from server.api.chat.endpoint import Endpoint, Job, json_response, submits_of
+from server.api.chat.endpoint import Endpoint, json_response, submits_of
 from server.api.http.body import Body
-from server.api.http.client import check_prompts_bytes
-from server.api.http.reply import GatheredReply
+from server.api.http.registry import check_prompts_bytes
+from server.api.http.reply import GatheredReply, Reply
 from server.api.http.streaming import encode
 from server.api.schema.parts import Content, Message, TextPart
 from server.api.schema.requests import IdList, MediaRequest, MessageList, check_ids, prompts_of
@@ -87,7 +87,7 @@ class PoolingEndpoint(Endpoint):
     @abstractmethod
     def show(self, request: Any, values: list[Floats]) -> Json: ...
 
-    def read(self, value: Json, body: Body) -> Job:
+    def read(self, value: Json, body: Body) -> Reply:
         request = self.check(self.takes, value)
         field, prompts = self.prompts(request)
         submits = submits_of(
@@ -96,8 +96,6 @@ class PoolingEndpoint(Endpoint):
             truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
             last_text_tokens=request.max_tokens_per_doc,
         )  # fmt: skip
-        reply = functools.partial(GatheredReply, show=functools.partial(self._answer, request))
-        job = Job(request=request, submits=submits, reply=reply)
         num_bytes = 0
         for submit, prompt in zip(submits, prompts, strict=True):
             if not isinstance(prompt[0], int):
@@ -105,7 +103,7 @@ class PoolingEndpoint(Endpoint):
                 submit.prompt = ChatPrompt(msgspec.json.encode(messages))
                 num_bytes += len(submit.prompt.messages)
                 check_prompts_bytes(num_bytes if len(prompts) > 1 else 0)
-        return job
+        return GatheredReply(request, submits, functools.partial(self._answer, request))
 
     def _answer(self, request: PoolingRequest, events: list[Event]) -> Response:
         usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(event.num_prompt_tokens for event in events))

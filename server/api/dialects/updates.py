@@ -25,7 +25,7 @@ from engine.wire.updates import (
 )
 from server.api.chat.command import Command, Run
 from server.api.chat.openapi import BodyRoute, DescribedRoute
-from server.api.http.client import Client
+from server.api.http.registry import RequestRegistry
 from server.api.schema.validate import Strict, bad_value
 from server.errors import RequestError, error_body
 
@@ -79,27 +79,27 @@ class Announced(Options, GroupName):
 class Orders:
     """Orders to the scheduler, which answers to a separate inbox."""
 
-    def __init__(self, child: Child, client: Client):
-        self._run_dir, self._client = child.run_dir, client
+    def __init__(self, child: Child, registry: RequestRegistry):
+        self._run_dir, self._registry = child.run_dir, registry
         self._scheduler: Outbox[Order] = Outbox(child.run_dir, "scheduler")
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
         self._reader: asyncio.Task[None] | None = None
-        client.weight_version = FIRST_VERSION
+        registry.weight_version = FIRST_VERSION
 
     @property
     def version(self) -> str:
-        return self._client.weight_version
+        return self._registry.weight_version
 
     async def give(self, order: Order) -> OrderDone:
         """Wait until the order has been executed. RequestError 400 with the reason if it was rejected, 503 if the server stops."""
-        self._client.health.check()
+        self._registry.health.check()
         self._reader = self._reader or asyncio.create_task(self._read())
         number = next(self._numbers)
         done = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._scheduler.send(msgspec.structs.replace(order, number=number))
         while not (await asyncio.wait([done], timeout=POLL_S))[0]:
-            if (refusal := self._client.health.refusal) is not None:
+            if (refusal := self._registry.health.refusal) is not None:
                 raise RequestError.of(refusal)
         answer = done.result()
         if answer.problem is not None:
@@ -110,7 +110,7 @@ class Orders:
         inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
         while True:
             answer = await inbox.recv()
-            self._client.weight_version, self._client.health.heartbeat = answer.version, time.monotonic()  # an order may take long
+            self._registry.weight_version, self._registry.health.heartbeat = answer.version, time.monotonic()  # an order may take long
             if not (done := self._waiting.pop(answer.number)).done():  # cancelled
                 done.set_result(answer)
 
@@ -175,9 +175,9 @@ class WeightUpdates:
         return {"success": True, "message": message, "num_paused_requests": done.num_waiting}
 
 
-def weight_routes(child: Child, client: Client) -> list[DescribedRoute]:
+def weight_routes(child: Child, registry: RequestRegistry) -> list[DescribedRoute]:
     """Return all routes; none without the flag."""
-    return WeightUpdates(Orders(child, client)).routes() if child.config.enable_weight_updates else []
+    return WeightUpdates(Orders(child, registry)).routes() if child.config.enable_weight_updates else []
 
 
 def refusal_body(info: ErrorInfo) -> bytes:

@@ -17,7 +17,7 @@ from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall
 from engine.wire.config import EngineConfig
 from engine.wire.messages import API_ARENA
 from engine.wire.messages import Region as WireRegion
-from server.api.http.client import Client
+from server.api.http.registry import RequestRegistry
 from server.api.http.scan import Scanner
 from server.errors import RequestError, overloaded
 from server.region import Region
@@ -35,18 +35,18 @@ class Body:
     """A body being received: the bytes in `region`, the JSON without payloads in `scanner`. The owner passes the region on or calls
     `give_up`."""
 
-    def __init__(self, region: Region, scanner: Scanner, client: Client, started: float):
+    def __init__(self, region: Region, scanner: Scanner, registry: RequestRegistry, started: float):
         self.region = region
         self.scanner = scanner
         self.started = started  # when the first byte was requested
         self.received = 0.0  # when the last byte arrived
-        self.new_rid = client.new_rid
-        self.rid = client.new_rid()
+        self.new_rid = registry.new_rid
+        self.rid = registry.new_rid()
         self.credentials = b""  # the client's Authorization header or key
         self.owner = b""  # the key, if the server has keys
         self.seed = 0  # for its requests without a seed
         self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
-        self._client = client
+        self._registry = registry
 
     @property
     def payloads(self) -> memoryview:
@@ -57,12 +57,12 @@ class Body:
         complete = self.scanner.references[self.num_announced : min(limit, self.scanner.num_complete)]
         for reference in complete:
             if reference.mime.lower().startswith(("image/", "application/")) or not reference.mime:
-                self._client.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
+                self._registry.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
         self.num_announced += len(complete)
 
     def give_up(self) -> None:
         if self.num_announced:
-            self._client.abandon(self.rid, self.region.offset)
+            self._registry.abandon(self.rid, self.region.offset)
         else:
             self.region.free()
 
@@ -109,7 +109,7 @@ class PacedBodies:
         await self._app(scope, receive_in_time, send)
 
 
-async def read_body(receive: Receive, length: int | None, arena: Arena, config: EngineConfig, client: Client) -> Body:
+async def read_body(receive: Receive, length: int | None, arena: Arena, config: EngineConfig, registry: RequestRegistry) -> Body:
     """Read a body. RequestError 413 (exceeds the arena's limit) or 503 (does not fit at present); ClientDisconnect if it is truncated."""
     if length is not None and length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
@@ -120,7 +120,7 @@ async def read_body(receive: Receive, length: int | None, arena: Arena, config: 
             _check_capacity(arena, capacity, capacity)
             region = Region(arena, capacity)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
-            body = Body(region, scanner, client, started)
+            body = Body(region, scanner, registry, started)
             undo.callback(body.give_up)
             while await _receive_piece(receive, region, scanner, config.max_body_bytes):
                 _check_capacity(arena, region.capacity, 0)

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from engine.wire.messages import ErrorInfo
 from engine.wire.stats import METRICS, EngineStats, Gauge, Stages, Total
-from server.api.http.client import Client
+from server.api.http.registry import RequestRegistry
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -39,8 +39,8 @@ ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # finish reasons with a
 
 
 class Metrics(Collector):
-    def __init__(self, client: Client, model_name: str, block_size: int):
-        self._client, self._name, self._block_size = client, model_name, block_size
+    def __init__(self, requests: RequestRegistry, model_name: str, block_size: int):
+        self._requests, self._name, self._block_size = requests, model_name, block_size
         self._stats = EngineStats()  # those of the previous heartbeat
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -58,7 +58,7 @@ class Metrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._client.stats
+        stats = self._requests.stats
         for field, metric in METRICS.items():
             value = getattr(stats, field)
             samples = [({"position": str(i)}, one) for i, one in enumerate(value)] if isinstance(value, list) else [({}, value)]
@@ -69,7 +69,7 @@ class Metrics(Collector):
             ("vllm:mm_cache_queries", Total("images looked up in the caches"), num_hits + stats.images_encoded),
             ("vllm:mm_cache_hits", Total("images found in a cache"), num_hits),
             ("vllm:kv_cache_usage_perc", Gauge("fraction of KV blocks held by requests"), num_held / (stats.num_blocks or 1)),
-            ("engine_open_streams", Gauge("choices in progress"), self._client.num_streams),
+            ("engine_open_streams", Gauge("choices in progress"), self._requests.num_streams),
         ):
             yield self._family(name, metric, [({}, value)])
         for info in stats.infos:

@@ -9,21 +9,23 @@ import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.wire.messages import ErrorInfo, Event
+from engine.wire.messages import ErrorInfo, Event, Submit
 from engine.wire.stats import Stages
-from server.api.http.client import Client, Stream
 from server.api.http.connection import connection_of
 from server.api.http.guards import error_response
 from server.api.http.log import Record, record_of
 from server.api.http.metrics import Metrics
+from server.api.http.registry import RequestRegistry, Stream
 from server.api.http.streaming import Choice, Format, ReplyOptions, Usage, size_of, stage_times, timings_json
 from server.errors import ABORTED, MAX_PROMPT_SCORES, check_prompt_scores, error_of
+
+Show = Callable[[list[Event]], Response]  # makes a response of one event per choice, in order
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LARGE_LOGPROBS = 1024  # documents with more are serialised in a thread
@@ -33,17 +35,33 @@ PING_S = 10  # without a chunk
 CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
 
 
-class Answer(ABC):
-    """ASGI response. Its stream is always closed. A client that has not read the response WRITE_S after `deadline` is disconnected."""
+class Asked(Protocol):
+    """Fields of every request."""
 
-    def __init__(self, *, stream: Stream, client: Client, metrics: Metrics, num_images: int, deadline: float | None):
-        self._stream = stream
-        self._client = client
-        self._metrics = metrics
+    model: str | None
+    rid: str | None
+    timeout: float | None
+
+
+class Reply(ABC):
+    """ASGI response to a request with one Submit per prompt; `begin` must be called first. The stream is always closed. A client that has
+    not read the response WRITE_S after the deadline is disconnected."""
+
+    _stream: Stream
+    _registry: RequestRegistry
+    _metrics: Metrics
+
+    def __init__(self, request: Asked, submits: list[Submit]):
+        self.request, self.submits = request, submits
         self._record = Record("")
-        self._num_images = num_images
-        self._deadline = None if deadline is None else deadline + WRITE_S
         self._has_status = False  # a stream's headers have been sent
+
+    @property
+    def num_images(self) -> int:
+        return sum(len(submit.media) for submit in self.submits)
+
+    def begin(self, stream: Stream, registry: RequestRegistry, metrics: Metrics) -> None:
+        self._stream, self._registry, self._metrics = stream, registry, metrics
 
     @abstractmethod
     async def respond(self, send: Send) -> Response | ErrorInfo | None:
@@ -51,9 +69,10 @@ class Answer(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
+        deadline = self.submits[0].deadline
         self._record = record_of(scope)
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(None if deadline is None else deadline + WRITE_S):
                 await self._answer(scope, receive, send)
                 await connection_of(scope).flow.drain()
         except (ClientDisconnect, TimeoutError):
@@ -62,7 +81,7 @@ class Answer(ABC):
                 self._metrics.note_response(CLIENT_CLOSED_REQUEST)
         finally:
             watcher.cancel()
-            self._client.close(self._stream)
+            self._registry.close(self._stream)
             self.finish()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +96,7 @@ class Answer(ABC):
             await response(scope, receive, send)
 
     def finish(self) -> None:
-        self._record.num_images = self._num_images
+        self._record.num_images = self.num_images
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -85,15 +104,19 @@ class Answer(ABC):
         self._stream.disconnect()
 
 
-class Reply(Answer):
-    def __init__(self, *, format: Callable[[ReplyOptions], Format], options: ReplyOptions, **exchange: Any):
-        super().__init__(**exchange)
-        self._options, self._format = options, format(options)
-        self._choices = {answer: Choice(number) for answer, number in self._stream.choices.items()}
+class GeneratedReply(Reply):
+    def __init__(self, request: Asked, submits: list[Submit], *, format: Format, options: ReplyOptions):
+        super().__init__(request, submits)
+        self._options, self._format = options, format
+        self._choices: dict[tuple[int, int], Choice] = {}
         self._stages = Stages(received=options.received)
         self._reason = "disconnect"  # replaced when all choices have ended
         self._has_first_token = False
         self._num_prompt_scores = 0
+
+    def begin(self, stream: Stream, registry: RequestRegistry, metrics: Metrics) -> None:
+        super().begin(stream, registry, metrics)
+        self._choices = {answer: Choice(number) for answer, number in stream.choices.items()}
 
     async def respond(self, send: Send) -> Response | ErrorInfo | None:
         events = await self._stream.next()
@@ -220,8 +243,8 @@ class Reply(Answer):
         requested."""
         is_cut = self._options.cut_warning and any(choice.finish_reason == "length" for choice in self._choices.values())
         extra: dict[str, object] = {"warnings": [*self._options.warnings, self._options.cut_warning]} if is_cut else {}
-        if self._client.weight_version:
-            extra["metadata"] = {"weight_version": self._stages.weight_version or self._client.weight_version}
+        if self._registry.weight_version:
+            extra["metadata"] = {"weight_version": self._stages.weight_version or self._registry.weight_version}
         if not self._options.timings:
             return extra
         last = max(choice.last_time for choice in self._choices.values())
@@ -229,11 +252,11 @@ class Reply(Answer):
         return extra | {"timings": {**timings_json(self._stages, self._options.started), "generation_ms": round(1000 * generation, 3)}}
 
 
-class GatheredReply(Answer):
+class GatheredReply(Reply):
     """Response made by `show` from the single events of all choices, in order. An error is returned immediately."""
 
-    def __init__(self, *, show: Callable[[list[Event]], Response], **exchange: Any):
-        super().__init__(**exchange)
+    def __init__(self, request: Asked, submits: list[Submit], show: Show):
+        super().__init__(request, submits)
         self._show = show
 
     async def respond(self, send: Send) -> Response | ErrorInfo | None:

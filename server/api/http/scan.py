@@ -4,12 +4,16 @@
 
 A base64 `data:` string is swapped wherever it stands as a JSON string, and so is the value of a key `data` that begins like MIN_BARE
 characters of base64: `{"data": "iVBOR..."}`, as one dialect has it. The schemas honour a reference where an image may be and ask
-for every other one to be put back (`json(keep)`). A client cannot know the nonce, so it can neither forge a reference nor lose a text.
+for every other one to be put back (`restored`). A client cannot know the nonce, so it can neither forge a reference nor lose a text.
 """
 
 import re
-from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from server.errors import RequestError
 
 OPENING = b'"data'
 MAX_OPENING_BYTES = 272  # maximum length of a media type with parameters
@@ -28,7 +32,6 @@ class Reference:
     offset: int
     length: int
     opening: bytes  # the string before the payload, including the quote
-    piece: int  # its index in the scanner's output
 
 
 class Scanner:
@@ -65,15 +68,23 @@ class Scanner:
     def index_of(self, text: str) -> int | None:
         return int(text[len(self.prefix) :]) if text.startswith(self.prefix) else None
 
-    def json(self, body: memoryview, keep: Container[int] | None = None) -> bytes:
-        """Return the JSON with references; those not in `keep` (None: all are kept) are replaced by the original strings."""
-        pieces = [*self._pieces, self._held]
-        if keep is not None:
-            for index, reference in enumerate(self.references):
-                if index not in keep:
-                    payload = body[reference.offset : reference.offset + reference.length]
-                    pieces[reference.piece] = reference.opening + bytes(payload)
-        return b"".join(pieces)
+    def json(self) -> bytes:
+        return b"".join((*self._pieces, self._held))
+
+    def restored(self, value: Any, body: memoryview) -> Any:
+        """Return the parsed JSON with the original strings instead of references that are not used. RequestError 400."""
+        if isinstance(value, dict):
+            return {self.restored(key, body): self.restored(inner, body) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.restored(inner, body) for inner in value]
+        index = self.index_of(value) if isinstance(value, str) else None
+        if index is None or index in self.used:
+            return value
+        reference = self.references[index]
+        try:
+            return from_json(reference.opening + bytes(body[reference.offset : reference.offset + reference.length]) + b'"')
+        except ValueError:
+            raise RequestError(400, "The request body is not valid JSON.") from None
 
     def _scan_text(self, data: bytes, start: int) -> int:
         """Scan up to the first payload or the end. Return where to continue."""
@@ -108,7 +119,7 @@ class Scanner:
         """Begin a payload in the string that `quote` opens. Return where it begins."""
         self._emit(data[start:quote])
         offset = self._num_fed - len(data) + payload
-        self.references.append(Reference(mime, offset, 0, data[quote:payload], len(self._pieces)))
+        self.references.append(Reference(mime, offset, 0, data[quote:payload]))
         self._emit(f'"{self.prefix}{len(self.references) - 1}'.encode())
         self._in_payload = True
         return payload

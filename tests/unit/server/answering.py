@@ -14,7 +14,7 @@ def chat_of(takes: Any, value: dict[str, Any]) -> dict[str, Any]:
     """A valid chat, without what was not said."""
     scanner = Scanner("nonce", 10)
     scanner.feed(json.dumps(value).encode())
-    chat = check(takes, json.loads(scanner.json(memoryview(b"")))).chat_body(scanner)
+    chat = check(takes, json.loads(scanner.json())).chat_body(scanner)
     check(ChatRequest, chat).check_together(1000)
     plain = json.loads(json.dumps(chat, default=lambda one: one.model_dump(exclude_none=True, by_alias=True)))
     return {name: item for name, item in plain.items() if item is not None}

@@ -287,9 +287,9 @@ class ServedApi(HttpServer):
         runtime = Runtime(config, "torch", "cpu", self.run_dir, self._fds, -1, -1, str(model_folder), ("test-model", "other-name"), 4096)
         self._child = Child("api", runtime)
         self.api = Api(self._child)
-        self.client = self.api.client
-        self._outbox, self.client._outbox = self.client._outbox, cast(Any, self)
-        self.client.dispatch(Events([], [], EngineStats(), float("inf")))  # alive for ever
+        self.registry = self.api.registry
+        self._outbox, self.registry._outbox = self.registry._outbox, cast(Any, self)
+        self.registry.dispatch(Events([], [], EngineStats(), float("inf")))  # alive for ever
         self.script: Script = say("hel", "lo")
         self.submits: list[Submit] = []
         self.media: list[list[bytes]] = []  # of each submit: payloads as the client wrote them, in base64
@@ -314,19 +314,19 @@ class ServedApi(HttpServer):
         elif isinstance(message, Abort):
             self.aborted.append(message.rid)
             if message.body is not None:
-                loop.call_soon(self.client.dispatch, Events([], [message.body]))
+                loop.call_soon(self.registry.dispatch, Events([], [message.body]))
 
     def _bytes_of(self, ref: MediaRef | VideoRef) -> bytes:
         payload = ref.payload if isinstance(ref, MediaRef) else None
         return b"" if payload is None else bytes(self.api.arena.view(payload.offset, payload.length))
 
     def dispatch(self, *events: Event) -> None:
-        self.client.dispatch(Events(list(events), []))
+        self.registry.dispatch(Events(list(events), []))
 
     def _answer(self, submit: Submit) -> None:
         self.script(self, submit)
         if submit.body is not None:
-            self.client.dispatch(Events([], [submit.body]))
+            self.registry.dispatch(Events([], [submit.body]))
 
     def close(self) -> None:
         """Check that no memory of a body is left."""

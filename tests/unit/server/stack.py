@@ -288,7 +288,7 @@ class Stack:
         """Return the number of the latest heartbeat that the api has handled."""
         self.servers.check()
         if isinstance(self.servers, InProcess):
-            return self.servers.api.client.stats.steps
+            return self.servers.api.registry.stats.steps
         beat: int = self._observer.get("/server_info").json()["stats"]["steps"]
         return beat
 

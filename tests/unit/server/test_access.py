@@ -19,8 +19,8 @@ from engine.wire.messages import ErrorInfo, Event, Events
 from engine.wire.stats import EngineStats
 from server.api.chat.endpoint import LARGE_JSON_BYTES
 from server.api.chat.status import Status
-from server.api.http import client as client_module
-from server.api.http.client import Client
+from server.api.http import registry as registry_module
+from server.api.http.registry import RequestRegistry
 from tests.unit.server.in_process import client_of, hold, serving, settle, virtual
 from tests.unit.server.raw_http import head_of, request_of, text_body
 from tests.unit.server.stack import Stack
@@ -100,9 +100,9 @@ class Service:
 
     def __init__(self, max_requests: int = 8, is_started: bool = True):
         self.sent: list[Any] = []
-        self.client = Client(SimpleNamespace(send=self.sent.append), None, max_requests)
+        self.registry = RequestRegistry(SimpleNamespace(send=self.sent.append), None, max_requests)
         if is_started:
-            self.client.dispatch(Events([], [], None, time.monotonic()))
+            self.registry.dispatch(Events([], [], None, time.monotonic()))
 
 
 async def test_states_of_health() -> None:
@@ -117,9 +117,9 @@ async def test_states_of_health() -> None:
     await check(starting, 503, "compiling", is_compiling=True)
     for ready in (service, Service(max_requests=0)):  # a full queue is not a failure
         await check(ready, 200, "ok")
-    service.client.health.heartbeat = 1e-9
+    service.registry.health.heartbeat = 1e-9
     await check(service, 503, "stalled")
-    service.client.refuse_new(ErrorInfo(503, "The server is shutting down.", code="shutting_down"))
+    service.registry.refuse_new(ErrorInfo(503, "The server is shutting down.", code="shutting_down"))
     await check(service, 503, "stopping")
 
 
@@ -165,17 +165,17 @@ def test_a_deadline_ends_the_preparation_too(stack: Stack) -> None:
 
 
 def test_retry_after_follows_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Client(cast(Any, None), cast(Any, None), 10)
+    registry = RequestRegistry(cast(Any, None), cast(Any, None), 10)
     now = 100.0
-    monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
-    assert client.advise(OVERLOADED).retry_after == 1  # nothing is known
+    monkeypatch.setattr(registry_module.time, "monotonic", lambda: now)
+    assert registry.advise(OVERLOADED).retry_after == 1  # nothing is known
     for _ in range(10):
-        client.dispatch(Events([Event(1, finish_reason="stop")]))
+        registry.dispatch(Events([Event(1, finish_reason="stop")]))
         now += 0.5
     for num_waiting, seconds in ((0, 1), (1, 1), (20, 10), (100, 50), (1000, 60)):
-        client.stats = EngineStats(num_waiting=num_waiting)
-        assert client.advise(OVERLOADED).retry_after == seconds
-    assert client.advise(ErrorInfo(503, "", code="shutting_down", retry_after=5)).retry_after == 5
+        registry.stats = EngineStats(num_waiting=num_waiting)
+        assert registry.advise(OVERLOADED).retry_after == seconds
+    assert registry.advise(ErrorInfo(503, "", code="shutting_down", retry_after=5)).retry_after == 5
 
 
 @virtual
@@ -183,9 +183,9 @@ async def test_a_large_request_does_not_take_the_seed_of_a_later_one(model_folde
     """Large bodies are read in threads."""
     may_read, to_thread = asyncio.Event(), asyncio.to_thread
 
-    async def wait_and_read(read: Any) -> Any:
+    async def wait_and_read(read: Any, *arguments: Any) -> Any:
         await may_read.wait()
-        return await to_thread(read)
+        return await to_thread(read, *arguments)
 
     monkeypatch.setattr(asyncio, "to_thread", wait_and_read)
     with serving(model_folder, seed=1) as api:
@@ -226,4 +226,4 @@ async def test_a_request_that_cannot_be_encoded_leaves_no_stream(model_folder: P
     with serving(model_folder) as api:
         ((status, error),) = (await api.ask(request_of(text_body(chat_template_kwargs={"x": 10**30})))).answers
         assert status == 400 and json.loads(error)["error"]["code"] == "invalid_value"
-        assert not api.client.num_streams and not api.client.replies and not api.submits
+        assert not api.registry.num_streams and not api.registry.replies and not api.submits

@@ -19,10 +19,10 @@ from engine.wire.config import EngineConfig
 from engine.wire.messages import Event, Submit
 from engine.wire.params import OutputOptions, SamplingParams
 from engine.wire.stats import Stages
-from server.api.http import client as client_module
-from server.api.http.client import Client
+from server.api.http import registry as registry_module
 from server.api.http.connection import HEAD_SECONDS, LINGER_S, MAX_HEAD_BYTES, NUM_RESERVED, LimitedProtocol, connection_limit
 from server.api.http.listen import make_server
+from server.api.http.registry import RequestRegistry
 from server.api.http.reply import WRITE_S
 from tests.eventually import eventually_async
 from tests.unit.server.in_process import HttpServer, Wire, echo, say, serving, settle, virtual
@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_with_two_requests_ends_the_first(model_folde
         assert len(api.submits) == 1 and not wire.received
         wire.leave()
         await settle()
-        assert api.aborted == [api.submits[0].rid] and not api.client.num_streams
+        assert api.aborted == [api.submits[0].rid] and not api.registry.num_streams
 
 
 # Number of connections
@@ -324,12 +324,12 @@ async def test_the_kernel_closes_a_connection_whose_client_reads_nothing() -> No
 
 
 def test_unread_events_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_UNREAD_EVENTS", 100)
-    client = Client(cast(Any, SimpleNamespace(send_bytes=lambda _: None)), cast(Any, None), 10)
-    client.check_open = lambda: None
-    streams = [client.submit([Submit(rid, "x", [], SamplingParams(), OutputOptions(), Stages())]) for rid in range(4)]
+    monkeypatch.setattr(registry_module, "MAX_UNREAD_EVENTS", 100)
+    registry = RequestRegistry(cast(Any, SimpleNamespace(send_bytes=lambda _: None)), cast(Any, None), 10)
+    registry.check_open = lambda: None
+    streams = [registry.submit([Submit(rid, "x", [], SamplingParams(), OutputOptions(), Stages())]) for rid in range(4)]
     for stream, count in zip(streams, (40, 20, 30, 45), strict=True):
         for _ in range(count):
             stream.push(Event(streams.index(stream), num_tokens=1))
-    client._drop_unread()
+    registry._drop_unread()
     assert [stream.num_unread for stream in streams] == [40, 20, 30, 0]

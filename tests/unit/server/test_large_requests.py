@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from engine.wire.messages import ChatPrompt, Event, Logprob, Submit
 from engine.wire.reports import Numbers, TokenScores
 from server.api.dialects import pooling
-from server.api.http.client import Stream
+from server.api.http.registry import Stream
 from server.api.http.reply import LARGE_NUMBERS, GatheredReply
 from server.api.http.streaming import Scores
 from server.api.schema import validate
@@ -187,7 +187,8 @@ async def thread_of(*events: Event) -> threading.Thread:
         threads.append(threading.current_thread())
         return Response()
 
-    reply = GatheredReply(stream=stream, client=cast(Any, None), metrics=cast(Any, None), num_images=0, deadline=None, show=show)
+    reply = GatheredReply(cast(Any, None), [], show)
+    reply.begin(stream, cast(Any, None), cast(Any, None))
     making = asyncio.create_task(reply.respond(None))
     await asyncio.sleep(0)
     for event in events:

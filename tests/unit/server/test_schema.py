@@ -211,7 +211,7 @@ def test_references_are_honoured_in_urls_only() -> None:
     body = json.dumps({"messages": messages}).encode()
     scanner = Scanner("nonce", 4)
     scanner.feed(body)
-    request = parse_body(scanner.json(memoryview(b"")))
+    request = parse_body(scanner.json())
     _, media = read_messages(request, scanner, 4096)
     assert scanner.used == {1}
     assert media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]

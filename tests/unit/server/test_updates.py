@@ -8,7 +8,7 @@ import pytest
 from engine.wire.messages import Event
 from engine.wire.updates import FromFolder, FromGroup, JoinGroup, LeaveGroup, Order, OrderDone, Pause, Resume
 from server.api.dialects.updates import WeightUpdates, refusal_body
-from server.api.http.client import Stream
+from server.api.http.registry import Stream
 from server.api.http.reply import GatheredReply
 from server.api.schema.validate import check
 from server.errors import ABORTED, RequestError
@@ -82,6 +82,7 @@ def test_refusals(path: str, body: dict[str, Any], words: str) -> None:
 async def test_an_aborted_request_without_text_is_an_error() -> None:
     """An embedding without numbers would be a wrong answer."""
     stream = Stream([(1, 0)])
-    reply = GatheredReply(show=cast(Any, None), stream=stream, client=cast(Any, None), metrics=cast(Any, None), num_images=0, deadline=None)
+    reply = GatheredReply(cast(Any, None), [], cast(Any, None))
+    reply.begin(stream, cast(Any, None), cast(Any, None))
     asyncio.get_running_loop().call_soon(stream.push, Event(1, finish_reason="abort"))
     assert await reply.respond(cast(Any, None)) == ABORTED

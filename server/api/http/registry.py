@@ -97,7 +97,7 @@ class EngineHealth:
             raise RequestError(503, "The engine makes no progress.", code="stalled", retry_after=5)
 
 
-class Client:
+class RequestRegistry:
     """Requests in the engine. A stream of `submit` must be passed to `close`. A body named in a Submit or in `abandon` belongs to the
     processor until `released_bodies` names it."""
 
