@@ -64,7 +64,7 @@ def print_plan(config: EngineConfig) -> int:
 
 
 def planned_backend(config: EngineConfig, model: ModelConfig, gpus: list[Gpu]) -> str:
-    """The backend that would run here; without fitting GPUs the requested one, or `portable`, which runs on any card."""
+    """Return the backend that would run here; without fitting GPUs the requested one, or `portable`."""
     if config.backend != "auto" or not gpus:
         return "portable" if config.backend == "auto" else config.backend
     try:
@@ -109,7 +109,7 @@ def serve_one(config: EngineConfig) -> int:
 
 
 def _supervise() -> Supervisor:
-    """Return a supervisor whose run directory is removed by any signal from the start. Raises OSError."""
+    """Return a supervisor whose run directory is removed by any signal from the start."""
     signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
         supervisor = Supervisor()
@@ -129,7 +129,6 @@ def report(config: EngineConfig, problem: Exception) -> None:
 
 
 def drain(supervisor: Supervisor, timeout: float) -> None:
-    """New requests are refused, running ones may end; a second signal ends the wait."""
     logger.info("stopping: running requests have %d s to finish; a second signal stops immediately", timeout)
     try:
         _on_interrupt(_interrupt)
@@ -140,7 +139,7 @@ def drain(supervisor: Supervisor, timeout: float) -> None:
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """Bind the api's socket first, to report a bad address immediately. It listens when the api serves. Raises OSError."""
+    """Return a bound socket, which listens when the api serves. Raises OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,14 +151,13 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def bind_unix(run_dir: Path) -> socket.socket:
-    """The api's socket for one program, which only its user can reach."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(run_dir / "http.sock"))
     return listener
 
 
 def size_arenas(config: EngineConfig, memory: int, has_gpu: bool) -> EngineConfig:
-    """Set the arenas' sizes for a machine with so many bytes of memory. Raises ValueError if the flags exceed half of it."""
+    """Set the arenas' sizes. Raises ValueError if they exceed half of `memory` bytes."""
     api_bytes = config.api_arena_bytes or min(GIB if has_gpu else 64 * MIB, memory // 16)
     processor_bytes = config.processor_arena_bytes or min(2 * GIB if has_gpu else 192 * MIB, memory // 8)
     total = api_bytes + processor_bytes
@@ -170,7 +168,7 @@ def size_arenas(config: EngineConfig, memory: int, has_gpu: bool) -> EngineConfi
 
 
 def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int) -> Runtime:
-    """Finds the model, sizes the context and reserves the arenas. Raises ValueError or OSError."""
+    """Find the model and reserve the arenas. Raises ValueError or OSError."""
     gpus = list_gpus()
     choice = choose(config.backend, config.device, config.tp, config.model == DEMO, gpus)
     if choice.device == "cpu" and config.device == "auto" and config.model != DEMO:
@@ -239,17 +237,15 @@ def write_out(text: str) -> None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Once: a second Ctrl-C must not break off the stop that the first one began."""
-    _on_interrupt(signal.SIG_IGN)
+    _on_interrupt(signal.SIG_IGN)  # a second Ctrl-C must not end the stop that the first one began
     raise Interrupted
 
 
 def _leave(supervisor: Supervisor, signum: int, frame: FrameType | None) -> None:
-    """Before there are children: an exception would wait for the threads of a download."""
     _on_interrupt(signal.SIG_IGN)
     logger.info("stopping")
     supervisor.stop()
-    os._exit(0)
+    os._exit(0)  # an exception would wait for the threads of a download
 
 
 def _on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:

@@ -71,8 +71,8 @@ class Backend:
 
 
 class Balancer:
-    """Assigns keys to replicas. A key stays with its last replica until that leaves, has `bound` times the mean number of requests, or
-    MAX_KEYS other keys were seen since. Otherwise, and without a key, the replica with the fewest requests is chosen."""
+    """Assigns keys to replicas. A key stays with its replica until that leaves, has `bound` times the mean number of requests, or MAX_KEYS
+    other keys were seen. Otherwise, and without a key, the replica with the fewest requests is chosen."""
 
     def __init__(self, urls: Sequence[str], bound: float = BOUND):
         self.backends = [Backend(url) for url in urls]
@@ -80,7 +80,7 @@ class Balancer:
         self._homes: LRUCache[bytes, Backend] = LRUCache(MAX_KEYS)
 
     def take(self, key: bytes) -> Backend | None:
-        """Return a replica with one more request, to be passed to `release`; None if no replica is healthy. b"" is no key."""
+        """Return a replica, to be passed to `release`; None if none is healthy. b"" is no key."""
         healthy = [one for one in self.backends if one.healthy]
         if not healthy:
             return None
@@ -159,8 +159,7 @@ class Body:
         scope.cancel()
 
     async def find_image(self) -> bytes:
-        """Return the beginning of the first image, however the body is split; `held` has been read for it. b"" if there is none in
-        SCANNED_BYTES or the budget is used up."""
+        """Return the beginning of the first image, however the body is split; b"" if SCANNED_BYTES have none or the budget is used up."""
         searched = 0
         with move_on_after(KEY_SECONDS):
             while len(self.held) < SCANNED_BYTES and (chunk := await self.read()):
@@ -176,7 +175,6 @@ class Body:
 
 
 def passed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers without those of one hop."""
     lower = [(name.lower(), value) for name, value in headers]
     named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
     return [(name, value) for name, value in lower if name not in HOP_BY_HOP | named]
@@ -251,7 +249,6 @@ class Proxy:
             group.cancel_scope.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request; if the client disconnects, the replica's request ends."""
         if scope["path"] == "/health":
             healthy = any(backend.healthy for backend in self.balancer.backends)
             states = {"status": "ok" if healthy else "unavailable", "backends": [backend.state for backend in self.balancer.backends]}

@@ -30,8 +30,7 @@ class GrammarError(ValueError):
 
 
 class GrammarCompiler:
-    """Compiles grammars one by one and caches results and rejections, but nothing that depends on the machine's load. `seconds`: CPU time
-    limit per grammar."""
+    """Compiles grammars one by one; caches what does not depend on the machine's load. `seconds`: CPU time limit per grammar."""
 
     def __init__(self, model_folder: Path, seconds: float):
         self.pool = GuestPool(1, "engine.grammar.compile", str(model_folder), memory=MEMORY_BYTES)

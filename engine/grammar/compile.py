@@ -44,7 +44,6 @@ SINGLE = ("items", "additionalProperties", "additionalItems", "unevaluatedItems"
 
 
 def prepare(model_folder: str) -> Callable[[bytes], bytes]:
-    """Return the guest's function."""
     compiler = xgrammar.GrammarCompiler(read_vocabulary(Path(model_folder)), max_threads=NUM_THREADS, cache_enabled=False)
     return lambda job: msgspec.msgpack.encode(compiled(compiler, msgspec.msgpack.decode(job, type=Grammar)))
 
@@ -89,8 +88,7 @@ def schema_grammar(schema: object, separators: tuple[str, str] = (",", ":")) -> 
 
 
 def bounded(grammar: xgrammar.Grammar) -> str:
-    """Return the EBNF of a schema's grammar with two corrections: a model cannot repeat the digits of a number forever, and strings of
-    bounded length have no control characters, which JSON forbids."""
+    """Return EBNF with two corrections: numbers have at most 20 digits, and strings of bounded length no control characters."""
     text = BOUNDED.sub(lambda match: match[1] + PLAIN, str(grammar))
     digits = {"[0-9]", *DIGIT_RULE.findall(text)}
 
@@ -102,7 +100,7 @@ def bounded(grammar: xgrammar.Grammar) -> str:
 
 
 def ebnf_of(grammar: str) -> str:
-    """Return EBNF from EBNF or Lark, also in guidance's form. ValueError for the attribute `temperature`, which sampling does not apply."""
+    """Return EBNF from EBNF or Lark, also in guidance's form. Raises ValueError."""
     if EBNF_RULE.search(grammar) or not LARK_RULE.search(grammar):
         return grammar
     bare = LLGUIDANCE.sub("", grammar).replace("(?s:.*)", r"(.|\n)*")

@@ -4,8 +4,7 @@
              │     └──▶ python -m engine.serve --config MEMFD      127.0.0.1, --port + 1     its CPUs, GPUs 0 .. tp-1
              └────────▶ python -m engine.serve --config MEMFD      127.0.0.1, --port + 2     the next ones
 
-An engine that ends is started again, while the others serve on. All ends when an engine does not start at first, when no engine is left,
-or when the proxy ends.
+An engine that ends is restarted. All ends when an engine does not start at first, when none is left, or when the proxy ends.
 """
 
 import asyncio
@@ -70,7 +69,7 @@ class Fleet:
         self._stop = asyncio.Event()
 
     async def serve(self, gpus: Sequence[Gpu]) -> int:
-        """Run until the end and return the exit code. Raises ValueError or OSError."""
+        """Return the exit code. Raises ValueError or OSError."""
         config = self._config
         if gpus and len(gpus) < (needed := config.dp * config.tp):
             raise ValueError(f"--dp {config.dp} with --tp {config.tp} needs {needed} GPUs; this machine has {len(gpus)}")
@@ -148,7 +147,7 @@ class Fleet:
                     self._all_ready.set()
 
     async def _route(self, members: Sequence[Member]) -> None:
-        """Run the proxy, starting when every engine is ready; it is the last process to end."""
+        """Run the proxy when every engine is ready; it is the last process to end."""
         await self._all_ready.wait()
         config, fd = self._config, self._listener.fileno()
         cpus, urls = frozenset(os.sched_getaffinity(0)), (member.url for member in members)
@@ -195,8 +194,6 @@ def divide(config: EngineConfig, port: int, has_gpus: bool) -> list[Member]:
 
 
 def _neighbouring_cpus() -> list[int]:
-    """Return the usable CPUs, sorted by socket and core."""
-
     def place(cpu: int) -> tuple[int, int, int]:
         topology = CPUS / f"cpu{cpu}" / "topology"
         try:

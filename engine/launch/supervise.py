@@ -33,7 +33,7 @@ class Supervisor:
     """The children of one engine, their run directory (0700, removed at the end) and their lifeline."""
 
     def __init__(self) -> None:
-        """Create the run directory. Raises OSError."""
+        """Raises OSError."""
         self.run_dir = Path(tempfile.mkdtemp(prefix="engine-"))
         if len(os.fsencode(self.run_dir)) > MAX_RUN_DIR_BYTES:
             self.run_dir.rmdir()
@@ -46,7 +46,7 @@ class Supervisor:
         self._well = time.monotonic()  # last report of a healthy api
 
     def start(self, role: str, module: str, runtime: Runtime, *arguments: str, fds: tuple[int, ...] = ()) -> None:
-        """Start `python -m module RUNTIME.json arguments`, which inherits the arenas, the lifeline and `fds`."""
+        """Start a child that inherits the arenas, the lifeline and `fds`."""
         path = self.run_dir / f"{role}.json"
         path.touch(0o600)
         path.write_bytes(msgspec.json.encode(runtime))
@@ -58,15 +58,14 @@ class Supervisor:
         self._children[role] = subprocess.Popen(command, pass_fds=inherited, env=environment, process_group=group)
 
     def wait_ready(self) -> str:
-        """Return the first report of the api, which is ready when all others are. Raises ChildDied."""
+        """Return the first report of the api, the last child to be ready. Raises ChildDied."""
         while (status := self._next_status()) is None or status.role != "api":
             pass
         self._well = time.monotonic()
         return status.text
 
     def check(self, patience: float) -> None:
-        """Check for about 0.1 s. Raises ChildDied if any child has ended, or if the api has not reported for `patience`
-        seconds (0: forever) that all is well."""
+        """Check for about 0.1 s. Raises ChildDied if a child has ended, or the api was silent for `patience` seconds (0: no limit)."""
         status = self._next_status()
         if status is not None and status.role == "api":
             self._well = time.monotonic()
@@ -82,7 +81,7 @@ class Supervisor:
             time.sleep(DUMP_S)  # so that the stacks are not interleaved
 
     def drain(self, timeout: float) -> None:
-        """Make the api refuse new requests and end after the running ones; wait until any child ends."""
+        """Let the api end after the running requests; wait until any child ends."""
         if "api" in self._children:
             self._children["api"].send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + timeout
@@ -127,7 +126,6 @@ class Supervisor:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe the end of a process by its return code."""
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL, probably out of memory)"
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

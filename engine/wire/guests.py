@@ -1,7 +1,7 @@
 """Guest processes: child processes that decode media or compile output constraints, and may be killed at any time.
 
-The module's `prepare(*arguments)` returns the function that answers jobs. Pipes carry frames of a header and data; the header's number is a
-job's CPU time limit in milliseconds. A guest's first frame reports that it is ready."""
+The module's `prepare(*arguments)` returns the function that answers jobs. Pipes carry frames: a header with a job's CPU time limit in
+milliseconds, and data. A guest's first frame reports that it is ready."""
 
 import asyncio
 import contextlib
@@ -36,15 +36,14 @@ class GuestKilled(GuestDied):
 
 
 class Guest:
-    """A guest process, started by its first job and again after it has ended."""
+    """A guest process, started by its first job, and by the first after its end."""
 
     def __init__(self, arguments: tuple[str, ...], fds: tuple[int, ...]):
         self._arguments, self._fds = arguments, fds
         self.process: Process | None = None
 
     async def ask(self, job: bytes, timeout: float, cpu_seconds: float) -> bytes:
-        """Return the answer to a job. Raises GuestDied, TimeoutError (the process is then killed), or RuntimeError if the process does not
-        start."""
+        """Return the answer to a job. Raises GuestDied, TimeoutError (after killing the process), or RuntimeError if none starts."""
         if self.process is not None and self.process.returncode is not None:
             await self.close()
         process = self.process or await self.start()
@@ -101,8 +100,8 @@ class GuestPool:
             await guest.close()
 
     async def ask(self, job: bytes, timeout: float, cpu_seconds: float = 0.0, is_large: bool = False) -> bytes:
-        """Return the answer to a job. Errors as in `Guest.ask`; a job whose guest was killed is repeated once. A cancelled call returns
-        only after its job has ended, since the job may write to an arena."""
+        """As `Guest.ask`; a job whose guest was killed is repeated once. A cancelled call returns after its job, which may write to an
+        arena."""
         async with self._may_begin_large if is_large else contextlib.nullcontext(), self._may_begin:
             task = asyncio.create_task(self._answer(job, timeout, cpu_seconds))
             try:
@@ -137,8 +136,6 @@ async def _receive(process: Process) -> bytes:
 
 
 def serve(answer: Callable[[bytes], bytes], source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer jobs until the end of `source`."""
-
     def send(data: bytes) -> None:
         sink.write(HEADER.pack(len(data), 0) + data)
         sink.flush()

@@ -77,7 +77,7 @@ class Plan(NamedTuple):
 
 
 def num_values(model: ModelConfig, of_tower: bool) -> int:
-    """Return the number of values in matrices of the tower, or of the decoder without its experts, routers and embeddings."""
+    """Count values in matrices of the tower, or of the decoder without its experts, routers and embeddings."""
     return sum(math.prod(shape) for path, shape in targets(model).items() if path.startswith(TOWER) == of_tower)
 
 
@@ -127,8 +127,8 @@ class Activations(NamedTuple):
 
 
 def encode_bytes(vision: VisionConfig, num_tokens: int, num_levels: int) -> int:
-    """Peak bytes of an encode: patches and the bytes that they are made of, position embeddings, the stream and its norm; of a block,
-    keys, values, queries and the attention's result, or the MLP's inner values; the result."""
+    """Peak bytes: patches and the bytes that they are made of, position embeddings, the stream and its norm; of a block, keys, values,
+    queries and the attention's result, or the MLP's inner values; the result."""
     of_patch = patch_values(vision) * 3 // 2 + 3 * vision.hidden_size + 2 * vision.head_dim * 2  # rotary rows in float32, twice
     of_patch += max(4 * vision.hidden_size, vision.intermediate_size)
     of_token = of_patch * vision.merge_size**2 + num_levels * vision.out_hidden_size
@@ -136,14 +136,14 @@ def encode_bytes(vision: VisionConfig, num_tokens: int, num_levels: int) -> int:
 
 
 def gather_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Peak bytes of the exchange of a step's embeddings by several ranks, after their encoding."""
+    """Peak bytes of the exchange of a step's embeddings by several ranks."""
     of_token = model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
     return 0 if config.tp == 1 or model.vision is None else GATHER_COPIES * config.max_num_encoder_tokens * of_token
 
 
 def dequantized_bytes(text: TextConfig, tp: int, format: Format) -> int:
-    """Bytes of the largest matrix that a step of many tokens dequantizes: the gates and up projections of an MLP or of all experts with a
-    scheme of floats, which humming-kernels does not multiply."""
+    """Bytes of the largest matrix that a long step dequantizes: gates and up projections of an MLP or of all experts with a scheme of
+    floats, which humming-kernels does not multiply."""
     if (scheme := Scheme.parse(format)) is None or scheme.element.startswith("int"):
         return 0
     inner = text.intermediate_size if text.moe is None else text.moe.num_experts * text.moe.intermediate_size
@@ -162,7 +162,6 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
 
 
 def state_bytes(config: EngineConfig, spec: CacheSpec) -> int:
-    """Bytes of the states of rows, a scratch row and spare rows."""
     return (config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(config.proposals.max_tokens)
 
 
@@ -171,7 +170,7 @@ def max_samples(config: EngineConfig, sizes: StepSizes) -> int:
 
 
 def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
-    """Number of padded tokens of a step that the model's head reads."""
+    """Padded tokens of a step that the model's head reads."""
     return config.max_num_batched_tokens + 2 * max_samples(config, sizes) + sizes.large_step
 
 
@@ -190,7 +189,7 @@ def sizes_for(config: EngineConfig, model: ModelConfig, spec: CacheSpec, sizes: 
 
 
 def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, step: int) -> int:
-    """Bytes of launches, shared inputs and logits, and the largest activations; `step` is those of `max_num_batched_tokens`."""
+    """Bytes of launches, shared inputs and logits, and the largest activations; `step`: those of `max_num_batched_tokens`."""
     if config.enforce_eager or not sizes.decodes:
         return 0
     chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_samples(config, sizes))
@@ -208,7 +207,7 @@ def early_image_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
-    """Divide the `free` bytes left by `needs` between image cache and KV pool; if a flag fixes one, the other gets the rest."""
+    """Divide what `needs` leaves of the `free` bytes; if a flag fixes the image cache or the KV pool, the other gets the rest."""
     decoder = DECODER_BYTES_PER_PIXEL * config.max_image_pixels if needs.tower else 0  # from the memory that is not planned, if it suffices
     left = min(int(free * config.gpu_memory_utilization), free - decoder) - sum(needs)
     block_bytes = spec.block_bytes(config.block_size)
@@ -221,8 +220,7 @@ def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Pl
 
 
 def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
-    """Plan a worker's memory: `needs` of a GPU with `free` bytes free, of which --gpu-memory may be used; None on a CPU. ValueError if
-    no block fits."""
+    """Plan a worker's memory. `needs`: None on a CPU. ValueError if no block fits."""
     block_bytes = spec.block_bytes(config.block_size)
     fixed = config.kv_cache_memory_bytes
     if needs is None:

@@ -51,7 +51,7 @@ LOWEST_PRIORITY = 19
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Grammar of a row, and its masks in the current step: of the next token and of the token after each of the `proposed` ones."""
+    """Grammar of a row, and its masks in a step: of the next token and of those after each of the `proposed` ones."""
 
     matcher: "GrammarMatcher"
     after: int | None  # the grammar applies after this token; None once it has been sampled
@@ -131,7 +131,7 @@ class MaskThread(threading.Thread):
                 self._began = now
 
     def rest(self) -> list[Session]:
-        """Wait until the masks are filled, or the first of the returned sessions takes too long. The thread then uses no other one."""
+        """Wait until the masks are filled, or the first of the returned sessions takes too long: the thread uses no other one."""
         while True:
             self.join(POLL_S)
             with self._lock:
@@ -175,7 +175,7 @@ def _bytes_of(region: Region, arena: ArenaView) -> bytes:
 
 
 class TokenRules:
-    """Grammars and allowed tokens of all rows, for steps of up to `max_samples`. `model_folder` has the tokenizer of their compilation."""
+    """Grammars and allowed tokens of all rows, for steps of up to `max_samples`."""
 
     def __init__(self, model_folder: Path, max_samples: int, vocab_size: int, device: torch.device):
         self._folder = model_folder
@@ -189,13 +189,12 @@ class TokenRules:
         self._loader = ThreadPoolExecutor(1, "grammars")
 
     def load(self) -> None:
-        """Load the libraries and the vocabulary that the first grammar needs."""
         from engine.grammar.compile import read_vocabulary
 
         self._vocabulary = self._vocabulary or read_vocabulary(self._folder)
 
     def admit(self, admit: Admit, arena: ArenaView | None) -> None:
-        """Assign the row to a request. Grammars are read from `arena`; None on ranks that do not sample."""
+        """Assign the row to a request. `arena`: None on ranks that do not sample."""
         self._limited.pop(admit.row, None)
         session, allowed = None, admit.params.allowed_token_ids
         if admit.grammar is not None and arena is not None:
@@ -212,8 +211,8 @@ class TokenRules:
         reading.add_done_callback(lambda _: processor.send(GrammarLoaded(message.region.offset)))
 
     def masks(self, samples: HostSamples, proposing: Stopwatch) -> Mask | None:
-        """Return the masks of permitted tokens; None if all are permitted. Waits for the previous tokens, and for proposed ones, which are
-        on the host when `proposing` is done, if a row has a grammar."""
+        """Return the masks of permitted tokens; None if all are permitted. If a row has a grammar, wait for the previous tokens and for
+        `proposing`, after which proposed ones are on the host."""
         if self._limited.keys().isdisjoint(samples.rows.tolist()):
             return None
         found = [(first, *self._limited[row], proposed) for first, row, proposed in samples.per_row() if row in self._limited]
@@ -245,8 +244,7 @@ class TokenRules:
         return index_A, allowed_AW
 
     def note(self, samples: HostSamples, tokens_S: torch.Tensor, watch: Stopwatch) -> dict[int, ErrorInfo]:
-        """Note sampled tokens, which are on the host when `watch` is done. Return errors by index among the sampled chunks, for each whose
-        grammar is no longer enforced."""
+        """Note sampled tokens, which are on the host when `watch` is done. Return errors by index among the sampled chunks."""
         if self._limited.keys().isdisjoint(samples.rows.tolist()):
             return {}
         sessions = [self._limited.get(row, (None, None))[0] for _, row, _ in samples.per_row()]

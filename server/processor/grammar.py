@@ -25,7 +25,7 @@ MAX_WHITESPACE = 1  # consecutive characters, as models write JSON
 
 
 class AnswerGrammars:
-    """Grammars of the answers to requests. `worker` is rank 0's inbox, `think_end` the token that ends reasoning."""
+    """`worker`: rank 0's inbox; `think_end`: the token that ends reasoning."""
 
     def __init__(
         self, compiler: GrammarCompiler, worker: Outbox[LoadGrammar], allocator: RegionAllocator, template: str, think_end: int | None
@@ -59,7 +59,6 @@ class AnswerGrammars:
             loaded.set()
 
     def of(self, request: Request) -> CompiledGrammar | None:
-        """Return the answer's grammar, which applies after the reasoning, if any."""
         region = request.regions.get("grammar")
         if region is None:
             return None

@@ -47,8 +47,8 @@ from server.processor.media.inspect import Allowance
 from server.processor.media.medium import Medium, release_all
 from server.processor.request import Answer, Prepared, Request, tools_of
 from server.processor.text.detokenize import TokenTable
+from server.processor.text.output_text import OutputText, ThinkTokens
 from server.processor.text.prompt import MAX_TOKENS, PromptBuilder, too_long
-from server.processor.text.reasoning import OutputText, ThinkTokens
 from server.processor.text.scores import PromptScores
 from server.region import Region
 

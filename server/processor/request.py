@@ -14,9 +14,8 @@ from engine.wire.stats import TokenDetails
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.medium import Medium, release_all
-from server.processor.text.logprobs import named, spelling_of
-from server.processor.text.reasoning import OutputText
-from server.processor.text.scores import PromptScores
+from server.processor.text.output_text import OutputText
+from server.processor.text.scores import PromptScores, named, spelling_of
 from server.processor.threads import together
 from server.region import Region
 

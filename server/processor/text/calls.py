@@ -3,8 +3,8 @@
     Hermes (Qwen3-VL):        <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     XML (the coder models):   <tool_call><function=name><parameter=x>...</parameter></function></tool_call>
 
-Text decides, not ids: tokenizers differ in what is a token. Only text that may begin a marker is held back, and white space before it. A
-marker within a string of the JSON is part of it. The time is linear in the length of the text.
+Text that may begin a marker is held back, and white space before it. A marker within a string of the JSON is part of it. The time is linear
+in the length of the text.
 """
 
 import json
@@ -40,7 +40,7 @@ def _sendable(text: str) -> str:
 
 
 def json_call(text: str) -> tuple[str | None, str]:
-    """Return name and arguments of a call in JSON. Arguments that are incomplete or no JSON are returned as they are."""
+    """Return name and arguments of a call in JSON; arguments that are no JSON as they are."""
     name, arguments, position = None, "", max(0, text.find("{"))
     while (member := MEMBER.match(text, position)) is not None:
         start = member.end()
@@ -57,8 +57,7 @@ def json_call(text: str) -> tuple[str | None, str]:
 
 
 def xml_arguments(text: str, schemas: Mapping[str, Any], is_cut: bool) -> str:
-    """Return the arguments of a call in XML as JSON; those of a truncated call as they are. A value is JSON unless its schema has the type
-    string."""
+    """Return arguments as JSON; those of a truncated call as they are. A value is JSON unless its schema has the type string."""
     members: list[str] = []
     position = 0
     while (parameter := PARAMETER.search(text, position)) is not None and (end := text.find(VALUE_END, parameter.end())) >= 0:
@@ -78,7 +77,7 @@ def _json_value(schema: object, text: str) -> str:
 
 
 class CallSplitter:
-    """Splits the text of one answer into shown text and calls. `is_single`: end the answer after the first call."""
+    """Splits an answer into shown text and calls. `is_single`: end it after the first call."""
 
     def __init__(self, schemas: Schemas, is_single: bool):
         self._schemas = schemas
@@ -100,7 +99,7 @@ class CallSplitter:
         self._is_in_string = False  # at that time
 
     def push(self, text: str) -> tuple[str, list[CallDelta], bool]:
-        """Return the text to show, deltas of calls, and whether the answer ends here."""
+        """Return text, deltas of calls, and whether the answer ends here."""
         self._held += text
         goes_on, is_done = True, False
         while self._held and goes_on and not is_done:
@@ -111,7 +110,6 @@ class CallSplitter:
         return *self._take(), is_done
 
     def flush(self, is_cut: bool = False) -> tuple[str, list[CallDelta]]:
-        """Return the rest at the end of the text, at a stop string or at the token limit (`is_cut`)."""
         held, self._held = self._held, ""
         if not self.is_inside:
             self._shown += "".join((*self._spaces, held))

@@ -14,7 +14,7 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def byte_alphabet() -> dict[int, int]:
-    """Return the alphabet of byte-level BPE (GPT-2): printable bytes map to themselves, others to characters from U+0100 on."""
+    """Return the alphabet of byte-level BPE (GPT-2): printable bytes are themselves, others are characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
@@ -40,12 +40,11 @@ class TokenTable:
         self.texts = [_decode_whole(data) for data in self.bytes]
 
     def spelling(self, token_id: int) -> bytes:
-        """Return the token's bytes, also for special tokens; empty for an id without a token."""
         special = self.specials.get(token_id)
         return special.encode() if special is not None else self.bytes[token_id] if token_id < len(self.bytes) else b""
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of these ids, including special tokens. Other threads run in between."""
+        """Return the text of these ids, including special tokens."""
         decoder = _new_utf8_decoder("replace")
         pieces = [decoder.decode(b"".join(map(self.spelling, ids[i : i + NUM_AT_ONCE]))) for i in range(0, len(ids), NUM_AT_ONCE)]
         return "".join((*pieces, decoder.decode(b"", final=True)))
@@ -59,7 +58,7 @@ def _decode_whole(data: bytes) -> str | None:
 
 
 class Detokenizer:
-    """Incremental detokenizer of one stream: the joined results of `push` and `flush` equal the tokenizer's decoding of all ids."""
+    """The joined results of `push` and `flush` equal the tokenizer's decoding of all ids."""
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool = True):
         self._table = table
@@ -68,7 +67,6 @@ class Detokenizer:
         self.is_between = True  # the text does not end inside a character
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token completes; empty if its bytes end inside a character."""
         table = self._table
         if token_id >= len(table.texts):
             return ""
@@ -80,7 +78,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the rest at the end: an incomplete character becomes U+FFFD."""
+        """Return the rest: an incomplete character becomes U+FFFD."""
         return "" if self.is_between else self._decoder.decode(b"", final=True)
 
 
@@ -98,8 +96,7 @@ class StopMatcher:
         self._matched = [0] * len(stops)  # characters of each stop string at the end of the text
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Return the text to show and whether a stop string was found. The stop string, unless it is included, and later text are not
-        shown."""
+        """Return the text to show and whether a stop string was found."""
         self.num_read += len(piece)
         if not (self._stops and self.is_armed):
             self.num_shown = self.num_read
@@ -118,15 +115,13 @@ class StopMatcher:
         return text[:keep], False
 
     def flush(self) -> str:
-        """Return held-back text at the end."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         self.num_shown += len(held)
         return held
 
     def _find(self, index: int, text: str) -> int:
-        """Return the end of stop string `index` in the text, or 0 if it is not found. Held text was searched before. Algorithm of Knuth,
-        Morris and Pratt: at most two comparisons per character on average."""
+        """Return the end of stop string `index` in the text, or 0. Held text was searched before. Algorithm of Knuth, Morris and Pratt."""
         (stop, borders), matched, start = self._stops[index], self._matched[index], len(self._held)
         if not matched:
             start = text.find(stop[0], start)

@@ -60,13 +60,12 @@ class PromptBuilder:
         self.template = ChatTemplate(checkpoint.chat_template, list(self._special_ids), variables, joins_parts=is_plain)
 
     def size(self, prompt: Prompt) -> int:
-        """Return the bytes of JSON or text, or the number of token ids; the time of `encode` is proportional to it."""
+        """Return the bytes of JSON or text, or the number of ids, to which the time of `encode` is proportional."""
         return len(prompt.messages) + len(prompt.tools or b"") if isinstance(prompt, ChatPrompt) else len(prompt)
 
     def encode(self, prompt: Prompt, kinds: Sequence[MediaKind], limit: int = MAX_TOKENS, is_framed: bool = False) -> list[int]:
-        """Return token ids with one placeholder per medium of these kinds. With `is_framed`, a chat gets the tokens that the
-        tokenizer puts around a text. Raises RequestError 400 if the template refuses the messages or does not show every medium, or, before
-        the whole text is encoded, if it has far more tokens than `limit`."""
+        """Return token ids with one placeholder per medium. `is_framed`: a chat gets the tokens that the tokenizer puts around a text.
+        RequestError 400 if the template does not show every medium, or, early, for far more tokens than `limit`."""
         if kinds and not self._placeholders:
             raise no_vision()
         is_chat = isinstance(prompt, ChatPrompt)
@@ -98,7 +97,6 @@ class PromptBuilder:
         return [token_id for token_id, before in pairs if not (token_id == before == image)]
 
     def first_tokens(self, words: list[str]) -> tuple[int, ...]:
-        """Return the first token of each word. Large vocabularies such as Qwen's contain the whole words."""
         return tuple(self._ids_of(word)[0] for word in words)
 
     def _ids_of(self, word: str) -> tuple[int, ...]:
@@ -116,7 +114,7 @@ class PromptBuilder:
         return msgspec.structs.replace(prompt, messages=msgspec.json.encode(messages))
 
     def predicted(self, text: str, limit: int) -> list[int]:
-        """Return at most `limit` ids of the expected answer. Spellings of special tokens are treated as text."""
+        """Return at most `limit` ids of the expected answer."""
         encoding = self._literal.encode_batch_fast([text[: limit * USUAL_CHARACTERS]], add_special_tokens=False)[0]
         return list(encoding.ids[:limit])
 
@@ -133,8 +131,7 @@ class PromptBuilder:
         return tuple(found)
 
     def _check_size(self, text: str, limit: int) -> None:
-        """Raise RequestError 400 as soon as the first pieces of an unusually long text have too many tokens. Cutting into pieces may add a
-        few tokens."""
+        """Raise RequestError 400 as soon as the first pieces of an unusually long text have too many tokens."""
         if len(text) <= limit * USUAL_CHARACTERS:
             return
         num_tokens = 0
@@ -161,8 +158,7 @@ class PromptBuilder:
         return ids
 
     def expand(self, ids: Sequence[int], visuals: Sequence[Visual]) -> ExpandedPrompt:
-        """Expand ids with one placeholder per medium. Items' start and end tokens are inside those that the template has written, as in
-        transformers 5.10 and later."""
+        """Expand placeholders. Items' start and end tokens are inside those of the template, as in transformers 5.10 and later."""
         prompt, position = ExpandedPrompt(array("i"), []), 0
         for visual in visuals:
             placeholder = self._placeholders[visual.kind]

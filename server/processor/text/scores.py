@@ -1,14 +1,24 @@
-"""Log-probabilities of a prompt's tokens, sent with the first event of each answer."""
+"""Log-probabilities by the bytes of their tokens, and those of a prompt, sent with the first event of each answer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from engine.wire.messages import Event, Submit
+from engine.wire.messages import Event, Logprob, Submit
 from engine.wire.reports import PromptLogprobs, Report, TokenScores
 from server.processor.text.detokenize import TokenTable
-from server.processor.text.logprobs import named, spelling_of
+
+Spelling = Callable[[int], bytes]
+
+
+def spelling_of(table: TokenTable, names_ids: bool) -> Spelling:
+    """Return the names of tokens: their bytes, or their ids (`return_tokens_as_token_ids`)."""
+    return (lambda token_id: b"token_id:%d" % token_id) if names_ids else table.spelling
+
+
+def named(spelling: Spelling, token_id: int, value: float | None, top: Iterable[tuple[int, float]]) -> Logprob:
+    return Logprob(token_id, spelling(token_id), value, [(top_id, spelling(top_id), top_value) for top_id, top_value in top])
 
 
 class PromptScores:

@@ -37,9 +37,8 @@ class Rendered:
 
 
 class ChatTemplate:
-    """Compiled template. Immutable; may be used from several threads. Raises ValueError if it cannot be compiled. `variables`: special
-    tokens and defaults, by the template's names for them. `joins_parts`: join the texts of a message with line breaks, since templates of
-    text models do not accept parts."""
+    """Compiled template, for several threads. Raises ValueError. `variables`: special tokens and defaults. `joins_parts`: join the texts of
+    a message with line breaks, since templates of text models do not accept parts."""
 
     def __init__(self, source: str, special_tokens: list[str], variables: dict[str, Any], joins_parts: bool):
         self.source = source
@@ -55,7 +54,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot be compiled: {str(error)[:MAX_REASON]}{place}") from None
 
     def render(self, prompt: ChatPrompt) -> Rendered:
-        """Render the messages. RequestError 400 if the template rejects them or omits requested parts."""
+        """RequestError 400 if the template rejects the messages or omits requested parts."""
         shield = _Shield()
         messages = [self._protect_message(message, shield) for message in msgspec.json.decode(prompt.messages)]
         tools = None if prompt.tools is None else self._protect(msgspec.json.decode(prompt.tools), shield)
@@ -101,7 +100,7 @@ class ChatTemplate:
         return value
 
     def _protect_text(self, text: str, shield: "_Shield") -> str:
-        """Insert markers for special tokens, and for an end that the following text might complete to one."""
+        """Replace special tokens, and an end that the following text might complete to one."""
         text = self.special.sub(lambda match: shield.hide(match[0]), text)
         for length in range(min(len(text), self._longest_beginning), 0, -1):
             if text[-length:] in self._beginnings:

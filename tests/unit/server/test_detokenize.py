@@ -16,9 +16,9 @@ from engine.wire.reports import PromptLogprobs
 from server.api.dialects.generate import GenerateFormat, GenerateRequest
 from server.api.http.streaming import Choice, ReplyOptions
 from server.api.schema.tools import custom_text
-from server.processor.text import reasoning
+from server.processor.text import output_text
 from server.processor.text.detokenize import Detokenizer, StopMatcher, TokenTable
-from server.processor.text.reasoning import OutputText, ThinkTokens
+from server.processor.text.output_text import OutputText, ThinkTokens
 from server.processor.text.scores import of_prompt
 
 
@@ -150,7 +150,7 @@ def test_white_space_at_the_end_of_a_prompt(tokenizer: Tokenizer, table: TokenTa
         text = OutputText(table, think, OutputOptions())
         text.read_prompt(Counting([think.start or 0, *[space] * num_spaces]))
         assert text.is_thinking == is_thinking
-    assert max(read) <= reasoning.MAX_SPACES
+    assert max(read) <= output_text.MAX_SPACES
 
 
 def test_log_probabilities_of_a_prompt_are_read_as_they_are_needed() -> None:

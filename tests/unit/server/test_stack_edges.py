@@ -22,7 +22,7 @@ from engine.wire.stats import Stages
 from server.api.chat.format import ChatFormat
 from server.api.http.scan import Scanner
 from server.processor.intake import Intake
-from server.processor.text.reasoning import OutputText
+from server.processor.text.output_text import OutputText
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN, png_header
 from tests.unit.server.raw_http import body_of, connect, head_of, text_body

@@ -24,7 +24,7 @@ MAX_SPACES = 256  # tokens of white space after a prompt's `<think>`
 
 @dataclass(frozen=True, slots=True)
 class ThinkTokens:
-    """Ids of `<think>` and `</think>`. Both are None if the tokenizer lacks either."""
+    """Ids of `<think>` and `</think>`; both None if the tokenizer lacks either."""
 
     start: int | None
     end: int | None
@@ -54,16 +54,15 @@ class OutputText:
 
     @property
     def begin(self) -> int:
-        """Return the start of the next token's text in characters."""
         return self._stops.num_read
 
     @property
     def end(self) -> int:
-        """Return the end of the last token's text, including an incomplete character that may start a stop string."""
+        """End of the last token's text, including an incomplete character that may start a stop string."""
         return self._stops.num_read + (self._has_stops and not self._detokenizer.is_between)
 
     def shows(self, begin: int, end: int) -> bool:
-        """Return whether a token with this text range is shown, at least in part. False if a stop string has cut it or may cut it."""
+        """Return whether a token with this text range is shown, at least in part."""
         return self._stops.num_shown > begin or self._stops.num_shown >= end
 
     @property
@@ -71,15 +70,14 @@ class OutputText:
         return self._stops.found
 
     def read_prompt(self, ids: Sequence[int]) -> None:
-        """Set whether the output begins with reasoning: only white space follows the prompt's last `<think>`. In a user's message, tokens
-        that end the message follow it."""
+        """Set whether the output begins with reasoning: only white space follows the prompt's last `<think>`."""
         texts = self.table.texts  # number of the tokenizer's ids; the model may have more
         tail = reversed(ids[-MAX_SPACES:])
         last = next((token_id for token_id in tail if not (token_id < len(texts) and (texts[token_id] or "").isspace())), -1)
         self.is_thinking = last == self._think.start
 
     def push(self, token_id: int, is_hidden: bool = False) -> tuple[str, bool]:
-        """Return the text to show and whether the answer ends, by a stop string or after the only call. A hidden token has no text."""
+        """Return the text to show and whether the answer ends. A hidden token has no text."""
         is_first, self._is_first = self._is_first, False
         self._stops.is_armed = self._num_unstoppable <= 0
         self._num_unstoppable -= 1
@@ -99,7 +97,7 @@ class OutputText:
         return self._split(*self._stops.push(text))
 
     def flush(self, is_cut: bool = False) -> tuple[str, bool]:
-        """Return held-back text at the end, and whether it completes a stop string. `is_cut`: the token limit ended the text."""
+        """Return held-back text and whether it completes a stop string. `is_cut`: by the token limit."""
         return self._split(*self._end_part(), is_end=True, is_cut=is_cut)
 
     def _end_part(self) -> tuple[str, bool]:

@@ -11,8 +11,8 @@ from engine.wire.messages import ChatPrompt
 from engine.wire.params import OutputOptions
 from server.checkpoint import Checkpoint, read_checkpoint
 from server.processor.text.detokenize import TokenTable
+from server.processor.text.output_text import OutputText, ThinkTokens
 from server.processor.text.prompt import PromptBuilder
-from server.processor.text.reasoning import OutputText, ThinkTokens
 from tests.unit.server.test_detokenize import pieces_of
 from tests.unit.server.test_stack import ids_of
 
