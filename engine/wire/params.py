@@ -14,10 +14,11 @@ MAX_ALLOWED_TOKENS = 1024
 
 
 class Limits:
-    """Annotation of a value that clients send. `slot`: its kernel argument. `json`: its type in requests, if different."""
+    """Annotation of a value that clients send. `slot`: its kernel argument. `json`: its type in requests, if different. `is_text`: the
+    processor converts it to ids."""
 
-    def __init__(self, slot: str = "", json: Any = None, **bounds: float):
-        self.slot, self.json, self.bounds = slot, json, bounds
+    def __init__(self, slot: str = "", json: Any = None, is_text: bool = False, **bounds: float):
+        self.slot, self.json, self.is_text, self.bounds = slot, json, is_text, bounds
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
         return {**handler(source), **self.bounds}
@@ -69,14 +70,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     top_k: TopK = 0
     min_p: Annotated[float, Limits("log_min_p", ge=0, le=1)] = 0.0
     seed: Annotated[int, Limits(ge=-(1 << 63), lt=1 << 63)] = 0
-    ignore_eos: bool = False
+    ignore_eos: Annotated[bool, Limits()] = False
     stop_token_ids: Annotated[tuple[int, ...], Limits(json=list[TokenId], max_length=MAX_STOP_IDS)] = ()
     repetition_penalty: Annotated[float, Limits("penalties", gt=0, le=100)] = 1.0
     frequency_penalty: AdditivePenalty = 0.0
     presence_penalty: AdditivePenalty = 0.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], Limits(json=dict[str, Bias], max_length=MAX_BIASED)] = ()  # (token id, addend)
     min_tokens: Annotated[int, Limits(ge=0, lt=1 << 31)] = 0
-    bad_words: Annotated[tuple[tuple[int, ...], ...], Limits(json=list[NotEmpty], max_length=MAX_BAD_WORDS // 2)] = ()
+    bad_words: Annotated[tuple[tuple[int, ...], ...], Limits(json=list[NotEmpty], is_text=True, max_length=MAX_BAD_WORDS // 2)] = ()
     allowed_token_ids: Annotated[tuple[int, ...], Limits(json=list[TokenId], min_length=1, max_length=MAX_ALLOWED_TOKENS)] = ()
     prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS)] | None = None  # in requests -1 means the maximum
     logprobs: int | None = None  # each dialect has its own fields for it, of type `NumLogprobs`
@@ -97,16 +98,17 @@ class Parameter(NamedTuple):
     json: Any
     default: Any
     slot: str
+    is_text: bool
     bounds: dict[str, float]
 
 
 def _parameters() -> Iterator[Parameter]:
     hints = get_type_hints(SamplingParams, include_extras=True)
-    for field in msgspec.structs.fields(SamplingParams)[:-2]:
+    for field in msgspec.structs.fields(SamplingParams):
         hint = hints[field.name]
-        limits = next((one for part in (hint, *get_args(hint)) for one in get_args(part)[1:] if isinstance(one, Limits)), Limits())
-        json = hint if limits.json is None else Annotated[limits.json, limits]
-        yield Parameter(field.name, json, field.default, limits.slot, limits.bounds)
+        for limits in [one for part in (hint, *get_args(hint)) for one in get_args(part)[1:] if isinstance(one, Limits)]:
+            json = hint if limits.json is None else Annotated[limits.json, limits]
+            yield Parameter(field.name, json, field.default, limits.slot, limits.is_text, limits.bounds)
 
 
 PARAMETERS = {parameter.name: parameter for parameter in _parameters()}

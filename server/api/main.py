@@ -29,7 +29,7 @@ from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import completions as chat
 from server.api.chat.adapters import adapter_routes
 from server.api.chat.endpoint import Endpoint, Service
-from server.api.chat.openapi import BodyRoute, DescribedRoute
+from server.api.chat.routes import BodyRoute, DescribedRoute
 from server.api.chat.status import Status
 from server.api.dialects import anthropic, generate, pooling, responses, updates
 from server.api.http.body import PacedBodies

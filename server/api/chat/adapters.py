@@ -10,9 +10,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.wire.adapters import AdapterRef, checked
 from models.config.huggingface import read_config
-from server.api.chat.command import Command, Run
 from server.api.chat.endpoint import Service
-from server.api.chat.openapi import BodyRoute, DescribedRoute
+from server.api.chat.routes import BodyRoute, Command, DescribedRoute, Run
 from server.api.schema.validate import Strict, bad_value
 from server.errors import RequestError
 

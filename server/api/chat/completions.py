@@ -20,7 +20,7 @@ from server.api.http.reply import Reply, Show
 from server.api.http.scan import Scanner
 from server.api.http.streaming import encode
 from server.api.schema.fields import Limits, check_limited
-from server.api.schema.media_refs import media_ref
+from server.api.schema.media import media_ref
 from server.api.schema.requests import (
     MAX_PROMPTS,
     BatchChatRequest,

@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.wire.messages import AnyRef
 from server.api.http.body import Body
-from server.api.schema.media_refs import MediaRefs
+from server.api.schema.media import MediaRefs
 from server.api.schema.parts import MEDIA, Message, ProcessorKwargs, RefusalPart, TextPart
 from server.api.schema.requests import MediaRequest
 from server.api.schema.tools import CustomCall, ToolCall

@@ -192,7 +192,7 @@ def json_response(document: bytes) -> Response:
 
 def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed: int) -> SamplingParams:
     """Return the request's parameters, with the checkpoint's defaults; `seed` is used if the request has none."""
-    values = {name: getattr(request, name) for name in PARAMETERS if name != "bad_words"}  # converted to ids by the processor
+    values = {name: getattr(request, name) for name, parameter in PARAMETERS.items() if not parameter.is_text}
     values |= request.derived
     given = dataclasses.asdict(defaults) | {"seed": seed} | {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():

@@ -8,11 +8,11 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob
-from server.api.chat.scores import scores_json
-from server.api.http.streaming import Call, Choice, Format, ReplyOptions, Usage, encode
+from server.api.http.streaming import Call, Choice, Format, ReplyOptions, Scores, Usage, encode
 from server.api.schema.tools import CustomCall, ToolCall, custom_text
 from server.errors import error_body
 
@@ -252,6 +252,23 @@ def _prompt_ids(choice: Choice) -> dict[str, object]:
 def _of_prompt(choice: Choice) -> dict[str, object]:
     """Return vLLM's members about the prompt."""
     return {"prompt_token_ids": choice.prompt_ids or None, **scores_json(choice.prompt_scores)}
+
+
+def scores_json(scores: Scores) -> dict[str, object]:
+    """Return vLLM's member: for each token of the prompt an object by ids, null for the first. Each is serialised at once: its objects
+    would take far more memory."""
+    return {"prompt_logprobs": [msgspec.Raw(encode(_entry_json(entry))) for entry in scores] or None}
+
+
+def _entry_json(entry: Logprob) -> dict[str, object] | None:
+    """Return the token itself and its alternatives. Only these have a rank."""
+    if entry.logprob is None:
+        return None
+    tokens = [(None, (entry.id, entry.token, entry.logprob)), *enumerate(entry.top, 1)]
+    return {
+        str(token_id): {"logprob": value, "rank": rank, "decoded_token": text.decode("utf-8", "replace")}
+        for rank, (token_id, text, value) in tokens
+    }
 
 
 def _ending(choice: Choice) -> dict[str, object]:

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from engine.wire.config import VERSION
 from engine.wire.messages import Forget
 from server.api.chat.endpoint import Service
-from server.api.chat.openapi import DescribedRoute
+from server.api.chat.routes import DescribedRoute
 
 SECRETS = frozenset({"api_key"})
 

@@ -15,7 +15,7 @@ from server.api.chat.endpoint import Endpoint, MakeFormat
 from server.api.http.scan import Scanner
 from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 from server.api.schema.fields import LIMITED_IN_DIALECTS, limits_of
-from server.api.schema.media_refs import check_url
+from server.api.schema.media import check_url
 from server.api.schema.parts import FIRST, ToolList
 from server.api.schema.requests import MAX_STOPS, Effort, MessageList, SchemaFormat
 from server.api.schema.tools import FunctionDefinition, Hosted, HostedTool, Parameters

@@ -15,14 +15,13 @@ from engine.wire.config import VERSION
 from engine.wire.messages import Abort, Event, Events
 from engine.wire.params import NumLogprobs
 from engine.wire.updates import FIRST_VERSION
-from server.api.chat.command import Command
 from server.api.chat.endpoint import Endpoint, GenerationEndpoint, Service
 from server.api.chat.format import CompletionFormat
-from server.api.chat.openapi import BodyRoute, DescribedRoute
+from server.api.chat.routes import BodyRoute, Command, DescribedRoute
 from server.api.http.body import Body
 from server.api.http.reply import Reply
 from server.api.http.streaming import Choice, ReplyOptions, Usage, encode
-from server.api.schema.media_refs import media_ref
+from server.api.schema.media import media_ref
 from server.api.schema.parts import FIRST
 from server.api.schema.requests import GenerationRequest, Ids, check_prompts, prompts_of
 from server.api.schema.validate import Strict, bad_value

@@ -18,7 +18,7 @@ from server.api.chat.format import logprobs_json
 from server.api.http.scan import Scanner
 from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 from server.api.schema.fields import LIMITED_IN_DIALECTS, limits_of
-from server.api.schema.media_refs import check_urls
+from server.api.schema.media import check_urls
 from server.api.schema.parts import FIRST, Content, RefusalPart, TextPart, ToolList
 from server.api.schema.requests import AnswerFormat, Effort, MessageList
 from server.api.schema.tools import FunctionDefinition, FunctionName, Hosted, HostedTool, Name, custom_text

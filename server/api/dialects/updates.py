@@ -23,8 +23,7 @@ from engine.wire.updates import (
     Pause,
     Resume,
 )
-from server.api.chat.command import Command, Run
-from server.api.chat.openapi import BodyRoute, DescribedRoute
+from server.api.chat.routes import BodyRoute, Command, DescribedRoute, Run
 from server.api.http.registry import RequestRegistry
 from server.api.schema.validate import Strict, bad_value
 from server.errors import RequestError, error_body

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from starlette.responses import HTMLResponse, Response
 
-from server.api.chat.openapi import DescribedRoute
+from server.api.chat.routes import DescribedRoute
 
 FOLDER = Path(__file__).parent
 

@@ -6,8 +6,7 @@ import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from engine.wire.messages import MediaRef, VideoRef
-from server.api.schema.media import NO_URL, PixelLimits, Uuid, url_object
-from server.api.schema.media_refs import MediaRefs, check_extra
+from server.api.schema.media import NO_URL, MediaRefs, PixelLimits, Uuid, check_extra, url_object
 from server.api.schema.validate import Open, Strict, bad_value
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's format: images separated by commas, and their default rate
