@@ -4,6 +4,7 @@ arrive."""
 import argparse
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import re
@@ -215,8 +216,11 @@ class Forwarder:
     """ASGI application that forwards requests to the server on the Unix socket `path`. If the client disconnects, its request ends."""
 
     def __init__(self, path: str):
-        """Must be called in the event loop."""
-        self.session = make_session(aiohttp.UnixConnector(path, limit=0))
+        self._path = path
+
+    @functools.cached_property
+    def session(self) -> aiohttp.ClientSession:
+        return make_session(aiohttp.UnixConnector(self._path, limit=0))  # in the event loop of the requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = Body(receive, Budget(0), not has_body(scope))

@@ -20,7 +20,7 @@ PATIENCE_S = 30
 
 
 def command_of(cpus: frozenset[int], module: str, *arguments: str) -> list[str]:
-    """Return the command of a module that uses these CPUs and ends with this process."""
+    """Return a command that uses these CPUs and ends with this process."""
     return python_command("engine.launch.process", str(os.getpid()), ",".join(map(str, sorted(cpus))), module, *arguments)
 
 
@@ -47,7 +47,7 @@ class ServerProcess:
         self.death: str | None = None  # reason why it has ended
 
     async def start(self) -> None:
-        """Return when the server is ready. Raises ValueError or ChildDied with the reason that the server reports, and cleans up."""
+        """Wait until the server is ready. Raises ValueError or ChildDied with the server's reason."""
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.stop)
             fd = settings_fd(self._config)
@@ -69,7 +69,7 @@ class ServerProcess:
             undo.pop_all()
 
     async def stop(self) -> None:
-        """End the server and its processes; every caller waits until they have ended, and cancelling a caller interrupts nothing."""
+        """End the server. Every caller waits until it has ended; cancelling a caller interrupts nothing."""
         self._stopping = self._stopping or asyncio.create_task(self._end())
         await asyncio.shield(self._stopping)
 

@@ -4,8 +4,8 @@
 
     HAProxy ──hash of x-session-id──▶ replica: an actor that forwards ──Unix socket──▶ engine.serve, its child
 
-Without `--address` a cluster of this machine is started, and ends with this command; with it replicas are deployed there, or those that
-run are replaced one after the other, and they stay when this command has ended.
+Without `--address` a cluster of this machine is started, and ends with this command; with it replicas are deployed there, or replaced one
+after the other, and stay.
 """
 
 import argparse
@@ -54,16 +54,14 @@ class Replica:
         self._forwarder = Forwarder(self._server.path)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the ASGI application; the name is defined by Ray Serve."""
         return Starlette(routes=[Mount("/", self._forwarder)])
 
     async def check_health(self) -> None:
-        """Raise if the replica must be replaced; the name is defined by Ray Serve."""
         if self._server.death is not None:
             raise RuntimeError(self._server.death)
 
     async def __del__(self) -> None:
-        """End the engine. Ray Serve calls this when the running requests have ended."""
+        """Called by Ray Serve when the running requests have ended."""
         await self._server.stop()
         await self._forwarder.session.close()
 
@@ -88,13 +86,12 @@ def application(config: EngineConfig, replicas: int, max_replicas: int) -> serve
 
 
 def build(args: dict[str, str]) -> serve.Application:
-    """Build for Serve's configuration files (`import_path: engine.launch.replicas:build`): flags without their dashes as `args`."""
+    """For Serve's configuration files (`import_path: engine.launch.replicas:build`). `args`: flags without their dashes."""
     own, config = parse([word for name, value in args.items() for word in (f"--{name}", str(value))])
     return application(config, own.replicas, own.max_replicas)
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConfig]:
-    """Return this command's own flags and the engines' configuration."""
     parser = argparse.ArgumentParser("engine.launch.replicas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, required=True, help="engines")
     parser.add_argument("--max-replicas", type=int, help="maximum number of engines when those are busy; default: no more")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import xgrammar
 
 from engine.grammar.client import GrammarCompiler
-from engine.grammar.compile import compiled, read_vocabulary
+from engine.grammar.compile import read_vocabulary
 from engine.wire.grammar import Grammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
@@ -27,6 +26,7 @@ from server.errors import RequestError
 from server.processor.grammar import answer_grammar
 from server.processor.text.calls import CallSplitter
 from tests.eventually import eventually
+from tests.unit.engine.test_grammar_compile import accepts
 from tests.unit.server.conftest import StackOf
 from tests.unit.server.stack import FakeScheduler, Stack
 from tests.unit.server.test_stack import chunks_of
@@ -139,22 +139,6 @@ XML = "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n<
 BAD = F.replace("1", '"x"')
 
 
-@pytest.fixture(scope="module")
-def accepts(model_folder: Path) -> Callable[[Grammar | None, str], bool]:
-    tokens = read_vocabulary(model_folder)
-    compiler = xgrammar.GrammarCompiler(tokens)
-
-    def check(grammar: Grammar | None, text: str) -> bool:
-        """Whether the text, and nothing after it, may be an answer."""
-        assert grammar is not None
-        answer = compiled(compiler, grammar)
-        assert answer.error is None, answer.error
-        matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(answer.data.decode(), tokens))
-        return matcher.accept_string(text) and matcher.accept_token(tokens.stop_token_ids[0])
-
-    return check
-
-
 def options(calls: str = "all", **others: Any) -> OutputOptions:
     return OutputOptions(calls=calls, **others)
 
@@ -171,16 +155,17 @@ CASES = [
 ]  # fmt: skip
 
 
-def test_what_an_answer_may_be(accepts: Any) -> None:
+def test_what_an_answer_may_be() -> None:
     for name, asked, told, good, bad in CASES:
         grammar = answer_grammar(told, TOOLS, asked, "a template")
-        assert [text for text in (*good, *bad) if accepts(grammar, text)] == good, name
+        assert grammar is not None
+        assert [text for text in (*good, *bad) if accepts(grammar, text, is_whole=True)] == good, name
 
 
-def test_the_other_notation(accepts: Any) -> None:
+def test_the_other_notation() -> None:
     grammar = answer_grammar(None, TOOLS, options(must_call=True), "... <function=example_function_name> ...")
-    assert accepts(grammar, XML) and not accepts(grammar, F)
-    assert not accepts(grammar, XML.replace("1", "x"))
+    assert grammar is not None and accepts(grammar, XML, is_whole=True)
+    assert not accepts(grammar, F) and not accepts(grammar, XML.replace("1", "x"))
     splitter = CallSplitter({}, False)
     assert "".join(delta.arguments for delta in splitter.push(XML)[1]) == '{"n": 1}'
 
