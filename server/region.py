@@ -5,7 +5,7 @@ from engine.wire.arena import Arena, ArenaFull
 MIN_GROWTH = 1 << 20
 
 
-class Region:
+class GrowingRegion:
     """One allocation and the position of its writer; its offset is final once it is complete. Raise ArenaFull or ArenaTooSmall."""
 
     def __init__(self, arena: Arena, capacity: int):

@@ -30,7 +30,7 @@ from server.api.chat import completions as chat
 from server.api.chat.adapters import adapter_routes
 from server.api.chat.endpoint import Endpoint, Service
 from server.api.chat.routes import BodyRoute, DescribedRoute
-from server.api.chat.status import Status
+from server.api.chat.status import StatusRoutes
 from server.api.dialects import anthropic, generate, pooling, responses, updates
 from server.api.http.body import PacedBodies
 from server.api.http.connection import connection_limit
@@ -73,7 +73,7 @@ class Api:
             config=config, checkpoint=checkpoint, model_names=runtime.model_names, max_model_len=runtime.max_model_len, arena=self.arena,
             registry=self.registry, metrics=self._metrics, seeds=seeds, adapters={each.name: each for each in runtime.adapters},
         )  # fmt: skip
-        self._status = Status(self._service, child.is_compiling)
+        self._status = StatusRoutes(self._service, child.is_compiling)
 
     def build_metrics(self) -> ASGIApp:
         app = FastAPI(openapi_url=None)

@@ -45,12 +45,12 @@ from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance
 from server.processor.media.medium import Medium, release_all
-from server.processor.request import Answer, Prepared, Request, tools_of
+from server.processor.request import AnswerState, Prepared, Request, tools_of
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.output_text import OutputText, ThinkTokens
 from server.processor.text.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.text.scores import PromptScores
-from server.region import Region
+from server.region import GrowingRegion
 
 LARGE_MESSAGES_BYTES = 1 << 14  # larger prompts are tokenised in a thread
 LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take seconds and up to 2 GB each
@@ -122,10 +122,10 @@ class Intake:
         request.task = asyncio.create_task(self._prepare(request))
         self.tasks.create_task(self._hand_over(request, request.task, list(early.values())))
 
-    def _answers(self, submit: Submit) -> list[Answer]:
+    def _answers(self, submit: Submit) -> list[AnswerState]:
         functions = [tool["function"] for tool in tools_of(submit)]
         schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
-        return [Answer(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
+        return [AnswerState(OutputText(self._tokens, self._think, submit.output, schemas)) for _ in range(submit.n)]
 
     def abort(self, message: Abort) -> None:
         """End a request whose client has disconnected, without a further event."""
@@ -245,7 +245,7 @@ class Intake:
             prediction=wire(request.regions["prediction"]) if predicted else None,
         )
 
-    def _put(self, ids: "array[int]") -> Region:
+    def _put(self, ids: "array[int]") -> GrowingRegion:
         region = self.allocator.allocate(4 * len(ids))
         region.append(ids.tobytes())
         return region

@@ -28,7 +28,7 @@ from engine.wire.messages import (
 from engine.wire.reports import Numbers
 from server.errors import ABORTED, error_of
 from server.processor.media.allocator import RegionAllocator
-from server.processor.request import Answer, Request
+from server.processor.request import AnswerState, Request
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Output:
             events.append(Event(request.submit.rid, error=error_of(failure)))
             self.scheduler.send(Abort(request.submit.rid))
 
-    def _append_events(self, events: list[Event], request: Request, answer: Answer, output: RequestOutput) -> None:
+    def _append_events(self, events: list[Event], request: Request, answer: AnswerState, output: RequestOutput) -> None:
         """Append one event per token. An answer's first event has the scores of the prompt; its last is terminal and has the last token."""
         if request.is_ended or answer.is_ended:
             return
@@ -78,7 +78,7 @@ class Output:
         if is_first and request.scores is not None:
             events[first] = request.scores.added_to(events[first], request.prompt_ids, output.report)
 
-    def _append_tokens(self, events: list[Event], request: Request, answer: Answer, output: RequestOutput) -> None:
+    def _append_tokens(self, events: list[Event], request: Request, answer: AnswerState, output: RequestOutput) -> None:
         if request.submit.params.max_tokens == 0:  # only the echo is requested: the sampled token is not shown
             output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason=output.finish_reason and "length")
         final = None if output.error is not None else output.finish_reason
@@ -108,7 +108,7 @@ class Output:
         elif final is not None and not output.token_ids:
             events.append(request.with_tokens(_finish(request, answer, output, "", final), answer, is_first=False))
 
-    def _stop_early(self, request: Request, answer: Answer, output: RequestOutput) -> None:
+    def _stop_early(self, request: Request, answer: AnswerState, output: RequestOutput) -> None:
         """End an answer at a stop string. The scheduler stops computing it, unless it has already ended it."""
         request.end(answer)
         if output.finish_reason is None and output.error is None:
@@ -143,7 +143,7 @@ class Output:
         self.scheduler.send(pixels)
 
 
-def _event(request: Request, answer: Answer, output: RequestOutput, text: str) -> Event:
+def _event(request: Request, answer: AnswerState, output: RequestOutput, text: str) -> Event:
     if answer.num_tokens == 1:
         return _full_event(request, output, text, answer.text.calls)
     content = answer.text
@@ -178,7 +178,7 @@ def _full_event(
     )
 
 
-def _finish(request: Request, answer: Answer, output: RequestOutput, text: str, reason: FinishReason) -> Event:
+def _finish(request: Request, answer: AnswerState, output: RequestOutput, text: str, reason: FinishReason) -> Event:
     """Return the terminal event. Held-back text is shown unless it completes a stop string."""
     request.end(answer)
     calls = answer.text.calls

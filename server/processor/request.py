@@ -17,7 +17,7 @@ from server.processor.media.medium import Medium, release_all
 from server.processor.text.output_text import OutputText
 from server.processor.text.scores import PromptScores, named, spelling_of
 from server.processor.threads import together
-from server.region import Region
+from server.region import GrowingRegion
 
 Prepared = EngineRequest | Event | ErrorInfo  # for the scheduler; the only event of a request that is only counted; or its error
 
@@ -30,7 +30,7 @@ class PendingToken(NamedTuple):
 
 
 @dataclass(slots=True)
-class Answer:
+class AnswerState:
     text: OutputText
     waiting: deque[PendingToken] = field(default_factory=deque)  # tokens with held-back text
     echo: str = ""  # the prompt's text, which the answer starts with
@@ -43,10 +43,10 @@ class Answer:
 class Request:
     submit: Submit
     media: list[Medium]
-    answers: list[Answer]
+    answers: list[AnswerState]
     scores: PromptScores | None = None
     task: asyncio.Task[Prepared] | None = None  # while it is prepared
-    regions: dict[str, Region] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
+    regions: dict[str, GrowingRegion] = field(default_factory=dict)  # regions of its EngineRequest; the prompt's token ids under "prompt"
     is_in_scheduler: bool = False
     is_ended: bool = False  # all its answers have ended or were aborted
     awaits_memory: bool = False  # for its payloads
@@ -75,7 +75,7 @@ class Request:
                 self.pixels.update(zip(mine, sources, strict=True))
         return {index: self.pixels[index] for index in indexes}
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: AnswerState) -> None:
         answer.is_ended = True
         self.is_ended = all(answer.is_ended for answer in self.answers)
 
@@ -88,14 +88,14 @@ class Request:
     def is_stop_token(self, token_id: int) -> bool:
         return token_id in self.submit.params.stop_token_ids or token_id in self.answers[0].text.table.specials
 
-    def note(self, answer: Answer, begin: int, output: RequestOutput, index: int) -> None:
+    def note(self, answer: AnswerState, begin: int, output: RequestOutput, index: int) -> None:
         if output.logprobs or self.submit.output.token_ids:
             token_id, spelling = output.token_ids[index], spelling_of(answer.text.table, self.submit.output.names_ids)
             found = output.logprobs[index : index + 1]
             logprobs = [named(spelling, token_id, one.logprob, zip(one.top_ids, one.top_logprobs, strict=True)) for one in found]
             answer.waiting.append(PendingToken(begin, answer.text.end, token_id, logprobs))
 
-    def with_tokens(self, event: Event, answer: Answer, is_first: bool) -> Event:
+    def with_tokens(self, event: Event, answer: AnswerState, is_first: bool) -> Event:
         """Return the event with the requested token ids and log-probabilities of the tokens whose text has been sent."""
         wants_ids, shown = self.submit.output.token_ids, []
         while answer.waiting and answer.text.shows(answer.waiting[0].begin, answer.waiting[0].end):

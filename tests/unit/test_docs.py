@@ -18,7 +18,7 @@ from engine.wire.config import EngineConfig
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from server import proxy
 from server.api.chat.adapters import AdapterRoutes
-from server.api.chat.status import Status
+from server.api.chat.status import StatusRoutes
 from server.api.dialects.generate import Native
 from server.api.dialects.updates import WeightUpdates
 from server.api.http.body import MAX_TEXT_BYTES
@@ -198,7 +198,7 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
     told = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", page))
     nothing: Any = None
-    status = [route for route in Status(nothing, lambda: False).routes() if route.include_in_schema]
+    status = [route for route in StatusRoutes(nothing, lambda: False).routes() if route.include_in_schema]
     routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
     annexes = Native, WeightUpdates, AdapterRoutes
     routes |= {route.path for annex in annexes for route in annex(nothing).routes()}

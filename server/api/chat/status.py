@@ -36,7 +36,7 @@ class Health(BaseModel):
     status: Literal["ok", "stopping", "stalled", "compiling", "starting"]
 
 
-class Status:
+class StatusRoutes:
     def __init__(self, service: Service, is_compiling: Callable[[], bool]):
         self._service = service
         self._is_compiling = is_compiling

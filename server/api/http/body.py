@@ -15,12 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall
 from engine.wire.config import EngineConfig
-from engine.wire.messages import API_ARENA
-from engine.wire.messages import Region as WireRegion
+from engine.wire.messages import API_ARENA, Region
 from server.api.http.registry import RequestRegistry
 from server.api.http.scan import Scanner
 from server.errors import RequestError, overloaded
-from server.region import Region
+from server.region import GrowingRegion
 
 FIRST_CAPACITY = 1 << 16  # reserved for a body without a Content-Length
 MIN_BYTES_PER_S = 1 << 15  # on average, after the longest pause
@@ -35,7 +34,7 @@ class Body:
     """A body being received: the bytes in `region`, the JSON without payloads in `scanner`. The owner passes the region on or calls
     `give_up`."""
 
-    def __init__(self, region: Region, scanner: Scanner, registry: RequestRegistry, started: float):
+    def __init__(self, region: GrowingRegion, scanner: Scanner, registry: RequestRegistry, started: float):
         self.region = region
         self.scanner = scanner
         self.started = started  # when the first byte was requested
@@ -57,7 +56,7 @@ class Body:
         complete = self.scanner.references[self.num_announced : min(limit, self.scanner.num_complete)]
         for reference in complete:
             if reference.mime.lower().startswith(("image/", "application/")) or not reference.mime:
-                self._registry.announce(self.rid, WireRegion(API_ARENA, self.region.offset + reference.offset, reference.length))
+                self._registry.announce(self.rid, Region(API_ARENA, self.region.offset + reference.offset, reference.length))
         self.num_announced += len(complete)
 
     def give_up(self) -> None:
@@ -118,7 +117,7 @@ async def read_body(receive: Receive, length: int | None, arena: Arena, config: 
         try:
             capacity = FIRST_CAPACITY if length is None else length
             _check_capacity(arena, capacity, capacity)
-            region = Region(arena, capacity)
+            region = GrowingRegion(arena, capacity)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
             body = Body(region, scanner, registry, started)
             undo.callback(body.give_up)
@@ -146,7 +145,7 @@ def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
         raise ArenaFull
 
 
-async def _receive_piece(receive: Receive, region: Region, scanner: Scanner, max_bytes: int) -> bool:
+async def _receive_piece(receive: Receive, region: GrowingRegion, scanner: Scanner, max_bytes: int) -> bool:
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect

@@ -3,14 +3,13 @@
 import asyncio
 
 from engine.wire.arena import ALIGNMENT, Arena, ArenaFull
-from engine.wire.messages import PROCESSOR_ARENA
-from engine.wire.messages import Region as WireRegion
-from server.region import Region
+from engine.wire.messages import PROCESSOR_ARENA, Region
+from server.region import GrowingRegion
 
 
-def wire(region: Region) -> WireRegion:
+def wire(region: GrowingRegion) -> Region:
     """Return a reference to the region's used bytes for other processes."""
-    return WireRegion(PROCESSOR_ARENA, region.offset, region.used)
+    return Region(PROCESSOR_ARENA, region.offset, region.used)
 
 
 class RegionAllocator:
@@ -24,11 +23,11 @@ class RegionAllocator:
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
 
-    def allocate(self, capacity: int) -> Region:
+    def allocate(self, capacity: int) -> GrowingRegion:
         """Return a new region for inputs. Raise ArenaFull or ArenaTooSmall."""
-        return Region(self.inputs, capacity)
+        return GrowingRegion(self.inputs, capacity)
 
-    async def allocate_when_free(self, capacity: int) -> Region:
+    async def allocate_when_free(self, capacity: int) -> GrowingRegion:
         """Like `allocate`, but wait for memory. Call it for one request at a time."""
         self.is_short = True
         try:
@@ -36,12 +35,12 @@ class RegionAllocator:
         finally:
             self.is_short = False
 
-    async def reserve(self, capacity: int) -> Region:
+    async def reserve(self, capacity: int) -> GrowingRegion:
         """Return a region for all pixels of a request, after earlier calls got theirs. Raise ArenaTooSmall."""
         async with self._turn:
             return await self._when_free(self.pixels, capacity)
 
-    def free(self, region: Region) -> None:
+    def free(self, region: GrowingRegion) -> None:
         """Release a region that no thread or process uses."""
         region.free()
         self._released.set()
@@ -49,10 +48,10 @@ class RegionAllocator:
     def is_empty(self) -> bool:
         return self.inputs.is_empty() and self.pixels.is_empty()
 
-    async def _when_free(self, arena: Arena, capacity: int) -> Region:
+    async def _when_free(self, arena: Arena, capacity: int) -> GrowingRegion:
         while True:
             try:
-                return Region(arena, capacity)
+                return GrowingRegion(arena, capacity)
             except ArenaFull:
                 self._released.clear()
                 await self._released.wait()

@@ -16,7 +16,7 @@ from engine.wire.messages import ErrorInfo
 from server.errors import RequestError, invalid_image, overloaded
 from server.processor.media.decoder import MEMORY_BYTES, Clip, Job, VideoJob, VideoLimits, invalid_video
 from server.processor.media.inspect import Header
-from server.region import Region
+from server.region import GrowingRegion
 
 NUM_REMEMBERED = 4096  # files whose headers are kept
 LARGE_PIXELS = 1 << 23  # larger images leave one process to smaller ones
@@ -54,11 +54,11 @@ class Decoders:
         await self._images.close()
         await self._videos.close()
 
-    async def read_header(self, encoded: Region) -> Header:
+    async def read_header(self, encoded: GrowingRegion) -> Header:
         """Read the header of a file other than a baseline JPEG. RequestError 422."""
         return Header(False, *await self._ask(Job((encoded.offset, encoded.used)), tuple[int, int, int], HEADER_CPU_S))
 
-    async def decode(self, header: Header, encoded: Region, offset: int, size: Size) -> None:
+    async def decode(self, header: Header, encoded: GrowingRegion, offset: int, size: Size) -> None:
         """Write upright RGB of this size to the arena. RequestError."""
         self.num_decoded += 1
         cpu_seconds, is_large = DECODE_CPU_S + header.num_pixels // PIXELS_PER_CPU_S, header.num_pixels > LARGE_PIXELS
@@ -66,11 +66,11 @@ class Decoders:
         async with self._large if is_large else contextlib.nullcontext():
             await self._ask(job, type(None), cpu_seconds, is_large)
 
-    async def look(self, encoded: Region) -> Clip:
+    async def look(self, encoded: GrowingRegion) -> Clip:
         """Inspect a video file. RequestError 400, 413 or 422."""
         return await self._ask_video(VideoJob((encoded.offset, encoded.used)), Clip)
 
-    async def read(self, encoded: Region, wanted: list[int], offset: int, size: Size) -> None:
+    async def read(self, encoded: GrowingRegion, wanted: list[int], offset: int, size: Size) -> None:
         """Write these frames of a video file to the arena. RequestError as in `look`."""
         self.num_decoded += 1
         await self._ask_video(VideoJob((encoded.offset, encoded.used), wanted, offset, size), type(None))

@@ -15,8 +15,7 @@ from types import MappingProxyType
 import msgspec
 
 from engine.wire.arena import ALIGNMENT, ArenaFull, ArenaTooSmall
-from engine.wire.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef
-from engine.wire.messages import Region as WireRegion
+from engine.wire.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef, Region
 from models.config.types import MediaKind
 from models.media.geometry import Grid
 from server.errors import PROMPT, RequestError
@@ -27,7 +26,7 @@ from server.processor.media.inspect import Allowance, Header, Inspector
 from server.processor.media.sources import Sources
 from server.processor.text.prompt import Visual
 from server.processor.threads import result_of, settled
-from server.region import Region
+from server.region import GrowingRegion
 
 AT_ONCE_BYTES = 1 << 20  # of base64 that the event loop decodes itself (in 0.3 ms) while the device is idle
 
@@ -56,7 +55,7 @@ class Image:
         self.index = 0  # in its request
         self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload) + ALIGNMENT
         self._ticket = 0  # ticket of an early read by rank 0
-        self.encoded: Region | None = None
+        self.encoded: GrowingRegion | None = None
         self._job: Future[tuple[bytes, Header | None]] | None = None  # decodes the payload
 
     def start(self) -> bool:
@@ -111,7 +110,7 @@ class Image:
             await self._decoders.decode(self.header, self.encoded, offset, size)
             self._allocator.free(self.encoded)
             self.encoded = None  # pixels take its place
-        return [ImageSource("rgb", WireRegion(PROCESSOR_ARENA, offset, self.item_bytes), *size)]
+        return [ImageSource("rgb", Region(PROCESSOR_ARENA, offset, self.item_bytes), *size)]
 
     async def release(self) -> None:
         if self._job is not None:
@@ -120,11 +119,11 @@ class Image:
             self._allocator.free(self.encoded)
         self._job = self.encoded = None  # the job's exception names this image
 
-    def _hold(self, region: Region) -> Region:
+    def _hold(self, region: GrowingRegion) -> GrowingRegion:
         self.encoded = region
         return region
 
-    def _fill(self, encoded: Region) -> None:
+    def _fill(self, encoded: GrowingRegion) -> None:
         """Decode the base64 of a body and read the header."""
         payload, early = self.ref.payload, self._early
         assert payload is not None
@@ -154,7 +153,7 @@ class Image:
         assert self.encoded is not None
         return self._inspector.identify(self.encoded.view, header is not None), header
 
-    def _settle(self, encoded: Region) -> None:
+    def _settle(self, encoded: GrowingRegion) -> None:
         """encoded -> jpeg or file"""
         header, inspector = self.header, self._inspector
         geometry = self._early.geometry = inspector.geometry_of(self.ref)
@@ -167,7 +166,7 @@ class Image:
             size = inspector.size_for_workers(geometry, header.height, header.width)
             self.source = ImageSource("file", wire(encoded), *size)
 
-    def _jpeg_source(self, header: Header, encoded: Region) -> ImageSource:
+    def _jpeg_source(self, header: Header, encoded: GrowingRegion) -> ImageSource:
         return ImageSource("jpeg", wire(encoded), header.height, header.width, header.orientation, self._ticket)
 
 
@@ -182,6 +181,6 @@ def naming(medium: str, codes: Mapping[str, str] = MappingProxyType({})) -> Iter
         raise RequestError.of(msgspec.structs.replace(info, message=f"{medium}: {info.message}.", param=PROMPT, code=code)) from error
 
 
-def decoded_bytes(payload: WireRegion) -> int:
+def decoded_bytes(payload: Region) -> int:
     """Return the maximum number of bytes that the payload decodes to."""
     return 3 * (payload.length // 4 + 1)

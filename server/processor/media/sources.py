@@ -7,15 +7,14 @@ import numpy as np
 
 from engine.wire.arena import ArenaView
 from engine.wire.config import EngineConfig
-from engine.wire.messages import MediaRef
-from engine.wire.messages import Region as WireRegion
+from engine.wire.messages import MediaRef, Region
 from server.errors import RequestError
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.base64_text import decode_base64, decode_data_url
 from server.processor.media.fetch import Fetcher
 from server.processor.media.named import NamedImages
 from server.processor.threads import run
-from server.region import Region
+from server.region import GrowingRegion
 
 FIRST_DOWNLOAD_BYTES = 1 << 20
 
@@ -33,7 +32,7 @@ class Sources:
         self.pool.shutdown(wait=False, cancel_futures=True)
         await self.fetcher.close()
 
-    def unpacking(self, payload: WireRegion, encoded: Region) -> Callable[[], None]:
+    def unpacking(self, payload: Region, encoded: GrowingRegion) -> Callable[[], None]:
         """Return a job for any thread that decodes base64 of a body to `encoded`, which has the capacity for it. The job raises
         RequestError 422."""
         text, target = self.bodies.view(payload.offset, payload.length), np.frombuffer(encoded.unused, np.uint8)
@@ -45,7 +44,7 @@ class Sources:
 
         return unpack
 
-    async def fetch(self, ref: MediaRef, hold: Callable[[Region], Region], max_bytes: int | None = None) -> Region:
+    async def fetch(self, ref: MediaRef, hold: Callable[[GrowingRegion], GrowingRegion], max_bytes: int | None = None) -> GrowingRegion:
         """Return the bytes of a URL, or those that were sent under a name earlier. `hold` takes ownership of the region before it is
         filled. RequestError, ArenaFull or ArenaTooSmall."""
         url = ref.url or ""
@@ -64,7 +63,7 @@ class Sources:
         encoded.append(data)
         return encoded
 
-    async def keep(self, name: bytes | None, digest: bytes, encoded: Region) -> None:
+    async def keep(self, name: bytes | None, digest: bytes, encoded: GrowingRegion) -> None:
         """Remember the bytes under the name, if the client gave one. RequestError 400 if the name is bound to other content."""
         if name is not None and self._named.bind(name, digest):
             self._named.put(name, await run(self.pool, lambda: bytes(encoded.view)))

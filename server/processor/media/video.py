@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from engine.wire.arena import ALIGNMENT
 from engine.wire.config import EngineConfig
-from engine.wire.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef, VideoRef
-from engine.wire.messages import Region as WireRegion
+from engine.wire.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef, Region, VideoRef
 from models.config.types import MediaKind
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry, time_text
 from server.checkpoint import Checkpoint
@@ -31,11 +30,11 @@ from server.processor.media.sources import Sources
 from server.processor.media.video_plan import PAIR, VideoPlan, VideoPlanner
 from server.processor.text.prompt import Visual
 from server.processor.threads import run, together
-from server.region import Region
+from server.region import GrowingRegion
 
 CODES = {"invalid_image": "invalid_video", "image_too_large": "video_too_large"}
 COMMA = ord(",")
-NOWHERE = WireRegion(PROCESSOR_ARENA, 0, 0)  # no other process reads a file
+NOWHERE = Region(PROCESSOR_ARENA, 0, 0)  # no other process reads a file
 MAX_FRAMES = 4096
 PIECE_BYTES = 1 << 20  # bytes that a thread searches without the interpreter lock
 
@@ -88,7 +87,7 @@ class Video(ABC):
         size = self.plan.pair_bytes
         with self._naming():
             await self._decode(items, offset)
-        places = [WireRegion(PROCESSOR_ARENA, offset + i * size, size) for i in range(len(items))]
+        places = [Region(PROCESSOR_ARENA, offset + i * size, size) for i in range(len(items))]
         return [ImageSource("rgb", place, *self.plan.size, num_frames=PAIR) for place in places]
 
     @property
@@ -123,7 +122,7 @@ class Video(ABC):
 class VideoFile(Video):
     """A video file from which frames are sampled."""
 
-    _encoded: Region | None = None
+    _encoded: GrowingRegion | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -169,10 +168,10 @@ class VideoFile(Video):
         await self._decoders.read(self._encoded, list(self._pairs(items)), offset, self.plan.size)
 
     @property
-    def _payload(self) -> WireRegion | None:
+    def _payload(self) -> Region | None:
         return self._ref.file.payload if self._ref.file else None
 
-    def _hold(self, region: Region) -> Region:
+    def _hold(self, region: GrowingRegion) -> GrowingRegion:
         self._encoded = region
         return region
 
@@ -249,7 +248,7 @@ class FrameList(Video):
         commas = await run(self._sources.pool, lambda: self._find_commas(text))
         starts, ends = [0, *(comma + 1 for comma in commas)], [*commas, payload.length]
         pieces = zip(starts, ends, strict=True)
-        return [MediaRef(WireRegion(payload.arena, payload.offset + start, end - start)) for start, end in pieces]
+        return [MediaRef(Region(payload.arena, payload.offset + start, end - start)) for start, end in pieces]
 
     def _find_commas(self, text: "npt.NDArray[np.uint8]") -> list[int]:
         pieces = [(start, text[start : start + PIECE_BYTES]) for start in range(0, len(text), PIECE_BYTES)]

@@ -11,8 +11,7 @@ import pytest
 
 from engine.wire.arena import ArenaView, create_memfd
 from engine.wire.config import EngineConfig
-from engine.wire.messages import API_ARENA, MediaRef, Prefetch, VideoRef
-from engine.wire.messages import Region as WireRegion
+from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.allocator import RegionAllocator
@@ -23,7 +22,7 @@ from server.processor.media.inspect import Allowance, Inspector
 from server.processor.media.medium import Medium, release_all
 from server.processor.media.sources import Sources
 from server.processor.media.video import Video, Videos
-from server.region import Region
+from server.region import GrowingRegion
 from tests.unit.engine.arenas import check_arena
 
 SIZE = 16 << 20
@@ -47,7 +46,7 @@ class Loading:
         self.new_image = functools.partial(Image, sources=self.sources, inspector=self.inspector, decoders=self.decoders, early=self.early)
         self.videos = Videos(config, checkpoint, self.inspector, self.sources, self.decoders, self.new_image)
         self._images: list[Medium] = []
-        self._pixels: list[Region] = []
+        self._pixels: list[GrowingRegion] = []
         self._decoded: dict[Medium, np.ndarray] = {}
 
     async def close(self) -> None:
@@ -70,7 +69,7 @@ class Loading:
     def body(self, text: bytes) -> MediaRef:
         """Base64 text as the scanner leaves it in the api's arena."""
         self.bodies.view(0, len(text))[:] = text
-        return MediaRef(WireRegion(API_ARENA, 0, len(text)))
+        return MediaRef(Region(API_ARENA, 0, len(text)))
 
     async def load(self, ref: MediaRef) -> Image:
         image = self.new_image(ref=ref)
