@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from server.api.chat.status import Status
+from server.api.chat.status import StatusRoutes
 from server.api.main import ENDPOINTS
 from tests.e2e.serving import Engine
 
@@ -16,7 +16,7 @@ positive_data_acceptance = pytest.importorskip("schemathesis.specs.openapi.check
 NUM_EXAMPLES = 12  # of each operation and mode
 MAX_TOKENS = 3
 OPERATIONS = [("POST", path) for path in ENDPOINTS]
-ROUTES = [route for route in Status(cast(Any, None), lambda: False).routes() if route.include_in_schema]
+ROUTES = [route for route in StatusRoutes(cast(Any, None), lambda: False).routes() if route.include_in_schema]
 OPERATIONS += [(method, route.path_format) for route in ROUTES for method in route.methods or ()]
 OPERATIONS += [("GET", "/openapi.json"), ("GET", "/")]
 # What an answer must follow: no schema tells what a schema, a regular expression or a grammar is. And what makes answers long.

@@ -28,7 +28,7 @@ from engine.wire.stats import EngineStats, Stages
 from models.kernels.heads import Heads
 from models.kernels.hopper import compile
 from models.scaffold import SHAPES
-from server.api.chat.status import Status
+from server.api.chat.status import StatusRoutes
 from server.api.http.guards import OPEN_PATHS
 from server.api.http.metrics import Metrics
 from server.api.http.registry import RequestRegistry
@@ -129,7 +129,7 @@ def test_probes_ask_paths_that_need_no_key() -> None:
     paths = {kind: container[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert paths == {"startupProbe": "/health", "readinessProbe": "/health", "livenessProbe": "/health/live"}
     assert set(paths.values()) <= OPEN_PATHS
-    routes = {route.path for route in Status(cast(Any, None), lambda: False).routes()}
+    routes = {route.path for route in StatusRoutes(cast(Any, None), lambda: False).routes()}
     assert set(paths.values()) | {"/load", "/metrics"} <= routes
 
 

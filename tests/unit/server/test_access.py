@@ -18,7 +18,7 @@ from engine.launch.flags import parse_args
 from engine.wire.messages import ErrorInfo, Event, Events
 from engine.wire.stats import EngineStats
 from server.api.chat.endpoint import LARGE_JSON_BYTES
-from server.api.chat.status import Status
+from server.api.chat.status import StatusRoutes
 from server.api.http import registry as registry_module
 from server.api.http.registry import RequestRegistry
 from tests.unit.server.in_process import client_of, hold, serving, settle, virtual
@@ -110,7 +110,7 @@ async def test_states_of_health() -> None:
 
     async def check(service: Service, *expected: object, is_compiling: bool = False) -> None:
         response = Response()
-        answer = await Status(service, lambda: is_compiling).health(response)
+        answer = await StatusRoutes(service, lambda: is_compiling).health(response)
         assert (response.status_code, answer.status) == expected
 
     await check(starting, 503, "starting")
