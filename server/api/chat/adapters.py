@@ -60,7 +60,6 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     def _read(self, name: str, path: str) -> AdapterRef:
-        """Return the adapter of a folder below the root. RequestError 400 or 404."""
         config, folder = self._service.config, self._service.checkpoint.folder
         assert config.lora_root is not None
         root = Path(config.lora_root).resolve()

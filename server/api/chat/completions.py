@@ -49,7 +49,6 @@ class ChatEndpoint(GenerationEndpoint):
         return self.chat(self.check(ChatRequest, value), body, ChatFormat)
 
     def chat(self, request: ChatRequest, body: Body, format: MakeFormat) -> Reply:
-        """Return the reply to a checked request. RequestError 400."""
         messages, media = read_conversation(request, request.messages, body)
         for name in (request.chat_template_kwargs or {}).keys() - self._names:
             self._log.note(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
@@ -77,7 +76,7 @@ class DialectRequest(Open):
 
     @abstractmethod
     def chat_body(self, scanner: Scanner) -> dict[str, Any]:
-        """Return the JSON of a chat completion. RequestError 400."""
+        ...
 
     def as_chat(self, names: set[str], limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
         """Return the shared fields, those of `names`, and unknown ones that are not harmless. RequestError 400 as in `check_limited`."""
@@ -184,7 +183,6 @@ class DetokenizeEndpoint(Endpoint):
 
 
 def _vary_seeds(submits: list[Submit], seed: int | None) -> None:
-    """Give equal prompts different seeds, unless the request has a `seed`."""
     for i, submit in enumerate(submits if seed is None else ()):
         submit.params = msgspec.structs.replace(submit.params, seed=(submit.params.seed + i) % (1 << 63))
 

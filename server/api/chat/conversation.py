@@ -17,7 +17,6 @@ def read_conversation(request: MediaRequest, messages: list[Message], body: Body
     limits = request.mm_processor_kwargs or ProcessorKwargs()
 
     def read(part: Any, name: str) -> dict[str, object]:
-        """Return the part as the template gets it."""
         if isinstance(part, TextPart | RefusalPart):
             return {"type": "text", "text": part.text}
         kind, reference = MEDIA[type(part)]

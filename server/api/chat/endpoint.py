@@ -89,7 +89,6 @@ class Endpoint(ABC):
         """Return the reply to a body's JSON, with the Submits for it; may be called in any thread. RequestError."""
 
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
-        """Return the validated request. RequestError 400."""
         request = check(model, value)
         request.check_together(self.service.checkpoint.model.text.vocab_size)
         for words in request.warnings:
@@ -152,7 +151,6 @@ class GenerationEndpoint(Endpoint):
     def reply_to(
         self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, format: MakeFormat, **output: Any
     ) -> Reply:
-        """Return the reply to these prompts; `output`: OutputOptions. RequestError 400."""
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.model.sampling, body.seed)
         rules = request.output_options(**output)

@@ -105,11 +105,11 @@ class OpenAIFormat(Format):
 
     @abstractmethod
     def last_delta(self) -> dict[str, object]:
-        """Return the delta of the chunk with the finish reason."""
+        ...
 
     @abstractmethod
     def document_choice(self, choice: Choice) -> dict[str, object]:
-        """Return the members of a choice in a document, except its ending."""
+        ...
 
     def document_head(self, choice: Choice) -> dict[str, object]:
         """Return further members of a document; `choice` is its first one."""
@@ -150,8 +150,6 @@ class OpenAIFormat(Format):
 
 
 class ChatFormat(OpenAIFormat):
-    """Format of chat completions: messages with reasoning and tool calls."""
-
     id_prefix, chunk_object, document_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
     def __init__(self, options: ReplyOptions):
@@ -180,7 +178,6 @@ class ChatFormat(OpenAIFormat):
         return _of_prompt(choice)
 
     def document_choice(self, choice: Choice) -> dict[str, object]:
-        """Return the choice; its content is null if there is only reasoning or only calls."""
         content = "".join(choice.content)
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None, **NO_REASONING}
         if choice.usage.num_reasoning:
@@ -196,7 +193,6 @@ class ChatFormat(OpenAIFormat):
         return _call_json(call, call.arguments)
 
     def _delta_json(self, choice: Choice, delta: CallDelta) -> dict[str, object]:
-        """Return a piece of a call; only the first has its id, type and name."""
         call = choice.calls[delta.index]
         if call.name in self._custom_tools:
             text = custom_text(delta.arguments)
@@ -250,7 +246,6 @@ def _prompt_ids(choice: Choice) -> dict[str, object]:
 
 
 def _of_prompt(choice: Choice) -> dict[str, object]:
-    """Return vLLM's members about the prompt."""
     return {"prompt_token_ids": choice.prompt_ids or None, **scores_json(choice.prompt_scores)}
 
 
@@ -261,7 +256,6 @@ def scores_json(scores: Scores) -> dict[str, object]:
 
 
 def _entry_json(entry: Logprob) -> dict[str, object] | None:
-    """Return the token itself and its alternatives. Only these have a rank."""
     if entry.logprob is None:
         return None
     tokens = [(None, (entry.id, entry.token, entry.logprob)), *enumerate(entry.top, 1)]
@@ -288,7 +282,6 @@ def _token_list(entries: Iterable[Logprob]) -> dict[str, object]:
 
 
 def logprobs_json(entries: Iterable[Logprob]) -> list[dict[str, object]]:
-    """Return tokens with their log-probabilities in the form of chat completions and responses."""
     tops = ([_token_json(token, value) for _, token, value in entry.top] for entry in entries)
     return [{**_token_json(entry.token, entry.logprob), "top_logprobs": top} for entry, top in zip(entries, tops, strict=True)]
 

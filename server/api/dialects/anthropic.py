@@ -118,8 +118,6 @@ class OutputConfig(Strict):
 
 
 class CountRequest(DialectRequest):
-    """The body of `POST /v1/messages/count_tokens`."""
-
     messages: Annotated[list[Turn], MessageList]
     system: Annotated[list[TextBlock], FIRST] | str | None = None
     tools: (
@@ -147,8 +145,6 @@ class CountRequest(DialectRequest):
 
 
 class MessagesRequest(CountRequest):
-    """The body of `POST /v1/messages`."""
-
     max_tokens: TokenCount
     stop: Annotated[list[NotEmpty], Field(max_length=MAX_STOPS)] | None = Field(alias="stop_sequences", default=None)
     top_k: TopK | None = None

@@ -87,7 +87,6 @@ class GenerateRequest(GenerationRequest):
         check_prompts(self.prompts, self.field, vocab_size)
 
     def images(self) -> list[list[str]]:
-        """Return the images of each prompt. RequestError 400."""
         num_prompts, given = len(self.prompts), self.image_data
         is_one = num_prompts == 1 and (isinstance(given, str) or all(isinstance(image, str) for image in given or ()))
         entries: Any = [given] if is_one else given or [None] * num_prompts

@@ -103,8 +103,6 @@ class Reasoning(Strict):
 
 
 class ResponsesRequest(DialectRequest):
-    """The body of `POST /v1/responses`."""
-
     input: Annotated[list[Item], MessageList] | str
     instructions: str | None = None
     max_tokens: TokenCount | None = Field(alias="max_output_tokens", default=None)

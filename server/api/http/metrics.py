@@ -114,7 +114,6 @@ class Metrics(Collector):
             self._observe(iteration_tokens_total=num_tokens / num_steps)
 
     def note_work(self, num_prompt: int, lengths: list[int], stages: Stages, now: float) -> None:
-        """Observe a request that has generated tokens; `lengths` are those of its answers."""
         self._observe(
             request_prompt_tokens=num_prompt, request_generation_tokens=sum(lengths), request_max_num_generation_tokens=max(lengths),
             request_prefill_time_seconds=stages.first_token - stages.admitted, request_decode_time_seconds=now - stages.first_token,
@@ -130,7 +129,6 @@ class Metrics(Collector):
                 self._stage.labels(self._name, name).observe(value)
 
     def note_tokens(self, num_tokens: int, seconds: float) -> None:
-        """Observe `num_tokens` that arrived together, `seconds` after the previous ones."""
         for _ in range(num_tokens):
             self._observe(inter_token_latency_seconds=seconds / num_tokens)
 

@@ -201,7 +201,6 @@ class RequestRegistry:
             self._streams.pop(rid, None)
 
     def _drop_unread(self) -> None:
-        """While more than MAX_UNREAD_EVENTS are unread in total, end the answers with the most unread events."""
         excess = sum(stream.num_unread for stream in self.replies) - MAX_UNREAD_EVENTS
         for stream in sorted(self.replies, key=lambda stream: -stream.num_unread) if excess > 0 else ():
             if excess > 0:

@@ -36,8 +36,6 @@ CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
 
 
 class Asked(Protocol):
-    """Fields of every request."""
-
     model: str | None
     rid: str | None
     timeout: float | None
@@ -239,8 +237,6 @@ class GeneratedReply(Reply):
                 choice.last_time = now
 
     def _extra(self) -> dict[str, object]:
-        """Return further fields of the document or of a stream's last event: warnings, metadata of the engine if it has any, and timings if
-        requested."""
         is_cut = self._options.cut_warning and any(choice.finish_reason == "length" for choice in self._choices.values())
         extra: dict[str, object] = {"warnings": [*self._options.warnings, self._options.cut_warning]} if is_cut else {}
         if self._registry.weight_version:

@@ -179,7 +179,7 @@ class Format(ABC):
 
     @abstractmethod
     def first_chunk(self, choice: Choice) -> bytes:
-        """Return the chunk before the first token."""
+        ...
 
     @abstractmethod
     def token_chunk(self, choice: Choice, event: Event) -> bytes:
@@ -187,15 +187,15 @@ class Format(ABC):
 
     @abstractmethod
     def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
-        """Return the chunk with the reason why a choice ended."""
+        ...
 
     @abstractmethod
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
-        """Return the bytes after all choices."""
+        ...
 
     @abstractmethod
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
-        """Return the body of a response that is not streamed."""
+        ...
 
     @abstractmethod
     def error_chunk(self, info: ErrorInfo) -> bytes:
@@ -209,11 +209,11 @@ class BlockFormat(Format):
 
     @abstractmethod
     def begin(self, call: Call | None) -> bytes:
-        """Begin a block of the kind `_open`."""
+        ...
 
     @abstractmethod
     def stop(self, status: str) -> bytes:
-        """End the open block, whose text is "completed" or "incomplete"."""
+        ...
 
     @abstractmethod
     def delta(self, piece: str, event: Event) -> bytes:
@@ -250,5 +250,4 @@ class BlockFormat(Format):
 
 
 def named_event(name: str, /, **fields: object) -> bytes:
-    """Return an SSE message with an `event:` line."""
     return b"event: " + name.encode() + b"\ndata: " + encode({"type": name, **fields}) + b"\n\n"

@@ -54,7 +54,6 @@ def _grammar_of(kind: Any, value: Any) -> Grammar:
 
 
 def _present_form(tag: dict[str, Any]) -> dict[str, Any]:
-    """Convert a structural tag from the older form with `structures` and `triggers`."""
     structures: list[Any] = tag["structures"] if isinstance(tag["structures"], list) else []
     tags = [{"begin": one.get("begin"), "content": {"type": "json_schema", "json_schema": one.get("schema", {})}, "end": one.get("end")}
             for one in structures if isinstance(one, dict)]  # fmt: skip

@@ -54,21 +54,18 @@ class MediaRefs:
         self._owner = hashlib.sha256(body.credentials).digest() + hashlib.sha256((salt or "").encode()).digest()
 
     def of(self, url: str | None, uuid: str | None, name: str, field: str = "") -> MediaRef:
-        """Return the reference to a medium in the part `name`. RequestError 400."""
         if url is None and uuid is None:
             raise bad_value(name, "may be null only with a `uuid`")
         owned = None if uuid is None else hashlib.sha256(self._owner + uuid.encode()).digest()
         return MediaRef(name=owned) if url is None else media_ref(url, f"{name}{field}", self._body, owned)
 
     def has_type(self, url: str, mime: str) -> bool:
-        """Return whether `url` is a payload of this type."""
         scanner = self._body.scanner
         index = scanner.index_of(url)
         return url.lower().startswith(f"data:{mime};") if index is None else scanner.references[index].mime.lower() == mime
 
 
 def check_extra(part: Open, place: Open, name: str) -> None:
-    """Check further members of a part and of its URL object `name`. RequestError 400."""
     for one, prefix in ((place, f"{name}."), (part, f"{name.rpartition('.')[0]}.")):
         check_limited(one.model_extra or {}, LIMITED_IN_IMAGES, prefix)
 

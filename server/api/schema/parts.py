@@ -24,8 +24,6 @@ class TextPart(Strict):
 
 
 class RefusalPart(Strict):
-    """A refusal in an assistant's message of the history."""
-
     type: Literal["refusal"]
     text: str = Field(alias="refusal")
 
@@ -46,8 +44,6 @@ class ProcessorKwargs(VideoOptions):
 
 
 class MediaOptions(Open):
-    """Options of all media of a request."""
-
     mm_processor_kwargs: ProcessorKwargs | None = None
     media_io_kwargs: MediaIoKwargs | None = None
 

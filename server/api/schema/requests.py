@@ -100,8 +100,6 @@ Ids = Annotated[list[int], FIRST]
 
 
 class AnyRequest(Open):
-    """Fields of every request that the engine answers."""
-
     model: str | None = None
     cache_salt: Salt | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
@@ -171,11 +169,9 @@ class GenerationRequest(ListedFields):
 
     @property
     def derived(self) -> dict[str, Any]:
-        """Return the sampling parameters that are derived from fields with other names."""
         return {"max_tokens": self.token_limit, "prompt_logprobs": self.num_prompt_logprobs, "logprobs": self.num_logprobs}
 
     def output_options(self, **others: Any) -> OutputOptions:
-        """Return the options of the output; `others` are set by the endpoint."""
         return OutputOptions(
             stop=self.stop, min_tokens=self.min_tokens or 0, bad_words=self.bad_words or [],
             include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
@@ -206,8 +202,6 @@ class GenerationRequest(ListedFields):
 
 
 class ChatRequest(GenerationRequest, MediaRequest):
-    """The body of `POST /v1/chat/completions`."""
-
     messages: Annotated[list[Message], MessageList]
     max_completion_tokens: TokenCount | None = None
     tools: Annotated[list[AnyTool], ToolList] | None = None
@@ -259,7 +253,6 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def uses_tools(self) -> bool:
-        """Return whether the model gets the tools and calls are parsed."""
         return bool(self.functions) and self.tool_choice != "none"
 
     def check_together(self, vocab_size: int) -> None:
@@ -307,8 +300,6 @@ def check_prompts(prompts: list[Any], field: str, vocab_size: int) -> None:
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of `POST /v1/completions`."""
-
     prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: only the prompt's echo and log-probabilities
     echo: bool | None = None
@@ -330,7 +321,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[Any]:
-        """Return one entry per prompt: a text or token ids."""
         return prompts_of(self.prompt)
 
     def check_together(self, vocab_size: int) -> None:
@@ -341,8 +331,6 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(GenerationRequest):
-    """The body of `POST /tokenize` without messages."""
-
     prompt: NotEmpty | Annotated[list[NotEmpty], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
@@ -350,8 +338,6 @@ IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_f
 
 
 class DetokenizeRequest(GenerationRequest):
-    """The body of `POST /detokenize`."""
-
     tokens: IdList | Annotated[list[IdList], Field(min_length=1, max_length=MAX_PROMPTS)]
 
     @property

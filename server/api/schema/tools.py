@@ -30,8 +30,6 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """A call by the assistant in the history."""
-
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -43,8 +41,6 @@ class CustomInput(Strict):
 
 
 class CustomCall(Strict):
-    """A call of a custom tool in the history."""
-
     id: str | None = None
     type: Literal["custom"]
     custom: CustomInput

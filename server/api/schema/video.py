@@ -55,8 +55,6 @@ class VideoIo(Strict):
 
 
 class MediaIoKwargs(Strict):
-    """Options of all videos of a request."""
-
     model_config = ConfigDict(extra="forbid")
 
     video: VideoIo | None = None
@@ -125,7 +123,6 @@ def _sampled(sources: list[VideoOptions], file: MediaRef, io: VideoIo) -> VideoR
 
 
 def _frames(part: FrameOptions, name: str, sources: list[VideoOptions], io: VideoIo, ref: VideoRef) -> VideoRef:
-    """Complete a reference to a list of frames; `fps` is the rate of their source. RequestError 400."""
     if any(one.do_sample_frames for one in sources) or io.do_sample_frames:
         raise bad_value(f"{name}.do_sample_frames", "may only be false for a list of frames, all of which are used")
     if part.frames_indices is not None and part.timestamps is not None:

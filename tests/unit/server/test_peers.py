@@ -8,7 +8,6 @@ from tokenizers import Tokenizer
 
 from tests.e2e.serving import data_uri, picture
 from tests.unit.server.stack import Stack, hold
-from tests.unit.server.test_stack import chunks_of
 from tests.unit.server.test_stack_fields import TOP, ended, tell
 
 URL = data_uri(picture(1, 64, 64))
@@ -91,11 +90,6 @@ def test_variables_of_the_template(stack: Stack, caplog: pytest.LogCaptureFixtur
         )
     assert len([line for line in caplog.messages if "frobnicate" in line]) == 1
     assert tokenizer.decode(stack.prompt(), skip_special_tokens=False).endswith("<|im_start|>assistant\n")
-
-
-def test_deltas_say_that_there_is_no_reasoning(stack: Stack) -> None:
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(stack.chat("x", stream=True).text)[:-1]]
-    assert all(delta["reasoning"] is None and delta["reasoning_content"] is None for delta in deltas)
 
 
 def test_the_token_itself_is_the_first_likely_one(stack: Stack, tokenizer: Tokenizer) -> None:
