@@ -30,8 +30,8 @@ def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
 
 
 def resting(state: State) -> set[Request]:
-    """Return the running requests that a step omits to stay within its limit of cache reads. A request that reads at most an equal share
-    is never omitted, nor is the oldest of the others, so that it ends; the rest alternate, at least one per step."""
+    """Return the running requests that a step omits to stay within its limit of cache reads: never the oldest, nor one that reads at most
+    an equal share; the rest alternate, at least one per step."""
     limit = state.limits.step_sizes.max_read_tokens
     active = [request for request in state.running if request.wants_tokens] if limit else []
     left = limit - sum([request.num_computed for request in active])

@@ -18,8 +18,7 @@ class Workers:
         self._beats[beat.rank] = now, beat
 
     def alive_at(self, now: float, progress: float) -> float:
-        """Return when the whole engine was last alive; `progress` is requests' last progress. A stopped worker counts
-        even when idle; a worker that reads large images, compiles, or computes on a CPU is no deadlock."""
+        """Return when the whole engine was last alive; `progress` is requests' last progress. A stopped worker counts even when idle."""
         beats = self._beats.values()
         if any(now - beat.since < self._max_s[beat.activity] for _, beat in beats):
             progress = now

@@ -207,8 +207,8 @@ class _StepBuilder:
             self.budget -= len(proposed)
 
     def _compute(self, request: Request, length: int) -> int:
-        """Schedule chunks of at most `length` known tokens and return their length or 0. A prompt continues after a snapshot in the same
-        step unless siblings wait for the snapshot."""
+        """Schedule chunks of at most `length` known tokens and return their length. A prompt continues after a snapshot in the same step
+        unless siblings wait for it."""
         done = more = self._schedule(request, length)
         while more and request.is_stateful and len(request.siblings) == 1 and (rest := self._chainable(request, more, length - done)):
             self.num_chained += 1
@@ -217,7 +217,7 @@ class _StepBuilder:
         return done
 
     def _chainable(self, request: Request, before: int, length: int) -> int:
-        """Return the number of tokens that can follow a chunk in this step without preemption. A single last token would be a decode
+        """Return the number of tokens that can follow a chunk in this step without preemption; a single last token would be a decode
         row."""
         if self.num_chained == SPARE_ROWS or before < MIN_CHAINED or request.num_tokens - request.num_computed < 2:
             return 0
@@ -246,7 +246,7 @@ class _StepBuilder:
         return 0
 
     def _lookahead_blocks(self, request: Request, length: int, num_new: int) -> list[int]:
-        """Return free blocks for the entries of `num_lookahead` tokens after a chunk; no request is preempted for them."""
+        """Return free blocks for `num_lookahead` tokens after a chunk, without preemption."""
         if not self.limits.num_lookahead:
             return []
         end = request.num_computed + length + self.limits.num_lookahead

@@ -113,8 +113,8 @@ class Request:
 
     @property
     def awaits_prefix(self) -> bool:
-        """True until the leader has committed the shared prefix or stopped running. A sibling's blocks need only be planned: an image that
-        fails in them fails all answers."""
+        """True until the leader has committed the shared prefix or stopped running; a sibling need only plan it: an image that fails in it
+        fails all answers."""
         leader = self.leader
         if leader is None or leader.status is not Status.RUNNING:
             return False

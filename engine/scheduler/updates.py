@@ -14,9 +14,8 @@ REFUSED = "the last update was refused: the engine continues after an update of 
 
 
 class UpdateControl:
-    """Executes the api's orders, one update at a time. `send` reaches every worker, `answer` the api.
-
-    The engine stays paused after a part of an update was refused, until all weights are updated: others may have been written."""
+    """Executes the api's orders, one update at a time. `send` reaches every worker, `answer` the api. After a refused part of an update the
+    engine stays paused until all weights are updated: other parts may have been written."""
 
     def __init__(self, core: SchedulerCore, num_ranks: int, send: Callable[[Order], object], answer: Callable[[OrderDone], None]):
         self._core, self._num_ranks, self._send, self._answer = core, num_ranks, send, answer

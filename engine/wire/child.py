@@ -117,7 +117,7 @@ class Child:
         self._status.send(Status(self.role))
 
     def failed(self, text: str) -> None:
-        """Log why this process ends and write it to a file for the launcher: unlike a message, a file is complete at once."""
+        """Log why this process ends and write it to a file for the launcher, which is complete at once."""
         logger.error("%s", text)
         with contextlib.suppress(OSError):  # the disk is full: the log has the reason
             Path(self.run_dir, self.role + FAILED).write_text(text)
@@ -147,8 +147,8 @@ def settle_heap() -> None:
 
 
 def map_large_blocks() -> None:
-    """Make malloc map blocks of 256 KiB or more, and so return them when they are freed; by default its threshold grows and the heap
-    becomes fragmented. For processes with few large blocks, as each costs page faults."""
+    """Make malloc return freed blocks of 256 KiB or more, whose heap would become fragmented. For processes with few of them: each costs
+    page faults."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
 
 

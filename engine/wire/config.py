@@ -64,8 +64,7 @@ class Words(NamedTuple):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the engine. Every field is a flag: `max_model_len` is `--max-model-len`. The annotation is its help text; fields of bytes
-    accept the suffixes K, M and G."""
+    """Settings of the engine. Every field is a flag, and its annotation the help text; fields of bytes accept the suffixes K, M and G."""
 
     block_size: ClassVar[int] = 16  # tokens of one KV block
     snapshot_share: ClassVar[float] = 0.75  # maximum share of the KV pool for snapshots of recurrent states
@@ -199,14 +198,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a child process that runs a module of this project, regardless of files in the working directory. Its
-    environment must be `child_environment` or `share_environment`."""
+    """Return the command of a child process that runs a module of this project, regardless of the working directory. Its environment must
+    be `child_environment` or `share_environment`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def child_environment(defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child process: ours, with CHILD_DEFAULTS and `defaults` for variables it lacks, and the path to this
-    project."""
+    """Return our environment with CHILD_DEFAULTS and `defaults` for variables it lacks, and the path to this project."""
     return {**CHILD_DEFAULTS, **(defaults or {}), **os.environ, **_search_path()}
 
 
@@ -217,7 +215,7 @@ def _search_path() -> dict[str, str]:
 
 
 def settings_fd(config: EngineConfig) -> int:
-    """Return a memfd for `--config /proc/self/fd/N`, so that keys appear in no file and in no process list. Defaults are omitted."""
+    """Return a memfd for `--config /proc/self/fd/N`: keys appear in no file and no process list. Defaults are omitted."""
     defaults = msgspec.structs.asdict(EngineConfig())
     changed = {name.replace("_", "-"): value for name, value in msgspec.structs.asdict(config).items() if value != defaults[name]}
     fd = os.memfd_create("settings.yaml", 0)

@@ -71,7 +71,7 @@ class Inbox(Generic[T]):
 
 
 class AsyncInbox(Generic[T]):
-    """Asyncio form of `Inbox`, made inside the running loop. pyzmq's own asyncio sockets double the time per message."""
+    """Asyncio form of `Inbox`, made inside the running loop. pyzmq's own form doubles the time per message."""
 
     def __init__(self, run_dir: str, name: str, kind: object):
         self._inbox: Inbox[T] = Inbox(run_dir, name, kind)

@@ -197,8 +197,8 @@ def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
 
 @contextmanager
 def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[None]:
-    """Compile and check kernels in a thread, and wait for it at the end: RuntimeError if a compiler fails or a kernel computes wrong
-    results. A file in the run directory tells the api that the worker is not hung (`/health`)."""
+    """Compile and check kernels in a thread, and wait for it at the end: RuntimeError if that fails. A file in the run directory tells the
+    api meanwhile that the worker is not hung."""
     mark, started = child.compiling_mark(), time.monotonic()
     mark.touch()
     pool = ThreadPoolExecutor(1, "compile")
@@ -219,8 +219,8 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
 
 
 def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | None, free: int) -> Needs | None:
-    """Return the memory of this rank's GPU, with `free` bytes free at the start, in addition to the KV pool and the image cache; None on a
-    CPU. `captured`: sizes of the graphs to capture later."""
+    """Return the memory of this rank's GPU, with `free` bytes free at the start, without KV pool and image cache; None on a CPU.
+    `captured`: sizes of graphs to capture later."""
     model, stream = loaded.model, loaded.tower_stream
     if stream is None:
         return None
@@ -243,8 +243,8 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend: Backend) -> TensorParallel:
-    """Join the group of all ranks: NCCL on GPUs, gloo on CPUs; rendezvous uses a file of the run directory, not a port. Collectives of few
-    tokens, `width` values each, use peer-mapped GPU memory if possible."""
+    """Join all ranks: NCCL on GPUs, gloo on CPUs. Collectives of few tokens, `width` values each, use peer-mapped GPU memory if
+    possible."""
     size, device = child.config.tp, backend.device
     if size == 1:
         return TensorParallel.single()

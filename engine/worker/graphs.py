@@ -116,8 +116,7 @@ class StepGraphs:
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, torch.Tensor, Samples]:
         """Return (S, V) logits and (S, D) final hidden states of the step's `logits_indices`, valid until the next replay, and the sampling
-        inputs. In addition to the graph the device copies once and launches only the work of new rows and `_embed`. At most as many
-        steps may be in flight as `Staging` allows."""
+        inputs. At most as many steps may be in flight as `Staging` allows."""
         shape = self._shape_for(len(step.ids), len(step.gather))
         has_adapters = len(step.adapters) > 0
         graph, padded = self._graphs[shape, has_adapters], self._pad(step, shape, has_adapters)
@@ -179,8 +178,8 @@ class StepGraphs:
         return replace(step, attention=layout, logits_indices=logits_indices_S)
 
     def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
-        """Pad the layout to the rows of `shape`. After the prompts' rows come one row with the padding tokens and empty rows; after the
-        decode rows come rows of one token and empty rows."""
+        """Pad the layout to `shape`: after the prompts' rows one row with the padding tokens and empty rows, after the decode rows rows of
+        one token and empty rows."""
         rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
         lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # rows between the prompts and the decode rows
         lengths[:1] = shape.num_prefill_tokens - starts[rows]

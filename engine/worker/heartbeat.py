@@ -10,7 +10,7 @@ INTERVAL_S = 1.0
 
 
 class HeartbeatThread:
-    """Thread with its own socket that sends heartbeats: the main thread may be busy for long in calls that release the interpreter lock."""
+    """Sends heartbeats from a socket of its own: the main thread may be busy for long in calls that release the interpreter lock."""
 
     def __init__(self, run_dir: str, rank: int):
         self._rank = rank

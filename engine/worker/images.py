@@ -49,11 +49,8 @@ class EarlyImage:
 
 @dataclass(eq=False, repr=False)
 class ImageCache:
-    """Embeddings (1 + L, N, D) by image id, on the device.
-
-    The tower has its own stream (None: the current one): it computes while the previous step waits for memory. All of its tensors are
-    allocated and used there; the current stream only reads embeddings.
-    """
+    """Embeddings (1 + L, N, D) by image id, on the device. The tower's stream (None: the current one) allocates and uses all of its
+    tensors; the current stream only reads embeddings."""
 
     tower: Tower | None  # None: a text model, whose plans name no images
     reader: ImageReader
@@ -78,8 +75,8 @@ class ImageCache:
 
     @torch.inference_mode()
     def prefetch(self, prefetch: Prefetch) -> None:
-        """Encode an image for a plan that names its ticket, replacing the previous one. Skip it if memory is lacking now, or if all ranks
-        will encode it together."""
+        """Encode an image for a plan that names its ticket, replacing the previous one; not if memory is lacking or all ranks will encode
+        it together."""
         self.forget_early()
         if self._share_out([Encode(0, prefetch.source, prefetch.grid)]).together:
             return
@@ -98,10 +95,8 @@ class ImageCache:
         self._early = None
 
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
-        """Add a step's images to the cache, for the current stream. An undecodable image becomes zeros, and its rank reports it.
-
-        Images are encoded in groups: while the device encodes one, the host and the decoder read the next.
-        """
+        """Add a step's images to the cache, for the current stream. An undecodable image becomes zeros, and its rank reports it. While the
+        device encodes a group, the host and the decoder read the next."""
         shares = self._share_out(encodes)
         share = [encodes[image] for image in shares.alone[self.tp.rank]]
         encoded = Encoded()
@@ -161,8 +156,8 @@ class ImageCache:
         return [done[encode.image_id] for encode in share]
 
     def _encode_part(self, encodes: Sequence[Encode], encoded: Encoded) -> torch.Tensor:
-        """Return this rank's tokens of the images that all ranks encode. Unreadable images are black, so that all ranks continue. The tower
-        waits for the previous step, since their collectives must not overlap."""
+        """Return this rank's tokens of the images that all ranks encode; unreadable ones are black. The tower waits for the previous step:
+        their collectives must not overlap."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):

@@ -80,8 +80,8 @@ class StepInputs:
 
 
 class Rows:
-    """Block tables on the host; last tokens and recurrent states on the device, with one additional scratch row. If the model has a head,
-    also the final hidden states of a step's tokens; missing blocks of a row are then the scratch block."""
+    """Block tables on the host; last tokens and recurrent states on the device, with a scratch row. With a head, also the final hidden
+    states of a step; missing blocks are then the scratch block."""
 
     def __init__(
         self,
@@ -227,8 +227,8 @@ class Rows:
         return replace(samples, proposed=replace(samples.proposed, next_S=self.last_tokens[samples.proposed.next_S]))
 
     def deliver(self, tokens_S: torch.Tensor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the last accepted token of each row. Return host memory that will receive all tokens, with NONE for rejected ones, and
-        the samples' rows, of which only each row's last accepted sample has its own, the others the scratch row."""
+        """Store the last accepted token of each row. Return host memory for all tokens, with NONE for rejected ones, and the samples' rows:
+        the scratch row but for each row's last accepted sample."""
         if samples.proposed is None:
             for group in self.states:
                 group.accept(samples.rows_S, None)

@@ -100,7 +100,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue a step and return at once (on a GPU). The memory plan covers every step; if another program takes the memory, a single
-        rank abandons the step, and one of several raises torch.OutOfMemoryError, since the others wait in a collective."""
+        rank abandons the step, one of several raises torch.OutOfMemoryError: the others wait in a collective."""
         launched = time.monotonic()
         if self.adapters is not None:
             self.adapters.load(plan.loads)
@@ -143,12 +143,12 @@ class Runner:
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:
-        """Do a small piece of work that would delay a request later; call it while there are no plans. Return False if there was none."""
+        """Do a small piece of work while there are no plans. Return False if there was none."""
         return self.images.prepare(is_busy)
 
     def _sample(self, step: HostStep, plan: StepPlan, watch: Stopwatch) -> tuple[Sampled, Readings]:
-        """Run forward and sampling: sampled tokens are copied to the host and into the rows for the next step. `watch` does not wait for
-        the tokens that the head proposes: the next plan needs only their number."""
+        """Run forward and sampling; sampled tokens are copied to the host and into the rows. `watch` does not wait for the head's tokens:
+        the next plan needs only their number."""
         logits_SV, samples, readings = self._forward(step)
         self.rows.save_snapshots(step, plan.chunks)
         if not len(samples.rows_S):

@@ -14,12 +14,9 @@ RING = DEPTH + 1  # steps in flight, and the one being built
 
 
 class Staging:
-    """Staging buffers. Call `begin`, `put` for every array, then `copy`: from then until the next `copy` the returned tensors hold the
-    data, in stream order.
-
-    The tensors are views of one device buffer, on a CPU of the host buffer. Equal sizes in equal order have equal addresses, as CUDA graphs
-    require. The ring has one buffer more than steps in flight: none is written while its copy may run.
-    """
+    """Staging buffers. Call `begin`, `put` for every array, then `copy`: until the next `copy` the returned tensors hold the data, in
+    stream order. Equal sizes in equal order have equal addresses, as CUDA graphs require. The ring has one buffer more than steps in
+    flight."""
 
     def __init__(self, num_bytes: int, device: torch.device, transfers: Transfers | None = None):
         self._transfers = transfers or Transfers()

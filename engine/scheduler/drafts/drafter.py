@@ -63,8 +63,8 @@ class Trust:
 
 
 def give_drafts(state: State, verify_rows: int, make_offer: Callable[[Request, int], Offer]) -> None:
-    """Implement `Proposer.offer`. `verify_rows`: query rows of a step that cost little more than one. `make_offer` gets the most drafts of
-    a row, 0 if prompts come first."""
+    """Implement `Proposer.offer`. `verify_rows`: rows of a step that cost little more than one. `make_offer` gets the most drafts of a row,
+    0 if prompts come first."""
     rows = [request for request in state.running if request.num_output < request.max_tokens]
     most = min(MAX_PROPOSED, verify_rows // max(1, len(rows)) - 1)
     is_quiet = not state.waiting and all(request.is_decoding for request in rows)

@@ -10,8 +10,7 @@ from engine.wire.messages import ON_DEVICE
 
 
 class HeadDrafter(Proposer):
-    """Drafter that holds rows back for their results, after which drafts follow. A draft is accepted with probability `trust` if those
-    before it are."""
+    """Holds rows back for their results, after which drafts follow; each is accepted with probability `trust` if those before it are."""
 
     def __init__(self, verify_rows: int):
         self._verify_rows = verify_rows
@@ -22,8 +21,7 @@ class HeadDrafter(Proposer):
         return len(self._trust)
 
     def offer(self, state: State) -> None:
-        """Also set the number of drafts of the next step: as many as some row should often accept, but at least one, to notice an
-        improvement."""
+        """Also set the number of drafts of the next step: at least one, to notice an improvement."""
         give_drafts(state, self._verify_rows, self._offer)
         num_rows = min(len(state.running) + len(state.waiting), state.limits.max_num_seqs)
         most = min(MAX_HEAD_DRAFTS, self._verify_rows // max(1, num_rows) - 1)

@@ -63,8 +63,8 @@ class StepReports:
     def read(
         self, hidden_SD: torch.Tensor, indices_S: torch.Tensor, scored_2N: torch.Tensor | None, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor | None, Readings]:
-        """Return the logits of the samples, None if nothing reads them, and the reports. `indices_S` are the indices of the samples' hidden
-        states, and `head` maps hidden states to logits."""
+        """Return the logits of the samples, None if nothing reads them, and the reports. `indices_S`: indices of the samples' hidden
+        states."""
         scores = None
         if scored_2N is not None:
             scores = score_prompts(hidden_SD, self.scored, scored_2N, head)

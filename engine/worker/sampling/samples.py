@@ -102,11 +102,8 @@ class HostSamples:
 
 
 class SampleTable:
-    """Parameters of all rows. `max_top_k` is the backend's.
-
-    A column is a row's `RowParams` without the key, whether it is wide, its changes, and the number of requested log-probabilities plus 1,
-    or 0.
-    """
+    """Parameters of all rows. `max_top_k` is the backend's. A column: a row's `RowParams` without the key, whether it is wide, its changes,
+    and the requested log-probabilities plus 1, or 0."""
 
     def __init__(self, max_num_seqs: int, max_top_k: int):
         self._max_top_k = max_top_k
