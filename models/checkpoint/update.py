@@ -28,7 +28,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FILE_DTYPES.valu
 
 @dataclass(frozen=True)
 class InMemory:
-    """A `Stored` tensor in memory; on the meta device, one whose values have not arrived yet."""
+    """A `Stored` tensor in memory; on the meta device, its values have not arrived yet."""
 
     tensor: torch.Tensor
 
@@ -77,7 +77,7 @@ class WeightUpdate:
 
     @property
     def names(self) -> list[str]:
-        """Return the tensors in the order that needs the least memory."""
+        """Tensors in the order that needs the least memory."""
         return list(self._leaves_of)
 
     def write(self, name: str, stored: Stored) -> None:
@@ -97,12 +97,11 @@ class WeightUpdate:
                     matrix.finish()
 
     def finish(self) -> None:
-        """Recompute values that are derived from weights."""
         assert not any(leaf.lacking for leaves_ in self._leaves_of.values() for leaf in leaves_), "a tensor was not written"
         self._model.finish()
 
     def _note(self, module: nn.Module, path: str) -> set[str]:
-        """Check one module's tensors and return their names."""
+        """Check one module's tensors; return all names, present or not."""
         leaf = _Leaf(module, path, frozenset(), set())
         for matrix in leaf.matrices:
             matrix.reopen(META)

@@ -138,8 +138,8 @@ def test_all_sources_on_two_ranks(altered: Path) -> None:
         dist.destroy_process_group(group)
         meta = give(engine, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})["meta_info"]
         assert meta["weight_version"] == engine.client.get("/model_info").json()["weight_version"] == "3"
-        nothing: Any = None
-        assert {route.path for route in WeightUpdates(nothing).routes()} < engine.client.get("/openapi.json").json()["paths"].keys()
+        routes = {route.path for route in WeightUpdates.__new__(WeightUpdates).routes()}
+        assert routes < engine.client.get("/openapi.json").json()["paths"].keys()
 
 
 def test_a_pause_ends_requests() -> None:

@@ -201,7 +201,7 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     status = [route for route in StatusRoutes(nothing, lambda: False).routes() if route.include_in_schema]
     routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
     annexes = Native, WeightUpdates, AdapterRoutes
-    routes |= {route.path for annex in annexes for route in annex(nothing).routes()}
+    routes |= {route.path for annex in annexes for route in annex.__new__(annex).routes()}
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 
 

@@ -75,8 +75,8 @@ class Announced(Options, GroupName):
     shapes: list[list[int]]
 
 
-class Orders:
-    """Orders to the scheduler, which answers to a separate inbox."""
+class WeightUpdates:
+    """Methods of the routes. Those with a body give an order to the scheduler; the type of `asked` is the body's."""
 
     def __init__(self, child: Child, registry: RequestRegistry):
         self._run_dir, self._registry = child.run_dir, registry
@@ -85,40 +85,6 @@ class Orders:
         self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
         self._reader: asyncio.Task[None] | None = None
         registry.weight_version = FIRST_VERSION
-
-    @property
-    def version(self) -> str:
-        return self._registry.weight_version
-
-    async def give(self, order: Order) -> OrderDone:
-        """Wait until the order has been executed. RequestError 400 with the reason if it was rejected, 503 if the server stops."""
-        self._registry.health.check()
-        self._reader = self._reader or asyncio.create_task(self._read())
-        number = next(self._numbers)
-        done = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._scheduler.send(msgspec.structs.replace(order, number=number))
-        while not (await asyncio.wait([done], timeout=POLL_S))[0]:
-            if (refusal := self._registry.health.refusal) is not None:
-                raise RequestError.of(refusal)
-        answer = done.result()
-        if answer.problem is not None:
-            raise RequestError(400, answer.problem, code="weight_update_refused")
-        return answer
-
-    async def _read(self) -> None:
-        inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
-        while True:
-            answer = await inbox.recv()
-            self._registry.weight_version, self._registry.health.heartbeat = answer.version, time.monotonic()  # an order may take long
-            if not (done := self._waiting.pop(answer.number)).done():  # cancelled
-                done.set_result(answer)
-
-
-class WeightUpdates:
-    """Methods of the routes. Those with a body give an order; the type of `asked` is the body's."""
-
-    def __init__(self, orders: Orders):
-        self._orders = orders
 
     def routes(self) -> list[DescribedRoute]:
         posts: dict[str, Run] = {
@@ -163,20 +129,39 @@ class WeightUpdates:
 
     async def version(self) -> Json:
         """The version of the weights."""
-        return {"weight_version": self._orders.version}
+        return {"weight_version": self._registry.weight_version}
 
     async def _update(self, task: FromFolder | FromGroup, asked: Options) -> Json:
         return await self._give(Order(0, task, bool(asked.abort_all_requests), asked.weight_version))
 
     async def _give(self, order: Order) -> Json:
-        done = await self._orders.give(order)
+        """Wait until the order has been executed. RequestError 400 with the reason if it was rejected, 503 if the server stops."""
+        self._registry.health.check()
+        self._reader = self._reader or asyncio.create_task(self._read())
+        number = next(self._numbers)
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._scheduler.send(msgspec.structs.replace(order, number=number))
+        while not (await asyncio.wait([waiting], timeout=POLL_S))[0]:
+            if (refusal := self._registry.health.refusal) is not None:
+                raise RequestError.of(refusal)
+        done = waiting.result()
+        if done.problem is not None:
+            raise RequestError(400, done.problem, code="weight_update_refused")
         message = f"Done; the weights have the version {done.version}."
         return {"success": True, "message": message, "num_paused_requests": done.num_waiting}
+
+    async def _read(self) -> None:
+        inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
+        while True:
+            done = await inbox.recv()
+            self._registry.weight_version, self._registry.health.heartbeat = done.version, time.monotonic()  # an order may take long
+            if not (waiting := self._waiting.pop(done.number)).done():  # cancelled
+                waiting.set_result(done)
 
 
 def weight_routes(child: Child, registry: RequestRegistry) -> list[DescribedRoute]:
     """Return all routes; none without the flag."""
-    return WeightUpdates(Orders(child, registry)).routes() if child.config.enable_weight_updates else []
+    return WeightUpdates(child, registry).routes() if child.config.enable_weight_updates else []
 
 
 def refusal_body(info: ErrorInfo) -> bytes:

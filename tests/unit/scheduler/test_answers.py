@@ -68,7 +68,6 @@ def test_answers_share_the_states_of_the_prompt(prefix_cache: bool) -> None:
 
 
 def test_an_answer_that_fails_ends_the_others() -> None:
-    """Red if answers that no client reads are computed to their limit."""
     core = make_core(num_blocks=200, max_num_batched_tokens=64)
     core.add(msgspec.structs.replace(make_request(1, [20] * 5, [], 30, ignore_eos=True), n=3), np.full(5, 20, dtype=np.int32))
     while (step := core.next_step()) is not None:
@@ -81,7 +80,6 @@ def test_an_answer_that_fails_ends_the_others() -> None:
 
 
 def test_one_answer_may_end_early() -> None:
-    """Red if an abort of one answer ends the others, or if the request's regions are released before its last answer has ended."""
     sim = simulation(max_num_batched_tokens=64, max_num_mixed_tokens=64)
     ask(sim, 0, 14, max_tokens=5, n=3)
     sim.step()

@@ -71,7 +71,6 @@ def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_conversation_is_hashed_once(num_hashed: list[int]) -> None:
-    """Red if a turn hashes again what the previous turn named: a millisecond per thousand blocks."""
     sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64))
     prompt = list(PROMPT)
     for turn in range(4):

@@ -93,7 +93,6 @@ def test_a_head_is_not_asked_by_many_rows() -> None:
 
 
 def test_drafts_that_fail_become_rare() -> None:
-    """Red if drafts that never hold go on: a step each. The sampler refuses all, although they are what would have come."""
     sim = simulate()
     sim.language, sim.worker.refuse_rate = (1, 5), 1.0
     add(sim, 0, max_tokens=1000)
@@ -102,7 +101,6 @@ def test_drafts_that_fail_become_rare() -> None:
 
 
 def test_drafts_that_would_fail_are_not_verified() -> None:
-    """Red if a text whose contexts recur by chance is drafted: acceptance is known without verification."""
     core = make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=32)
     sim = Simulation(core, random.Random(0))
     add(sim, 0, max_tokens=1000)
@@ -111,7 +109,6 @@ def test_drafts_that_would_fail_are_not_verified() -> None:
 
 
 def test_many_rows_get_fewer_drafts_and_at_last_none() -> None:
-    """Red if a step verifies more rows than the backend says."""
     for num_rows, most in ((1, 7), (3, 2), (4, 1), (5, 0)):
         sim = Simulation(make_core(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=64, verify_rows=9), random.Random(0))
         sim.language, sim.worker.refuse_rate = (1, 5), 0.0
@@ -123,7 +120,6 @@ def test_many_rows_get_fewer_drafts_and_at_last_none() -> None:
 
 
 def test_a_context_does_not_reach_across_an_image() -> None:
-    """Red if placeholders are text, or text before an image goes on behind it."""
     prompt = [30, 31, 32, *[PLACEHOLDER] * 5, 33, 34, 30, 31, 32, 33, *[PLACEHOLDER] * 5, 31, 32]
     core = make_core(num_blocks=64, verify_rows=32)
     wire = make_request(0, prompt, [(3, 5, b"a"), (14, 5, b"b")], 9)
@@ -134,7 +130,6 @@ def test_a_context_does_not_reach_across_an_image() -> None:
 
 
 def test_a_long_prompt_is_read_in_spare_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the loop waits for a long text to be read, if what is kept of it is not bounded, or if its end is not what is kept."""
     monkeypatch.setattr(lookup, "MAX_TEXT", 2000)
     prompt = [i % 5000 for i in range(6000)]
     core = make_core(num_blocks=2000, verify_rows=32)
@@ -210,7 +205,6 @@ def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool
 
 
 def test_a_preempted_request_has_no_proposed_tokens() -> None:
-    """Red if a request verifies tokens that were proposed before its preemption."""
     core = make_core(num_lookahead=3, verify_rows=64)
     core.add(make_request(1, [1, 2, 3], [], 8), np.array([1, 2, 3], dtype=np.int32))
     step = core.next_step()

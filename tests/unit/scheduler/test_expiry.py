@@ -51,7 +51,6 @@ def test_a_deadline_ends_a_request_waiting_or_running(num_steps: int) -> None:
 
 
 def test_a_request_that_awaits_pixels_may_expire() -> None:
-    """Red if the answer of the processor, which comes later, finds nobody and fails."""
     sim = simulation()
     sim.answers = False
     prompt = [PLACEHOLDER] * 4 + [20]

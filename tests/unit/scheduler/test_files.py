@@ -48,7 +48,6 @@ def test_a_cached_embedding_needs_no_pixels() -> None:
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_an_image_in_the_prefix_cache_needs_no_pixels(prefix_cache: bool) -> None:
-    """Red if a file is not decoded although some of its tokens and its embedding are missing."""
     sim = simulation(image_tokens=LENGTH, prefix_cache=prefix_cache)
     show(sim, 0, b"ab", files=False, first=21)
     sim.run()
@@ -76,7 +75,6 @@ def test_all_pixels_are_asked_for_at_once_and_others_pass() -> None:
 
 
 def test_what_was_evicted_before_the_start_is_asked_for() -> None:
-    """Red if a request that relied on an embedding or a prefix starts without either."""
     for prefix_cache in (True, False):
         sim = simulation(max_num_seqs=1, prefix_cache=prefix_cache)
         show(sim, 0, b"ab", files=False, first=21)
@@ -91,7 +89,6 @@ def test_what_was_evicted_before_the_start_is_asked_for() -> None:
 
 
 def test_embeddings_take_the_place_of_pixels_in_half_of_the_cache() -> None:
-    """Red if a request pins so much that an image of its own, or of an older request, never fits."""
     sim = simulation(image_tokens=4 * LENGTH, prefix_cache=False)
     show(sim, 0, b"abcd", files=False)
     sim.run()
@@ -114,7 +111,6 @@ def test_a_preempted_request_asks_for_what_it_relied_on() -> None:
 
 
 def test_a_step_without_memory_fails_those_that_rely_on_its_images() -> None:
-    """Red if a request that has started is left without an embedding and without pixels."""
     sim = simulation(prefix_cache=False, max_num_batched_tokens=LENGTH + 2)
     show(sim, 0, b"ab", files=False)
     sim.step()  # "b" is in flight

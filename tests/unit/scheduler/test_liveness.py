@@ -57,7 +57,6 @@ def test_a_worker_that_returns_nothing_is_no_progress(clock: Clock) -> None:
 
 
 def test_waiting_for_the_processor_is_not_the_engines_fault(clock: Clock) -> None:
-    """Red if what comes after the decode is not watched."""
     sim = Simulation(make_core())
     sim.answers = False
     prompt = [PLACEHOLDER] * 4 + [20]
@@ -94,7 +93,6 @@ def test_what_takes_long_is_progress_for_a_while(device: str, activity: Activity
 
 
 def test_a_worker_beats_whatever_its_main_thread_does(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the beat comes from the worker's loop, or does not report the loop's activity."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     inbox = Inbox(str(tmp_path), "scheduler", ToScheduler)
     thread = heartbeat.HeartbeatThread(str(tmp_path), rank=3)

@@ -126,7 +126,6 @@ def test_other_tenants_and_an_engine_without_prefix_cache_do_not_wait() -> None:
 
 @pytest.mark.parametrize(("budget", "start"), [(44 * 16, [0]), (45 * 16, [0, 1, 2])])
 def test_a_short_prefix_is_not_worth_a_wait(budget: int, start: list[int]) -> None:
-    """Red if a common system prompt delays every request."""
     sim = library(max_num_batched_tokens=budget)
     for rid in range(3):
         ask(sim, rid)

@@ -243,7 +243,6 @@ def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_promp
 
 
 def test_chunks_beside_streams_are_small() -> None:
-    """Red if a step exceeds `mixed_step_tokens`, padding included, although nothing else waits."""
     core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=24)
     sizes = prefill_sizes_beside(core, 0, 1)
     assert [size for size in sizes if size] == [16, 16, 16, 12]
@@ -263,7 +262,6 @@ def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("num_parameters", "expected"), [(50_000_000, HOPPER_STEP_SIZES.largest_chunk), (200_000_000, 1024 - 24)])
 def test_many_waiting_tokens_do_not_make_steps_without_a_graph(num_parameters: int, expected: int) -> None:
-    """Red if steps of a model whose layers take the host longer than the device have no graph as soon as many tokens wait."""
     sizes = HOPPER_STEP_SIZES.for_layers(num_parameters, max_tokens=8192)
     limits = {"max_num_seqs": 32, "max_num_batched_tokens": 8192, "max_num_mixed_tokens": None, "step_sizes": sizes}
     core = make_core(num_blocks=2000, block_size=16, **limits)

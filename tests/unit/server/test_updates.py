@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from engine.wire.messages import Event
-from engine.wire.updates import FromFolder, FromGroup, JoinGroup, LeaveGroup, Order, OrderDone, Pause, Resume
+from engine.wire.updates import FromFolder, FromGroup, JoinGroup, LeaveGroup, Order, Pause, Resume
 from server.api.dialects.updates import WeightUpdates, refusal_body
 from server.api.http.registry import Stream
 from server.api.http.reply import GatheredReply
@@ -15,25 +15,22 @@ from server.errors import ABORTED, RequestError
 from tests.unit.server.in_process import virtual
 
 
-class Noted:
-    """Stands in for `Orders`."""
-
-    version = "v"
+class Noting(WeightUpdates):
+    """Notes orders instead of sending them."""
 
     def __init__(self) -> None:
         self.orders: list[Order] = []
 
-    async def give(self, order: Order) -> OrderDone:
+    async def _give(self, order: Order) -> Any:
         self.orders.append(order)
-        return OrderDone(0, "v", 0)
 
 
 def order_of(path: str, body: dict[str, Any]) -> Order:
-    noted: Any = Noted()
-    command: Any = next(route.app for route in WeightUpdates(noted).routes() if route.path == path)
+    noting = Noting()
+    command: Any = next(route.app for route in noting.routes() if route.path == path)
     asyncio.run(command.run(check(command.takes, body)))
-    (order,) = noted.orders
-    return cast(Order, order)
+    (order,) = noting.orders
+    return order
 
 
 PLAIN = {"names": ["a"], "shapes": [[2, 3]]}

@@ -164,7 +164,6 @@ def test_right_drafts_save_steps(model: Qwen3VL, free: list[int]) -> None:
 
 @in_gate_on("Qwen3.5")
 def test_a_next_turn_goes_on_from_a_drafted_answer(model: Qwen3VL) -> None:
-    """Red if blocks or states behind drafts, right and wrong ones, are published with what was refused in them."""
     turns, plain = [text(40, 20)], Engine(model, prefix_cache=False)
     for turn in range(4):
         plain.add(turn, [turns[-1]], max_tokens=OUTPUT, seed=turn, **ANY)
@@ -181,7 +180,6 @@ def test_a_next_turn_goes_on_from_a_drafted_answer(model: Qwen3VL) -> None:
 
 
 def test_what_is_kept() -> None:
-    """Red if device and host part over which samples count, or which drafts stand before a sample."""
     rng = random.Random(0)
     for _ in range(50):
         rows = tuple(tuple(rng.randrange(2) for _ in range(rng.randrange(MAX_PROPOSED + 1))) for _ in range(6))

@@ -229,7 +229,6 @@ def test_a_result_leaves_before_the_heads_passes(both: Both, monkeypatch: pytest
 
 
 def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
-    """Red if scales of the head's layer are not read, or wanted of its first product, which stays as it is."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0, format="float8")
     head = harness.load(tmp_path, with_head=True).head
     assert head is not None and head.fc.weight.format == "plain"
@@ -239,7 +238,6 @@ def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_drafts_come_from_an_output_matrix_in_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if it is not used, or a block has another one's scale: drafts would be arbitrary tokens."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0)
     model = harness.load(tmp_path, with_head=True)
     model.lm_head.weight.mul_(torch.logspace(-2, 0, len(model.lm_head.weight))[:, None])
@@ -256,7 +254,6 @@ def test_drafts_come_from_an_output_matrix_in_float8(tmp_path: Path, monkeypatch
 
 
 def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:
-    """Red if `--draft mtp` fails late, or without a reason."""
     qwen3_5_checkpoints.write(tmp_path)
     with pytest.raises(ValueError, match="prediction head"):
         read_config(tmp_path, with_head=True)

@@ -130,7 +130,6 @@ def test_a_prompt_is_one_step_with_its_snapshots(model: Qwen3VL) -> None:
 
 
 def test_a_next_turn_goes_on_where_its_thoughts_are_left_out(model: Qwen3VL) -> None:
-    """Red if states are kept behind what opens the thoughts: a next turn has the answer there."""
     for length in range(3 * BLOCK, 4 * BLOCK):
         engine = Engine(model)
         said, opening = text(length, length), [310, 311, 312, 313, 312]  # as <|im_start|>assistant\n<think>\n
@@ -166,7 +165,6 @@ def test_blocks_hold_what_the_groups_say() -> None:
 
 
 def test_a_snapshot_comes_back_and_leaves_nothing_behind() -> None:
-    """Red if groups or layers are mixed up, or if NaN bytes stay where keys and values go."""
     states = [RowStates(StateGroup(2, 40, 8), 3, torch.device("cpu"), 2), RowStates(StateGroup(1, 100), 3, torch.device("cpu"))]
     pools = [(torch.zeros(9, 4, 1, 2), torch.zeros(9, 4, 1, 2)) for _ in range(2)]
     snapshots = Snapshots(pools, states)

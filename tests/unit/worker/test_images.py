@@ -137,7 +137,6 @@ def test_what_was_announced_to_another_size_is_encoded_anew() -> None:
 
 
 def test_an_announced_image_that_cannot_be_encoded_yet_awaits_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a hint ends the worker or makes the plan fail."""
     tower = Tower()
     cache = cache_of(tower)
 

@@ -64,7 +64,6 @@ def config(tmp_path: Path) -> ModelConfig:
 
 @pytest.mark.parametrize("problem", [None, RuntimeError("nvcc fails")])
 def test_others_hear_that_kernels_are_compiled(child: Child, config: ModelConfig, problem: Exception | None) -> None:
-    """Red if weights wait for the compiler, or if its error is lost in the thread."""
     backend = SlowBackend()
     backend.problem = problem
     assert not child.is_compiling()
@@ -217,7 +216,6 @@ class ManyStates(RowStates):
 
 
 def test_a_profile_counts_no_states_and_no_pools(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if activations include them: the plan of memory has them on its own."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=0)
     child.config, backend = EngineConfig(load_format="dummy"), TorchBackend(CPU)
     model = load_model(child, read_config(tmp_path), TensorParallel.single(), backend, torch.float32)

@@ -67,7 +67,6 @@ def test_frequencies_are_the_probabilities(params: SamplingParams) -> None:
 
 
 def test_ties_and_tails_do_not_depend_on_neighbours() -> None:
-    """Red if sorting for one row decides a tie of a greedy row, or cuts the tail of a row without filters."""
     generator = torch.Generator().manual_seed(2)
     greedy, all_tokens = SamplingParams(temperature=0.0, top_k=1), SamplingParams(temperature=1.0)
     for position in range(50):
@@ -127,7 +126,6 @@ def test_noise_is_finite_for_every_hash() -> None:
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
-    """Red if logits divided by the temperature overflow."""
     logits = torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(0)) * 20
     for temperature in (1e-6, 1e-38, 1e-45, 1e-300):
         params = [SamplingParams(temperature=temperature, top_p=0.9, seed=seed) for seed in range(3)]

@@ -64,7 +64,6 @@ def best_by_formula(logits_V: np.ndarray, output: list[int], params: SamplingPar
 
 
 def test_penalties_and_biases_are_the_formulas(model: Qwen3VL, raw: list[np.ndarray]) -> None:
-    """Red if a count comes late, or includes the prompt where it must not."""
     greedy = run_alone(model, GREEDY)
     for params in PENALISED:
         raw.clear()
@@ -117,7 +116,6 @@ def contains(output: list[int], word: tuple[int, ...]) -> bool:
 
 
 def test_bad_words_never_come(model: Qwen3VL, raw: list[np.ndarray]) -> None:
-    """Red if a step bans what completes no word."""
     free = run_alone(model, GREEDY)
     words = ((free[0],), tuple(free[3:5]), tuple(free[8:11]), tuple(free[5 : 5 + MAX_BAD_WORD_TOKENS]), (PROMPT[-1], free[1]))
     raw.clear()
