@@ -22,7 +22,7 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.inspect import Allowance, Header
-from server.region import MIN_GROWTH, Region
+from server.region import MIN_GROWTH, GrowingRegion
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.engine.arenas import check_arena
 from tests.unit.server.in_process import settle, virtual
@@ -173,7 +173,7 @@ def test_what_fits_is_had_although_twice_as_much_does_not() -> None:
     """Red if a body is turned away because the extra capacity for growth does not fit."""
     size = 8 * MIN_GROWTH
     arena = Arena(create_memfd("test", size), size)
-    region = Region(arena, 2 * MIN_GROWTH)
+    region = GrowingRegion(arena, 2 * MIN_GROWTH)
     region.append(b"x" * region.capacity)
     neighbour = arena.alloc(5 * MIN_GROWTH // 2)  # 3.5 units remain: less than twice the region, more than it needs
     region.append(b"y")
