@@ -7,7 +7,7 @@ prefix=$(cd "$1" && pwd) picture=$(realpath "$2") answer=$3
 shift 3
 cd "$(mktemp -d)"
 port=${ENGINE_PORT:-8017}
-"$prefix/bin/python" -m engine.cli serve --port "$port" "$@" &
+"$prefix/bin/python" -m engine.serve --port "$port" "$@" &
 engine=$!
 trap 'kill "$engine" 2>/dev/null || true; wait "$engine" || true' EXIT
 for _ in $(seq 120); do

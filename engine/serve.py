@@ -3,11 +3,13 @@
 Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or an unavailable model.
 """
 
+import argparse
 import asyncio
 import contextlib
 import functools
 import logging
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -25,7 +27,7 @@ from engine.launch.supervise import ChildDied, Supervisor
 from engine.wire.adapters import named_adapters
 from engine.wire.arena import create_memfd, memory_limit
 from engine.wire.child import Runtime, setup_logging
-from engine.wire.config import GIB, MIB, UNIX_HOST, EngineConfig, read_api_keys
+from engine.wire.config import GIB, MIB, UNIX_HOST, VERSION, EngineConfig, read_api_keys
 from engine.wire.memory import cuts, describe, fit
 from models.config.hub import DEMO, SIZES, resolve
 from models.config.huggingface import read_config
@@ -39,6 +41,22 @@ INTERRUPTS = (signal.SIGTERM, signal.SIGINT)
 
 class Interrupted(Exception):
     """Ctrl-C or SIGTERM."""
+
+
+def command() -> int:
+    """Run `mini-vlm`: `serve` is `python -m engine.serve`, `plan` its `--plan`, `bench NAME` is `python -m bench NAME`."""
+    parser = argparse.ArgumentParser("mini-vlm", description="A small serving engine for vision-language models.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("serve", help="serve a model: flags of `python -m engine.serve`", add_help=False)
+    commands.add_parser("plan", help="what fits on which GPU: the same flags", add_help=False)
+    commands.add_parser("bench", help="run a benchmark: `mini-vlm bench` lists them", add_help=False)
+    name, rest = parser.parse_args(sys.argv[1:2]).command, sys.argv[2:]
+    if name == "bench":
+        sys.argv = ["mini-vlm bench", *rest]
+        runpy.run_module("bench", run_name="__main__")
+        return 0
+    return main(["--plan", *rest] if name == "plan" else rest)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "server.processor": ("engine.wire", "engine.grammar", "server"),
     "models": (),
 }
-ENTRY_POINTS = ("engine.serve", "engine.cli", "engine.launch.replicas", "server.api.main", "server.proxy", "bench")
+ENTRY_POINTS = ("engine.serve", "engine.launch.replicas", "server.api.main", "server.proxy", "bench")
 PLAIN_MODELS = ("models.config", "models.media")  # they import no torch
 ENVIRONMENT_ALLOWED = {"engine/wire/config.py"}
 BROAD_EXCEPT_ALLOWED = {

@@ -88,7 +88,7 @@ def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str],
             "models/kernels/hopper/hopper_attention.cuh",
             "server/api/page/page.html",
             "server/api/page/vendor/purify.min.js",
-            "engine/cli.py",
+            "engine/serve.py",
             "bench/load.py",
         ):
             assert needed in names
@@ -102,7 +102,7 @@ def test_what_is_built_names_licence_version_and_command(distributions: tuple[li
     assert all(name.startswith(f"mini_vlm_engine-{VERSION}.dist-info/") for name in info)
     assert {name.rpartition("/")[2] for name in info} >= {"LICENSE", "METADATA", "entry_points.txt"}
     assert PROJECT["project"]["license"] == "Apache-2.0"
-    assert PROJECT["project"]["scripts"] == {"mini-vlm": "engine.cli:main"}
+    assert PROJECT["project"]["scripts"] == {"mini-vlm": "engine.serve:command"}
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -143,7 +143,7 @@ def test_children_ignore_files_of_the_working_directory(decoys: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", os.pathsep)  # two empty entries: the working directory
     assert end_of_failing_child() == f"worker-0: {REASON}"
     environment = share_environment(0, 1, False)
-    command = command_of(frozenset(os.sched_getaffinity(0)), "engine.cli", "--version")
+    command = command_of(frozenset(os.sched_getaffinity(0)), "engine.serve", "--help")
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     async def start() -> None:

@@ -187,7 +187,7 @@ def test_dequantized_matrices_are_counted() -> None:
 
 def test_the_table_needs_no_torch() -> None:
     """Red if `mini-vlm plan` does not print the table of `--plan`, loads torch for it, or omits the requested card."""
-    code = "import atexit, os, sys, engine.cli; atexit.register(lambda: 'torch' in sys.modules and os._exit(9)); engine.cli.main()"
+    code = "import atexit, os, sys, engine.serve; atexit.register(lambda: 'torch' in sys.modules and os._exit(9)); engine.serve.command()"
     arguments = ["plan", "Qwen3-VL-8B", "--gpu-memory", "24G", "--quantization", "fp8"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
