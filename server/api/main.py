@@ -22,7 +22,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from engine.wire.arena import Arena
-from engine.wire.child import Child
+from engine.wire.child import Child, keep_freed_blocks
 from engine.wire.config import VERSION, read_api_keys
 from engine.wire.ipc import AsyncInbox, Outbox
 from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
@@ -210,6 +210,7 @@ async def serve(child: Child) -> None:
 
 def main() -> None:
     child = Child.attach("api")
+    keep_freed_blocks()  # bodies arrive in pieces of 256 KiB
     try:
         uvloop.run(serve(child))
     except Exception as error:

@@ -158,10 +158,7 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     ("engine/wire/arena.py", ("tests/unit/engine/test_arena.py",)): {
         "a freed region is not merged with the previous one": ("self._free_ends[i - 1] == offset", "self._free_ends[i - 1] == offset - 1"),
-        "a region is one unit short": (
-            "for start, end in ranges if end - start >= need), None)",
-            "for start, end in ranges if end - start >= need - ALIGNMENT), None)",
-        ),
+        "a region is one unit short": ("            if end - start >= need:", "            if end - start >= need - ALIGNMENT:"),
     },
     ("server/api/http/scan.py", ("tests/unit/server/test_scan.py",)): {
         "an escaped quote ends a string": ("            num_quotes -= unpaired.count(b'\\\\\"')\n", ""),

@@ -13,7 +13,7 @@ import pytest
 from setuptools import find_namespace_packages
 
 from bench import BENCHMARKS
-from engine import cli
+from engine.serve import command
 from engine.wire.config import VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -111,27 +111,29 @@ def test_the_version_stands_in_one_place() -> None:
     assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_list_of_benchmarks_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+def run_command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
+    """Run `mini-vlm` and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["mini-vlm", *words])
+    with pytest.raises(SystemExit) as stopped:
+        command()
+    return stopped.value.code
+
+
+def test_the_list_of_benchmarks_is_complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     programs = {path.stem for path in (ROOT / "bench").glob("*.py") if "\ndef main(" in path.read_text()}
     assert {*BENCHMARKS} - {"images"} == programs - {"__main__", "accepting", "tracing", "probe"}
     page = (ROOT / "docs/benchmarks.md").read_text()
     assert not [name for name in BENCHMARKS if f"`{name}`" not in page]
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench"])
-    assert not stopped.value.code and all(name in capsys.readouterr().out for name in [*BENCHMARKS][:1])
+    assert not run_command(monkeypatch, "bench") and all(name in capsys.readouterr().out for name in [*BENCHMARKS][:1])
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_the_command_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for command, words in ((["serve"], "engine.serve: "), (["bench", "load"], "--concurrency"), (["bench", "accuracy"], "--questions")):
-        monkeypatch.setattr(sys, "argv", [])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main([*command, "--no-such-flag"])
+    for names, words in ((["serve"], "engine.serve: "), (["bench", "load"], "--concurrency"), (["bench", "accuracy"], "--questions")):
+        code = run_command(monkeypatch, *names, "--no-such-flag")
         error = capsys.readouterr().err
-        assert stopped.value.code == 2 and "error: " in error and "--no-such-flag" in error and words in error, command
+        assert code == 2 and "error: " in error and "--no-such-flag" in error and words in error, names
 
 
-def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["--version"])
-    assert stopped.value.code == 0 and capsys.readouterr().out.split()[-1] == VERSION
+def test_the_command_prints_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(monkeypatch, "--version") == 0 and capsys.readouterr().out.split()[-1] == VERSION

@@ -26,7 +26,7 @@ from tests.unit.models.harness import ONE_IMAGE, SEVERAL_TURNS, TEXT, TORCH, Pag
 from tests.unit.models.ranks import start_ranks
 
 NUM_SLOTS, MAX_RANK = 4, 24
-MIXED: dict[str, Any] = {"ranks": {"q_proj": 3, "layers.1.mlp.up_proj": 17}, "alpha_pattern": {"v_proj": 5, r"layers\.[02]\.mlp\..*": 3}}
+MIXED: dict[str, Any] = {"ranks": {"q_proj": 3, "layers.1.mlp.up_proj": 17}, "alpha_pattern": {"v_proj": 5, "layers.2.mlp.up_proj": 3}}
 
 
 class AdaptedRunner(PagedRunner):
