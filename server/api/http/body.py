@@ -121,9 +121,12 @@ async def read_body(receive: Receive, length: int | None, arena: Arena, config: 
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
             body = Body(region, scanner, registry, started)
             undo.callback(body.give_up)
-            while await _receive_piece(receive, region, scanner, config.max_body_bytes):
-                _check_capacity(arena, region.capacity, 0)
-                if length is not None:  # the region does not grow
+            more = True
+            while more:
+                more = await _receive_piece(receive, region, scanner, config.max_body_bytes)
+                if more:
+                    _check_capacity(arena, region.capacity, 0)
+                if length is not None:  # the region does not grow; the last image need not wait for the JSON to be validated
                     body.announce(config.max_images_per_request)
         except ArenaTooSmall:
             raise _too_large(int((1 - RESERVED_PART) * arena.size)) from None

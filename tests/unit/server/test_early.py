@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.wire.messages import ImageSource, Prefetch, Region
+from engine.wire.arena import Arena, create_memfd
+from engine.wire.config import EngineConfig
+from engine.wire.messages import API_ARENA, ImageSource, Prefetch, Region
 from models.media.geometry import VisionGeometry
-from server.api.http.body import Body
+from server.api.http.body import Body, read_body
 from server.api.http.scan import Scanner
 from server.processor.media.early import MAX_BYTES, EarlyReads
 from tests.eventually import eventually
@@ -179,3 +181,15 @@ def test_each_image_is_announced_once_and_whole() -> None:
         complete = data[: start + 700].count(b'"}}')
         assert len(listener.payloads) in (min(4, complete), min(4, complete + 1))
     assert [(p.offset - 4096, p.length) for p in listener.payloads] == [(r.offset, r.length) for r in scanner.references[:4]]
+
+
+async def test_an_image_is_announced_before_the_json_around_it_is_validated() -> None:
+    """Also one that arrives with the end of its body, as a single picture does."""
+    data, listener = body_of(os.urandom(3_000)), Announced()
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    body = await read_body(receive, len(data), Arena(create_memfd("api", 1 << 20), 1 << 20), EngineConfig(), listener)
+    (reference,) = body.scanner.references
+    assert listener.payloads == [Region(API_ARENA, body.region.offset + reference.offset, reference.length)]
