@@ -49,7 +49,7 @@ class BlockScaled:
 
     def quantize_(self, matrix_NK: torch.Tensor) -> None:
         """Replace the values by those of `quantized`."""
-        for start in range(0, len(matrix_NK), BLOCK):  # float32 copies of whole matrices would not fit beside them
+        for start in range(0, len(matrix_NK), BLOCK):  # float32 copies of whole matrices would not fit in addition to them
             stripe = matrix_NK[start : start + BLOCK].float().unflatten(1, (-1, BLOCK))
             scale = (stripe.abs().amax((0, 2)) / LARGEST).clamp_(min=LEAST_SCALE)
             self.scales[start // BLOCK].copy_(scale)
