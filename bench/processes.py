@@ -96,14 +96,6 @@ def cpu_seconds(launcher: int) -> dict[str, float]:
     return found
 
 
-def is_running(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
-    try:
-        return status_of(pid)[0] != "Z"
-    except OSError:
-        return False
-
-
 def memory_mib(launcher: int | None) -> dict[str, int]:
     """Return the private memory of each role in MiB, without arenas and libraries; empty without a process id."""
     found = {}
