@@ -104,6 +104,7 @@ class GuestPool:
         arena."""
         async with self._may_begin_large if is_large else contextlib.nullcontext(), self._may_begin:
             task = asyncio.create_task(self._answer(job, timeout, cpu_seconds))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # a cancelled call raises no error of its job
             try:
                 return await asyncio.shield(task)
             except asyncio.CancelledError:

@@ -1,6 +1,7 @@
 """Verdicts on grammars depend on the grammar alone; the jobs of guests run in order, and end by themselves or with their guest."""
 
 import asyncio
+import gc
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,10 +128,33 @@ class FakeGuest:
         return job
 
 
+class DyingGuest(FakeGuest):
+    async def ask(self, job: bytes, *_: object) -> bytes:
+        await super().ask(job)
+        raise LATE
+
+
 def pool_of(*fakes: FakeGuest) -> GuestPool:
     pool = GuestPool(len(fakes), "", memory=0)
     pool.guests, pool.idle = cast(Any, [*fakes]), cast(Any, [*fakes])
     return pool
+
+
+async def test_the_error_of_a_cancelled_job_is_silent() -> None:
+    """A pool that ends with the engine kills guests that work, and nobody awaits their answers."""
+    unheard: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    guest = DyingGuest()
+    task = asyncio.create_task(pool_of(guest).ask(b"", 60))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    guest.may_end.set()
+    await asyncio.wait([task])
+    assert guest.order and task.cancelled()
+    del task
+    gc.collect()
+    assert not unheard
 
 
 async def test_jobs_run_in_their_order() -> None:
