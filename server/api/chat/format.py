@@ -99,13 +99,9 @@ class OpenAIFormat(Format):
         self._head["model"] = options.model
         self._prefix = b"data: " + encode(self._head)[:-1]
         self._continuous_usage, self._include_usage = options.continuous_usage, options.include_usage
-        self._plain_end = (b',"usage":null' if options.include_usage else b"") + b"}\n\n"
+        self._plain_end = b',"finish_reason":null}]' + (b',"usage":null' if options.include_usage else b"") + b"}\n\n"
         self._openings: dict[int, bytes] = {}  # templates of token chunks, by choice
         self._warnings: dict[str, object] = {"warnings": options.warnings} if options.warnings else {}
-
-    @abstractmethod
-    def last_delta(self) -> dict[str, object]:
-        ...
 
     @abstractmethod
     def document_choice(self, choice: Choice) -> dict[str, object]:
@@ -114,10 +110,6 @@ class OpenAIFormat(Format):
     def document_head(self, choice: Choice) -> dict[str, object]:
         """Return further members of a document; `choice` is its first one."""
         return {}
-
-    def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
-        entry = {"index": choice.index, **self.last_delta(), "logprobs": None, **_ending(choice)}
-        return self._chunk(entry, choice.usage, {} if self._include_usage else timings)
 
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
         if not self._include_usage:
@@ -132,14 +124,14 @@ class OpenAIFormat(Format):
         head = {**self._head, "object": self.document_object, **self.document_head(choices[0])}
         return encode({**head, "choices": entries, "usage": usage_json(usage), **self._warnings, **timings})
 
-    def _chunk(self, choice: dict[str, object], usage: Usage, extra: dict[str, object]) -> bytes:
-        chunk: dict[str, object] = {**self._head, "choices": [choice]}
-        if self._include_usage or self._continuous_usage:
-            chunk["usage"] = usage_json(usage) if self._continuous_usage else None
-        return b"data: " + encode(chunk | extra) + b"\n\n"
+    def _end(self, choice: Choice, extra: dict[str, object]) -> bytes:
+        if choice.finish_reason is None and not self._continuous_usage:
+            return self._plain_end
+        last = self._usage(choice) or extra
+        return b"," + encode(_ending(choice))[1:-1] + b"}]" + (b"," + encode(last)[1:] if last else b"}") + b"\n\n"
 
-    def _end(self, usage: Usage) -> bytes:
-        return b',"usage":' + encode(usage_json(usage)) + b"}\n\n" if self._continuous_usage else self._plain_end
+    def _usage(self, choice: Choice) -> dict[str, object]:
+        return {"usage": usage_json(choice.usage) if self._continuous_usage else None} if self._include_usage else {}
 
     def _opening(self, choice: Choice, rest: bytes) -> bytes:
         """Return the bytes before the text of a token, formatted once per choice."""
@@ -159,20 +151,17 @@ class ChatFormat(OpenAIFormat):
     def first_chunk(self, choice: Choice) -> bytes:
         delta = {"role": "assistant", "content": "", **NO_REASONING}
         entry = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk(entry, choice.usage, self._warnings | _prompt_ids(choice))
+        chunk = {**self._head, "choices": [entry], **self._usage(choice), **self._warnings, **_prompt_ids(choice)}
+        return b"data: " + encode(chunk) + b"\n\n"
 
-    def token_chunk(self, choice: Choice, event: Event) -> bytes:
+    def token_chunk(self, choice: Choice, event: Event, extra: dict[str, object]) -> bytes:
         value = encode(event.text)
         logprobs = encode(_token_list(event.logprobs)) if event.logprobs else b"null"
         delta = b'"reasoning":' + value + b',"reasoning_content":' + value if event.is_reasoning else PLAIN + value
         if event.calls:
             calls = encode([self._delta_json(choice, call) for call in event.calls])
             delta = (delta + b"," if event.text else b"") + b'"tool_calls":' + calls
-        end = b'},"logprobs":' + logprobs + _ids_json(event) + b',"finish_reason":null}]' + self._end(choice.usage)
-        return self._opening(choice, b'"delta":{') + delta + end
-
-    def last_delta(self) -> dict[str, object]:
-        return {"delta": {}}
+        return self._opening(choice, b'"delta":{') + delta + b'},"logprobs":' + logprobs + _ids_json(event) + self._end(choice, extra)
 
     def document_head(self, choice: Choice) -> dict[str, object]:
         return _of_prompt(choice)
@@ -208,14 +197,11 @@ class CompletionFormat(OpenAIFormat):
     def first_chunk(self, choice: Choice) -> bytes:
         return b""
 
-    def token_chunk(self, choice: Choice, event: Event) -> bytes:
+    def token_chunk(self, choice: Choice, event: Event, extra: dict[str, object]) -> bytes:
         logprobs = encode(_completion_logprobs(event.logprobs, choice)) if event.logprobs else b"null"
         text = self._opening(choice, b'"text":') + encode(event.text)
         ids = _ids_json(event) + (b',"prompt_token_ids":' + encode(event.prompt_ids) if event.prompt_ids else b"")
-        return text + b',"logprobs":' + logprobs + ids + b',"finish_reason":null}]' + self._end(choice.usage)
-
-    def last_delta(self) -> dict[str, object]:
-        return {"text": ""}
+        return text + b',"logprobs":' + logprobs + ids + self._end(choice, extra)
 
     def document_choice(self, choice: Choice) -> dict[str, object]:
         logprobs = _completion_logprobs(choice.logprobs, choice) if choice.logprobs else None

@@ -115,17 +115,14 @@ class GenerateFormat(CompletionFormat):
         self._is_list = asked.is_batch or (asked.n or 1) > 1
         self._num_sent: Counter[int] = Counter()  # tokens of each choice in its last event
 
-    def token_chunk(self, choice: Choice, event: Event) -> bytes:
+    def token_chunk(self, choice: Choice, event: Event, extra: Json) -> bytes:
         """Return an event if the answer has grown enough: one per token would take quadratic time."""
         choice.note_text(event)
         num_tokens = choice.usage.num_generated
-        if event.finish_reason is not None or num_tokens - self._num_sent[choice.index] < num_tokens // GROWTH_PARTS:
+        if event.finish_reason is None and num_tokens - self._num_sent[choice.index] < num_tokens // GROWTH_PARTS:
             return b""
         self._num_sent[choice.index] = num_tokens
-        return self.finish_chunk(choice, {})
-
-    def finish_chunk(self, choice: Choice, timings: Json) -> bytes:
-        return b"data: " + encode(self._answer(choice, timings) | ({"index": choice.index} if self._is_list else {})) + b"\n\n"
+        return b"data: " + encode(self._answer(choice, extra) | ({"index": choice.index} if self._is_list else {})) + b"\n\n"
 
     def document(self, choices: list[Choice], usage: Usage, timings: Json) -> bytes:
         found = [self._answer(choice, timings) for choice in choices]

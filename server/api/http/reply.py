@@ -1,7 +1,7 @@
 """Response to one accepted request: waits for its events and writes SSE or JSON. If the client disconnects, the request is aborted.
 
 first event ──▶ error: JSON with its status
-           └──▶ headers ──▶ one chunk a token, all that have gathered in one write ──▶ finish, usage, [DONE]
+           └──▶ headers ──▶ one chunk a token, all that have gathered in one write ──▶ usage, [DONE]
 """
 
 import asyncio
@@ -176,14 +176,12 @@ class GeneratedReply(Reply):
             choice.usage.num_prompt, choice.usage.num_cached = event.num_prompt_tokens, event.num_cached_tokens
             choice.prompt_ids = event.prompt_ids
             chunks.append(self._format.first_chunk(choice))
-        is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated and event.finish_reason is None
+        is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated
         self._count_scores(event, is_first=not choice.usage.num_generated)
         choice.note(event)
-        if event.text or is_token or event.calls or event.logprobs or event.token_ids:
-            chunks.append(self._format.token_chunk(choice, event))
-        if choice.finish_reason is not None:
-            self._reason = choice.finish_reason
-            chunks.append(self._format.finish_chunk(choice, self._extra()))
+        self._reason = choice.finish_reason or self._reason
+        if event.text or is_token or event.calls or event.logprobs or event.token_ids or choice.finish_reason:
+            chunks.append(self._format.token_chunk(choice, event, self._extra() if choice.finish_reason else {}))
 
     async def _gather(self, events: list[Event]) -> Response | ErrorInfo:
         while True:

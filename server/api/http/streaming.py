@@ -182,12 +182,9 @@ class Format(ABC):
         ...
 
     @abstractmethod
-    def token_chunk(self, choice: Choice, event: Event) -> bytes:
-        """Return a chunk with one token's text, which is empty while the text may be part of a character or of a stop string."""
-
-    @abstractmethod
-    def finish_chunk(self, choice: Choice, timings: dict[str, object]) -> bytes:
-        ...
+    def token_chunk(self, choice: Choice, event: Event, extra: dict[str, object]) -> bytes:
+        """Return a chunk with one token's text, which is empty while the text may be part of a character or of a stop string. The chunk of
+        the answer's last event has its `finish_reason` and the members of `extra`."""
 
     @abstractmethod
     def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
@@ -219,11 +216,14 @@ class BlockFormat(Format):
     def delta(self, piece: str, event: Event) -> bytes:
         """Return a piece of the open block from this event."""
 
+    @abstractmethod
+    def finish_chunk(self, choice: Choice, extra: dict[str, object]) -> bytes:
+        ...
+
     def kind_of(self, call: Call) -> str:
         return "call"
 
-    def token_chunk(self, choice: Choice, event: Event) -> bytes:
-        """Return the events for a token; none while its text is held back."""
+    def token_chunk(self, choice: Choice, event: Event, extra: dict[str, object]) -> bytes:
         chunks = []
         if event.text:
             kind = "thinking" if event.is_reasoning else "text"
@@ -236,6 +236,8 @@ class BlockFormat(Format):
                 chunks.append(self._begin(self.kind_of(call), call))
             if piece.arguments:
                 chunks.append(self.delta(piece.arguments, event))
+        if choice.finish_reason is not None:
+            chunks.append(self.finish_chunk(choice, extra))
         return b"".join(chunks)
 
     def _begin(self, kind: str, call: Call | None) -> bytes:

@@ -47,8 +47,8 @@ def stream_of(shape: Any, events: list[Event]) -> bytes:
     data: bytes = shape.first_chunk(choice)
     for event in events:
         choice.note(event)
-        data += shape.token_chunk(choice, event)
-    return data + shape.finish_chunk(choice, {}) + shape.end(choice.usage, {})
+        data += shape.token_chunk(choice, event, {})
+    return data + shape.end(choice.usage, {})
 
 
 def document_of(shape: Any, events: list[Event]) -> bytes:

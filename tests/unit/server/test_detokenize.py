@@ -117,8 +117,7 @@ def test_streams_that_repeat_the_answer_take_linear_time() -> None:
             reason = "length" if i == num_tokens - 1 else None
             event = Event(1, "word ", i + 1, finish_reason=reason, token_ids=[7])
             choice.note(event)
-            events.append(made.token_chunk(choice, event))
-        events.append(made.finish_chunk(choice, {}))
+            events.append(made.token_chunk(choice, event, {}))
         shown = [json.loads(event.removeprefix(b"data: ")) for event in events if event]
         assert [len(one["output_ids"]) for one in shown[:256]] == [*range(1, 257)][: len(shown)]
         assert shown[-1]["text"] == "word " * num_tokens and len(shown[-1]["output_ids"]) == num_tokens

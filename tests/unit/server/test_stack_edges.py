@@ -257,7 +257,7 @@ def test_an_exception_ends_its_request_only(
 
     fail(OutputText, "push", lambda token_id, *_: token_id == bad)
     fail(Intake, "_answers", lambda submit: submit.params.max_tokens == 6)
-    fail(ChatFormat, "token_chunk", lambda choice, event: choice.usage.num_generated == 2 and event.text == tokenizer.decode([68]))
+    fail(ChatFormat, "token_chunk", lambda choice, event, extra: choice.usage.num_generated == 2 and event.text == tokenizer.decode([68]))
     stack.script, before = script, num_failed()
     for number, (limit, stream) in enumerate(((7, False), (7, True), (6, False), (6, True), (8, True)), 1):
         answer = stack.chat("x", max_tokens=limit, stream=stream)
