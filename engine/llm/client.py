@@ -17,7 +17,7 @@ from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
 from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, listed, words_of
 from engine.llm.outputs import RequestOutput
-from engine.llm.updates import pause_requests, replace_weights, resume_requests
+from engine.llm.updates import replace_weights
 from engine.wire.config import UNIX_HOST
 from engine.wire.params import UNSTREAMED
 
@@ -74,8 +74,6 @@ class AsyncLLM:
         (output,) = [output async for output in self._outputs(Ask(EMBEDDINGS, prompt, None, fields))]
         return output
 
-    pause = pause_requests
-    resume = resume_requests
     update_weights = replace_weights
 
     async def post(self, path: str, body: dict[str, Any]) -> None:
@@ -174,12 +172,6 @@ class LLM:
     def as_completed(self, messages: Any, sampling_params: Params = None, **fields: Any) -> Results:
         """Like `chat`, but yield the number of a conversation and its output, or its `error`, as soon as it is finished."""
         return self._results(_asks(CHAT, messages, sampling_params, fields))
-
-    def pause(self, mode: Literal["abort", "wait"] = "abort") -> None:
-        self._thread.call(self._engine.pause, mode)
-
-    def resume(self) -> None:
-        self._thread.call(self._engine.resume)
 
     def update_weights(self, source: Any, weight_version: str | None = None) -> None:
         self._thread.call(self._engine.update_weights, source, weight_version)

@@ -1,26 +1,17 @@
-"""Methods of `AsyncLLM` for weight updates."""
+"""Weight updates by `AsyncLLM`."""
 
 import asyncio
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 MEMORY = "/dev/shm"  # a file system in memory
 
 
 class Poster(Protocol):
     async def post(self, path: str, body: dict[str, Any]) -> None: ...
-
-
-async def pause_requests(self: Poster, mode: Literal["abort", "wait"] = "abort") -> None:
-    """Start no further requests until `resume`. Running ones end ("abort") or finish ("wait")."""
-    await self.post("/pause_generation", {"mode": mode})
-
-
-async def resume_requests(self: Poster) -> None:
-    await self.post("/continue_generation", {})
 
 
 async def replace_weights(self: Poster, source: Any, weight_version: str | None = None) -> None:

@@ -39,7 +39,7 @@ from engine.wire.messages import (
     ToScheduler,
     WorkerReady,
 )
-from engine.wire.updates import UPDATES_INBOX, Order, OrderDone, OrderState
+from engine.wire.updates import UPDATES_INBOX, Order, OrderDone, OrderResult
 from models.config.huggingface import read_config
 
 logger = logging.getLogger(__name__)
@@ -71,14 +71,14 @@ class Scheduler:
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
             if core.num_in_flight:
-                self._flush(core, control)  # the device is busy: serve clients first
+                self._flush(core)  # the device is busy: serve clients first
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
                 core.hash_early(step)
             for order in core.state.adapters.take_reads():
                 self._send_workers(order)
             core.expire(time.monotonic())
-            self._flush(core, control)
+            self._flush(core)
             self._receive(core, control)
             control.advance()
 
@@ -128,7 +128,7 @@ class Scheduler:
                     core.forget_all(message.images)
                 case StepResult():
                     core.collect(message)
-                case Order() | OrderState():
+                case Order() | OrderResult():
                     control.take(message)
                 case WorkerReady():
                     raise AssertionError("a worker started twice")
@@ -152,7 +152,7 @@ class Scheduler:
             worker.send_bytes(data)
         return len(data)
 
-    def _flush(self, core: SchedulerCore, control: UpdateControl) -> None:
+    def _flush(self, core: SchedulerCore) -> None:
         """Send outputs; once per second, or when all requests are done, also statistics."""
         now = time.monotonic()
         beat = now - self._last_heartbeat >= HEARTBEAT_S or (core.has_outputs and not core.num_requests)
@@ -160,7 +160,7 @@ class Scheduler:
             self._last_heartbeat = now
             self._log_leak(core)
         if beat or core.has_outputs:
-            alive = min(self._liveness.alive_at(now, core.alive_at(now)), control.alive_at(now))
+            alive = self._liveness.alive_at(now, core.alive_at(now))
             self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
 
     def _log_leak(self, core: SchedulerCore) -> None:

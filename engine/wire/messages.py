@@ -25,7 +25,7 @@ from engine.wire.media import MediaRef, Region
 from engine.wire.params import ChatPrompt, Logprob, OutputOptions, SamplingParams, TextPrompt, TokenLogprobs, TokenPrompt
 from engine.wire.reports import Report, ShownReport
 from engine.wire.stats import EngineStats, Stages, TokenDetails
-from engine.wire.updates import Order, OrderState
+from engine.wire.updates import Order, OrderResult
 from engine.wire.video import VideoRef
 from models.kernels.step_sizes import StepSizes
 
@@ -382,5 +382,5 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
-ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat | AdapterRead | Order | OrderState
+ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat | AdapterRead | Order | OrderResult
 ToWorker = StepPlan | ReadAdapter | Prefetch | LoadGrammar | Order

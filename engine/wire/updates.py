@@ -1,11 +1,11 @@
 """Messages of weight updates.
 
-| edge                | message    |
-|---------------------|------------|
-| api -> scheduler    | Order      |
-| scheduler -> api    | OrderDone  |
-| scheduler -> worker | Order      |
-| worker -> scheduler | OrderState |
+| edge                | message     |
+|---------------------|-------------|
+| api -> scheduler    | Order       |
+| scheduler -> api    | OrderDone   |
+| scheduler -> worker | Order       |
+| worker -> scheduler | OrderResult |
 """
 
 import msgspec
@@ -15,7 +15,7 @@ FIRST_VERSION = "default"
 
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
-    """Start no requests until a Resume. Done when no request is running."""
+    """End all requests, and start none until a Resume."""
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True): ...
@@ -58,18 +58,16 @@ class Order(msgspec.Struct, tag=True, frozen=True):
     version: str | None = None
 
 
-class OrderState(msgspec.Struct, tag=True, frozen=True):
-    """Progress of a rank with an order. `problem`: why it has written nothing; `is_whole`: it has replaced all weights."""
+class OrderResult(msgspec.Struct, tag=True, frozen=True):
+    """Result of a rank. `problem`: why it has written nothing; `is_whole`: it has replaced all weights."""
 
-    is_done: bool = False
     problem: str | None = None
     is_whole: bool = False
 
 
 class OrderDone(msgspec.Struct, tag=True, frozen=True):
-    """Result of an order, with the version of the weights and the number of requests that wait."""
+    """Result of an order, with the version of the weights."""
 
     number: int
     version: str
-    num_waiting: int
     problem: str | None = None

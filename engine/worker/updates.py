@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,12 +14,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from engine.wire.child import Child
 from engine.wire.ipc import Outbox
-from engine.wire.updates import FromFolder, FromGroup, JoinGroup, LeaveGroup, Order, OrderState
+from engine.wire.updates import FromFolder, FromGroup, JoinGroup, LeaveGroup, Order, OrderResult
 from engine.worker.failure import explain
 from models.checkpoint.load import opened
 from models.checkpoint.names import Stored
 from models.checkpoint.update import DTYPES, InMemory, WeightUpdate
-from models.config.huggingface import read_config
 from models.decoders.contract import LanguageModel
 
 FAILURES = (ValueError, OSError, RuntimeError, MemoryError, SafetensorError)
@@ -32,7 +30,7 @@ class UpdateWorker:
 
     def __init__(self, child: Child, rank: int, model: LanguageModel, forget: Callable[[], None]) -> None:
         self._child, self._rank, self._model, self._forget = child, rank, model, forget
-        self._scheduler: Outbox[OrderState] = Outbox(child.run_dir, "scheduler")
+        self._scheduler: Outbox[OrderResult] = Outbox(child.run_dir, "scheduler")
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     @torch.inference_mode()
@@ -51,21 +49,15 @@ class UpdateWorker:
                     del self._groups[order.task.group_name]
         except FAILURES as failure:
             problem = explain(failure)
-        self._scheduler.send(OrderState(True, problem, is_whole))
+        self._scheduler.send(OrderResult(problem, is_whole))
 
     def _load(self, folder: Path) -> bool:
-        """A folder without config.json has weights of this model."""
-        model = self._model.config
         with ExitStack() as stack:
             try:
-                found = read_config(folder, model.text.has_head) if (folder / "config.json").exists() else model
-                tensors = stack.enter_context(opened(folder, model.architecture))
+                tensors = stack.enter_context(opened(folder, self._model.config.architecture))
             except (ValueError, OSError) as problem:  # it contains the path, which clients must not see
                 reason = str(problem).replace(str(folder), "it") if isinstance(problem, ValueError) else type(problem).__name__
                 raise ValueError(f"the folder cannot be read: {reason}") from None
-            theirs = replace(found.text, quantized_to=model.text.quantized_to), found.vision, found.tie_word_embeddings
-            if found.architecture != model.architecture or theirs != (model.text, model.vision, model.tie_word_embeddings):
-                raise ValueError("the folder contains a different model: the architecture, sizes or format in its config.json differ")
             update = self._checked(tensors, is_whole=True)
             return self._write(update, ((name, tensors[name]) for name in update.names))
 
@@ -99,7 +91,6 @@ class UpdateWorker:
         try:
             for name, tensor in tensors:
                 update.write(name, tensor)
-                self._scheduler.send(OrderState())
             update.finish()
             self._synchronize()
         except FAILURES as failure:

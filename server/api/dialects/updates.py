@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 from typing import Any, Literal
 
 import msgspec
@@ -44,7 +43,7 @@ class Nothing(Strict):
 
 
 class Mode(Strict):
-    mode: Literal["abort", "wait"] | None = None
+    mode: Literal["abort"] = "abort"
 
 
 class Options(Strict):
@@ -95,12 +94,11 @@ class WeightUpdates:
             "/update_weights_from_distributed": self.receive,
             "/destroy_weights_update_group": self.leave,
         }
-        commands = [BodyRoute(path, Command(method, Done, MAX_BYTES)) for path, method in posts.items()]
-        return [*commands, DescribedRoute("/get_weight_version", self.version)]
+        return [BodyRoute(path, Command(method, Done, MAX_BYTES)) for path, method in posts.items()]
 
     async def pause(self, asked: Mode) -> Json:
-        """Start no further requests. Running ones end (`abort`, the default) or finish (`wait`)."""
-        return await self._give(Order(0, Pause(), aborts=asked.mode != "wait"))
+        """End all requests with `finish_reason` `abort`; those that arrive later wait."""
+        return await self._give(Order(0, Pause()))
 
     async def resume(self, asked: Nothing) -> Json:
         """Start requests again."""
@@ -127,10 +125,6 @@ class WeightUpdates:
         """Leave a process group."""
         return await self._give(Order(0, LeaveGroup(asked.group_name)))
 
-    async def version(self) -> Json:
-        """The version of the weights."""
-        return {"weight_version": self._registry.weight_version}
-
     async def _update(self, task: FromFolder | FromGroup, asked: Options) -> Json:
         return await self._give(Order(0, task, bool(asked.abort_all_requests), asked.weight_version))
 
@@ -147,14 +141,13 @@ class WeightUpdates:
         done = waiting.result()
         if done.problem is not None:
             raise RequestError(400, done.problem, code="weight_update_refused")
-        message = f"Done; the weights have the version {done.version}."
-        return {"success": True, "message": message, "num_paused_requests": done.num_waiting}
+        return {"success": True, "message": f"Done; the weights have the version {done.version}."}
 
     async def _read(self) -> None:
         inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
         while True:
             done = await inbox.recv()
-            self._registry.weight_version, self._registry.health.heartbeat = done.version, time.monotonic()  # an order may take long
+            self._registry.weight_version = done.version
             if not (waiting := self._waiting.pop(done.number)).done():  # cancelled
                 waiting.set_result(done)
 

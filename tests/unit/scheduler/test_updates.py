@@ -1,7 +1,6 @@
 """Orders for weights: nothing computed with previous weights is used afterwards, and every order and every request has one answer."""
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler import updates
 from engine.scheduler.updates import UpdateControl
-from engine.wire.updates import FromFolder, FromGroup, Order, OrderDone, OrderState, Pause, Resume
+from engine.wire.updates import FromFolder, FromGroup, Order, OrderDone, OrderResult, Pause, Resume
 from tests.unit.scheduler.simulation import Simulation, make_core, make_request
 from tests.unit.scheduler.test_properties import random_prompt
 
@@ -25,7 +23,7 @@ class Workers:
         self.sim, self.refusing, self.is_whole, self.num_executed = sim, list[int](), True, 0
         self.done: dict[int, OrderDone] = {}
         self.control = UpdateControl(sim.core, NUM_RANKS, self.take, self.answer)
-        self._replies: list[OrderState] = []
+        self._replies: list[OrderResult] = []
 
     def answer(self, done: OrderDone) -> None:
         assert self.done.setdefault(done.number, done) is done, "answered twice"
@@ -38,7 +36,7 @@ class Workers:
         assert not self.sim.in_flight
         for rank in range(NUM_RANKS):
             problem = "it does not fit" if rank in self.refusing else None
-            self._replies.append(OrderState(True, problem, problem is None and self.is_whole))
+            self._replies.append(OrderResult(problem, problem is None and self.is_whole))
         if len(self.refusing) < NUM_RANKS:
             self.num_executed += 1
             worker = self.sim.worker
@@ -71,7 +69,7 @@ def test_updates_under_load(snapshot_blocks: int, seed: int) -> None:
         choice = rng.random()
         if choice < 0.3:
             is_paused = True
-            workers.give(number, Pause(), rng.random() < 0.5)
+            workers.give(number, Pause())
         elif choice < 0.6:
             is_paused = False
             workers.give(number, Resume())
@@ -96,24 +94,25 @@ def test_updates_under_load(snapshot_blocks: int, seed: int) -> None:
     assert len(sim.terminal) == len(sim.sequences)
 
 
-def test_a_pause_ends_what_runs_or_lets_it_finish() -> None:
+@pytest.mark.parametrize("task", [Pause(), FromFolder("x")], ids=["pause", "update"])
+def test_a_pause_ends_what_runs_and_an_update_waits_for_it(task: Any) -> None:
     """Requests that arrive later wait."""
-    for aborts in (True, False):
-        sim = Simulation(make_core())
-        workers = Workers(sim)
-        sim.ask(0, [20, 21, 22], [], 9, ignore_eos=True)
-        for _ in range(4):
-            sim.step()
-        workers.control.take(Order(0, Pause(), aborts))
-        sim.ask(1, [20, 21], [], 2, ignore_eos=True)
-        while sim.step():
-            pass
-        workers.advance()
-        assert workers.done[0].num_waiting == 1 and not sim.step() and 1 not in sim.terminal
-        assert sim.core.alive_at(1e12) == workers.control.alive_at(1e12) == 1e12, "waiting for a trainer is no hang"
-        workers.give(1, Resume())
-        sim.run()
-        assert (len(sim.received[0]) == 9, sim.terminal[0]) == ((False, "abort") if aborts else (True, "length"))
+    sim = Simulation(make_core())
+    workers = Workers(sim)
+    sim.ask(0, [20, 21, 22], [], 9, ignore_eos=True)
+    for _ in range(4):
+        sim.step()
+    workers.control.take(Order(0, task))
+    sim.ask(1, [20, 21], [], 2, ignore_eos=True)
+    while sim.step():
+        pass
+    assert not sim.step() and 1 not in sim.terminal
+    assert sim.core.alive_at(1e12) == 1e12, "waiting for a trainer is no hang"
+    workers.advance()
+    workers.give(1, Resume())
+    sim.run()
+    expected = (False, "abort") if isinstance(task, Pause) else (True, "length")
+    assert workers.done.keys() == {0, 1} and (len(sim.received[0]) == 9, sim.terminal[0]) == expected
 
 
 PART, WHOLE, FOLDER = FromGroup("g", [], [], []), FromGroup("whole", [], [], []), FromFolder("x")
@@ -152,34 +151,13 @@ def test_after_a_refused_part_the_engine_waits_for_all_weights(name: str, is_pau
     assert workers.done[13].problem is None and sim.core.state.is_open
 
 
-def test_a_job_that_hangs_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while it hangs in one rank only, and whatever clients order; a tensor that was read is progress."""
-    clock = SimpleNamespace(now=10.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(updates, "time", clock)
+def test_one_update_at_a_time() -> None:
     sim, sent, done = Simulation(make_core()), list[Any](), list[OrderDone]()
     control = UpdateControl(sim.core, 2, sent.append, done.append)
     control.take(Order(0, FOLDER))
-    assert control.alive_at(1e9) == 1e9
     control.advance()
-    done_one = OrderState(is_done=True)
-    messages = (Order(1, Pause()), 10.0), (done_one, 30.0), (Order(2, FOLDER), 30.0), (OrderState(), 50.0), (OrderState(), 60.0)
-    for message, expected in messages:
-        clock.now += 10.0
+    for message in (OrderResult(), Order(1, FOLDER), OrderResult()):
         control.take(message)
-        assert control.alive_at(1e9) == expected
-    assert done == [OrderDone(2, "default", 0, "another update is in progress")]
-    control.take(done_one)
-    assert sent == [Order(0, FOLDER)] and control.alive_at(1e9) == 1e9 and done[-1].problem is None
-
-
-def test_a_resume_before_all_requests_have_ended() -> None:
-    sim = Simulation(make_core())
-    workers = Workers(sim)
-    sim.ask(0, [20], [], 5, ignore_eos=True)
-    sim.step()
-    workers.control.take(Order(0, Pause()))
-    workers.advance()
-    assert 0 not in workers.done
-    workers.give(1, Resume())
-    assert "resumed before" in str(workers.done[0].problem) and workers.done[1].problem is None
-    sim.run()
+        control.advance()
+    assert sent == [Order(0, FOLDER)]
+    assert done == [OrderDone(1, "default", "another update is in progress"), OrderDone(0, "default")]

@@ -38,8 +38,7 @@ GROUP = {"master_address": "host", "master_port": 5, "rank_offset": 1, "world_si
 JOIN = JoinGroup("weight_update_group", "nccl", "host", 5, 1, 3)
 FROM_GROUP = FromGroup("g", ["a"], ["bfloat16"], [[2, 3]])
 ORDERS: list[tuple[str, dict[str, Any], Order]] = [
-    ("/pause_generation", {}, Order(0, Pause(), True)),
-    ("/pause_generation", {"mode": "wait"}, Order(0, Pause(), False)),
+    ("/pause_generation", {"mode": "abort"}, Order(0, Pause())),
     ("/continue_generation", {}, Order(0, Resume())),
     ("/update_weights_from_disk", {"model_path": "x", "abort_all_requests": True}, Order(0, FromFolder("x"), True)),
     ("/update_weights_from_disk", {"model_path": "x", "weight_version": "2", "flush_cache": False}, Order(0, FromFolder("x"), False, "2")),

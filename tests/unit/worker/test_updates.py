@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.scheduler.updates import UpdateControl
-from engine.wire.updates import FromFolder, Order, OrderDone, OrderState
+from engine.wire.updates import FromFolder, Order, OrderDone, OrderResult
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.models.test_updates import alter, update
 from tests.unit.worker.in_process import Engine, load_model
@@ -27,9 +27,9 @@ def exchange(engine: Engine, folder: Path, aborts: bool) -> None:
 
     def work(order: Order) -> None:
         update(engine._runner.model, folder)
-        states.append(OrderState(is_done=True))
+        states.append(OrderResult())
 
-    states: list[OrderState] = []
+    states: list[OrderResult] = []
     control = UpdateControl(engine.core, 1, work, done.append)
     control.take(Order(0, FromFolder(""), aborts))
     while not done:
