@@ -79,8 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_video_frame_pixels: ClassVar[int] = 1 << 26  # of a frame before resizing
     max_video_file_frames: ClassVar[int] = 500_000
     max_request_downloads: ClassVar[int] = 8  # media items that one request fetches at once; all requests together fetch 64
-    download_connect_timeout: ClassVar[int] = 5  # seconds to resolve a name, to connect, and to wait for the next bytes
-    download_pace_bytes: ClassVar[int] = 16 * KIB  # minimum average speed in bytes per second after 5 s
+    download_connect_timeout: ClassVar[int] = 5  # seconds to connect, and to wait for the next bytes
 
     model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = (
         "demo"

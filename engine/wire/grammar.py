@@ -6,8 +6,6 @@ import msgspec
 
 from engine.wire.media import Region
 
-OWNER = "x-owner"  # member of a json_schema format: beginning of errors about its schema; None if it need not be enforced
-
 
 class Grammar(msgspec.Struct, frozen=True):
     """Grammar of an answer. `text` of a "choice" is a JSON list of strings."""

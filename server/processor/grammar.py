@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from engine.grammar.client import GrammarCompiler, GrammarError
-from engine.wire.grammar import OWNER, CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
+from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
 from engine.wire.guests import GuestKilled
 from engine.wire.ipc import Outbox
 from engine.wire.params import OutputOptions
@@ -95,8 +95,7 @@ def _grammar(content: Json) -> Grammar:
 
 def _tag(function: Json, is_xml: bool) -> Json:
     schema = function.get("parameters") or {"type": "object"}
-    owner = f"the parameters of the strict function '{function['name']}': " if function.get("strict") else None
-    content: Json = {"type": "json_schema", "json_schema": schema, OWNER: owner}
+    content: Json = {"type": "json_schema", "json_schema": schema}
     if is_xml:
         begin, end = f"<tool_call>\n<function={function['name']}>\n", "\n</function>\n</tool_call>"
         content["style"] = "qwen_xml"

@@ -169,14 +169,11 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "a split opening is overlooked": ("end = len(data) - _overlap(data)", "end = len(data)"),
     },
     ("server/processor/media/fetch.py", ("tests/unit/server/test_fetch.py",)): {
-        "private addresses are fetched": ("if self._allow_private or is_public(", "if True or is_public("),
-        "redirects are not checked": (
-            "target = self._check(target.join(parse_url(location)))",
-            "target = target.join(parse_url(location))",
-        ),
+        "private addresses are fetched": ("if not (self._allow_private or is_public(", "if not (True or is_public("),
+        "domains are not checked": ("if self._domains is not None and", "if False and"),
         "a download has no limit": (
-            "            if num_bytes > max_bytes:\n                raise too_large(max_bytes)\n            if num_bytes <",
-            "            if num_bytes <",
+            "                    if num_left < 0:\n                        raise too_large(max_bytes)\n",
+            "",
         ),
     },
     ("server/api/http/connection.py", ("tests/unit/server/test_connections.py",)): {

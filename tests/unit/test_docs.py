@@ -166,7 +166,7 @@ def limits() -> dict[str, str]:
 def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     config, page = EngineConfig(), limits()
     times = f"1 s for its header, {DECODE_CPU_S} s and 1 s for each {PIXELS_PER_CPU_S >> 20} megapixels for its pixels"
-    waits = f"{config.download_connect_timeout} s to connect, {config.download_timeout} s in all, {config.download_pace_bytes >> 10} KiB/s"
+    waits = f"{config.download_connect_timeout} s to connect, {config.download_timeout} s in all"
     download = f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects, {waits}"
     answers = f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens"
     counts = schema.MAX_MESSAGES, parts.MAX_TOOLS, schema.MAX_STOPS, MAX_STOP_IDS, schema.MAX_PROMPTS
