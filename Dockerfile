@@ -18,6 +18,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3 python3
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home engine
 RUN --mount=type=bind,source=pyproject.toml,target=/tmp/src/pyproject.toml \
+    --mount=type=bind,source=constraints.txt,target=/tmp/src/constraints.txt \
     --mount=type=bind,source=deploy/install.sh,target=/tmp/src/deploy/install.sh \
     /tmp/src/deploy/install.sh dependencies /opt/engine cuda
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/tmp/wheels \
@@ -51,6 +52,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3 python3
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home engine && mkdir /cache && chown engine /cache
 RUN --mount=type=bind,source=pyproject.toml,target=/tmp/src/pyproject.toml \
+    --mount=type=bind,source=constraints.txt,target=/tmp/src/constraints.txt \
     --mount=type=bind,source=deploy/install.sh,target=/tmp/src/deploy/install.sh \
     /tmp/src/deploy/install.sh dependencies /opt/engine
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/tmp/wheels \

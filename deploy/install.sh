@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the engine from this clone, in the steps of the images:
-#   deploy/install.sh dependencies PREFIX [EXTRA]   create an environment with the packages that pyproject.toml requires
+#   deploy/install.sh dependencies PREFIX [EXTRA]   create an environment with the packages that pyproject.toml requires, in the versions of constraints.txt
 #   deploy/install.sh wheel FOLDER                  build the wheel
 #   deploy/install.sh engine PREFIX FOLDER          install the wheel of that folder
 #   deploy/install.sh PREFIX [EXTRA]                all three, and the scripts for orchestrators; the clone is not needed afterwards
@@ -11,14 +11,14 @@ clone=$(cd "$(dirname "$0")/.." && pwd)
 dependencies() { # PREFIX [EXTRA]
   python3 -m venv "$1"
   if [ -n "${TORCH_INDEX:-}" ]; then
-    "$1/bin/pip" install --no-cache-dir -q --index-url "$TORCH_INDEX" torch
+    "$1/bin/pip" install --no-cache-dir -q -c "$clone/constraints.txt" --index-url "$TORCH_INDEX" torch
   fi
   "$1/bin/python" - "$clone/pyproject.toml" "${2:-}" << 'PYTHON' > "$1/requirements.txt"
 import sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
 print(*project["dependencies"], *(project["optional-dependencies"][sys.argv[2]] if sys.argv[2] else ()), sep="\n")
 PYTHON
-  "$1/bin/pip" install --no-cache-dir -q -r "$1/requirements.txt"
+  "$1/bin/pip" install --no-cache-dir -q -c "$clone/constraints.txt" -r "$1/requirements.txt"
 }
 
 wheel() ( # FOLDER; builds a copy, because a build leaves files that the next one would take for sources
