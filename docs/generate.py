@@ -67,7 +67,6 @@ WHEN = {
     "api_key": "Always if others reach the port. The environment keeps it out of process lists.",
     "otlp_traces_endpoint": '`http://collector:4318/v1/traces`, with `pip install -e ".[tracing]"`.',
     "api_key_file": "A key per client, so that one can be revoked; the file is read at the start.",
-    "metrics_port": "Prometheus should not have the key, or the proxy should not expose metrics.",
     "allowed_hosts": "Browsers that also visit other sites reach the port.",
     "allowed_origins": "Your own web page calls this server from browsers.",
     "max_model_len": "Lower to refuse long prompts early. The KV pool may already cut the default; `/v1/models` shows the result.",

@@ -105,10 +105,6 @@ def serve_one(config: EngineConfig) -> int:
             is_unix = config.host == UNIX_HOST
             listener = listeners.enter_context(bind_unix(supervisor.run_dir) if is_unix else bind(config.host, config.port))
             runtime = make_runtime(config, supervisor, listener.fileno())
-            if config.metrics_port is not None:
-                metrics = listeners.enter_context(bind(config.host, config.metrics_port, "--metrics-port"))
-                logger.info("serving metrics on port %d", metrics.getsockname()[1])
-                runtime = msgspec.structs.replace(runtime, metrics_fd=metrics.fileno())
             _on_interrupt(_interrupt)
             start_all(supervisor, runtime)
         url = supervisor.wait_ready()
@@ -234,7 +230,7 @@ def start_all(supervisor: Supervisor, runtime: Runtime) -> None:
         supervisor.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
     supervisor.start("scheduler", "engine.scheduler.main", runtime)
     supervisor.start("processor", "server.processor.main", runtime)
-    supervisor.start("api", "server.api.main", runtime, fds=tuple(fd for fd in (runtime.listener_fd, runtime.metrics_fd) if fd is not None))
+    supervisor.start("api", "server.api.main", runtime, fds=(runtime.listener_fd,))
     for fd in runtime.arena_fds:
         os.close(fd)
 

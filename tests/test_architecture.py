@@ -58,7 +58,6 @@ CLOCKS_ALLOWED = {
     "tests/gpu/test_memory.py: await asyncio.sleep(rng.random())": "a client of a load leaves at a random time; no verdict depends on it",
     "tests/gpu/test_memory.py: await asyncio.sleep(0.05)": "the interval at which free memory is sampled during a load",
     "tests/unit/server/in_process.py: await asyncio.sleep(1e-3)": "in a virtual loop, where it advances the clock",
-    "tests/unit/server/test_bodies.py: await asyncio.sleep(pause)": "in a virtual loop, where it advances the clock",
 }
 
 

@@ -39,7 +39,7 @@ class ServerProcess:
     """`python -m engine.serve` on a Unix socket that only this program uses. It ends by `stop`, or with the thread that started it."""
 
     def __init__(self, config: EngineConfig):
-        self._config = msgspec.structs.replace(config, host=UNIX_HOST, ssl_certfile=None, ssl_keyfile=None, metrics_port=None)
+        self._config = msgspec.structs.replace(config, host=UNIX_HOST, ssl_certfile=None, ssl_keyfile=None)
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None

@@ -49,7 +49,6 @@ class Runtime(msgspec.Struct, frozen=True):
     model_folder: str
     model_names: tuple[str, ...]  # answers contain the first one
     max_model_len: int
-    metrics_fd: int | None = None  # like the listener
     gpu_decodes_jpegs: bool = False
     adapters: tuple[AdapterRef, ...] = ()
 

@@ -16,7 +16,7 @@ MAX_PORT = (1 << 16) - 1
 MAX_STEP_TOKENS = 1 << 15  # times the widest matrix, below 1 << 16, offsets fit into int32
 UNIX_HOST = "unix:"  # internal: listen on a Unix socket in the run directory
 MAY_BE_ZERO = frozenset(  # all other numbers must be at least 1
-    {"port", "metrics_port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request"}
+    {"port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request"}
 )
 
 FILES = ("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
@@ -120,11 +120,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         None
     )
     api_key_file: Annotated[str | None, "file with more bearer tokens, one per line; lines that begin with # are comments"] = None
-    metrics_port: Annotated[
-        int | None, "serve /metrics on this port of --host, without a key, instead of on --port; 0 picks a free one"
-    ] = None
     allowed_hosts: Annotated[
-        str | None, "comma-separated Host names that requests may use, such as *.example.org; /health accepts any; default: any"
+        str | None, "comma-separated Host names that requests may use, such as *.example.org; default: any"
     ] = None
     allowed_origins: Annotated[str | None, "comma-separated origins of web pages that may call this server, or *; default: none"] = None
     ssl_certfile: Annotated[str | None, "serve https with this certificate (PEM); default: http"] = None
@@ -272,7 +269,7 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
         flag, least = "--" + name.replace("_", "-"), 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < least:  # excludes booleans
             yield f"{flag} must be at least {least}"
-        if name in ("port", "metrics_port") and (value or 0) > MAX_PORT:
+        if name == "port" and value > MAX_PORT:
             yield f"{flag} must be at most {MAX_PORT}"
         if name in FILES and value is not None and not os.path.isfile(value):
             yield f"{flag}: there is no file {value}"
@@ -286,8 +283,6 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
         yield "--default-chat-template-kwargs must be a JSON object"
     if config.dp > 1 and config.port + config.dp > MAX_PORT:
         yield f"--port must be at most {MAX_PORT - config.dp} with --dp {config.dp}: its engines use the ports after it"
-    if config.dp > 1 and config.metrics_port is not None:
-        yield "--metrics-port is for a single engine: with --dp each has its metrics on its own port"
     if not 0 < config.gpu_memory_utilization <= 1:
         yield "--gpu-memory-utilization must lie in (0, 1]"
     yield from lora_problems(config)

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import uvloop
 from fastapi import FastAPI
-from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from engine.wire.arena import Arena
@@ -34,7 +34,7 @@ from server.api.chat.status import StatusRoutes
 from server.api.dialects import anthropic, generate, pooling, responses, updates
 from server.api.http.body import PacedBodies
 from server.api.http.connection import connection_limit
-from server.api.http.guards import ApiKeyGuard, ErrorDialects, HostGuard, JsonGuard, error_response
+from server.api.http.guards import ApiKeyGuard, ErrorDialects, JsonGuard, error_response
 from server.api.http.listen import BACKLOG, make_server, url_of
 from server.api.http.log import RequestLog, record_of
 from server.api.http.metrics import Metrics
@@ -47,13 +47,11 @@ from server.errors import INTERNAL_ERROR, RequestError
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
 ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body, updates.UPDATE_PATHS: updates.refusal_body}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", code="shutting_down", retry_after=5)
-METRICS_PATH = "/metrics"
 TITLE = "A small serving engine for Qwen3-VL"
 LICENCE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 DRAIN_POLL_S = 0.05
 ALIVE_S = 1.0
 GRACE_S = 3  # to send the last errors
-MAX_SCRAPERS = 64  # connections of the port for metrics
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +73,6 @@ class Api:
         )  # fmt: skip
         self._status = StatusRoutes(self._service, child.is_compiling)
 
-    def build_metrics(self) -> ASGIApp:
-        app = FastAPI(openapi_url=None)
-        app.router.routes = [route for route in self._status.routes() if route.path == METRICS_PATH]
-        return app
-
     def build(self) -> ASGIApp:
         config = self._child.config
         app = FastAPI(
@@ -89,14 +82,13 @@ class Api:
         app.router.routes += [BodyRoute(path, endpoint(self._service)) for path, endpoint in ENDPOINTS.items()]
         app.router.routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service)]
         app.router.routes += updates.weight_routes(self._child, self.registry)
-        app.router.routes += [route for route in self._status.routes() if config.metrics_port is None or route.path != METRICS_PATH]
+        app.router.routes += self._status.routes()
 
         def description() -> Response:
             """This description."""
             return Response(msgspec.json.encode(app.openapi()), media_type="application/json")  # in a thread; FastAPI keeps the document
 
         app.router.routes += [DescribedRoute("/openapi.json", description, response_model=dict[str, Any]), page_route()]
-        app.router.routes.append(DescribedRoute("/docs", viewer, response_class=HTMLResponse))
         app.add_exception_handler(RequestError, self._on_request_error)
         app.add_exception_handler(ClientDisconnect, self._on_disconnect)
         app.add_exception_handler(HTTPException, _on_http_error)
@@ -105,9 +97,9 @@ class Api:
         if keys := read_api_keys(config):
             guarded = ApiKeyGuard(guarded, keys)
         if config.allowed_hosts:
-            guarded = HostGuard(guarded, config.allowed_hosts)
+            guarded = TrustedHostMiddleware(guarded, _listed(config.allowed_hosts), www_redirect=False)
         if config.allowed_origins:  # outside the key check: a preflight request has no key
-            origins = [origin.strip() for origin in config.allowed_origins.split(",")]
+            origins = _listed(config.allowed_origins)
             guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
         if config.otlp_traces_endpoint:
             from server.api.http.tracing import traced  # with the extra of that name alone
@@ -139,10 +131,9 @@ class Api:
 
     async def _on_request_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        info = self.registry.advise(error.info)
-        self._metrics.note_refusal(info)
-        record_of(request.scope).reason = info.message
-        return error_response(info, request.scope)
+        self._metrics.note_refusal(error.info)
+        record_of(request.scope).reason = error.info.message
+        return error_response(error.info, request.scope)
 
     async def _on_disconnect(self, request: Request, error: Exception) -> Response:
         return error_response(ErrorInfo(400, "The request body ended early."), request.scope)
@@ -154,10 +145,7 @@ class Api:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words, path = str(error.detail), request.url.path
-    if error.status_code == 404:
-        known = next((one for one in (f"/v1{path}", path.removeprefix("/v1")) if one in ENDPOINTS), None)
-        words = f"There is no route {path[:100]}." + (f" Did you mean {known}?" if known else "")
+    words = f"There is no route {request.url.path[:100]}." if error.status_code == 404 else str(error.detail)
     info = ErrorInfo(error.status_code, words)
     record_of(request.scope).reason = info.message
     response = error_response(info, request.scope)
@@ -165,9 +153,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def viewer() -> Response:
-    """A viewer of the OpenAPI document, with code from a CDN."""
-    return get_swagger_ui_html(openapi_url="openapi.json", title=TITLE)
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",")]
 
 
 async def serve(child: Child) -> None:
@@ -195,14 +182,9 @@ async def serve(child: Child) -> None:
     child.on_orphaned(lambda: loop.call_soon_threadsafe(stop), grace=GRACE_S + 5)
     pump = asyncio.create_task(api.pump(inbox, url_of(listener, bool(child.config.ssl_certfile))))
     pump.add_done_callback(lambda task: stop())
-    others = [asyncio.create_task(api.report_to_launcher())]
-    if child.runtime.metrics_fd is not None:
-        scraped = msgspec.structs.replace(child.config, ssl_certfile=None, ssl_keyfile=None, root_path="")
-        metrics = make_server(api.build_metrics(), MAX_SCRAPERS, scraped, GRACE_S)
-        others.append(asyncio.create_task(metrics.listen(socket.socket(fileno=child.runtime.metrics_fd))))
+    reports = asyncio.create_task(api.report_to_launcher())
     await server.listen(listener)
-    for task in others:
-        task.cancel()
+    reports.cancel()
     if pump.done():
         pump.result()
     pump.cancel()

@@ -93,8 +93,6 @@ def test_scores(tiny_engine: Engine, reference: Reference) -> None:
         np.testing.assert_allclose([entry["score"] for entry in scored], expected, atol=1e-5)
     whole, cut = (post(tiny_engine, "/rerank", query="x", documents=["a b " * 50], max_tokens_per_doc=n)["usage"] for n in (1000, 3))
     assert cut["prompt_tokens"] < whole["prompt_tokens"] - 50
-    (found,) = post(tiny_engine, "/classify", input="Are cats animals?")["data"]
-    assert found["label"] == ("yes" if found["probs"][0] >= 0.5 else "no") and sum(found["probs"]) == pytest.approx(1)
     other = post(tiny_engine, "/score", text_1=[{"content": [image_part(image)]}], text_2="A picture.", instruction="Is it this one?")
     single = asked_of(reference, [IMAGE], [text_part("A picture.")], [image], "Is it this one?")
     assert other["data"][0]["score"] == pytest.approx(single, abs=1e-5)

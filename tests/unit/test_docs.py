@@ -174,8 +174,8 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     expected = {
         "body": f"{config.max_body_bytes >> 20} MiB",
         "JSON of a body, without images": f"{MAX_TEXT_BYTES >> 20} MiB",
-        "prompts of a list (documents, inputs, conversations), each with the text that they share": f"{MAX_PROMPTS_BYTES >> 20} MiB",
-        "lists, objects and members in it": f"{MAX_VALUES:,}",
+        "prompts of a list (documents, inputs), each with the text that they share": f"{MAX_PROMPTS_BYTES >> 20} MiB",
+        "lists, objects and members in it, brackets and colons in texts included": f"{MAX_VALUES:,}",
         "head of a request, its URL included": f"{MAX_HEAD_BYTES >> 10} KiB, checked after each read; {HEAD_SECONDS:.0f} s",
         "connections; a pause between two requests": f"{config.max_connections:,}; {config.idle_timeout} s",
         "images of a request": f"{config.max_images_per_request}",
@@ -199,7 +199,7 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     told = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", page))
     nothing: Any = None
     status = [route for route in StatusRoutes(nothing, lambda: False).routes() if route.include_in_schema]
-    routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/docs", "/openapi.json"}
+    routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/openapi.json"}
     annexes = Native, WeightUpdates, AdapterRoutes
     routes |= {route.path for annex in annexes for route in annex.__new__(annex).routes()}
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}

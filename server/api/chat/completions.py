@@ -15,21 +15,12 @@ from server.api.chat.conversation import read_conversation
 from server.api.chat.endpoint import Endpoint, GenerationEndpoint, MakeFormat, Service, counted, json_response
 from server.api.chat.format import ChatChunk, ChatCompletion, ChatFormat, Completion, CompletionFormat, Detokenized, Tokenized
 from server.api.http.body import Body
-from server.api.http.registry import check_prompts_bytes
 from server.api.http.reply import Reply, Show
 from server.api.http.scan import Scanner
 from server.api.http.streaming import encode
 from server.api.schema.fields import Limits, check_limited
-from server.api.schema.media import media_ref
-from server.api.schema.requests import (
-    MAX_PROMPTS,
-    BatchChatRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from server.api.schema.validate import Open, bad_value, check
+from server.api.schema.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.api.schema.validate import Open, check
 
 
 class ChatEndpoint(GenerationEndpoint):
@@ -109,26 +100,6 @@ class TranslatedCount(Endpoint):
         return counted_chat(request, body, lambda events: JSONResponse({**self.head, "input_tokens": len(events[0].prompt_ids)}))
 
 
-class BatchChatEndpoint(ChatEndpoint):
-    """Answers to a list of conversations with equal parameters, as vLLM's: choices are numbered over all of them."""
-
-    takes: Any = BatchChatRequest
-
-    def read(self, value: dict[str, Any], body: Body) -> Reply:
-        conversations = value.get("messages")
-        if not isinstance(conversations, list) or not 1 <= len(conversations) <= MAX_PROMPTS:
-            raise bad_value("messages", f"must be a list of 1 to {MAX_PROMPTS} conversations")
-        first, num_bytes = super().read({**value, "messages": conversations[0]}, body), 0
-        for messages in conversations[1:]:
-            submit = super().read({**value, "messages": messages}, body).submits[0]
-            num_bytes += len(msgspec.msgpack.encode(submit))
-            check_prompts_bytes(num_bytes)
-            submit.rid = body.new_rid()
-            first.submits.append(submit)
-        _vary_seeds(first.submits, value.get("seed"))
-        return first
-
-
 class CompletionEndpoint(GenerationEndpoint):
     """Continuations of texts or token ids."""
 
@@ -141,8 +112,6 @@ class CompletionEndpoint(GenerationEndpoint):
         request = self.check(CompletionRequest, value)
         reply = self.reply_to(request, body, request.prompts, "prompt", CompletionFormat, echo=bool(request.echo))
         _vary_seeds(reply.submits, request.seed)
-        for i, url in enumerate(request.images or ()):
-            reply.submits[0].media.append(media_ref(url, f"images.{i}", body))
         return reply
 
 
@@ -189,7 +158,6 @@ def _vary_seeds(submits: list[Submit], seed: int | None) -> None:
 
 ROUTES: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": ChatEndpoint,
-    "/v1/chat/completions/batch": BatchChatEndpoint,
     "/v1/completions": CompletionEndpoint,
     **dict.fromkeys(("/tokenize", "/v1/tokenize"), TokenizeEndpoint),
     **dict.fromkeys(("/detokenize", "/v1/detokenize"), DetokenizeEndpoint),

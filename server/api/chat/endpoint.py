@@ -26,7 +26,7 @@ from engine.wire.params import PARAMETERS, OutputOptions, Prompt, SamplingParams
 from engine.wire.stats import Stages
 from models.config.types import SamplingDefaults
 from server.api.http.body import Body, check_text_bytes, read_body
-from server.api.http.guards import credentials_of, owner_of
+from server.api.http.guards import credentials_of
 from server.api.http.metrics import Metrics
 from server.api.http.registry import RequestRegistry
 from server.api.http.reply import GatheredReply, GeneratedReply, Reply, Show
@@ -110,7 +110,7 @@ class Endpoint(ABC):
         length = int(header) if header else None
         with service.registry.reading():
             body = await read_body(request.receive, length, arena=service.arena, config=service.config, registry=service.registry)
-            body.credentials, body.owner = credentials_of(request.scope), owner_of(request.scope)
+            body.credentials = credentials_of(request.scope)
             return await self._submit(body)
 
     async def _submit(self, body: Body) -> Reply:
@@ -131,7 +131,7 @@ class Endpoint(ABC):
             for submit in reply.submits:
                 submit.deadline = body.received + min(limits) if limits else None
                 submit.body = body.region.offset if is_needed else None  # released by the last one
-            reply.begin(service.registry.submit(reply.submits, reply.request.rid, body.owner), service.registry, service.metrics)
+            reply.begin(service.registry.submit(reply.submits), service.registry, service.metrics)
             if is_needed:
                 undo.pop_all()  # from now on the processor releases the body
         return reply

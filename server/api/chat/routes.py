@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from server.api.http.guards import OPEN_PATHS, owner_of
+from server.api.http.guards import OPEN_PATHS
 from server.api.schema.validate import check, read_object
 from server.errors import RequestError
 
@@ -82,13 +82,13 @@ class BodyRoute(DescribedRoute):
 
 class Command:
     """ASGI application that calls `run` with the body as its type of `asked`; parameters of the query are members, too. `gives`: type of
-    the answer's JSON; `passes_owner`: `run` also gets the client's key, to act on its own requests only."""
+    the answer's JSON."""
 
     streams: Any = None
     last_data = ""
 
-    def __init__(self, run: Run, gives: Any = None, max_bytes: int = 1 << 20, passes_owner: bool = False):
-        self.run, self.gives, self._max_bytes, self._passes_owner = run, gives, max_bytes, passes_owner
+    def __init__(self, run: Run, gives: Any = None, max_bytes: int = 1 << 20):
+        self.run, self.gives, self._max_bytes = run, gives, max_bytes
         self.takes = get_type_hints(run)["asked"]
         self.__doc__ = run.__doc__
 
@@ -99,6 +99,6 @@ class Command:
             if len(data) > self._max_bytes:
                 raise RequestError(413, f"The body is larger than {self._max_bytes >> 20} MiB: send several requests.")
         value = dict(request.query_params) | (await asyncio.to_thread(read_object, bytes(data)) if data.strip() else {})
-        answer = await self.run(check(self.takes, value), *((owner_of(scope),) if self._passes_owner else ()))
+        answer = await self.run(check(self.takes, value))
         response = answer if isinstance(answer, Response) else JSONResponse(answer)
         await response(scope, receive, send)

@@ -9,22 +9,21 @@ from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
-from starlette.responses import Response
 
 from engine.wire.config import VERSION
-from engine.wire.messages import Abort, Event, Events
+from engine.wire.messages import Event
 from engine.wire.params import NumLogprobs
 from engine.wire.updates import FIRST_VERSION
 from server.api.chat.endpoint import Endpoint, GenerationEndpoint, Service
 from server.api.chat.format import CompletionFormat
-from server.api.chat.routes import BodyRoute, Command, DescribedRoute
+from server.api.chat.routes import DescribedRoute
 from server.api.http.body import Body
 from server.api.http.reply import Reply
 from server.api.http.streaming import Choice, ReplyOptions, Usage, encode
 from server.api.schema.media import media_ref
 from server.api.schema.parts import FIRST
 from server.api.schema.requests import GenerationRequest, Ids, check_prompts, prompts_of
-from server.api.schema.validate import Strict, bad_value
+from server.api.schema.validate import bad_value
 
 Json = dict[str, Any]
 Triple = tuple[float | None, int, str | None]
@@ -49,6 +48,7 @@ class GenerateRequest(GenerationRequest):
     top_logprobs_num: NumLogprobs | None = None
     logprobs: Literal[False] | None = None  # `return_logprob` instead
     modalities: list[str] | None = None  # no effect
+    rid: str | None = None  # repeated as `meta_info.id`
 
     @model_validator(mode="before")
     @classmethod
@@ -93,11 +93,6 @@ class GenerateRequest(GenerationRequest):
         if isinstance(entries, str) or len(entries) != num_prompts:
             raise bad_value("image_data", "must have an entry per prompt")
         return [[images] if isinstance(images, str) else images or [] for images in entries]
-
-
-class AbortRequest(Strict):
-    rid: str | None = None
-    abort_all: bool | None = None
 
 
 class Generated(BaseModel):
@@ -189,7 +184,6 @@ class Native:
             DescribedRoute("/get_model_info", self.model_info),
             DescribedRoute("/model_info", self.model_info),
             DescribedRoute("/get_server_info", self.server_info),
-            BodyRoute("/abort_request", Command(self.abort_request, passes_owner=True), response_class=Response),
         ]
 
     async def model_info(self) -> Json:
@@ -204,13 +198,3 @@ class Native:
         state = {"avg_spec_accept_length": stats.tokens_per_verified_row}
         state |= {"num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}
         return {**await self.model_info(), "version": VERSION, "max_total_num_tokens": stats.max_model_len, "internal_states": [state]}
-
-    async def abort_request(self, asked: AbortRequest, owner: bytes) -> Response:
-        """Abort the client's own requests: that with this `rid`, or all."""
-        registry = self._service.registry
-        own = [stream for stream in registry.replies if stream.owner == owner]
-        streams = [stream for stream in own if asked.abort_all or (asked.rid and stream.name == asked.rid)]
-        for rid, index in [answer for stream in streams for answer in stream.open]:
-            registry.send(Abort(rid, index=index))
-            registry.dispatch(Events([Event(rid, finish_reason="abort", index=index)]))
-        return Response()

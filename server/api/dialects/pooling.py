@@ -126,7 +126,7 @@ class EmbeddingsEndpoint(PoolingEndpoint):
         if (request.dimensions or 0) > text.hidden_size:
             raise bad_value("dimensions", f"must be at most {text.hidden_size}")
         check_ids(inputs, "input", text.vocab_size)
-        system = [] if self.words else [_system(request)]
+        system = [_system(request)]
         if request.messages is not None:
             return "messages", [[*(() if request.messages[0].role in ("system", "developer") else system), *request.messages]]
         return "input", [entry if isinstance(entry, list) else [*system, Message(role="user", content=entry or "NULL")] for entry in inputs]
@@ -146,16 +146,6 @@ class VectorsEndpoint(EmbeddingsEndpoint):
     """Embeddings in the form of vLLM's `/pooling`."""
 
     item, member = "pooling", "data"
-
-
-class ClassifyEndpoint(EmbeddingsEndpoint):
-    """Probabilities that the model answers a text, or messages, with yes or with no."""
-
-    words = LABELS
-
-    def _entry(self, request: EmbeddingRequest, index: int, hidden: Floats) -> Json:
-        yes = probability_of_yes(hidden)
-        return {"index": index, "label": LABELS[yes < 0.5], "probs": [yes, 1 - yes], "num_classes": 2}
 
 
 class RerankEndpoint(PoolingEndpoint):
@@ -192,7 +182,6 @@ class ScoreEndpoint(PoolingEndpoint):
 ROUTES: dict[str, type[Endpoint]] = {
     "/v1/embeddings": EmbeddingsEndpoint,
     "/pooling": VectorsEndpoint,
-    "/classify": ClassifyEndpoint,
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankEndpoint),
     **dict.fromkeys(("/score", "/v1/score"), ScoreEndpoint),
 }

@@ -9,7 +9,6 @@ import contextlib
 import secrets
 import time
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,10 +21,7 @@ from server.errors import RequestError, overloaded
 from server.region import GrowingRegion
 
 FIRST_CAPACITY = 1 << 16  # reserved for a body without a Content-Length
-MIN_BYTES_PER_S = 1 << 15  # on average, after the longest pause
 MAX_TIMEOUTS = 10  # multiple of the longest pause that a body may take in total
-SMALL_BYTES = 1 << 20  # bodies up to this size may use the reserve
-RESERVED_PART = 1 / 8  # of the arena
 MAX_SPARE_REFERENCES = 1024  # so that requests with slightly too many images get the right error
 MAX_TEXT_BYTES = 8 << 20  # limit of JSON without media: several times the largest context
 
@@ -42,7 +38,6 @@ class Body:
         self.new_rid = registry.new_rid
         self.rid = registry.new_rid()
         self.credentials = b""  # the client's Authorization header or key
-        self.owner = b""  # the key, if the server has keys
         self.seed = 0  # for its requests without a seed
         self.num_announced = 0  # images that the processor knows; from the first one on it may read the region
         self._registry = registry
@@ -66,42 +61,26 @@ class Body:
             self.region.free()
 
 
-class Pace:
-    """Time limits of a body: `timeout` seconds per pause, and in total `timeout` plus the time of its bytes at the minimum rate."""
-
-    def __init__(self, started: float, timeout: float, num_promised: int):
-        self._started = started
-        self._timeout = timeout
-        self._bytes_per_s = max(MIN_BYTES_PER_S, num_promised / (MAX_TIMEOUTS * timeout))
-
-    def timeout(self, num_bytes: int, now: float) -> float:
-        """Return the seconds from `now` until more than `num_bytes` must have arrived. Raise TimeoutError if they are late."""
-        left = self._started + self._timeout + num_bytes / self._bytes_per_s - now
-        if left <= 0:
-            raise TimeoutError
-        return min(left, self._timeout)
-
-
 class PacedBodies:
-    """Middleware that limits the time of every body. `receive` raises RequestError 408."""
+    """Middleware that limits the time of every body: `timeout` seconds per pause, MAX_TIMEOUTS times as long in total. `receive` raises
+    RequestError 408."""
 
     def __init__(self, app: ASGIApp, timeout: float):
         self._app, self._timeout = app, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop, num_bytes, more = asyncio.get_running_loop(), 0, True
-        pace = Pace(loop.time(), self._timeout, int(Headers(scope=scope).get("content-length", 0)))
+        loop, more = asyncio.get_running_loop(), True
+        end = loop.time() + MAX_TIMEOUTS * self._timeout
 
         async def receive_in_time() -> Message:
-            nonlocal num_bytes, more
+            nonlocal more
             if not more:
                 return await receive()
             try:
-                async with asyncio.timeout(pace.timeout(num_bytes, loop.time())):
+                async with asyncio.timeout_at(min(end, loop.time() + self._timeout)):
                     message = await receive()
             except TimeoutError:
                 raise RequestError(408, "The request body arrived too slowly.") from None
-            num_bytes += len(message.get("body", b""))
             more = message.get("more_body", False)
             return message
 
@@ -115,37 +94,23 @@ async def read_body(receive: Receive, length: int | None, arena: Arena, config: 
     started = time.monotonic()
     with contextlib.ExitStack() as undo:
         try:
-            capacity = FIRST_CAPACITY if length is None else length
-            _check_capacity(arena, capacity, capacity)
-            region = GrowingRegion(arena, capacity)
+            region = GrowingRegion(arena, FIRST_CAPACITY if length is None else length)
             scanner = Scanner(secrets.token_hex(16), config.max_images_per_request + MAX_SPARE_REFERENCES)
             body = Body(region, scanner, registry, started)
             undo.callback(body.give_up)
             more = True
             while more:
                 more = await _receive_piece(receive, region, scanner, config.max_body_bytes)
-                if more:
-                    _check_capacity(arena, region.capacity, 0)
                 if length is not None:  # the region does not grow; the last image need not wait for the JSON to be validated
                     body.announce(config.max_images_per_request)
         except ArenaTooSmall:
-            raise _too_large(int((1 - RESERVED_PART) * arena.size)) from None
+            raise _too_large(arena.size) from None
         except ArenaFull:
             raise overloaded("The server holds too many request bodies right now.") from None
         region.trim()
         undo.pop_all()
     body.received = time.monotonic()
     return body
-
-
-def _check_capacity(arena: Arena, capacity: int, num_new: int) -> None:
-    """Raise ArenaTooSmall or ArenaFull if a body would use the reserve for small bodies. `num_new` bytes of its capacity are not allocated
-    yet."""
-    reserve = int(RESERVED_PART * arena.size)
-    if capacity > arena.size - reserve:
-        raise ArenaTooSmall(f"{capacity} bytes exceed the limit of one body")
-    if capacity > SMALL_BYTES and arena.num_free - num_new < reserve:
-        raise ArenaFull
 
 
 async def _receive_piece(receive: Receive, region: GrowingRegion, scanner: Scanner, max_bytes: int) -> bool:

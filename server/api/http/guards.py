@@ -1,7 +1,6 @@
 """ASGI middleware that rejects forbidden clients and bodies."""
 
 import hmac
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
@@ -13,9 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.wire.messages import ErrorInfo
 from server.errors import error_body
 
-PORT = re.compile(r":\d*$")
 ERROR_BODY = "engine.error_body"
-OWNER = "engine.owner"
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
 
 
@@ -44,12 +41,6 @@ def credentials_of(scope: Scope) -> bytes:
     """Return the client's keys, in whichever header they are."""
     values = (value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
     return b"\0".join(value[7:] if value[:7].lower() == b"bearer " else value for value in values)
-
-
-def owner_of(scope: Scope) -> bytes:
-    """Return the client's key, b"" if the server has no keys."""
-    owner: bytes = scope.get(OWNER, b"")
-    return owner
 
 
 def error_response(info: ErrorInfo, scope: Scope) -> Response:
@@ -85,29 +76,11 @@ class ApiKeyGuard(Guard):
         self._keys = [key.encode() for key in api_keys]
 
     def problem_of(self, scope: Scope) -> Response | None:
-        if is_authorised(scope, self._keys):
-            scope[OWNER] = credentials_of(scope)
-            return None
-        if is_open(scope):
+        if is_open(scope) or is_authorised(scope, self._keys):
             return None
         response = _refusal(401, "A valid API key is required.", "invalid_api_key", scope)
         response.headers["WWW-Authenticate"] = "Bearer"
         return response
-
-
-class HostGuard(Guard):
-    """Accepts only requests with one of these Host names, as protection against DNS rebinding."""
-
-    def __init__(self, app: ASGIApp, hosts: str):
-        super().__init__(app)
-        self._hosts = [host.strip().lower() for host in hosts.split(",")]
-
-    def problem_of(self, scope: Scope) -> Response | None:
-        host = PORT.sub("", Headers(scope=scope).get("host", "").lower())
-        is_allowed = any(host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in self._hosts)
-        if is_allowed or get_route_path(scope) in OPEN_PATHS - {"/"}:
-            return None
-        return _refusal(421, "The Host header does not name this server.", "host_not_allowed", scope)
 
 
 class JsonGuard(Guard):

@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import itertools
-import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
@@ -19,8 +18,6 @@ from engine.wire.stats import EngineStats
 from server.errors import RequestError, overloaded
 
 HEARTBEAT_STALE_S = 7.0
-NUM_ENDS = 64
-MAX_RETRY_S = 60
 MAX_UNREAD_EVENTS = 1 << 18  # a few hundred bytes each
 MAX_PROMPTS_BYTES = 16 << 20  # of a request's prompts, each with its copy of the text that they share
 
@@ -36,9 +33,7 @@ class Stream:
     """Events of one client's choices, in order; the last event of a choice is terminal. The engine identifies a choice by (rid, index), the
     client by a number."""
 
-    def __init__(self, answers: list[tuple[int, int]], name: str | None = None, owner: bytes = b""):
-        self.name = name  # given by the client
-        self.owner = owner  # the client's key, if the server has keys
+    def __init__(self, answers: list[tuple[int, int]]):
         self.choices = {answer: number for number, answer in enumerate(answers)}
         self.open = set(answers)  # without a terminal event yet
         self._events: list[Event] = []
@@ -112,7 +107,6 @@ class RequestRegistry:
         self.replies: set[Stream] = set()  # streams whose responses are being written
         self.health = EngineHealth()
         self.weight_version = ""  # empty: answers have none
-        self._ends: deque[float] = deque(maxlen=NUM_ENDS)  # times at which the last answers ended
 
     @property
     def num_streams(self) -> int:
@@ -141,7 +135,7 @@ class RequestRegistry:
         finally:
             self.num_reading -= 1
 
-    def submit(self, messages: list[Submit], name: str | None = None, owner: bytes = b"") -> Stream:
+    def submit(self, messages: list[Submit]) -> Stream:
         """Send one client's requests. RequestError as in `check_open` and `check_prompts_bytes`, or 400; the caller then still owns the
         body."""
         self.check_open()
@@ -153,7 +147,7 @@ class RequestRegistry:
                 raise RequestError(400, "An integer of this request does not fit in 64 bits.", code="invalid_value") from None
             num_bytes += len(encoded[-1])
             check_prompts_bytes(num_bytes if len(messages) > 1 else 0)
-        stream = Stream([(message.rid, index) for message in messages for index in range(message.n)], name, owner)
+        stream = Stream([(message.rid, index) for message in messages for index in range(message.n)])
         self.replies.add(stream)
         for message, data in zip(messages, encoded, strict=True):
             self._outbox.send_bytes(data)
@@ -179,11 +173,9 @@ class RequestRegistry:
 
     def dispatch(self, message: Events) -> None:
         for event in message.events:
-            if event.finish_reason is not None:
-                self._ends.append(time.monotonic())
             stream = self._streams.get(event.rid)
             if stream is not None:
-                stream.push(event if event.error is None else msgspec.structs.replace(event, error=self.advise(event.error)))
+                stream.push(event)
                 if not stream.open:
                     self._free(stream)  # even if the client does not read
         for offset in message.released_bodies:
@@ -206,15 +198,6 @@ class RequestRegistry:
             if excess > 0:
                 excess -= stream.num_unread
                 stream.disconnect()
-
-    def advise(self, error: ErrorInfo) -> ErrorInfo:
-        """Set Retry-After of an overload error to the time that the waiting requests take at the recent rate."""
-        if error.code != "overloaded" or len(self._ends) < 2:
-            return error
-        seconds_per_answer = (time.monotonic() - self._ends[0]) / len(self._ends)
-        num_waiting = max(self.stats.num_waiting, len(self._streams) - self.stats.num_running)
-        seconds = min(MAX_RETRY_S, math.ceil(num_waiting * seconds_per_answer))
-        return msgspec.structs.replace(error, retry_after=max(error.retry_after or 1, seconds))
 
     def refuse_new(self, error: ErrorInfo) -> None:
         self.health.refusal = error

@@ -37,7 +37,6 @@ CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
 
 class Asked(Protocol):
     model: str | None
-    rid: str | None
     timeout: float | None
 
 

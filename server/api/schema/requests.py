@@ -106,7 +106,6 @@ class AnyRequest(Open):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave space for the answer
     truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
-    rid: str | None = None  # request id given by the client
 
     @property
     def warnings(self) -> list[str]:
@@ -273,12 +272,6 @@ class ChatRequest(GenerationRequest, MediaRequest):
             raise bad_value("tool_choice", "names a function that is not among the tools")
 
 
-class BatchChatRequest(Open):
-    """The body of `POST /v1/chat/completions/batch`: `ChatRequest` with a list of conversations."""
-
-    messages: Annotated[list[list[Message]], Field(min_length=1, max_length=MAX_PROMPTS)]
-
-
 def prompts_of(value: Any) -> list[Any]:
     """Return the entries of a list of texts or of lists of token ids, or the only prompt."""
     return list(value) if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
@@ -303,7 +296,6 @@ class CompletionRequest(GenerationRequest):
     prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # 0: only the prompt's echo and log-probabilities
     echo: bool | None = None
-    images: list[str] | None = None  # URLs for the placeholders of one prompt
     logprobs: NumLogprobs | None = None
 
     @property
@@ -325,8 +317,6 @@ class CompletionRequest(GenerationRequest):
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        if self.images and len(self.prompts) > 1:
-            raise bad_value("images", "is for one prompt")
         check_prompts(self.prompts, "prompt", vocab_size)
 
 

@@ -190,23 +190,18 @@ class Stack:
         arena_bytes = config.processor_arena_bytes or 0
         self._fds = create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", arena_bytes)
         lifeline, self._lifeline_end = os.pipe()
-        listeners = [bind(config.host, config.port)]
-        if config.metrics_port is not None:
-            listeners.append(bind(config.host, config.metrics_port))
-            self.metrics_url = f"http://127.0.0.1:{listeners[1].getsockname()[1]}/metrics"
-        listener, *metrics = (listener.fileno() for listener in listeners)
-        inherited = (*self._fds, lifeline, listener, *metrics)
+        listener = bind(config.host, config.port)
+        inherited = (*self._fds, lifeline, listener.fileno())
         for fd in inherited:
             os.set_inheritable(fd, True)
-        place = (self.run_dir, self._fds, lifeline, listener, str(model_folder))
-        runtime = Runtime(config, "torch", "cpu", *place, ("test-model", "other-name"), MAX_MODEL_LEN, metrics[0] if metrics else None)
+        place = (self.run_dir, self._fds, lifeline, listener.fileno(), str(model_folder))
+        runtime = Runtime(config, "torch", "cpu", *place, ("test-model", "other-name"), MAX_MODEL_LEN)
         self._status: Inbox[Status] = Inbox(self.run_dir, "launcher", Status)
         self.scheduler = FakeScheduler(self.run_dir, ArenaView(self._fds[1], arena_bytes))
         self._to_scheduler: Outbox[ToScheduler] = Outbox(self.run_dir, "scheduler")
         self.servers = InProcess(runtime) if in_process else Processes(runtime, inherited)
         os.close(lifeline)
-        for one in listeners:
-            one.close()
+        listener.close()
         self.scheduler.beats = is_started
         self.scheduler.start()
         self.url = self._await_ready() if is_started else f"http://127.0.0.1:{config.port}"

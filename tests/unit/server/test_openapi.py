@@ -14,8 +14,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
 CHOSEN = {"type": "function", "name": "weather"}
 STATUS = {"/health", "/health/live", "/ping", "/metrics", "/load", "/version", "/server_info", "/tokenizer_info", "/v1/models"}
-REST = {"/", "/health_generate", "/docs", "/openapi.json", "/v1/models/{name}", "/reset_prefix_cache", "/flush_cache"}
-NATIVE = {"/get_model_info", "/model_info", "/get_server_info", "/abort_request"}
+REST = {"/", "/health_generate", "/openapi.json", "/v1/models/{name}", "/reset_prefix_cache", "/flush_cache"}
+NATIVE = {"/get_model_info", "/model_info", "/get_server_info"}
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
     eventually(stack.local.api.arena.is_empty, "an arena without bodies of other tests")  # any in the middle leaves less than 13 MiB
     with sent(stack, b"{", length=13 * MIB):
         await_bodies(stack, 1)
-        response = stack.http.post("/v1/chat/completions", content=b" " * (2 * MIB))
+        response = stack.http.post("/v1/chat/completions", content=b" " * (4 * MIB))
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     await_bodies(stack, 0)
 
