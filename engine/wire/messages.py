@@ -133,6 +133,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     report: ShownReport | None = None  # with the first event: numbers instead of text, or the prompt's scores
     prompt_ids: list[int] = []  # with the first token if requested, or of a counted request; images are placeholders
     token_ids: list[int] = []  # of this event, if requested
+    token_strs: list[str] = []  # names of `prompt_ids` in the vocabulary, of a counted request with `token_ids`
     index: int = 0  # index of the answer
     details: TokenDetails | None = None  # of the whole answer, in its last event
 

@@ -216,7 +216,8 @@ class Intake:
         num_prompt = len(prompt.ids)
         if submit.is_counted_only:
             counted = [] if isinstance(submit.prompt, list) else prompt.ids.tolist()
-            return Event(submit.rid, echo, finish_reason="stop", num_prompt_tokens=num_prompt, prompt_ids=counted)
+            names = [self._prompts.tokenizer.id_to_token(token_id) or "" for token_id in counted if submit.output.token_ids]
+            return Event(submit.rid, echo, finish_reason="stop", num_prompt_tokens=num_prompt, prompt_ids=counted, token_strs=names)
         if num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
         if submit.params.prompt_logprobs is not None:

@@ -19,7 +19,7 @@ from server.api.http.reply import Reply, Show
 from server.api.http.scan import Scanner
 from server.api.http.streaming import encode
 from server.api.schema.fields import Limits, check_limited
-from server.api.schema.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.api.schema.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from server.api.schema.validate import Open, check
 
 
@@ -118,21 +118,23 @@ class CompletionEndpoint(GenerationEndpoint):
 class TokenizeEndpoint(Endpoint):
     """Token ids of messages, as chat completions would make them, or of a text."""
 
-    takes = ChatRequest | TokenizeRequest
+    takes = TokenizeChatRequest | TokenizeRequest
     gives = Tokenized
 
     def read(self, value: dict[str, Any], body: Body) -> Reply:
         if "messages" in value:
-            return counted_chat(self.check(ChatRequest, value), body, self._show)
+            chat = self.check(TokenizeChatRequest, value)
+            return counted_chat(chat, body, self._show, bool(chat.return_token_strs))
         request = self.check(TokenizeRequest, value)
         texts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
         show = functools.partial(self._show, is_list=isinstance(request.prompt, list))
-        return counted(request, body, texts, "prompt", show)
+        return counted(request, body, texts, "prompt", show, bool(request.return_token_strs))
 
     def _show(self, events: list[Event], is_list: bool = False) -> Response:
-        ids, limit = [event.prompt_ids for event in events], self.service.registry.stats.max_model_len
-        shown = {"count": [len(some) for some in ids], "tokens": ids} if is_list else {"count": len(ids[0]), "tokens": ids[0]}
-        return json_response(encode({**shown, "max_model_len": limit, "token_strs": None}))
+        shown = [[len(event.prompt_ids), event.prompt_ids, event.token_strs or None] for event in events]
+        count, tokens, names = zip(*shown, strict=True) if is_list else shown[0]
+        limit = self.service.registry.stats.max_model_len
+        return json_response(encode({"count": count, "tokens": tokens, "max_model_len": limit, "token_strs": names}))
 
 
 class DetokenizeEndpoint(Endpoint):
@@ -178,9 +180,9 @@ def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[st
     return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def counted_chat(request: ChatRequest, body: Body, show: Show) -> Reply:
+def counted_chat(request: ChatRequest, body: Body, show: Show, token_ids: bool = False) -> Reply:
     """Return a reply that counts the tokens of messages with their images."""
     messages, media = read_conversation(request, request.messages, body)
-    reply = counted(request, body, [chat_prompt(request, messages)], "messages", show)
+    reply = counted(request, body, [chat_prompt(request, messages)], "messages", show, token_ids)
     reply.submits[0].media = media
     return reply

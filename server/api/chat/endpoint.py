@@ -166,15 +166,17 @@ class GenerationEndpoint(Endpoint):
             is_streamed=bool(request.stream), include_usage=bool(wanted.include_usage), timings=bool(request.timings),
             continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, params=params,
             warnings=request.warnings, custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
+            hides_reasoning=request.include_reasoning is False,
             cut_warning=CUT_OFF if grammar is not None or rules.must_call else "",
         )  # fmt: skip
         return GeneratedReply(request, submits, format=format(options), options=options)
 
 
-def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show) -> Reply:
+def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show, token_ids: bool = False) -> Reply:
     """Return a reply to a request that only counts tokens and ends in the processor; `field` contains the prompts. RequestError 400."""
     read_grammar(request)  # to report its errors
-    submits = submits_of(body, prompts, field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
+    output = OutputOptions(echo=True, token_ids=token_ids)
+    submits = submits_of(body, prompts, field, params=SamplingParams(), output=output, is_counted_only=True)
     return GatheredReply(request, submits, show)
 
 

@@ -81,7 +81,7 @@ class Tokenized(BaseModel):
     count: int | list[int]
     max_model_len: int
     tokens: list[int] | list[list[int]]
-    token_strs: None = None
+    token_strs: list[str] | list[list[str] | None] | None
 
 
 class Detokenized(BaseModel):
@@ -169,7 +169,7 @@ class ChatFormat(OpenAIFormat):
     def document_choice(self, choice: Choice) -> dict[str, object]:
         content = "".join(choice.content)
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None, **NO_REASONING}
-        if choice.usage.num_reasoning:
+        if choice.reasoning:
             reasoning = "".join(choice.reasoning)
             message |= {"content": content or None, "reasoning": reasoning, "reasoning_content": reasoning}
         if choice.calls:

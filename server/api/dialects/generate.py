@@ -48,7 +48,7 @@ class GenerateRequest(GenerationRequest):
     top_logprobs_num: NumLogprobs | None = None
     logprobs: Literal[False] | None = None  # `return_logprob` instead
     modalities: list[str] | None = None  # no effect
-    rid: str | None = None  # repeated as `meta_info.id`
+    rid: str | list[str] | None = None  # repeated as `meta_info.id`, one for all prompts or for each
 
     @model_validator(mode="before")
     @classmethod
@@ -85,6 +85,8 @@ class GenerateRequest(GenerationRequest):
         if (self.text is None) == (self.input_ids is None):
             raise bad_value("text", "either `text` or `input_ids` is required, and not both")
         check_prompts(self.prompts, self.field, vocab_size)
+        if isinstance(self.rid, list) and len(self.rid) != len(self.prompts):
+            raise bad_value("rid", "must have an entry per prompt")
 
     def images(self) -> list[list[str]]:
         num_prompts, given = len(self.prompts), self.image_data
@@ -106,7 +108,8 @@ class GenerateFormat(CompletionFormat):
 
     def __init__(self, options: ReplyOptions, asked: GenerateRequest):
         super().__init__(options)
-        self._id, self._received, self._asked = asked.rid or secrets.token_hex(16), options.received, asked
+        self._ids = asked.rid if isinstance(asked.rid, list) else [asked.rid or secrets.token_hex(16)] * len(asked.prompts)
+        self._received, self._asked = options.received, asked
         self._is_list = asked.is_batch or (asked.n or 1) > 1
         self._num_sent: Counter[int] = Counter()  # tokens of each choice in its last event
 
@@ -129,7 +132,8 @@ class GenerateFormat(CompletionFormat):
             matched = choice.token_ids[-1]
         endings: Json = {"length": {"length": usage.num_generated}, "stop": {"matched": matched}}
         meta: Json = {
-            "id": self._id, "finish_reason": reason and {"type": reason, **endings.get(reason, {})}, "matched_stop": matched,
+            "id": self._ids[choice.index // (self._asked.n or 1)],
+            "finish_reason": reason and {"type": reason, **endings.get(reason, {})}, "matched_stop": matched,
             "prompt_tokens": usage.num_prompt, "completion_tokens": usage.num_generated, "cached_tokens": usage.num_cached,
             "weight_version": FIRST_VERSION, **extra.get("metadata", {}), **self._logprobs(choice),
         }  # fmt: skip
@@ -194,7 +198,8 @@ class Native:
 
     async def server_info(self) -> Json:
         """Statistics for SGLang's benchmark."""
-        stats = self._service.registry.stats
+        stats, block_size = self._service.registry.stats, self._service.config.block_size
         state = {"avg_spec_accept_length": stats.tokens_per_verified_row}
         state |= {"num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}
-        return {**await self.model_info(), "version": VERSION, "max_total_num_tokens": stats.max_model_len, "internal_states": [state]}
+        sizes = {"max_total_num_tokens": stats.num_blocks * block_size}
+        return {**await self.model_info(), "version": VERSION, **sizes, "internal_states": [state]}

@@ -94,6 +94,12 @@ class ChosenTool(FunctionName):
     type: Literal["function", "custom"]
 
 
+class AllowedChoice(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ChosenTool]
+
+
 class TextOptions(Strict):
     format: AnswerFormat = None
 
@@ -108,7 +114,7 @@ class ResponsesRequest(DialectRequest):
     max_tokens: TokenCount | None = Field(alias="max_output_tokens", default=None)
     top_logprobs: NumLogprobs | None = None
     tools: Annotated[list[AnyTool], ToolList] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -122,8 +128,7 @@ class ResponsesRequest(DialectRequest):
         chat["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *messages]
         if self.tools:
             chat["tools"] = [chat_tool for tool in self.tools for chat_tool in _tools(tool)]
-        choice = self.tool_choice
-        chat["tool_choice"] = {"type": choice.type, choice.type: {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
+        chat["tool_choice"] = _choice(self.tool_choice)
         chat["response_format"] = self.text and self.text.format
         chat["reasoning_effort"] = self.reasoning and self.reasoning.effort
         return chat
@@ -145,6 +150,12 @@ class ResponseEvent(BaseModel):
 def joined(namespace: str | None, name: str) -> str:
     """Return the function's name as the model sees it."""
     return name if namespace is None else f"{namespace}__{name}"
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, AllowedChoice):
+        return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": [_choice(tool) for tool in choice.tools]}}
+    return {"type": choice.type, choice.type: {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
 
 
 def _tools(tool: Any, namespace: str | None = None) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -178,6 +179,7 @@ class GeneratedReply(Reply):
         is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated
         self._count_scores(event, is_first=not choice.usage.num_generated)
         choice.note(event)
+        event = self._shown(event)
         self._reason = choice.finish_reason or self._reason
         if event.text or is_token or event.calls or event.logprobs or event.token_ids or choice.finish_reason:
             chunks.append(self._format.token_chunk(choice, event, self._extra() if choice.finish_reason else {}))
@@ -192,7 +194,7 @@ class GeneratedReply(Reply):
                 choice = self._choices[event.rid, event.index]
                 self._count_scores(event, is_first=not choice.usage.num_generated)
                 choice.note(event)
-                choice.note_text(event)
+                choice.note_text(self._shown(event))
             if not self._stream.open:
                 break
             events = await self._stream.next()
@@ -202,6 +204,10 @@ class GeneratedReply(Reply):
         document = functools.partial(self._format.document, choices, self._total(), self._extra())
         body = await asyncio.to_thread(document) if is_large else document()
         return Response(body, media_type="application/json")
+
+    def _shown(self, event: Event) -> Event:
+        hides = event.is_reasoning and self._options.hides_reasoning
+        return msgspec.structs.replace(event, text="", is_reasoning=False) if hides else event
 
     def _count_scores(self, event: Event, is_first: bool) -> None:
         """Raise RequestError 400 if all prompts together have too many scores; the processor checks each prompt."""

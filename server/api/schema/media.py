@@ -104,7 +104,7 @@ class ImageUrl(PixelLimits, Open):
 
     `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
 
-    url: str | None
+    url: str | None = None
     detail: Detail | None = None
 
 

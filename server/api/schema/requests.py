@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.api.schema.fields import LIMITED, check_limited, unknown_fields
 from server.api.schema.parts import FIRST, MediaOptions, Message, TextPart, ToolList
-from server.api.schema.tools import AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool
+from server.api.schema.tools import AllowedTools, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool, name_of
 from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value
 
 MAX_MESSAGES = 10_000
@@ -149,6 +149,7 @@ class GenerationRequest(ListedFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timings: bool | None = None
+    include_reasoning: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prediction: Prediction | None = None
@@ -204,7 +205,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
     messages: Annotated[list[Message], MessageList]
     max_completion_tokens: TokenCount | None = None
     tools: Annotated[list[AnyTool], ToolList] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustom | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustom | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     enable_thinking: bool | None = None  # clients send it here, too, instead of in chat_template_kwargs
@@ -247,8 +248,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def called(self) -> str | None:
-        choice = self.tool_choice
-        return choice.function.name if isinstance(choice, NamedTool) else choice.custom.name if isinstance(choice, NamedCustom) else None
+        return name_of(self.tool_choice)
 
     @property
     def uses_tools(self) -> bool:
@@ -256,6 +256,10 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
+        named = {self.called} - {None}
+        if isinstance(choice := self.tool_choice, AllowedTools):
+            named = {name_of(tool) for tool in choice.allowed_tools.tools}
+            self.tools, self.tool_choice = [tool for tool in self.tools or () if name_of(tool) in named], choice.allowed_tools.mode
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
@@ -268,7 +272,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
             raise bad_value("tools", "must have unique names")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise bad_value("tool_choice", "needs tools")
-        if self.called is not None and self.called not in names:
+        if not named <= {*names}:
             raise bad_value("tool_choice", "names a function that is not among the tools")
 
 
@@ -278,8 +282,8 @@ def prompts_of(value: Any) -> list[Any]:
 
 
 def check_ids(prompts: list[Any], field: str, vocab_size: int) -> None:
-    """Raise RequestError 400 for token ids outside of the vocabulary. Texts are skipped; lists must not be empty."""
-    if any(min(ids) < 0 or max(ids) >= vocab_size for ids in prompts if isinstance(ids, list)):
+    """Raise RequestError 400 for token ids outside of the vocabulary. Texts are skipped."""
+    if any(min(ids) < 0 or max(ids) >= vocab_size for ids in prompts if ids and isinstance(ids, list)):
         raise bad_value(field, f"holds token ids outside of the vocabulary of {vocab_size}")
 
 
@@ -321,18 +325,24 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(GenerationRequest):
-    prompt: NotEmpty | Annotated[list[NotEmpty], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    return_token_strs: bool | None = None
 
 
-IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
+class TokenizeChatRequest(ChatRequest):
+    return_token_strs: bool | None = None
+
+
+AnyIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
+IdList = Annotated[AnyIds, Field(min_length=1)]
 
 
 class DetokenizeRequest(GenerationRequest):
-    tokens: IdList | Annotated[list[IdList], Field(min_length=1, max_length=MAX_PROMPTS)]
+    tokens: AnyIds | Annotated[list[AnyIds], Field(max_length=MAX_PROMPTS)]
 
     @property
     def is_list(self) -> bool:
-        return isinstance(self.tokens[0], list)
+        return self.lists != [self.tokens]
 
     @property
     def lists(self) -> list[list[int]]:

@@ -119,3 +119,20 @@ class NamedTool(Strict):
 class NamedCustom(Strict):
     type: Literal["custom"]
     custom: FunctionName
+
+
+class AllowedList(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool | NamedCustom]
+
+
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedList
+
+
+def name_of(tool: object) -> str | None:
+    """Return the name of a tool or of a choice; None for others."""
+    if isinstance(tool, Tool | NamedTool):
+        return tool.function.name
+    return tool.custom.name if isinstance(tool, CustomTool | NamedCustom) else None

@@ -33,6 +33,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"prompt_logprobs": -1}, {"prompt_logprobs": list}),
     (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, {f"{MESSAGE}.role": "assistant"}),
     (CHAT, {"messages": user({**PNG, "modalities": "multi-images"})}, {f"{MESSAGE}.content": str}),
+    (CHAT, {"messages": user({"type": "image_url", "uuid": "u1", "image_url": {}})}, {f"{MESSAGE}.content": str}),
     (CHAT, {"messages": user({"type": "image_url", "uuid": "u1"})}, {f"{MESSAGE}.content": str}),
     (CHAT, {"messages": user({"type": "image", "image": URL})}, {f"{MESSAGE}.content": str}),
     (CHAT, {"messages": user({"type": "file", "file": {"filename": "a.png", "file_data": URL}})}, {f"{MESSAGE}.content": str}),
@@ -47,6 +48,9 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}, {f"{LOGPROBS}.logprob": 0.0, f"{LOGPROBS}.bytes": list}),
     ("/v1/responses", {"input": "x", "top_logprobs": TOP}, {f"{LOGPROBS}.top_logprobs.1.logprob": -2.0, "top_logprobs": TOP}),
     ("/v1/tokenize", {"prompt": "x"}, {"count": 1, "tokens.0": int}), ("/v1/tokenize", {"prompt": ["x", "y"]}, {"count": [1, 1]}),
+    ("/tokenize", {"prompt": "xy", "return_token_strs": True}, {"token_strs": ["xy"]}), ("/tokenize", {"prompt": ""}, {"tokens": []}),
+    ("/tokenize", {"messages": HELLO, "return_token_strs": True}, {"token_strs.0": "<|im_start|>"}),
+    ("/detokenize", {"tokens": []}, {"text": ""}), ("/detokenize", {"tokens": [[], [70]]}, {"text": ["", "g"]}),
     ("/v1/detokenize", {"tokens": [70]}, {"text": "g"}), ("/v1/detokenize", {"tokens": [[70], [71]]}, {"text": ["g", "h"]}),
 ]  # fmt: skip
 
@@ -68,6 +72,8 @@ def test_what_peers_accept(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    (GENERATE, {"text": ["x", "y"], "rid": ["r1"]}, 400, "rid: must have an entry per prompt"),
+    ("/score", {"query": "x", "items": ["y"], "label_token_ids": [5]}, 400, "scores are the probability of yes against no"),
     (CHAT, {"model": "gpt-x"}, 404, "This server has: test-model, other-name"),
     (CHAT, {"messages": user({"type": "image_url", "image_url": {"url": "cat.jpg"}})}, 400, "such as 'data:image/jpeg;base64,/9j/4AAQ...'"),
     ("/v1/files", {}, 404, "There is no route /v1/files"),
@@ -98,9 +104,16 @@ def test_the_token_itself_is_the_first_likely_one(stack: Stack, tokenizer: Token
 
 
 def test_routes_and_metrics(stack: Stack) -> None:
-    assert stack.http.get("/get_server_info").json().keys() >= {"model_path", "version", "internal_states", "is_generation"}
+    info = stack.http.get("/get_server_info").json()
+    assert info.keys() >= {"model_path", "version", "internal_states", "is_generation", "max_total_num_tokens"}
     stack.chat("x", n=2, max_tokens=5)
     stack.settle()
     text = stack.http.get("/metrics").text
     names = "iteration_tokens_total_count mm_cache_queries_total mm_cache_hits_total request_params_n_sum request_params_max_tokens_sum"
     assert all(f"vllm:{name}{{" in text for name in names.split()) and 'vllm:cache_config_info{block_size="' in text
+
+
+def test_a_name_per_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
+    stack.script = tell(ended(tokenizer, "so"))
+    named = {"text": ["x", "y"], "rid": ["r1", "r2"], "sampling_params": {"n": 2}}
+    assert [one["meta_info"]["id"] for one in stack.http.post(GENERATE, json=named).json()] == ["r1", "r1", "r2", "r2"]

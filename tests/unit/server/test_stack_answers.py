@@ -178,6 +178,15 @@ def test_a_stream_has_one_chunk_per_token(thinker: Stack, tokenizer: Tokenizer, 
     assert counts == [None, *range(1, num_thoughts), *[num_thoughts] * (len(chunks) - num_thoughts)]
 
 
+def test_an_answer_without_its_thoughts(thinker: Stack, tokenizer: Tokenizer, end: int, num_thoughts: int) -> None:
+    thinker.script = answer_ids([*ids_of(tokenizer, OUTPUT), end])
+    answer = thinker.chat("x", include_reasoning=False).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": ANSWER, "refusal": None, **NO_REASONING}
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_thoughts
+    shown = [chunk["choices"][0]["delta"] for chunk in chunks_of(thinker.chat("x", include_reasoning=False, stream=True).text)]
+    assert joined(shown, "reasoning") == joined(shown, "reasoning_content") == "" and joined(shown, "content") == ANSWER
+
+
 def test_other_answers_know_nothing_of_thoughts(stack: Stack, tokenizer: Tokenizer, end: int) -> None:
     stack.script = answer_ids([end])
     answer = stack.chat("<think>").json()
