@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.scheduler.core import UNREADABLE
-from engine.wire.messages import Admit, StepResult
+from engine.wire.messages import StepResult
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
 
 BLOCK = 4
@@ -43,22 +43,6 @@ def test_answers_share_the_prompt() -> None:
         assert counters.cached_prompt_tokens == 0, case
 
 
-def test_answers_of_one_token_share_the_prompt() -> None:
-    sim = simulation(prefix_cache=False, max_num_batched_tokens=64, max_num_mixed_tokens=64)
-    ask(sim, 0, 14, max_tokens=1)
-    sim.run()
-    assert sim.core.state.counters.computed_tokens == 14 + (NUM_ANSWERS - 1) * 2
-
-
-def test_each_answer_has_a_seed_of_its_own() -> None:
-    sim = simulation(max_num_batched_tokens=64, max_num_mixed_tokens=64)
-    ask(sim, 0, 9, max_tokens=2)
-    admits: list[Admit] = []
-    while (step := sim.core.next_step()) is not None:
-        admits += step.plan.admits
-    assert [admit.params.seed for admit in admits] == [7, 8, 9, 10, 11]
-
-
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_answers_share_the_states_of_the_prompt(prefix_cache: bool) -> None:
     sim = simulation(prefix_cache=prefix_cache, snapshot_blocks=2, max_num_batched_tokens=64, max_num_mixed_tokens=64)
@@ -89,12 +73,6 @@ def test_one_answer_may_end_early() -> None:
     sim.run()
     assert sim.released == {0} and len(sim.received[0, 1]) == 5
     assert [sim.terminal[key] for key in (0, (0, 1), (0, 2))] == ["aborted by the client", "length", "aborted by the client"]
-
-
-def test_a_request_that_never_fits_is_refused_in_all_answers() -> None:
-    sim = simulation()
-    ask(sim, 0, 10_001, max_tokens=1, n=3)
-    assert [sim.terminal[key] for key in (0, (0, 1), (0, 2))] == ["error"] * 3 and sim.released == {0}
 
 
 def test_a_lower_priority_comes_first() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -78,25 +77,6 @@ def test_a_conversation_is_hashed_once(num_hashed: list[int]) -> None:
         sim.run()
         prompt += [*sim.received[turn], 27, 28]
     assert num_hashed[0] <= len(prompt) // BLOCK
-
-
-def test_only_equal_beginnings_are_taken_over(num_hashed: list[int]) -> None:
-    sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64))
-    sim.ask(0, PROMPT, IMAGES, 1)
-    sim.run()
-    other_text = [*PROMPT[:1], 30, *PROMPT[2:]]
-    cases = [
-        (make_request(1, PROMPT, [IMAGES[0], (13, 6, b"c")], 1), PROMPT, 3),
-        (make_request(2, other_text, IMAGES, 1), other_text, 0),
-        (msgspec.structs.replace(make_request(3, PROMPT, IMAGES, 1), cache_salt="tenant"), PROMPT, 0),
-    ]
-    for wire, prompt, num_shared in cases:
-        sim.add(wire, prompt)
-        request = sim.core.state.waiting[-1]
-        fresh = BlockHasher(BLOCK, wire.images, wire.namespace)
-        fresh.extend(np.asarray(prompt, dtype=np.int32))
-        assert request.hasher.links == fresh.links[:num_shared]
-        sim.run()
 
 
 def test_snapshots_keep_to_their_share() -> None:

@@ -8,9 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.scheduler.drafts import lookup
-from engine.scheduler.drafts.drafter import Offer
-from engine.scheduler.drafts.lookup import CONTEXTS, Contexts, LookupDrafter, Source
-from engine.scheduler.request import Request
+from engine.scheduler.drafts.lookup import CONTEXTS, Contexts, Source
 from engine.wire.config import MAX_HEAD_DRAFTS
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 
@@ -82,30 +80,12 @@ def test_a_head_with_wrong_drafts_is_rarely_used() -> None:
     assert 1 < sim.core.state.counters.drafts < 10 and asked[0] == MAX_HEAD_DRAFTS and {*asked[50:]} == {1}
 
 
-def test_a_head_is_not_asked_by_many_rows() -> None:
-    sim = simulate_head(max_num_seqs=8, verify_rows=9)
-    for rid in range(6):
-        add(sim, rid, max_tokens=30 + 20 * rid)
-    seen = set()
-    while sim.step():
-        seen.add((len(sim.core.state.running), sim.core.state.num_proposed))
-    assert (6, 0) in seen and (2, 3) in seen and not any(rows > 4 and drafts for rows, drafts in seen)
-
-
 def test_drafts_that_fail_become_rare() -> None:
     sim = simulate()
     sim.language, sim.worker.refuse_rate = (1, 5), 1.0
     add(sim, 0, max_tokens=1000)
     sim.run()
     assert 5 < sim.core.state.counters.drafts < 35 and sim.core.state.counters.accepted_draft_tokens == 0
-
-
-def test_drafts_that_would_fail_are_not_verified() -> None:
-    core = make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=32)
-    sim = Simulation(core, random.Random(0))
-    add(sim, 0, max_tokens=1000)
-    sim.run()
-    assert core.state.counters.drafts < 15
 
 
 def test_many_rows_get_fewer_drafts_and_at_last_none() -> None:
@@ -170,38 +150,6 @@ def followers(text: list[int], context: list[int]) -> list[int]:
     padded, length = [0] * (1 + CONTEXTS[0]) + text, len(context)
     places = range(1 + CONTEXTS[0], len(padded))
     return [padded[place] for place in places if padded[place - length : place] == context]
-
-
-def test_a_copy_is_foreseen_token_by_token() -> None:
-    rng = random.Random(0)
-    original = [rng.randrange(1000, 9000) for _ in range(200)]
-    contexts = Contexts()
-    contexts.extend(original + original[:30])
-    proposal = contexts.propose(7)
-    assert [token for token, _ in proposal] == original[30:37] and proposal[0][1] > 0.9
-    contexts.extend([9999, original[50]])
-    assert 0.5 < contexts.propose(7)[0][1] < 0.7
-    assert len(contexts._followers) <= len(CONTEXTS) * len(contexts)
-
-
-class Weak(LookupDrafter):
-    """A draft for every second request that holds in four of five cases."""
-
-    def _offer(self, request: Request, most: int) -> Offer:
-        return Offer(request, [5], 0.8) if most and request.rid % 2 else Offer(request)
-
-    def note(self, request: Request, num_accepted: int) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("rids", "drafted"), [((1,), True), ((1, 3), True), ((0, 1), False)])
-def test_few_tokens_are_worth_it_alone_only(rids: tuple[int, ...], drafted: bool) -> None:
-    sim = simulate()
-    sim.core.proposer = Weak(32)
-    for rid in rids:
-        add(sim, rid)
-    sim.run()
-    assert (sim.core.state.counters.drafts > 50) == drafted and (sim.core.state.counters.drafts > 0) == drafted
 
 
 def test_a_preempted_request_has_no_proposed_tokens() -> None:

@@ -1,6 +1,5 @@
 """Images that come as files: on arrival the core asks for the pixels that it lacks; meanwhile the request is outside the queue."""
 
-
 import msgspec
 import pytest
 
@@ -37,15 +36,6 @@ def questions(sim: Simulation) -> list[tuple[int, int]]:
     return [(wanted.rid, index) for wanted in sim.asked for index in wanted.indexes]
 
 
-def test_a_cached_embedding_needs_no_pixels() -> None:
-    sim = simulation()
-    show(sim, 0, b"ab", files=False)
-    sim.run()
-    show(sim, 1, b"ba")
-    sim.run()
-    assert not sim.asked and sim.core.state.counters.images_encoded == 2
-
-
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_an_image_in_the_prefix_cache_needs_no_pixels(prefix_cache: bool) -> None:
     sim = simulation(image_tokens=LENGTH, prefix_cache=prefix_cache)
@@ -74,29 +64,6 @@ def test_all_pixels_are_asked_for_at_once_and_others_pass() -> None:
     assert sim.terminal[0] == "length" and sim.core.state.counters.images_encoded == 4
 
 
-def test_what_was_evicted_before_the_start_is_asked_for() -> None:
-    for prefix_cache in (True, False):
-        sim = simulation(max_num_seqs=1, prefix_cache=prefix_cache)
-        show(sim, 0, b"ab", files=False, first=21)
-        sim.run()
-        show(sim, 1, b"c", files=False, max_tokens=6)
-        sim.step()
-        show(sim, 2, b"ab", first=21)
-        assert not sim.asked
-        sim.core.forget_all(images=True)
-        finish(sim)
-        assert questions(sim) == [(2, 0), (2, 1)] and sim.terminal == {0: "length", 1: "length", 2: "length"}
-
-
-def test_embeddings_take_the_place_of_pixels_in_half_of_the_cache() -> None:
-    sim = simulation(image_tokens=4 * LENGTH, prefix_cache=False)
-    show(sim, 0, b"abcd", files=False)
-    sim.run()
-    show(sim, 1, b"abcd")
-    assert questions(sim) == [(1, 2), (1, 3)]
-    finish(sim)
-
-
 def test_a_preempted_request_asks_for_what_it_relied_on() -> None:
     sim = simulation(prefix_cache=False, max_num_batched_tokens=2)
     show(sim, 0, b"ab", files=False)
@@ -108,39 +75,6 @@ def test_a_preempted_request_asks_for_what_it_relied_on() -> None:
     sim.core.state.images.forget_unpinned()
     finish(sim)
     assert questions(sim) == [(1, 0), (1, 1)] and sim.terminal[1] == "length"
-
-
-def test_a_step_without_memory_fails_those_that_rely_on_its_images() -> None:
-    sim = simulation(prefix_cache=False, max_num_batched_tokens=LENGTH + 2)
-    show(sim, 0, b"ab", files=False)
-    sim.step()  # "b" is in flight
-    prompt = [5] * 30 + [PLACEHOLDER] * LENGTH + [20]
-    sim.add(make_request(1, prompt, [(30, LENGTH, b"b")], 4, {0}), prompt)
-    sim.given_up.add(1)
-    finish(sim)
-    assert sim.terminal == {0: "error", 1: "error"} and not sim.asked
-
-
-def test_the_same_file_is_asked_for_once() -> None:
-    sim = simulation()
-    show(sim, 0, b"aab")
-    sim.step()
-    assert questions(sim) == [(0, 0), (0, 2)]
-    finish(sim)
-    prompt = [30, *[PLACEHOLDER] * 16, 20]
-    sim.ask(1, prompt, [(1, 8, b"x"), (9, 8, b"x")], 2, files=[0])
-    sim.run()
-    assert len(sim.asked) == 1
-
-
-def test_a_file_that_cannot_be_decoded_ends_its_request() -> None:
-    sim = simulation()
-    show(sim, 0, b"ab")
-    show(sim, 1, b"b")
-    sim.step()
-    sim.bad_files = {sim.sequences[0].wire.images[0].hash}
-    finish(sim)
-    assert sim.terminal == {0: "error", 1: "length"}
 
 
 def test_images_that_become_much_smaller_cost_their_pixels() -> None:

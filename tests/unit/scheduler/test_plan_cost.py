@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduler.blocks import FreeList
-from engine.scheduler.core import OUT_OF_MEMORY, SchedulerCore
+from engine.scheduler.core import SchedulerCore
 from engine.scheduler.policy import MOST_FOUND
 from engine.scheduler.request import Request
 from engine.wire.messages import StepResult
@@ -99,24 +99,6 @@ def test_log_probabilities_of_a_prompt_are_copied_once_and_of_one_computation() 
     assert isinstance(found, PromptLogprobs) and found.start == 1
     assert np.array_equal(np.frombuffer(found.logprobs, np.float32), values[1:])
     assert np.array_equal(np.frombuffer(found.top_ids, np.int32).reshape(-1, NUM_TOP)[:, 1], values[1:].astype(np.int32))
-
-
-class CountedImages(list[Any]):
-    num_reads = 0
-
-    def __iter__(self) -> Any:
-        CountedImages.num_reads += 1
-        return super().__iter__()
-
-
-def test_images_that_fail_together_cost_one_search() -> None:
-    core = make_core()
-    for rid in range(20):
-        request = msgspec.structs.replace(make_request(rid, [7] * 8, [], 4), images=CountedImages())
-        core.add(request, np.full(8, 7, np.int32))
-    CountedImages.num_reads = 0
-    core._fail_images({bytes([number]) * 16 for number in range(100)}, OUT_OF_MEMORY)
-    assert 0 < CountedImages.num_reads <= 20
 
 
 NUM_BLOCKS = 40

@@ -1,11 +1,8 @@
 """A prefix that several new requests share is computed by the first of them; the others wait for it, and nobody else waits for them."""
 
-
 import msgspec
-import numpy as np
 import pytest
 
-from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.policy import PlannedStep
 from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request, pairs
@@ -78,21 +75,6 @@ def test_others_pass_a_waiting_request_but_do_not_get_ahead_of_it() -> None:
     sim.run()
 
 
-def test_a_waiting_request_keeps_a_row_and_its_blocks() -> None:
-    for limits in ({"max_num_seqs": 3}, {"num_blocks": 13 + 3 + 4 + 1}):
-        sim = library(**limits)
-        ask(sim, 0, max_tokens=30)
-        ask(sim, 1)
-        say(sim, 2, 13, max_tokens=30)
-        say(sim, 3, 13, max_tokens=30)
-        plan(sim)
-        assert running(sim.core) == [0, 2]
-        while 1 not in running(sim.core):
-            sim.step()
-            assert not sim.terminal and not sim.core.state.counters.preemptions
-        sim.run()
-
-
 def test_the_next_one_takes_over_from_a_leader_that_is_gone() -> None:
     sim = library(max_num_batched_tokens=16, max_num_mixed_tokens=16)
     for rid in range(4):
@@ -132,31 +114,3 @@ def test_a_short_prefix_is_not_worth_a_wait(budget: int, start: list[int]) -> No
     plan(sim)
     assert running(sim.core) == start
     sim.run()
-
-
-def test_a_cold_prompt_is_not_hashed_before_its_first_step() -> None:
-    sim = library()
-    ask(sim, 0, max_tokens=1)
-    ask(sim, 1)
-    say(sim, 2, 500)
-    requests = list(sim.core.state.waiting)
-    plan(sim)
-    assert running(sim.core) == [0, 2]
-    assert [len(request.hasher.links) for request in requests] == [1, 0, 1]
-    sim.run()
-
-
-def test_adopted_hashes_are_those_that_it_would_make() -> None:
-    spans = make_request(0, DOCUMENT, PAGES, 1).images
-    ids = np.asarray(DOCUMENT, dtype=np.int32)
-    whole = BlockHasher(BLOCK, spans, ("", b""))
-    whole.extend(ids)
-    for num_own in range(12):
-        for num_adopted in range(12):
-            leader, follower = BlockHasher(BLOCK, spans, ("", b"")), BlockHasher(BLOCK, spans, ("", b""))
-            leader.extend(ids[: num_adopted * BLOCK])
-            follower.extend(ids[: num_own * BLOCK])
-            follower.adopt(leader, 11)
-            assert follower.links == whole.links[: max(num_own, num_adopted)]
-            follower.extend(ids)
-            assert follower.links == whole.links
