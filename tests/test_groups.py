@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import may_be_selected, shared_by
-from tests.shared import close_shared, shared
+from tests.conftest import may_be_selected
 
 ROOT = Path(__file__).parents[1]
 GATE = "gate or not (e2e or kernels)"
@@ -40,13 +39,6 @@ def test_users_of_a_server_and_tests_of_a_file_run_in_one_process(tmp_path: Path
     assert len({(process, file) for process, file, test in ran if test == "test_alone"}) == 3, output
 
 
-def test_what_files_share() -> None:
-    assert shared_by("tests/gpu/test_moe.py::test_a[1-tests/x]") == shared_by("tests/gpu/test_guard.py::test_b") == "gpu"
-    assert shared_by("tests/e2e/test_replicas.py::test") == shared_by("tests/unit/engine/test_replicas.py::test")
-    assert shared_by("tests/clients/test_openai.py::test") == shared_by("tests/clients/test_litellm.py::test")
-    assert shared_by("tests/e2e/test_demo.py::test") != shared_by("tests/e2e/test_dp.py::test")
-
-
 @pytest.mark.parametrize(
     ("source", "expression", "expected"),
     [
@@ -61,19 +53,3 @@ def test_what_files_share() -> None:
 )
 def test_files_without_selected_tests_are_not_imported(source: str, expression: str, expected: bool) -> None:
     assert may_be_selected(source, expression) == expected
-
-
-def test_a_shared_server_starts_once_and_can_be_closed() -> None:
-    events = []
-
-    class Server:
-        def __enter__(self) -> "Server":
-            events.append("start")
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            events.append("stop")
-
-    assert shared("a server of this test", Server) is shared("a server of this test", Server)
-    close_shared("a server of this test", "another one")
-    assert events == ["start", "stop"]

@@ -32,9 +32,7 @@ class Reference:
         frames of no known rate."""
         inputs = self._inputs(messages, images, videos=videos)
         self._model.model.rope_deltas = None
-        options = (
-            {"eos_token_id": None, "min_new_tokens": max_tokens} if ignore_eos else {"eos_token_id": list(self._config.eos_token_ids)}
-        )
+        options = {"eos_token_id": None, "min_new_tokens": max_tokens} if ignore_eos else {"eos_token_id": list(self._config.eos_token_ids)}
         tokens = self._model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, top_k=None, top_p=None, **options)
         return str(self._tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 

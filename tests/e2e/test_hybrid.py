@@ -70,10 +70,3 @@ def test_drafts_change_no_answer(engine: Engine, folder: Path) -> None:
             assert ask_all(drafting, num_streams) == expected
         # alone, a request gets drafts after its first token; the others' are trusted less by then
         assert drafting.metric("vllm:spec_decode_num_draft_tokens_total") >= 3 * len(asked)
-
-
-@pytest.mark.gate
-def test_either_end_token_ends_an_answer(engine: Engine) -> None:
-    for end in (4000, 4002):
-        found = ask(engine, [{"role": "user", "content": "Hi"}], ignore_eos=False, logit_bias={str(end): 100}, max_tokens=5)
-        assert found["choices"][0]["finish_reason"] == "stop" and found["usage"]["completion_tokens"] == 1

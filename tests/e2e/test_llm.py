@@ -17,10 +17,10 @@ import pytest
 from PIL import Image
 
 from engine.launch.supervise import ChildDied
-from engine.llm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from engine.llm import LLM, AsyncLLM, SamplingParams
 from models.demo.questions import questions
 from tests.e2e.drawing import drawn
-from tests.e2e.serving import ROOT, SMALL, Engine, is_alive, picture
+from tests.e2e.serving import ROOT, SMALL, Engine, is_alive
 from tests.eventually import eventually
 
 pytestmark = pytest.mark.e2e
@@ -122,20 +122,6 @@ def test_pictures_as_programs_hold_them(llm: LLM, demo: Engine, tmp_path: Path) 
 
 
 @pytest.mark.gate
-def test_videos_as_programs_hold_them(llm: LLM, tmp_path: Path) -> None:
-    frames = [picture(seed, 64, 64) for seed in range(4)]
-    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    forms = [
-        {"type": "video", "video": frames}, {"type": "video", "video": tmp_path / "a.gif"},
-        {"type": "video_url", "video_url": {"url": (tmp_path / "a.gif").read_bytes()}},
-    ]  # fmt: skip
-    chats = [user(form, "What is it?") for form in forms]
-    lengths = [output.num_prompt_tokens for output in ask(llm, chats)]
-    assert lengths[0] > ask(llm, user("What is it?"))[0].num_prompt_tokens + 4
-    assert lengths[1] == lengths[2] > 20
-
-
-@pytest.mark.gate
 def test_a_bad_request_among_good_ones(llm: LLM) -> None:
     chats = [HELLO, user(b"no picture", "What is it?"), user(Path("/none.png"))]
     good, bad, missing = ask(llm, chats, errors="return")
@@ -153,24 +139,6 @@ def test_a_bad_request_among_good_ones(llm: LLM) -> None:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         assert next(llm.as_completed([HELLO, HELLO], params))[1].finished  # the other one is aborted
         assert ask(llm, HELLO, GREEDY)[0].finished
-
-
-@pytest.mark.gate
-def test_schemas(llm: LLM) -> None:
-    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
-    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
-    assert json.loads(ask(llm, HELLO, params)[0].outputs[0].text)["colour"] in ("red", "blue")
-    chosen = SamplingParams(structured_outputs={"choice": ["yes", "no"]})
-    assert ask(llm, HELLO, chosen)[0].outputs[0].text in ("yes", "no")
-
-
-def test_more_than_the_engine_holds() -> None:
-    small = {**FLAGS, "api_arena_bytes": "1M", "max_queued_requests": 8, "max_num_seqs": 4}
-    with LLM(model="demo", **small) as one:
-        big = [user(picture(seed, 300, 300), "What colour?") for seed in range(30)]
-        outputs = ask(one, big, SamplingParams(max_tokens=2))
-    assert len(outputs) == 30
-    assert all(output.outputs[0].finish_reason == "stop" or len(output.outputs[0].token_ids) == 2 for output in outputs)
 
 
 async def test_streams_and_a_death() -> None:

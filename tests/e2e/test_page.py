@@ -1,6 +1,5 @@
 """The page at `/` in a real Chromium, with the demo model: what a newcomer does, clicks and keys included."""
 
-import base64
 import json
 import re
 import subprocess
@@ -130,40 +129,6 @@ async def test_a_video_plays_and_is_read(page: Page, tmp_path: Path) -> None:
     assert all(await page.evaluate(ANSWERS))
     duration = await page.wait("$('.mine video').duration")  # NaN, which is null in JSON, until its head is read
     assert duration == pytest.approx(2, abs=0.1)
-
-
-async def test_pictures_by_paste(page: Page, tmp_path: Path) -> None:
-    path = drawn(tmp_path)[0]
-    data = base64.b64encode(path.read_bytes()).decode()
-    await page.evaluate(
-        f"(() => {{ const bytes = Uint8Array.from(atob('{data}'), letter => letter.charCodeAt(0)), data = new DataTransfer();"
-        f"data.items.add(new File([bytes], 'a.png', {{type: 'image/{path.suffix[1:]}'}}));"
-        "document.dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true})); })()"
-    )
-    await page.wait("all('#attached .thumb').length === 1")
-    await ask(page, "What number is in picture 1?")
-    assert await page.evaluate(ANSWERS) == ["472"]
-
-
-async def test_a_phone(page: Page, tmp_path: Path) -> None:
-    await page.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
-    await fits(page)
-    await attach(page, *drawn(tmp_path))
-    await fits(page)
-    await ask(page, "What number is in picture 1?")
-    assert await page.evaluate(ANSWERS) == ["472"]
-    await fits(page)
-
-
-async def fits(page: Page) -> None:
-    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth && innerWidth === 360")
-    outside = (
-        "all('button, input, textarea, a, summary')"
-        ".filter(node => node.checkVisibility() && !node.matches('.hidden'))"
-        ".map(node => [node.id || node.textContent, node.getBoundingClientRect()])"
-        ".filter(([, box]) => box.left < 0 || box.right > innerWidth || box.height < 16).map(([name]) => name)"
-    )
-    assert await page.evaluate(outside) == []
 
 
 async def test_api_key(tmp_path: Path) -> None:

@@ -141,18 +141,6 @@ def test_all_sources_on_two_ranks(altered: Path) -> None:
         assert routes < engine.client.get("/openapi.json").json()["paths"].keys()
 
 
-def test_a_pause_ends_requests() -> None:
-    with serve("demo", *FLAGS) as engine:
-        engine.client.headers["authorization"] = "Bearer k"
-        answers: list[Any] = []
-        with alongside(lambda: answers.append(ask(engine, max_tokens=400, logprobs=None))):
-            eventually(lambda: engine.metric("vllm:generation_tokens_total") > 0, "a request that runs")
-            give(engine, "/pause_generation")
-            assert engine.client.get("/health").json() == {"status": "ok"}
-            give(engine, "/continue_generation")
-        assert answers[0]["choices"][0]["finish_reason"] == "abort" and answers[0]["usage"]["completion_tokens"] < 400
-
-
 DYING_TRAINER = """
 import os, sys
 from safetensors.torch import load_file

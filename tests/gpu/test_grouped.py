@@ -23,9 +23,7 @@ BACKEND = "hopper" if torch.cuda.is_available() and torch.cuda.get_device_capabi
 FORMATS = ("int4-g128", "int4-g32-zeros", "int4-g0", "int8-g0", "float8-g0", "float4-g16")
 
 
-def random_matrix(
-    rows: int, columns: int, format: str, generator: torch.Generator, backend: str = BACKEND, count: int = 1
-) -> Matrix:
+def random_matrix(rows: int, columns: int, format: str, generator: torch.Generator, backend: str = BACKEND, count: int = 1) -> Matrix:
     matrix = Matrix.empty(rows, columns, MatrixFormat(format, format), Place(backend, DEVICE, torch.bfloat16), count)
     matrix.storage.fill_normal_(columns**-0.5, generator)
     matrix.storage.scales.mul_(torch.empty(matrix.storage.scales.shape, device=DEVICE).uniform_(0.5, 2, generator=generator))

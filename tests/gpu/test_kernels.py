@@ -130,22 +130,6 @@ def test_attention_inside_segments(backend: Backend, head_dim: int, lengths: lis
     assert close(results[1], results[0])
 
 
-def test_wrong_types_are_refused(backend: Backend) -> None:
-    """Float32, or a tensor that is not contiguous, is an error instead of garbage."""
-    if backend.name != "hopper":
-        pytest.skip("other kernels are compiled for each type")
-    from models.kernels.hopper.float8_gemv import gemv
-
-    segments = backend.varlen_attention(16, 64)
-    segments.plan([48])
-    with pytest.raises(RuntimeError, match="kernel: a tensor of type"):
-        segments.run(torch.randn((48, 3, 16, 64), device=DEVICE), torch.zeros((48, 64), device=DEVICE))
-    matrix, out = Matrix.of(normal(128, 256), backend.name, "float8").storage, normal(1, 128)
-    for x, words in ((normal(1, 256).float(), "of type"), (normal(256, 2)[:, :1].t(), "not contiguous")):
-        with pytest.raises(RuntimeError, match=words):
-            gemv(x, matrix, out)
-
-
 def test_pixels_are_those_of_the_cpu(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> None:
     geometry = config_of("8B", tmp_path_factory.mktemp("8B")).geometry
     on_gpu, on_cpu = Preprocessor(geometry, backend.ops, DEVICE), Preprocessor(geometry, REFERENCE, torch.device("cpu"))

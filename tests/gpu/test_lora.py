@@ -10,14 +10,11 @@ from models.config.registry import imported
 from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
-from models.kernels.stream import Activation, Normed, Residual, RowClass
 from models.lora.adapter import read_adapter
 from models.lora.low_rank import OPS, LowRank, LowRankOps, TokenSlots, TorchLowRank, make_low_rank
-from models.lora.matrix import AdaptedMatrix, StepSlots
 from models.lora.slots import AdapterSlots, read_weights
 from models.parallel.group import TensorParallel
 from models.scaffold.adapters import write_adapter
-from models.weights.matrix import Matrix
 from tests.gpu.generated import config_of, fill_generated
 from tests.unit.models.harness import PagedRunner, Prompt, Session, Want, relative, smooth_image
 
@@ -71,30 +68,6 @@ def test_kernels(backend: Backend, inputs: int, ranges: tuple[tuple[int, int, in
             add_(ours, found, x, low_rank, slots)
             add_(TorchLowRank(), expected, x, low_rank, slots)
             assert close(found, expected), (num_tokens, dtype)
-
-
-@pytest.mark.parametrize("slot", [0, 1, 2, 3, -1])
-def test_products_of_one_token(backend: Backend, slot: int) -> None:
-    """A matrix with adapters, in the ways that layers use it."""
-    steps, slots = StepSlots(), torch.tensor([slot], dtype=torch.int32, device=DEVICE)
-    for product, (inputs, ranges) in {"product": QKV, "swiglu": GATE_UP, "add_to": DOWN}.items():
-        low_rank, weight = random_low_rank(inputs, ranges), torch.randn((ranges[-1][1], inputs), dtype=torch.bfloat16, device=DEVICE)
-        made = []
-        for name in (backend.name, "torch"):
-            matrix = Matrix.of(weight * inputs**-0.5, name)
-            made.append(AdaptedMatrix(matrix, low_rank, steps, backend.ops, imported(OPS[name])()))
-        stream, norm = (torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for shape in ((1, inputs), (inputs,)))
-        x: Activation = stream if product == "add_to" else Normed(stream, None, norm, 1e-6)
-        found = []
-        steps.begin(slots, torch.zeros(1, dtype=torch.int64, device=DEVICE))
-        for matrix in made:
-            residual = Residual(torch.ones((1, 4096), dtype=torch.bfloat16, device=DEVICE))
-            if product == "add_to":
-                matrix.add_to(residual, x, RowClass.SINGLE)
-                found.append(residual.sum_TD)
-            else:
-                found.append(matrix.product(x, RowClass.SINGLE) if product == "product" else matrix.swiglu(x, RowClass.SINGLE))
-        assert close(*found), product
 
 
 def test_graphs_read_slots_and_ranks_as_data(backend: Backend) -> None:

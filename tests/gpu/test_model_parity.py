@@ -5,7 +5,6 @@ model in bfloat16 flips them under any change of summation order.
 """
 
 import itertools
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -97,28 +96,6 @@ def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(backend: Backe
     assert relative(torch.cat(parts), rounded) < FLOAT8_TOLERANCE
 
 
-@pytest.mark.parametrize("graphed", [False, True])
-def test_decode_equals_prefill(model: Qwen3VL, backend: Backend, graphed: bool) -> None:
-    """Prompts go on token by token, together in one step; each token's logits are those of a prefill of everything."""
-    steps = 6
-    prompts = [Prompt.build(model.config, parts) for parts in PROMPTS.values()]
-    runner = runner_of(model, backend)
-    sessions = [runner.start(Prompt(p.ids[:-steps], p.images, p.spans, p.grids)) for p in prompts]
-    for session in sessions:
-        runner.prefill(session, chunk=1 << 30)
-    if graphed:
-        make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, 1, len(sessions), 1024)
-        assert make_attention is not None
-        runner.attention = make_attention(0, len(sessions), 0)
-    rows = []
-    for step in range(-steps, 0):
-        for session, prompt in zip(sessions, prompts, strict=True):
-            session.ids.append(prompt.ids[step])
-        rows.append(runner.step([(session, 1) for session in sessions], num_prefill_rows=0))
-    for i, prompt in enumerate(prompts):
-        assert relative(torch.stack([row[i] for row in rows]), whole(model, backend, prompt)[-steps:]) < TOLERANCE
-
-
 def host_step(batch: ForwardBatch) -> HostStep:
     """The batch as a worker's rows would give it: the ids of decode rows' tokens come with the step, as those of new rows and of drafts."""
     layout = replace(batch.attention, pages=batch.attention.pages.cpu(), slot_mapping_T=batch.attention.slot_mapping_T.cpu())
@@ -208,19 +185,3 @@ def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend
         logits = step(list(zip(drafting, counts, strict=True)), 0, "all")
         wanted = [expected[start : start + count] for start, count in zip(starts, counts, strict=True)]
         assert relative(logits, torch.cat(wanted)) < TOLERANCE
-
-
-def test_graphs_of_the_tower_do_not_mix_sizes_up(model: Qwen3VL) -> None:
-    """Encodes of many sizes in any order, with graphs captured and evicted in between: 500 of 500 equal the first, eager one."""
-    rng = random.Random(0)
-    sizes = [(256, 256), (320, 320), (320, 640), (640, 320), (704, 1280), (480, 640), (720, 1280), (1088, 1920)]
-    encodes = [tuple(rng.choices(sizes[:6], k=2)) for _ in range(4)] + [(size,) for size in sizes]
-    images = [[noise_image(*size, seed=i).to(model.device) for i, size in enumerate(encode)] for encode in encodes]
-    grids = [[model.config.geometry.grid(*size) for size in encode] for encode in encodes]
-    first = [[embedding.clone() for embedding in model.tower.encode(*pair)] for pair in zip(images, grids, strict=True)]
-    for _ in range(500):
-        i = rng.randrange(len(encodes))
-        for ours, expected in zip(model.tower.encode(images[i], grids[i]), first[i], strict=True):
-            assert relative(ours, expected) < 1e-3, encodes[i]
-        if rng.random() < 0.1:
-            model.tower.prepare()

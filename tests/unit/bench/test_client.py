@@ -80,13 +80,6 @@ async def test_thoughts_are_timed_but_not_the_answer() -> None:
     assert (len(answer.token_times), answer.text, answer.error) == (4, "yes", None)
 
 
-async def test_a_buffer_is_kept_for_the_next_request() -> None:
-    """A shorter body is not followed by the rest of a longer one."""
-    async with client_of(Echo().chat) as client:
-        assert [(await client.chat(body("x" * size))).text for size in (2 * MIB, 7, MIB)] == [str(2 * MIB), "7", str(MIB)]
-        assert len(client._uploads._free) == 1
-
-
 async def test_requests_at_once_do_not_share_a_buffer() -> None:
     echo = Echo(expected=8)
     texts = [chr(ord("a") + i) * (MIB + i) for i in range(echo.expected)]
@@ -106,12 +99,6 @@ async def test_a_buffer_that_was_not_read_to_its_end_is_not_used_again() -> None
     async with client_of(refuse) as client:
         answer = await client.chat(body("x" * 32 * MIB))
         assert answer.error is not None and not answer.written and not client._uploads._free
-
-
-async def test_a_server_that_is_not_there_is_an_error_of_the_answer(unused_tcp_port: int) -> None:
-    async with ChatClient(f"http://127.0.0.1:{unused_tcp_port}") as client:
-        answer = await client.chat(body("x"))
-    assert answer.error is not None and answer.error.startswith("ClientConnectorError")
 
 
 def test_the_parts_add_up() -> None:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import xgrammar
 
 from engine.grammar.compile import compiled as compile_grammar
@@ -18,8 +16,6 @@ from engine.grammar.compile import read_vocabulary
 from engine.scheduler.request import Request
 from engine.wire.grammar import Grammar
 from engine.wire.messages import MAX_PROPOSED
-from engine.worker.sampling.verify import NONE, HostProposed
-from engine.worker.staging import Staging
 from models.checkpoint.load import init_dummy_weights
 from models.decoders.qwen3_vl import Qwen3VL
 from models.demo import CHECKPOINT
@@ -177,27 +173,3 @@ def test_a_next_turn_goes_on_from_a_drafted_answer(model: Qwen3VL) -> None:
         engine.run()
         assert not turn or engine.core.state.counters.cached_prompt_tokens > before
     assert engine.tokens == plain.tokens and engine.core.state.counters.accepted_draft_tokens > 40
-
-
-def test_what_is_kept() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        rows = tuple(tuple(rng.randrange(2) for _ in range(rng.randrange(MAX_PROPOSED + 1))) for _ in range(6))
-        host = HostProposed(rows, np.asarray([token for row in rows for token in (*row, NONE)]))
-        staging = Staging(4096, torch.device("cpu"))
-        staging.begin()
-        drafts = host.stage(staging)
-        tokens = torch.tensor([rng.randrange(2) for _ in drafts.next_S])
-        is_kept, is_last = drafts.keep(tokens)
-        runs = list(host.kept(torch.where(is_kept, tokens, NONE).tolist()))
-        expected_runs, first = [], 0
-        for row in rows:
-            right = next((i for i, token in enumerate(row) if tokens[first + i] != token), len(row))
-            expected_runs.append(range(first, first + right + 1))
-            first += 1 + len(row)
-        assert runs == expected_runs
-        assert is_kept.nonzero().flatten().tolist() == [i for run in runs for i in run]
-        assert is_last.nonzero().flatten().tolist() == [run[-1] for run in runs]
-        before = drafts.before(torch.arange(len(tokens))).tolist()
-        expected = [row[:offset] for row in host.rows for offset in range(1 + len(row))]
-        assert before == [[NONE] * (MAX_PROPOSED - len(row)) + list(row) for row in expected]

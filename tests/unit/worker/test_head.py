@@ -228,14 +228,6 @@ def test_a_result_leaves_before_the_heads_passes(both: Both, monkeypatch: pytest
         runner.rows.build([], [Chunk(0, 1, 2, True, [], [], (ON_DEVICE,))], {})
 
 
-def test_a_float8_checkpoint_has_its_head_in_float8(tmp_path: Path) -> None:
-    write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0, format="float8")
-    head = harness.load(tmp_path, with_head=True).head
-    assert head is not None and head.fc.weight.format == "plain"
-    assert all(layer.self_attn.qkv_proj.weight.format == "float8" for layer in head.layers)
-    assert harness.load(tmp_path).head is None
-
-
 @torch.inference_mode()
 def test_drafts_come_from_an_output_matrix_in_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="random", seed=0)

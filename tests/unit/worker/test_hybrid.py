@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from engine.scheduler import policy, request
-from engine.wire.config import EngineConfig
-from engine.wire.memory import plan_memory
-from models.cache.spec import SPARE_ROWS, CacheSpec, PagedGroup, StateGroup
+from models.cache.spec import SPARE_ROWS, StateGroup
 from models.cache.states import RowStates, Snapshots
 from models.decoders.qwen3_vl import Qwen3VL
 from tests.unit.models import harness, qwen3_5_checkpoints
@@ -153,15 +151,6 @@ def test_forks_equal_alone(model: Qwen3VL, prefix_cache: bool) -> None:
         single.add(0, parts, max_tokens=12, temperature=1.0, seed=5 + index)
         assert single.run()[0] == tokens
         assert rest < 2 * (single.core.state.counters.computed_tokens - 11)
-
-
-def test_blocks_hold_what_the_groups_say() -> None:
-    spec = CacheSpec(PagedGroup(3, 2, 64, 2), (StateGroup(4, 1 << 20, 1 << 10),))
-    assert (1 + SPARE_ROWS) * spec.row_bytes(7) == RowStates(spec.states[0], 0, torch.device("cpu"), 7).values.numel()
-    config = EngineConfig(kv_cache_memory_bytes=1 << 20)
-    assert spec.block_bytes(16) == 16 * 2 * 3 * 2 * 64 * 2
-    assert plan_memory(config, spec, None, 0).num_blocks == (1 << 20) // spec.block_bytes(16)
-    assert spec.snapshot_blocks(16) == -(-(4 << 20) // spec.block_bytes(16))
 
 
 def test_a_snapshot_comes_back_and_leaves_nothing_behind() -> None:

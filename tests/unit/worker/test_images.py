@@ -4,7 +4,6 @@ import io
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -88,20 +87,6 @@ def test_evicted_memory_is_used_again_after_its_last_reader() -> None:
     assert stream.events == [second, first] and not cache.tensors
 
 
-class OneOfTwo:
-    """The first of two ranks; the other one's rows arrive as sevens."""
-
-    rank, size = 0, 2
-
-    def __init__(self) -> None:
-        self.gathered = []
-
-    def all_gather_rows(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        assert len(rows) == counts[0]
-        self.gathered.append(rows)
-        return torch.cat([rows, torch.full((counts[1], *rows.shape[1:]), 7.0, dtype=rows.dtype)])
-
-
 def test_an_announced_image_is_encoded_once_and_at_once() -> None:
     tower = Tower()
     cache = cache_of(tower)
@@ -124,47 +109,6 @@ def test_an_announcement_holds_until_the_next_one() -> None:
     announce(cache, 3, 400)
     cache.encode([encode(2, 500, ticket=2), encode(3, 400, ticket=3)])
     assert tower.groups == [[600], [300], [500], [400], [500]]
-
-
-def test_what_was_announced_to_another_size_is_encoded_anew() -> None:
-    tower = Tower()
-    cache = cache_of(tower)
-    source = encode(0, 600, ticket=1).source
-    cache.prefetch(Prefetch(source, (1, 1, 600)))
-    tower.encode = lambda images, grids: [torch.zeros(1, w, 1) for _, _, w in grids]
-    cache.encode([Encode(1, source, (1, 1, 150))])
-    assert cache.tensors[1].shape[1] == 150
-
-
-def test_an_announced_image_that_cannot_be_encoded_yet_awaits_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = Tower()
-    cache = cache_of(tower)
-
-    def fail(images: list[int], grids: list[Grid]) -> list[torch.Tensor]:
-        raise torch.OutOfMemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tower, "encode", fail)
-        announce(cache, 1, 600)
-    assert tower.groups == []
-    cache.encode([encode(1, 600, ticket=1)])
-    assert tower.groups == [[600]]
-
-
-def test_a_plan_without_pixels_is_a_bug() -> None:
-    reader = ImageReader(ArenaView(create_memfd("arena", 4096), 4096), PillowDecoder(1, CPU), CPU)
-    with pytest.raises(AssertionError, match="without its pixels"):
-        reader.read([ImageSource("file", Region(1, 0, 12), 2, 2)])
-
-
-def test_a_damaged_file_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory plan covers decoding, so that a failure is the file's: 503 would fail every request of the step."""
-    there = Announced()
-    source = ImageSource("jpeg", there.put(0, jpeg(1)), 40, 56)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 33))
-    there.reader._stream = MagicMock()
-    damaged, good = there.reader._read([source, source], [memoryview(b""), memoryview(jpeg(1))])
-    assert damaged is None and good is not None
 
 
 class Announced:

@@ -42,14 +42,6 @@ def test_filters_are_those_of_transformers() -> None:
         torch.testing.assert_close(ours[row], scores[0])
 
 
-def test_ties_at_the_last_place_go_to_the_lower_ids() -> None:
-    logits = torch.tensor([[1.0, 2, 2, 2, 0, 2], [-torch.inf] * 5 + [0.5]])
-    samples = stage([SamplingParams(top_k=3), SamplingParams(top_k=3)], [0, 0])
-    assert filter_logits(logits, samples.params).isfinite().tolist() == [[False, True, True, True, False, False], [False] * 5 + [True]]
-    samples = stage([SamplingParams(top_p=0.4), SamplingParams(top_p=0.4)], [0, 0])
-    assert filter_logits(logits, samples.params).isfinite()[0].tolist() == [False, True, True, False, False, False]
-
-
 @pytest.mark.parametrize(
     "params", [SamplingParams(seed=7), SamplingParams(seed=8, temperature=0.7, top_k=4, top_p=0.9), SamplingParams(seed=9, min_p=0.1)]
 )
@@ -64,31 +56,6 @@ def test_frequencies_are_the_probabilities(params: SamplingParams) -> None:
     assert found[expected == 0].sum() == 0
     used = expected > 0
     assert ((found - expected)[used] ** 2 / expected[used]).sum() < 31  # five degrees of freedom: p = 1e-5
-
-
-def test_ties_and_tails_do_not_depend_on_neighbours() -> None:
-    generator = torch.Generator().manual_seed(2)
-    greedy, all_tokens = SamplingParams(temperature=0.0, top_k=1), SamplingParams(temperature=1.0)
-    for position in range(50):
-        logits = torch.randn((1, 2000), generator=generator)
-        logits[0, torch.randperm(2000, generator=generator)[:3]] = 20
-        other = SamplingParams(temperature=1.0, top_k=1, top_p=0.5, seed=position)
-        both = sample(logits.expand(2, -1), stage([greedy, other], [position] * 2))
-        assert both[0] == sample(logits, stage([greedy], [position]))[0]
-    flat = torch.randn((1, 150_000), generator=generator) * 3
-    filtered = filter_logits(flat.expand(2, -1), stage([all_tokens, SamplingParams(temperature=1.0, top_p=0.5)], [1, 1]).params)
-    assert filtered[0].isfinite().all() and not filtered[1].isfinite().all()
-
-
-def test_which_rows_need_their_vocabulary_in_order() -> None:
-    off, greedy = SamplingParams(temperature=1.0), SamplingParams(temperature=0.0, top_k=100, top_p=0.1, min_p=0.1)
-    few, many = SamplingParams(top_k=32, top_p=0.5, min_p=0.1), SamplingParams(top_k=33)
-    params = [off, greedy, few, many, SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)]
-    samples = stage(params, [0] * 6, max_top_k=32)
-    assert samples.params.wide is not None and samples.params.wide.tolist() == [3, 4, 5]
-    assert samples.params.largest_top_k == 32 and not samples.params.is_greedy
-    assert stage([off, greedy, few], [0] * 3, max_top_k=32).params.wide is None
-    assert stage([greedy], [0]).params.is_greedy
 
 
 def test_staged_samples_take_no_more_than_is_said() -> None:

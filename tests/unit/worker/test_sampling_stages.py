@@ -10,7 +10,6 @@ from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParam
 from engine.worker.sampling import prompt as prompt_scores
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.decoders.qwen3_vl import Qwen3VL
-from models.kernels.reference.sampling import TorchSampling
 from tests.unit.worker.in_process import Engine
 
 PROMPT = [5, 9, 9, 13, 20, 250, 250, 250, 7]
@@ -72,13 +71,6 @@ def test_penalties_and_biases_are_the_formulas(model: Qwen3VL, raw: list[np.ndar
         assert output == expected and output != greedy, params
 
 
-def test_penalties_of_negative_logits() -> None:
-    logits = torch.tensor([[2.0, -2.0, 1.0, -1.0]])
-    index, counts, penalties = torch.tensor([0]), torch.tensor([[1, 1, 0, 0]], dtype=torch.int32), torch.tensor([[2.0, 0.0, 0.0]])
-    TorchSampling().penalise_(logits, index, counts, torch.tensor([0]), penalties)
-    assert logits.tolist() == [[1.0, -4.0, 1.0, -1.0]]
-
-
 def test_rows_share_steps_and_survive_a_preemption(model: Qwen3VL) -> None:
     words = tuple((first, second) for first in run_alone(model, OTHERS[0])[20:30] for second in range(10))[:MAX_BAD_WORDS]
     settings = [*PENALISED, *OTHERS, {**OTHERS[0], "bad_words": words, "min_tokens": 30, "stop_token_ids": tuple(range(100))}]
@@ -138,21 +130,6 @@ def test_logprobs_are_those_of_the_raw_logits(model: Qwen3VL, raw: list[np.ndarr
         top = logprobs.topk(4)
         assert item.logprob == pytest.approx(float(logprobs[token]), abs=1e-5)
         assert item.top_ids == top.indices.tolist() and item.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
-
-
-def test_logprobs_belong_to_their_rows(model: Qwen3VL) -> None:
-    wanted = [None, 0, 3, None, 20]
-    engine, alone = Engine(model), [Engine(model) for _ in wanted]
-    for rid, count in enumerate(wanted):
-        params = {"logprobs": count, "max_tokens": 6 + rid, "temperature": 1.0, "seed": rid}
-        engine.add(rid, [PROMPT[rid:]], **params)
-        alone[rid].add(rid, [PROMPT[rid:]], **params)
-        alone[rid].run()
-    engine.run()
-    for rid, count in enumerate(wanted):
-        assert [len(item.top_ids) for item in engine.logprobs[rid]] == ([] if count is None else [count] * (6 + rid))
-        for got, expected in zip(engine.logprobs[rid], alone[rid].logprobs[rid], strict=True):
-            assert got.top_ids == expected.top_ids and got.logprob == pytest.approx(expected.logprob, abs=1e-4)
 
 
 def expected_prompt_logprobs(model: Qwen3VL, prompt: list[int]) -> torch.Tensor:
