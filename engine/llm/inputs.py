@@ -115,11 +115,13 @@ def media_url(medium: Any) -> str | None:
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """Format keyword arguments as a command line: `prefix_cache=False` is `--no-prefix-cache`, a dictionary is JSON."""
+    """Format keyword arguments as a command line: `prefix_cache=False` is `--no-prefix-cache`, a dictionary is JSON or pairs."""
     words: list[str] = []
     for name, value in flags.items():
         if isinstance(value, bool):
             words.append(f"--{'' if value else 'no-'}{name}")
+        elif name == "lora_modules" and isinstance(value, Mapping):
+            words.append(f"--{name}={' '.join(f'{adapter}={folder}' for adapter, folder in value.items())}")
         elif value is not None:
             text = json.dumps(value) if isinstance(value, Mapping) else ",".join(value) if isinstance(value, list | tuple) else value
             words.append(f"--{name}={text}")

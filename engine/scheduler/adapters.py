@@ -1,21 +1,17 @@
 """Directory of adapters in the workers' slots; the matrices are in the workers.
 
 A slot whose adapter has running requests is in use; of the others the least recently started one is replaced first. If all slots are in
-use, a request whose adapter has no slot waits, and younger requests may overtake it. One adapter must then give up its slot: its new
-requests do not start, so that the slot becomes free.
+use, a request whose adapter has no slot waits. Only later requests without an adapter may overtake it, so that a slot becomes free.
 
 An adapter gets a slot when all ranks have read it to host memory. One adapter is read at a time.
 """
 
-import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.scheduler.request import Request
 from engine.wire.adapters import AdapterRead, AdapterRef, LoadAdapter, ReadAdapter, number_of
 from engine.wire.messages import EngineRequest, ErrorInfo
-from engine.wire.stats import Info
 
 UNREADABLE = ErrorInfo(503, "The adapter could not be read: load it again.", code="adapter_unreadable")
 
@@ -38,29 +34,21 @@ class AdapterDirectory:
         self._reads: list[ReadAdapter] = []  # not sent yet
         self._held: OrderedDict[int, Held] = OrderedDict()  # least recently started first
         self._loads: list[LoadAdapter] = []
-        self._promised: dict[int, int] = {}  # in this plan: waiting adapter -> adapter that must give up its slot
+        self._is_full = False  # a request of this plan waits for a slot
 
     def begin_plan(self) -> None:
         """Begin a plan, during which `may_start` is called once per request, in order."""
-        self._promised.clear()
-        self._is_claimed = False
+        self._is_full = self._is_claimed = False
 
     def may_start(self, wire: EngineRequest) -> bool:
         adapter = wire.adapter
         if adapter is None:
             return True
-        promised = self._promised.values()
-        if adapter.number in self._held:
-            return adapter.number not in promised
-        if adapter.number in self._promised:
-            return False
+        if self._is_full or adapter.number in self._held:
+            return not self._is_full
         is_read = self._is_read(adapter)  # also while it waits for a slot
-        others = [(number, held) for number, held in self._held.items() if number not in promised]
-        if len(self._held) < self._num_slots or any(not held.num_users for _, held in others):
-            return is_read
-        if others:
-            self._promised[adapter.number] = others[0][0]
-        return False
+        self._is_full = len(self._held) == self._num_slots and all(held.num_users for held in self._held.values())
+        return is_read and not self._is_full
 
     def acquire(self, wire: EngineRequest) -> int:
         """Return the slot of a request that starts, after `may_start`; -1: it has no adapter."""
@@ -92,12 +80,6 @@ class AdapterDirectory:
         if not read.is_readable:
             self._failed.add(read.number)
 
-    def infos(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Info]:
-        if not self._num_slots:
-            return []
-        labels = {"max_lora": str(self._num_slots), "running_lora_adapters": _names(running), "waiting_lora_adapters": _names(waiting)}
-        return [Info("vllm:lora_requests_info", "adapters of running and waiting requests", labels, time.time())]
-
     def error_of(self, wire: EngineRequest) -> ErrorInfo | None:
         return UNREADABLE if number_of(wire.adapter) in self._failed else None
 
@@ -116,12 +98,8 @@ class AdapterDirectory:
         assert self._next is not None and self._next.number == adapter.number
         self._next, slot = None, len(self._held)
         if slot == self._num_slots:
-            idle = next(number for number, held in self._held.items() if not held.num_users and number not in self._promised.values())
+            idle = next(number for number, held in self._held.items() if not held.num_users)
             slot = self._held.pop(idle).slot
         held = self._held[adapter.number] = Held(slot)
         self._loads.append(LoadAdapter(slot, adapter))
         return held
-
-
-def _names(requests: Iterable[Request]) -> str:
-    return ",".join(sorted({request.wire.adapter.name for request in requests if request.wire.adapter is not None}))

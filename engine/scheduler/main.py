@@ -4,6 +4,7 @@ inbox ──▶ receive ──▶ [next_step ──▶ workers] up to `core.dept
 """
 
 import logging
+import math
 import signal
 import time
 from pathlib import Path
@@ -17,7 +18,6 @@ from engine.scheduler.blocks import BlockPool
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.drafts import make_drafter
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.liveness import Workers
 from engine.scheduler.policy import PlannedStep
 from engine.scheduler.state import Limits, State
 from engine.scheduler.updates import UpdateControl
@@ -31,7 +31,6 @@ from engine.wire.messages import (
     EngineOutputs,
     EngineRequest,
     Forget,
-    Heartbeat,
     Pixels,
     Region,
     StepPlan,
@@ -45,6 +44,7 @@ from models.config.huggingface import read_config
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+MAX_STEP_S = {"cuda": 30.0, "cpu": 600.0}  # that a step may take before it is no progress
 
 
 class Scheduler:
@@ -58,9 +58,8 @@ class Scheduler:
         self._api: Outbox[OrderDone] = Outbox(child.run_dir, UPDATES_INBOX)
         self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
-        self._liveness = Workers(child.runtime.device)
+        self._max_step_s = min(MAX_STEP_S[child.runtime.device], child.config.wedge_timeout or math.inf)
         self._last_heartbeat = 0.0
-        self._leak = 0, 0  # blocks and images that were held when no request was left
 
     def run(self) -> None:
         ready = self._await_workers()
@@ -87,13 +86,8 @@ class Scheduler:
         while len(ready) < self._child.config.tp:
             if self.stopping.is_set():
                 return None
-            message = self._inbox.recv(timeout=HEARTBEAT_S)
-            now = time.monotonic()
-            if isinstance(message, WorkerReady):
+            if isinstance(message := self._inbox.recv(timeout=HEARTBEAT_S), WorkerReady):
                 ready.append(message)
-                self._liveness.note(Heartbeat(message.rank, "idle", now), now)
-            elif isinstance(message, Heartbeat):
-                self._liveness.note(message, now)
         return ready
 
     def _make_core(self, ready: list[WorkerReady]) -> SchedulerCore:
@@ -112,11 +106,8 @@ class Scheduler:
         while (message := self._inbox.recv_ready()) is None and core.proposer.use_spare_time():
             pass
         message = message or self._inbox.recv(timeout=HEARTBEAT_S)
-        now = time.monotonic()
         while message is not None:
             match message:
-                case Heartbeat():
-                    self._liveness.note(message, now)
                 case EngineRequest():
                     prediction = None if message.prediction is None else self._ids(message.prediction)
                     core.add(message, self._ids(message.prompt), prediction)
@@ -138,19 +129,16 @@ class Scheduler:
         return np.frombuffer(self._arena.view(region.offset, region.length), dtype=np.int32)
 
     def _send(self, step: PlannedStep) -> None:
-        num_bytes = self._send_workers(step.plan)
+        plan = step.plan
+        self._send_workers(plan)
         if logger.isEnabledFor(logging.DEBUG):
-            plan = step.plan
             num_tokens = sum(chunk.length for chunk in plan.chunks)
-            num_hit = len({ref.image_id for chunk in plan.chunks for ref in chunk.visual}) - len(plan.encodes)
-            sizes = (plan.step, num_tokens, len(plan.chunks), len(plan.encodes), num_hit, num_bytes)
-            logger.debug("step %d: %d new tokens in %d rows, %d images encoded, %d hit, plan of %d bytes", *sizes)
+            logger.debug("step %d: %d tokens in %d chunks, %d images encoded", plan.step, num_tokens, len(plan.chunks), len(plan.encodes))
 
-    def _send_workers(self, message: StepPlan | ReadAdapter | Order) -> int:
+    def _send_workers(self, message: StepPlan | ReadAdapter | Order) -> None:
         data = self._encoder.encode(message)
         for worker in self._workers:
             worker.send_bytes(data)
-        return len(data)
 
     def _flush(self, core: SchedulerCore) -> None:
         """Send outputs; once per second, or when all requests are done, also statistics."""
@@ -158,17 +146,10 @@ class Scheduler:
         beat = now - self._last_heartbeat >= HEARTBEAT_S or (core.has_outputs and not core.num_requests)
         if beat:
             self._last_heartbeat = now
-            self._log_leak(core)
         if beat or core.has_outputs:
-            alive = self._liveness.alive_at(now, core.alive_at(now))
+            progress = core.alive_at(now)
+            alive = now if now - progress < self._max_step_s else progress
             self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
-
-    def _log_leak(self, core: SchedulerCore) -> None:
-        blocks, images = core.state.blocks, core.state.images
-        leak = (0, 0) if core.num_requests else (blocks.num_blocks - blocks.num_free, images.num_pinned)
-        if any(leak) and leak != self._leak:
-            logger.error("no request is left, but %d KV blocks and %d images are held", *leak)
-        self._leak = leak
 
 
 def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:

@@ -1,17 +1,13 @@
 """LoRA adapters: their messages, and --lora-modules, whose folders are checked before any process starts."""
 
 import hashlib
-import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from models.config.types import ModelConfig
 from models.lora.adapter import read_adapter
-
-NEXT = re.compile(r"[\s,]+(?=[^\s,={\"]+=)|[\s,]+(?=\{)")  # what separates adapters in one text
 
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +50,10 @@ def image_key(digest: bytes, adapter: AdapterRef) -> bytes:
 def named_adapters(text: str, max_rank: int, model: ModelConfig, served: Sequence[str]) -> tuple[AdapterRef, ...]:
     """Return the adapters of --lora-modules. ValueError names the one that cannot be served, and why."""
     found: list[AdapterRef] = []
-    for name, folder in _listed(text):
+    for word in text.split():
+        name, _, folder = word.partition("=")
+        if not name or not folder:
+            raise ValueError(f"--lora-modules {word}: must be name=folder")
         if name in served or any(name == other.name for other in found):
             raise ValueError(f"--lora-modules {name}: the name is already used")
         found.append(checked(name, Path(folder), max_rank, model, f"--lora-modules {name}", len(found) + 1))
@@ -70,22 +69,3 @@ def checked(name: str, folder: Path, max_rank: int, model: ModelConfig, words: s
     except ValueError as problem:
         raise ValueError(f"{words}: {problem}") from None
     return AdapterRef(number, name, str(folder.absolute()), adapter.has_tower)
-
-
-def _listed(text: str) -> Iterator[tuple[str, str]]:
-    """Read `name=folder` and vLLM's JSON objects; of one JSON object without `path`, names and folders. ValueError."""
-    for word in NEXT.split(text.strip()) if text.strip() else ():
-        if not word.startswith("{"):
-            name, _, folder = word.partition("=")
-            if not name or not folder:
-                raise ValueError(f"--lora-modules {word}: must be name=folder")
-            yield name, folder
-            continue
-        try:
-            value = json.loads(word)
-        except ValueError:
-            raise ValueError(f"--lora-modules {word}: is not JSON") from None
-        pairs = [(value.get("name"), value["path"])] if "path" in value else list(value.items())
-        if not all(isinstance(each, str) and each for pair in pairs for each in pair):
-            raise ValueError(f"--lora-modules {word}: must have a name and a path")
-        yield from pairs

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 SWITCH_INTERVAL_S = 0.0005  # the main thread gets the interpreter lock back sooner than by default
-COMPILING = "compiling-"
 FAILED = ".failed"
 DUMP_SIGNAL = signal.SIGUSR2  # a child writes the stacks of its threads to stderr, even if its interpreter hangs
 
@@ -99,13 +98,6 @@ class Child:
         size = {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]
         assert size is not None, "the launcher decides"
         return size
-
-    def compiling_mark(self) -> Path:
-        """Path of a file that exists while this process compiles kernels."""
-        return Path(self.run_dir) / f"{COMPILING}{self.role}"
-
-    def is_compiling(self) -> bool:
-        return any(Path(self.run_dir).glob(f"{COMPILING}*"))
 
     def ready(self, text: str = "") -> None:
         settle_heap()

@@ -9,7 +9,7 @@
 | processor -> rank 0    | Prefetch, LoadGrammar                |
 | rank 0 -> processor    | GrammarLoaded                        |
 | scheduler -> worker    | StepPlan, the same bytes to all      |
-| worker -> scheduler    | WorkerReady, StepResult, Heartbeat   |
+| worker -> scheduler    | WorkerReady, StepResult              |
 
 Other messages of annexes are in their own files. All times are `time.monotonic()` seconds: one clock for all processes of a host.
 """
@@ -366,22 +366,10 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # by token id; empty if no row requests any
     reports: dict[int, Report] = {}  # by chunk
-    out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_samples: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
     proposed: list[list[int]] = []  # tokens that workers had proposed before each sampled chunk
 
 
-Activity = Literal["idle", "step", "images", "compiling"]  # "images": a step that reads images
-
-
-class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Activity of a worker's main thread, and its start. Sent every second unless the worker is stopped."""
-
-    rank: int
-    activity: Activity
-    since: float
-
-
 ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
-ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | Heartbeat | AdapterRead | Order | OrderResult
+ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | AdapterRead | Order | OrderResult
 ToWorker = StepPlan | ReadAdapter | Prefetch | LoadGrammar | Order

@@ -16,15 +16,6 @@ class Gauge(Total):
     """A current value."""
 
 
-class Info(msgspec.Struct):
-    """A gauge whose value is the time in seconds since 1970 at which its labels held; `name` has its prefix."""
-
-    name: str
-    text: str
-    labels: dict[str, str]
-    value: float
-
-
 class Stages(msgspec.Struct):
     """Times when a request passed each boundary; 0.0 until then."""
 
@@ -93,7 +84,6 @@ class EngineStats(msgspec.Struct):
     accepted_by_position: Annotated[
         list[int], Total("draft tokens in answers, by position in their row", "spec_decode_num_accepted_tokens_per_pos")
     ] = []
-    infos: list[Info] = msgspec.field(default_factory=list)  # metrics with names and labels of their own
 
     @property
     def tokens_per_verified_row(self) -> float | None:

@@ -197,11 +197,8 @@ def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
 
 @contextmanager
 def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[None]:
-    """Compile and check kernels in a thread, and wait for it at the end: RuntimeError if that fails. A file in the run directory tells the
-    api meanwhile that the worker is not hung."""
-    mark, started = child.compiling_mark(), time.monotonic()
-    mark.touch()
-    pool = ThreadPoolExecutor(1, "compile")
+    """Compile and check kernels in a thread, and wait for it at the end: RuntimeError if that fails."""
+    started, pool = time.monotonic(), ThreadPoolExecutor(1, "compile")
 
     def load() -> None:
         if backend.device.type == "cuda":
@@ -211,11 +208,8 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
 
     loaded = pool.submit(load)
     yield
-    try:
-        loaded.result()
-    finally:
-        mark.unlink(missing_ok=True)
-        pool.shutdown()
+    loaded.result()
+    pool.shutdown()
 
 
 def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | None, free: int) -> Needs | None:

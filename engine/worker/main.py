@@ -19,10 +19,8 @@ from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import DEPTH, StepPlan, StepResult, ToWorker, WorkerReady
 from engine.worker.build import Handlers, build_runner
 from engine.worker.failure import explain
-from engine.worker.heartbeat import HeartbeatThread
 from engine.worker.runner import LaunchedStep, Runner
 from models.config.huggingface import read_config
-from models.kernels.make import notify_compilation
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +34,17 @@ def run(
     plans: Inbox[ToWorker],
     results: Outbox[WorkerReady | StepResult],
     stopping: StopFlag,
-    heartbeat: HeartbeatThread,
 ) -> None:
     """Run the worker: launch a step while the previous one still runs; send results in order."""
     pending: deque[LaunchedStep] = deque()
     timeout_s = IDLE_POLL_S
     while not stopping.is_set():
-        if not pending:
-            heartbeat.note("idle")
         plan = plans.recv_ready() if pending else plans.recv(timeout=timeout_s)
         if plan is not None:
             timeout_s = PAUSE_S
         if isinstance(plan, StepPlan):
-            heartbeat.note("images" if plan.encodes else "step")
             pending.append(runner.launch(plan))
-            heartbeat.note("step")
         elif plan is not None:
-            heartbeat.note("images")
             handlers[type(plan)](plan)
         if pending and (len(pending) == DEPTH or pending[0].watch.is_done()):
             results.send(pending.popleft().result())
@@ -90,14 +82,11 @@ def main() -> None:
         os._exit(1)  # a compiler may still be running
     settle_heap()
     results.send(ready)
-    heartbeat = HeartbeatThread(child.run_dir, rank)
-    notify_compilation(heartbeat.begin_compiling, heartbeat.end_compiling)
     try:
-        run(runner, handlers, plans, results, stopping, heartbeat)
-    except torch.OutOfMemoryError as problem:  # of one of several ranks
+        run(runner, handlers, plans, results, stopping)
+    except torch.OutOfMemoryError as problem:  # another program has taken memory: the plan covers every step
         child.failed(explain(problem))
         os._exit(1)
-    heartbeat.stop()
     os._exit(0)  # tearing down collectives may wait for ranks that have ended
 
 

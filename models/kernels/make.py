@@ -1,8 +1,5 @@
 """Construction of the chosen backend."""
 
-import sys
-from collections.abc import Callable
-
 import torch
 
 from models.kernels.backend import Backend
@@ -22,19 +19,3 @@ def make_backend(name: BackendName, device: torch.device) -> Backend:
     from models.kernels.reference.backend import TorchBackend
 
     return TorchBackend(device)
-
-
-def notify_compilation(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call these around every compilation by Triton, which takes seconds at sizes that the warm-up did not cover."""
-    if "triton" not in sys.modules:
-        return
-    from triton import knobs
-
-    def before(**of_triton: object) -> None:  # a true result would prevent the compilation
-        begin()
-
-    def after(**of_triton: object) -> None:
-        end()
-
-    knobs.runtime.jit_cache_hook = before
-    knobs.runtime.jit_post_compile_hook = after

@@ -71,7 +71,7 @@ class Api:
             config=config, checkpoint=checkpoint, model_names=runtime.model_names, max_model_len=runtime.max_model_len, arena=self.arena,
             registry=self.registry, metrics=self._metrics, seeds=seeds, adapters={each.name: each for each in runtime.adapters},
         )  # fmt: skip
-        self._status = StatusRoutes(self._service, child.is_compiling)
+        self._status = StatusRoutes(self._service)
 
     def build(self) -> ASGIApp:
         config = self._child.config

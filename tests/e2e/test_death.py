@@ -51,7 +51,7 @@ def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, n
         assert (outcome == "whole") == (num_signals == 1) and "Traceback" not in engine.log()
 
 
-@pytest.mark.parametrize("victim", ["worker", "scheduler", "processor"])
+@pytest.mark.parametrize("victim", ["scheduler", "processor"])
 def test_a_process_that_is_stopped_is_noticed(tiny: Path, victim: str) -> None:
     with doomed(tiny) as engine:
 

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -33,13 +32,12 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "stopping", "stalled", "compiling", "starting"]
+    status: Literal["ok", "stopping", "stalled", "starting"]
 
 
 class StatusRoutes:
-    def __init__(self, service: Service, is_compiling: Callable[[], bool]):
+    def __init__(self, service: Service):
         self._service = service
-        self._is_compiling = is_compiling
         self._created = int(time.time())
 
     def routes(self) -> list[DescribedRoute]:
@@ -76,7 +74,7 @@ class StatusRoutes:
         state = self._service.registry.health.state
         if state != "ok":
             response.status_code, response.headers["Retry-After"] = 503, "5"
-        return Health(status="compiling" if state == "starting" and self._is_compiling() else state)
+        return Health(status=state)
 
     async def live(self) -> Health:
         """200 while the server process runs."""

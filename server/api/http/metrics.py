@@ -72,8 +72,6 @@ class Metrics(Collector):
             ("engine_open_streams", Gauge("choices in progress"), self._requests.num_streams),
         ):
             yield self._family(name, metric, [({}, value)])
-        for info in stats.infos:
-            yield self._family(info.name, Gauge(info.text), [(info.labels, info.value)])
         labels = {"block_size": str(self._block_size), "num_gpu_blocks": str(stats.num_blocks)}
         yield self._family("vllm:cache_config_info", Gauge("settings of the KV cache"), [(labels, 1)])
 

@@ -1,4 +1,4 @@
-"""Which adapters are in slots, and who waits for one. Red when a request without a slot blocks others, or waits forever."""
+"""Which adapters are in slots, and who waits for one. Red when a request without a slot blocks others that need none, or waits forever."""
 
 from engine.wire.adapters import AdapterRef
 from tests.unit.scheduler.simulation import Simulation, make_core, make_request, with_adapter
@@ -25,9 +25,7 @@ def test_requests_without_a_slot_block_no_other() -> None:
     ask(sim, 10, 1)
     sim.step()
     assert 9 in running(sim), "the model itself needs no slot"
-    assert 10 not in running(sim), "the slot is promised to the adapter that waits"
-    (info,) = sim.core.stats().infos
-    assert info.labels == {"max_lora": "1", "running_lora_adapters": "a1", "waiting_lora_adapters": "a1,a2"}
+    assert 10 not in running(sim), "the slot is for the adapter that waits"
     sim.run()
     assert sim.worker.num_loads == 3
 

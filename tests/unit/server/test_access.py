@@ -90,13 +90,12 @@ class Service:
 async def test_states_of_health() -> None:
     starting, service = Service(is_started=False), Service()
 
-    async def check(service: Service, *expected: object, is_compiling: bool = False) -> None:
+    async def check(service: Service, *expected: object) -> None:
         response = Response()
-        answer = await StatusRoutes(service, lambda: is_compiling).health(response)
+        answer = await StatusRoutes(service).health(response)
         assert (response.status_code, answer.status) == expected
 
     await check(starting, 503, "starting")
-    await check(starting, 503, "compiling", is_compiling=True)
     for ready in (service, Service(max_requests=0)):  # a full queue is not a failure
         await check(ready, 200, "ok")
     service.registry.health.heartbeat = 1e-9

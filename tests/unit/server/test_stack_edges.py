@@ -16,7 +16,6 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from engine.wire.child import COMPILING
 from engine.wire.messages import EngineRequest, RequestOutput
 from engine.wire.stats import Stages
 from server.api.chat.format import ChatFormat
@@ -169,8 +168,7 @@ def test_health_before_the_engine_lives(model_folder: Path) -> None:
     try:
         eventually(is_open)
         assert (stack.http.get("/health").status_code, stack.http.get("/health/live").status_code) == (503, 200)
-        Path(stack.run_dir, f"{COMPILING}worker-0").touch()
-        assert stack.http.get("/health").json() == {"status": "compiling"} and stack.chat("x").status_code == 503
+        assert stack.http.get("/health").json() == {"status": "starting"} and stack.chat("x").status_code == 503
         stack.scheduler.beat()
         eventually(lambda: stack.http.get("/health").status_code == 200)
     finally:

@@ -15,7 +15,6 @@ from engine.wire.params import SamplingParams
 from engine.worker.sampling.samples import samples_of
 from models.config.formats import MatrixFormat
 from models.config.schemes import Scheme
-from models.kernels.make import notify_compilation
 from models.kernels.ops import NewHeads
 from models.weights.float8 import BlockScaled, GroupScaled
 from models.weights.grouped import Grouped
@@ -328,33 +327,3 @@ def test_no_kernel_is_compiled_for_a_number_of_tokens(launches: list[Launch]) ->
         of_kernel = [p for p in launch.kernel.params if not p.name.isupper() and not p.do_not_specialize]
         specialised |= {(launch.name, p.name) for p in of_kernel if type(bound[p.name]) is int}
     assert specialised == SPECIALISED
-
-
-def test_a_compilation_is_announced(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    class Driver:
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    launch_all(90)
-    said: list[str] = []
-    monkeypatch.setattr(driver, "_active", Driver())
-    monkeypatch.setattr(triton.compiler, "compile", lambda *_, **__: said.append("compiled"))
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", None)
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", None)
-    notify_compilation(lambda: said.append("begin"), lambda: said.append("end"))
-    kernels = {launch.name: launch for launch in launches}
-    for launch in kernels.values():
-        if "OVERLAP" in launch.kernel.arg_names:
-            launch.options["OVERLAP"] = True
-        launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.options)
-    assert len(kernels) >= 15 and said == ["begin", "compiled", "end"] * len(kernels)
