@@ -4,16 +4,16 @@ main ──▶ serve: uvicorn on our own socket  +  pump: Events of the processo
 """
 
 import asyncio
+import functools
 import logging
 import random
 import signal
 import socket
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -29,7 +29,7 @@ from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import completions as chat
 from server.api.chat.adapters import adapter_routes
 from server.api.chat.endpoint import Endpoint, Service
-from server.api.chat.routes import BodyRoute, DescribedRoute
+from server.api.chat.routes import JSON, BodyRoute, DescribedRoute, describe
 from server.api.chat.status import StatusRoutes
 from server.api.dialects import anthropic, generate, pooling, responses, updates
 from server.api.http.body import PacedBodies
@@ -75,24 +75,24 @@ class Api:
 
     def build(self) -> ASGIApp:
         config = self._child.config
-        app = FastAPI(
-            title=TITLE, version=VERSION, license_info=LICENCE, openapi_url=None, redirect_slashes=False,
-            separate_input_output_schemas=False,
-        )  # fmt: skip
-        app.router.routes += [BodyRoute(path, endpoint(self._service)) for path, endpoint in ENDPOINTS.items()]
-        app.router.routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service)]
-        app.router.routes += updates.weight_routes(self._child, self.registry)
-        app.router.routes += self._status.routes()
+        routes: list[DescribedRoute] = [BodyRoute(path, endpoint(self._service), endpoint.kinds) for path, endpoint in ENDPOINTS.items()]
+        routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service), *self._status.routes()]
+        routes += [*updates.weight_routes(self._child, self.registry), page_route()]
 
-        def description() -> Response:
+        @functools.cache
+        def document() -> bytes:
+            return msgspec.json.encode(describe(routes, {"title": TITLE, "version": VERSION, "license": LICENCE}))
+
+        async def description() -> Response:
             """This description."""
-            return Response(msgspec.json.encode(app.openapi()), media_type="application/json")  # in a thread; FastAPI keeps the document
+            return Response(await asyncio.to_thread(document), media_type=JSON)
 
-        app.router.routes += [DescribedRoute("/openapi.json", description, response_model=dict[str, Any]), page_route()]
-        app.add_exception_handler(RequestError, self._on_request_error)
-        app.add_exception_handler(ClientDisconnect, self._on_disconnect)
-        app.add_exception_handler(HTTPException, _on_http_error)
-        app.add_exception_handler(Exception, self._on_bug)
+        routes.append(DescribedRoute("/openapi.json", description))
+        app = Starlette(routes=routes, exception_handlers={
+            RequestError: self._on_request_error, ClientDisconnect: self._on_disconnect, HTTPException: _on_http_error,
+            Exception: self._on_bug,
+        })  # fmt: skip
+        app.router.redirect_slashes = False
         guarded: ASGIApp = PacedBodies(JsonGuard(app), config.body_timeout)
         if keys := read_api_keys(config):
             guarded = ApiKeyGuard(guarded, keys)

@@ -13,7 +13,7 @@ from engine.wire.messages import ChatPrompt, Event, Submit
 from engine.wire.params import Temperature, TopP
 from server.api.chat.conversation import read_conversation
 from server.api.chat.endpoint import Endpoint, GenerationEndpoint, MakeFormat, Service, counted, json_response
-from server.api.chat.format import ChatChunk, ChatCompletion, ChatFormat, Completion, CompletionFormat, Detokenized, Tokenized
+from server.api.chat.format import ChatFormat, CompletionFormat
 from server.api.http.body import Body
 from server.api.http.reply import Reply, Show
 from server.api.http.scan import Scanner
@@ -27,9 +27,6 @@ class ChatEndpoint(GenerationEndpoint):
     """An answer to messages with text and images."""
 
     takes: Any = ChatRequest
-    gives: Any = ChatCompletion
-    streams: Any = ChatChunk
-    last_data = "[DONE]"
     prompt_field = "messages"
 
     def __init__(self, service: Service):
@@ -80,8 +77,6 @@ class DialectRequest(Open):
 class TranslatedChat(ChatEndpoint):
     """An answer to a request in another dialect."""
 
-    last_data = ""
-
     @abstractmethod
     def format_of(self, request: Any) -> MakeFormat: ...
 
@@ -104,9 +99,6 @@ class CompletionEndpoint(GenerationEndpoint):
     """Continuations of texts or token ids."""
 
     takes = CompletionRequest
-    gives = Completion
-    streams = Completion
-    last_data = "[DONE]"
 
     def read(self, value: dict[str, Any], body: Body) -> Reply:
         request = self.check(CompletionRequest, value)
@@ -119,7 +111,6 @@ class TokenizeEndpoint(Endpoint):
     """Token ids of messages, as chat completions would make them, or of a text."""
 
     takes = TokenizeChatRequest | TokenizeRequest
-    gives = Tokenized
 
     def read(self, value: dict[str, Any], body: Body) -> Reply:
         if "messages" in value:
@@ -141,7 +132,6 @@ class DetokenizeEndpoint(Endpoint):
     """The text of token ids, special ones included."""
 
     takes = DetokenizeRequest
-    gives = Detokenized
 
     def read(self, value: dict[str, Any], body: Body) -> Reply:
         request = self.check(DetokenizeRequest, value)

@@ -25,6 +25,7 @@ from engine.wire.messages import Submit
 from engine.wire.params import PARAMETERS, OutputOptions, Prompt, SamplingParams
 from engine.wire.stats import Stages
 from models.config.types import SamplingDefaults
+from server.api.chat.routes import EVENTS, JSON
 from server.api.http.body import Body, check_text_bytes, read_body
 from server.api.http.guards import credentials_of
 from server.api.http.metrics import Metrics
@@ -73,12 +74,10 @@ class Service:
 
 class Endpoint(ABC):
     """ASGI application of a route. Headers are sent with the first event, so that a late rejection still has an HTTP status.
-    `/openapi.json` shows the docstrings of endpoints, and these types."""
+    `/openapi.json` shows the docstrings of endpoints."""
 
     takes: Any  # type of the body
-    gives: Any  # type of the document
-    streams: Any = None  # type of an event's data, if answers can be streamed
-    last_data = ""  # data of the last event
+    kinds: Sequence[str] = (JSON,)  # media types of answers
 
     def __init__(self, service: Service):
         self.service = service
@@ -148,6 +147,8 @@ class Endpoint(ABC):
 
 
 class GenerationEndpoint(Endpoint):
+    kinds = (JSON, EVENTS)
+
     def reply_to(
         self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, format: MakeFormat, **output: Any
     ) -> Reply:

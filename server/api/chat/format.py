@@ -1,92 +1,21 @@
-"""Serialisation of chat and text completions: chunks of a stream without `event:` lines, or one JSON document. The models describe its
-usual members for `/openapi.json`.
+"""Serialisation of chat and text completions: chunks of a stream without `event:` lines, or one JSON document.
 
 `token_chunk` is the hot path."""
 
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob
 from server.api.http.streaming import Call, Choice, Format, ReplyOptions, Scores, Usage, encode
-from server.api.schema.tools import CustomCall, ToolCall, custom_text
+from server.api.schema.tools import custom_text
 from server.errors import error_body
 
 DONE = b"data: [DONE]\n\n"
 NO_REASONING = {"reasoning": None, "reasoning_content": None}
 PLAIN = encode(NO_REASONING)[1:-1] + b',"content":'  # before the text of a delta
-
-
-class UsageJson(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int | None = None
-    total_tokens: int
-    prompt_tokens_details: dict[str, int] | None = None
-    completion_tokens_details: dict[str, int] | None = None
-
-
-class Document(BaseModel):
-    id: str
-    object: str
-    created: int
-    model: str
-    usage: UsageJson | None = None
-
-
-class DocumentMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str | None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall | CustomCall] | None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: DocumentMessage
-    finish_reason: str
-    logprobs: dict[str, Any] | None
-
-
-class ChatCompletion(Document):
-    choices: list[ChatChoice]
-    usage: UsageJson
-
-
-class ChatChunkChoice(BaseModel):
-    index: int
-    delta: dict[str, Any]
-    finish_reason: str | None = None
-
-
-class ChatChunk(Document):
-    choices: list[ChatChunkChoice]
-
-
-class TextChoice(BaseModel):
-    index: int
-    text: str
-    finish_reason: str | None = None
-    logprobs: dict[str, Any] | None = None
-
-
-class Completion(Document):
-    choices: list[TextChoice]
-
-
-class Tokenized(BaseModel):
-    count: int | list[int]
-    max_model_len: int
-    tokens: list[int] | list[list[int]]
-    token_strs: list[str] | list[list[str] | None] | None
-
-
-class Detokenized(BaseModel):
-    prompt: str | list[str]
-    text: str | list[str]
 
 
 class OpenAIFormat(Format):

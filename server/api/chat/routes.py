@@ -1,19 +1,14 @@
-"""Routes that FastAPI describes in `/openapi.json`, and commands: routes with small bodies without media."""
+"""Routes with their description in `/openapi.json`, and commands: routes with small bodies without media."""
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, get_type_hints
 
-from fastapi import Security
-from fastapi.routing import APIRoute
-from fastapi.security import APIKeyHeader, HTTPBearer
-from fastapi.utils import create_model_field
-from pydantic import BaseModel
-from starlette.exceptions import HTTPException
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from server.api.http.guards import OPEN_PATHS
@@ -21,74 +16,62 @@ from server.api.schema.validate import check, read_object
 from server.errors import RequestError
 
 Run = Callable[..., Awaitable[Any]]
-KEYS = [Security(HTTPBearer(auto_error=False)), Security(APIKeyHeader(name="x-api-key", auto_error=False))]
+JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
+KEYS = {"HTTPBearer": {"type": "http", "scheme": "bearer"}, "APIKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
 
 
-class ErrorMembers(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
+class DescribedRoute(Route):
+    """Route to a function of the path's parameters, whose result is sent as JSON unless it is a Response; `kinds` are the media types of
+    its answers."""
 
+    takes: Any = None
 
-class ErrorAnswer(BaseModel):
-    error: ErrorMembers
+    def __init__(self, path: str, run: Any, method: str = "GET", kinds: Iterable[str] = (JSON,)):
+        async def answer(request: Request) -> Response:
+            return _response(await run(**request.path_params))
 
+        super().__init__(path, run if isinstance(self, BodyRoute) else answer, methods=[method])
+        self.method, self.kinds, self.summary = method.lower(), kinds, (run.__doc__ or "").partition("\n")[0]
 
-class DescribedRoute(APIRoute):
-    """Route whose errors and API keys are described. The answer's JSON has the type that `endpoint` returns, or `response_model`."""
-
-    def __init__(self, path: str, endpoint: Any, method: str = "GET", **others: Any):
-        responses = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}, **others.pop("responses", {})}
-        name = re.sub(r"(:path)?\W+", "_", path).strip("_") or "page"
-        keys = [] if path in OPEN_PATHS else KEYS
-        summary = (endpoint.__doc__ or "").partition("\n")[0].strip()
-        super().__init__(
-            path, endpoint, methods=[method], operation_id=f"{method.lower()}_{name}", dependencies=keys,
-            summary=summary, responses=responses, openapi_extra={"security": [{}]} if keys else None, **others,
-        )  # fmt: skip
-        self._allowed = {method, "HEAD"} if method == "GET" else {method}  # the document would also list every HEAD
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        return super().matches({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope)
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] not in self._allowed:
-            raise HTTPException(405, headers={"Allow": ", ".join(self._allowed)})
-        await self.app(scope, receive, send)
+    def describe(self, body: Any) -> dict[str, Any]:
+        """Return the OpenAPI description; `body` is the schema of the body, if there is one."""
+        name = re.sub(r"\W+", "_", self.path_format).strip("_") or "page"
+        error = {"description": "An error", "content": {JSON: {}}}
+        answer = {"description": "The answer; events with `stream: true`", "content": {kind: {} for kind in self.kinds}}
+        shown = {"operationId": f"{self.method}_{name}", "summary": self.summary, "responses": {"200": answer, "4XX": error, "5XX": error}}
+        if self.param_convertors:
+            text = {"in": "path", "required": True, "schema": {"type": "string"}}
+            shown["parameters"] = [{"name": parameter, **text} for parameter in self.param_convertors]
+        if body is not None:
+            shown["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
+        return shown if self.path in OPEN_PATHS else {**shown, "security": [{}, *({key: list[str]()} for key in KEYS)]}
 
 
 class BodyRoute(DescribedRoute):
-    """A route to an `Endpoint` or a `Command`, which reads its body itself: FastAPI has the types for the document only."""
+    """A route to an `Endpoint` or a `Command`, which reads its body itself."""
 
-    def __init__(self, path: str, app: Any, **others: Any):
-        async def endpoint(body: Any) -> None: ...
+    def __init__(self, path: str, app: Any, kinds: Iterable[str] = (JSON,)):
+        super().__init__(path, app, "POST", kinds)
+        self.takes = app.takes
 
-        endpoint.__annotations__ = {"body": app.takes}
-        endpoint.__doc__ = app.__doc__
-        responses: dict[int | str, Any] = {}
-        if app.streams is not None:
-            reference = {"$ref": f"#/components/schemas/{app.streams.__name__}"}
-            data: Any = {"type": "string", "contentMediaType": "application/json", "contentSchema": reference}
-            data = {"anyOf": [data, {"const": app.last_data}]} if app.last_data else data
-            event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
-            description = "A document; with `stream: true`, events, each of this schema"
-            responses[200] = {"description": description, "content": {"text/event-stream": {"schema": event}}}
-        super().__init__(path, endpoint, "POST", response_model=app.gives, responses=responses, **others)
-        if app.streams is not None:
-            self.response_fields["stream"] = create_model_field("stream", app.streams, mode="serialization")  # for `reference`
-        self.app = app
+
+def describe(routes: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
+    """Return the OpenAPI document of all described routes, with the types that validate bodies."""
+    described = [route for route in routes if isinstance(route, DescribedRoute)]
+    bodies = [(route.path, "validation", TypeAdapter(route.takes)) for route in described if route.takes is not None]
+    schemas, components = TypeAdapter.json_schemas(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    paths: dict[str, dict[str, Any]] = {}
+    for route in described:
+        paths.setdefault(route.path_format, {})[route.method] = route.describe(schemas.get((route.path, "validation")))
+    shared = {"schemas": components["$defs"], "securitySchemes": KEYS}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": shared}
 
 
 class Command:
-    """ASGI application that calls `run` with the body as its type of `asked`; parameters of the query are members, too. `gives`: type of
-    the answer's JSON."""
+    """ASGI application that calls `run` with the body as its type of `asked`; parameters of the query are members, too."""
 
-    streams: Any = None
-    last_data = ""
-
-    def __init__(self, run: Run, gives: Any = None, max_bytes: int = 1 << 20):
-        self.run, self.gives, self._max_bytes = run, gives, max_bytes
+    def __init__(self, run: Run, max_bytes: int = 1 << 20):
+        self.run, self._max_bytes = run, max_bytes
         self.takes = get_type_hints(run)["asked"]
         self.__doc__ = run.__doc__
 
@@ -99,6 +82,8 @@ class Command:
             if len(data) > self._max_bytes:
                 raise RequestError(413, f"The body is larger than {self._max_bytes >> 20} MiB: send several requests.")
         value = dict(request.query_params) | (await asyncio.to_thread(read_object, bytes(data)) if data.strip() else {})
-        answer = await self.run(check(self.takes, value))
-        response = answer if isinstance(answer, Response) else JSONResponse(answer)
-        await response(scope, receive, send)
+        await _response(await self.run(check(self.takes, value)))(scope, receive, send)
+
+
+def _response(answer: Any) -> Response:
+    return answer if isinstance(answer, Response) else JSONResponse(answer)

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, Tag
+from pydantic import Field, Tag
 from pydantic_core import from_json
 
 from engine.wire.messages import ErrorInfo, Event
@@ -150,19 +150,6 @@ class MessagesRequest(CountRequest):
     top_k: TopK | None = None
 
 
-class MessageAnswer(BaseModel):
-    id: str
-    type: Literal["message"]
-    content: list[dict[str, Any]]
-    stop_reason: str | None
-    usage: dict[str, int]
-
-
-class MessageEvent(BaseModel):
-    type: str
-    message: MessageAnswer | None = None
-
-
 def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
     kinds = {"any": "required", "tool": {"type": "function", "function": {"name": choice.name}}}
     return {"tool_choice": kinds.get(choice.type, choice.type), "parallel_tool_calls": not choice.disable_parallel_tool_use}
@@ -280,7 +267,7 @@ def _block(kind: str, text: str, call: Call | None) -> dict[str, Any]:
 class MessagesEndpoint(TranslatedChat):
     """An answer to messages in Anthropic's dialect."""
 
-    takes, gives, streams = MessagesRequest, MessageAnswer, MessageEvent
+    takes = MessagesRequest
 
     def format_of(self, request: MessagesRequest) -> MakeFormat:
         return MessageFormat
@@ -289,7 +276,7 @@ class MessagesEndpoint(TranslatedChat):
 class CountMessageTokens(TranslatedCount):
     """The number of tokens of such a prompt, images included."""
 
-    takes, gives = CountRequest, dict[str, int]
+    takes = CountRequest
 
 
 ROUTES: dict[str, type[Endpoint]] = {MESSAGES_PATH: MessagesEndpoint, f"{MESSAGES_PATH}/count_tokens": CountMessageTokens}

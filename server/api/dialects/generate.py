@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from engine.wire.config import VERSION
 from engine.wire.messages import Event
@@ -97,12 +97,6 @@ class GenerateRequest(GenerationRequest):
         return [[images] if isinstance(images, str) else images or [] for images in entries]
 
 
-class Generated(BaseModel):
-    text: str
-    output_ids: list[int]
-    meta_info: Json
-
-
 class GenerateFormat(CompletionFormat):
     """Format in which every event contains the whole answer so far."""
 
@@ -160,8 +154,7 @@ class GenerateFormat(CompletionFormat):
 class GenerateEndpoint(GenerationEndpoint):
     """Continuations of texts or token ids, with images: SGLang's native endpoint."""
 
-    takes, gives, streams = GenerateRequest, Generated | list[Generated], Generated
-    last_data = "[DONE]"
+    takes = GenerateRequest
 
     def read(self, value: Json, body: Body) -> Reply:
         request = self.check(GenerateRequest, value)

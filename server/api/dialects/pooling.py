@@ -82,7 +82,6 @@ class ScoreRequest(PoolingRequest):
 class PoolingEndpoint(Endpoint):
     """Base of endpoints that return logits of `words`, or hidden states."""
 
-    gives = Json
     words = LABELS
 
     @abstractmethod

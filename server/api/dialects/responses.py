@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, Field, Tag
+from pydantic import Field, Tag
 
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NumLogprobs, TokenCount
@@ -132,19 +132,6 @@ class ResponsesRequest(DialectRequest):
         chat["response_format"] = self.text and self.text.format
         chat["reasoning_effort"] = self.reasoning and self.reasoning.effort
         return chat
-
-
-class ResponseAnswer(BaseModel):
-    id: str
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    output: list[Json]
-    usage: Json | None
-
-
-class ResponseEvent(BaseModel):
-    type: str
-    sequence_number: int
-    response: ResponseAnswer | None = None
 
 
 def joined(namespace: str | None, name: str) -> str:
@@ -323,7 +310,7 @@ def usage_json(usage: Usage) -> Json:
 class ResponsesEndpoint(TranslatedChat):
     """An answer to items of OpenAI's newer dialect."""
 
-    takes, gives, streams = ResponsesRequest, ResponseAnswer, ResponseEvent
+    takes = ResponsesRequest
     prompt_field = "input"
 
     def format_of(self, request: ResponsesRequest) -> MakeFormat:
@@ -336,7 +323,7 @@ class ResponsesEndpoint(TranslatedChat):
 class CountResponseTokens(TranslatedCount):
     """The number of tokens of such a prompt, images included."""
 
-    takes, gives, head = ResponsesRequest, Json, {"object": "response.input_tokens"}
+    takes, head = ResponsesRequest, {"object": "response.input_tokens"}
 
 
 ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint, "/v1/responses/input_tokens": CountResponseTokens}

@@ -5,7 +5,7 @@ import itertools
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from engine.wire.child import Child
 from engine.wire.ipc import AsyncInbox, Outbox
@@ -31,11 +31,6 @@ Json = dict[str, Any]
 MAX_BYTES = 64 << 20  # limit of a body, enough for tens of thousands of tensors
 UPDATE_PATHS = "/update_weights_from_"
 POLL_S = 1.0  # interval of checks whether the server stops
-
-
-class Done(BaseModel):
-    message: str
-    success: bool
 
 
 class Nothing(Strict):
@@ -94,7 +89,7 @@ class WeightUpdates:
             "/update_weights_from_distributed": self.receive,
             "/destroy_weights_update_group": self.leave,
         }
-        return [BodyRoute(path, Command(method, Done, MAX_BYTES)) for path, method in posts.items()]
+        return [BodyRoute(path, Command(method, MAX_BYTES)) for path, method in posts.items()]
 
     async def pause(self, asked: Mode) -> Json:
         """End all requests with `finish_reason` `abort`; those that arrive later wait."""

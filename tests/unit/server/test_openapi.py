@@ -1,6 +1,5 @@
 """The OpenAPI document, from the real api process. `tests/clients` asks by it."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +10,6 @@ from server.api.main import ENDPOINTS
 from tests.unit.server.stack import Stack
 
 HELLO = [{"role": "user", "content": "hello"}]
-TOOL = {"name": "weather", "parameters": {"type": "object"}}
-CHOSEN = {"type": "function", "name": "weather"}
 STATUS = {"/health", "/health/live", "/ping", "/metrics", "/load", "/version", "/server_info", "/tokenizer_info", "/v1/models"}
 REST = {"/", "/health_generate", "/openapi.json", "/v1/models/{name}", "/reset_prefix_cache", "/flush_cache"}
 NATIVE = {"/get_model_info", "/model_info", "/get_server_info"}
@@ -44,13 +41,12 @@ def test_every_route_is_described(document: Any) -> None:
         assert ("security" in operation) == (path not in ("/", "/health", "/health/live", "/ping"))
         if path in ENDPOINTS:
             assert operation["requestBody"]["content"]["application/json"]["schema"]
-            assert operation["responses"]["200"]["content"]["application/json"]["schema"]
     assert document["components"]["securitySchemes"].keys() == {"HTTPBearer", "APIKeyHeader"}
 
 
 def test_the_document_is_one_that_generators_read(document: Any) -> None:
     """Generators fail on a schema that is no object, a list in an enum, a default, a reference to nothing."""
-    assert document["openapi"].startswith("3.1")
+    assert document["openapi"].startswith("3.1") and len(document["components"]["schemas"]) > 50
     for name, schema in document["components"]["schemas"].items():
         assert name.isidentifier()
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -59,37 +55,6 @@ def test_the_document_is_one_that_generators_read(document: Any) -> None:
         assert key != "default"
         assert key != "enum" or not [one for one in value if isinstance(one, list | dict)]
         assert key != "$ref" or value.removeprefix("#/components/schemas/") in document["components"]["schemas"]
-
-
-def check(document: Any, schema: Any, value: Any) -> None:
-    jsonschema.Draft202012Validator({**schema, "components": document["components"]}).validate(value)
-
-
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": HELLO, "logprobs": True, "timings": True, "stream_options": {"include_usage": True}},
-    "/v1/completions": {"prompt": ["hello", "you"], "echo": True, "timings": True, "stream_options": {"include_usage": True}},
-    "/v1/messages": {"messages": HELLO, "max_tokens": 9, "timings": True},
-    "/v1/responses": {"input": "hello", "timings": True, "tools": [{"type": "function", **TOOL}], "tool_choice": CHOSEN},
-    "/v1/responses/input_tokens": {"input": "hello"},
-    "/v1/messages/count_tokens": {"messages": HELLO},
-    "/tokenize": {"messages": HELLO},
-    "/detokenize": {"tokens": [70, 71]},
-}
-
-
-def test_answers_are_what_the_document_says(stack: Stack, document: Any) -> None:
-    for path, body in BODIES.items():
-        whole = stack.http.post(path, json={name: value for name, value in body.items() if name != "stream_options"})
-        assert whole.status_code == 200, whole.text
-        content = document["paths"][path]["post"]["responses"]["200"]["content"]
-        check(document, content["application/json"]["schema"], whole.json())
-        if "text/event-stream" in content:
-            stream = stack.http.post(path, json={**body, "stream": True}).text
-            events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
-            assert len(events) > 3, path
-            data = content["text/event-stream"]["schema"]["properties"]["data"]
-            for event in events:
-                check(document, data.get("anyOf", [data])[0]["contentSchema"], json.loads(event))
 
 
 def test_requests_are_what_the_document_says(document: Any) -> None:

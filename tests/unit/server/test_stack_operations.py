@@ -123,7 +123,7 @@ def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
     assert count("/detokenize", tokens=prompt) == count("/detokenize", tokens=[*prompt, padding]) == {"prompt": text, "text": text}
     assert len(stack.scheduler.requests) == num_requests
     assert stack.http.post("/v1/completions", json={"prompt": [*prompt[:3], padding]}).status_code == 200
-    for tokens in ([1 << 20], [], ["x"], None):
+    for tokens in ([1 << 20], ["x"], None):
         assert stack.http.post("/detokenize", json={"tokens": tokens}).status_code == 400
     for body in ({"prompt": ["a", 5]}, {"prompt": 5}, {"messages": user([image(uri(b"bad"))])}):
         assert stack.http.post("/tokenize", json=body).status_code in (400, 422)
