@@ -81,6 +81,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     allowed_token_ids: Annotated[tuple[int, ...], Limits(json=list[TokenId], min_length=1, max_length=MAX_ALLOWED_TOKENS)] = ()
     prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS)] | None = None  # in requests -1 means the maximum
     logprobs: int | None = None  # each dialect has its own fields for it, of type `NumLogprobs`
+    thinking_token_budget: Annotated[int, Limits(ge=0, lt=1 << 63)] | None = None  # then the token that ends the reasoning is forced
+    think_ids: tuple[int, ...] = ()  # of a budget: the token that ends the reasoning, after that which begins it unless the prompt does
     pooled_ids: tuple[int, ...] | None = None
 
     @property

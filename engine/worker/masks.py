@@ -51,11 +51,13 @@ LOWEST_PRIORITY = 19
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Grammar of a row, and its masks in a step: of the next token and of those after each of the `proposed` ones."""
+    """Grammar and thinking budget of a row, and its masks in a step: of the next token and of those after each of the `proposed` ones."""
 
-    matcher: "GrammarMatcher"
+    matcher: "GrammarMatcher | None"
     after: int | None  # the grammar applies after this token; None once it has been sampled
-    waiting: list[int]  # sampled tokens that the matcher has not accepted yet
+    waiting: list[int]  # sampled tokens that have not been taken yet
+    left: int | None = None  # tokens until `after` is forced; None: any number
+    opening: Sequence[int] = ()  # `left` has no effect unless this is the first token
     is_over: bool = False  # the text is complete, or another rule made it violate the grammar
     credit: float = CREDIT_S
     error: ErrorInfo | None = None  # ends the request; the grammar is no longer enforced
@@ -64,39 +66,48 @@ class Session:
     places: list[int] = field(default_factory=list)  # restricted rows of `words`
 
     @property
-    def restricts(self) -> bool:
-        return self.after is None and not self.is_over
+    def grammar(self) -> "GrammarMatcher | None":
+        """Return the matcher if it restricts the next token."""
+        return self.matcher if self.after is None and not self.is_over else None
 
     @property
     def usual_s(self) -> float:
         return TOKEN_S * (1 + len(self.waiting) + len(self.proposed))
 
     def take(self, token_id: int) -> None:
-        if self.restricts:
-            self.is_over = not self.matcher.accept_token(token_id) or self.matcher.is_terminated()
+        if (matcher := self.grammar) is not None:
+            self.is_over = not matcher.accept_token(token_id) or matcher.is_terminated()
+        elif self.opening:
+            self.left, self.opening = self.left if token_id in self.opening else None, ()
         elif token_id == self.after:
             self.after = None
+        elif self.left is not None:
+            self.left -= 1
 
     def fill(self) -> None:
         """Accept the waiting tokens, then fill the masks up to an impossible proposed token."""
         for token in self.waiting:
             self.take(token)
-        after, is_over, num_taken = self.after, self.is_over, 0
+        before, num_taken = (self.after, self.is_over, self.left, self.opening), 0
         self.places = []
         for place in range(1 + len(self.proposed)):
-            is_restricted = self.restricts
-            if is_restricted:
-                self.matcher.fill_next_token_bitmask(self.words, place)
+            matcher = self.grammar
+            if matcher is not None:
+                matcher.fill_next_token_bitmask(self.words, place)
+                self.places.append(place)
+            elif self.after is not None and self.left is not None and self.left <= 0 and not self.opening:
+                self.words.numpy()[place] = bits_of([self.after], self.words.shape[1])
                 self.places.append(place)
             if place == len(self.proposed):
                 break
             self.take(self.proposed[place])
-            if is_restricted and self.is_over and not self.matcher.is_terminated():
+            if matcher is not None and self.is_over and not matcher.is_terminated():
                 break
-            num_taken += is_restricted
+            num_taken += matcher is not None
         if self.proposed:
-            self.matcher.rollback(num_taken)
-            self.after, self.is_over = after, is_over
+            if self.matcher is not None:
+                self.matcher.rollback(num_taken)
+            self.after, self.is_over, self.left, self.opening = before
 
     def charge(self, seconds: float) -> None:
         self.credit = min(CREDIT_S, self.credit + self.usual_s - seconds)
@@ -196,12 +207,14 @@ class TokenRules:
     def admit(self, admit: Admit, arena: ArenaView | None) -> None:
         """Assign the row to a request. `arena`: None on ranks that do not sample."""
         self._limited.pop(admit.row, None)
-        session, allowed = None, admit.params.allowed_token_ids
-        if admit.grammar is not None and arena is not None:
-            from xgrammar import GrammarMatcher
+        session, allowed, think_ids = None, admit.params.allowed_token_ids, admit.params.think_ids
+        if (admit.grammar is not None or think_ids) and arena is not None:
+            matcher, after = None, think_ids[-1] if think_ids else None
+            if admit.grammar is not None:
+                from xgrammar import GrammarMatcher
 
-            compiled = self._compiled_of(_bytes_of(admit.grammar.region, arena))
-            session = Session(GrammarMatcher(compiled), admit.grammar.after, list(admit.output_ids))
+                matcher, after = GrammarMatcher(self._compiled_of(_bytes_of(admit.grammar.region, arena))), admit.grammar.after
+            session = Session(matcher, after, list(admit.output_ids), admit.params.thinking_token_budget, think_ids[:-1])
         if session is not None or allowed:
             self._limited[admit.row] = session, bits_of(allowed, self._num_words) if allowed else None
 

@@ -232,6 +232,8 @@ class Intake:
             "max_tokens": self._max_tokens(request),
             "bad_words": self._prompts.bad_words(submit.output.bad_words),
         }
+        if submit.params.thinking_token_budget is not None:
+            changes |= self._thinking(request)
         if submit.pooled_words is not None:
             changes |= {"max_tokens": 1, "pooled_ids": self._prompts.first_tokens(submit.pooled_words)}
         submit.stages.submitted = time.monotonic()
@@ -274,6 +276,14 @@ class Intake:
         limit, most = request.submit.params.max_tokens, self.max_model_len - request.num_prompt_tokens
         limit = self.grammars.default_limit(request) if limit is None else limit
         return most if limit is None else max(1, min(limit, most))
+
+    def _thinking(self, request: Request) -> dict[str, tuple[int | None, ...]]:
+        """Return the parameters of a thinking budget. RequestError 400 if the model does not think."""
+        start, end, allowed, name = self._think.start, self._think.end, request.submit.params.allowed_token_ids, "thinking_token_budget"
+        if end is None:
+            raise RequestError(400, f"{name}: the model has no token that ends its reasoning.", name, "unsupported_parameter")
+        ids = (end,) if request.answers[0].text.is_thinking else (start, end)
+        return {"think_ids": ids, "allowed_token_ids": (*allowed, end) if allowed else ()}
 
     def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:
         """Apply `truncate_prompt_tokens`. RequestError 400 for a prompt with images: a truncated image is invalid."""

@@ -20,7 +20,7 @@ from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, U
 from server.api.schema.fields import LIMITED_IN_DIALECTS, limits_of
 from server.api.schema.media import check_urls
 from server.api.schema.parts import FIRST, Content, RefusalPart, TextPart, ToolList
-from server.api.schema.requests import AnswerFormat, Effort, MessageList
+from server.api.schema.requests import AnswerFormat, MessageList, Reasoning
 from server.api.schema.tools import FunctionDefinition, FunctionName, Hosted, HostedTool, Name, custom_text
 from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type, tag_of
 
@@ -104,10 +104,6 @@ class TextOptions(Strict):
     format: AnswerFormat = None
 
 
-class Reasoning(Strict):
-    effort: Effort | None = None
-
-
 class ResponsesRequest(DialectRequest):
     input: Annotated[list[Item], MessageList] | str
     instructions: str | None = None
@@ -130,7 +126,7 @@ class ResponsesRequest(DialectRequest):
             chat["tools"] = [chat_tool for tool in self.tools for chat_tool in _tools(tool)]
         chat["tool_choice"] = _choice(self.tool_choice)
         chat["response_format"] = self.text and self.text.format
-        chat["reasoning_effort"] = self.reasoning and self.reasoning.effort
+        chat["reasoning"] = self.reasoning
         return chat
 
 

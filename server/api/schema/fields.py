@@ -32,7 +32,6 @@ LIMITED = limits_of(
     (([],), "documents functions logits_processors stop_regex token_ids_logprob"),
     (({},), "custom_params ec_transfer_params images_config kv_transfer_params session_params vllm_xargs"),
     ((1,), "best_of length_penalty"),
-    ((-1,), "thinking_token_budget"),
     ((["text"],), "modalities"),
     (("none", "auto"), "function_call"),
     (("embed",), "task"),

@@ -80,6 +80,11 @@ class StructuredOutputs(Open):
     structural_tag: JsonObject | None = None
 
 
+class Reasoning(Strict):
+    effort: Effort | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+
+
 class Prediction(Strict):
     type: Literal["content"]
     content: Annotated[list[TextPart], FIRST] | str
@@ -212,6 +217,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
     verbosity: Verbosity | None = None  # accepted without effect: templates have no variable for it
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -225,10 +231,16 @@ class ChatRequest(GenerationRequest, MediaRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def derived(self) -> dict[str, Any]:
+        budget = self.reasoning.max_tokens if self.reasoning and self.thinking_token_budget is None else self.thinking_token_budget
+        return super().derived | {"thinking_token_budget": budget}
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         """Return the template's variables. `chat_template_kwargs` take precedence over `enable_thinking`, which takes precedence over the
         effort."""
-        by_effort = None if self.reasoning_effort is None else EFFORTS[self.reasoning_effort]
+        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+        by_effort = None if effort is None else EFFORTS[effort]
         thinks = by_effort if self.enable_thinking is None else self.enable_thinking
         return ({} if thinks is None else {"enable_thinking": thinks}) | (self.chat_template_kwargs or {})
 

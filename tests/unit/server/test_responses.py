@@ -40,7 +40,7 @@ def test_fields_of_a_request() -> None:
     rest = {"store": True, "include": ["reasoning.encrypted_content"], "truncation": "disabled", "metadata": {"a": "b"}}
     chat = translated(**same, **rest, instructions="be short", max_output_tokens=5, reasoning={"effort": "none", "summary": "auto"})
     assert chat == {
-        **same, "model": "m", "max_tokens": 5, "reasoning_effort": "none",
+        **same, "model": "m", "max_tokens": 5, "reasoning": {"effort": "none"},
         "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "why?"}],
     }  # fmt: skip
     schema = {"type": "object"}

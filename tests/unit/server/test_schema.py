@@ -251,7 +251,7 @@ def test_one_table_of_efforts() -> None:
     for effort in ("low", "medium", "high", "xhigh", "max"):
         asked = check(anthropic.MessagesRequest, {**value, "output_config": {"effort": effort}}).chat_body(scanner)
         response = check(responses.ResponsesRequest, {"input": "x", "reasoning": {"effort": effort}}).chat_body(scanner)
-        assert asked["reasoning_effort"] == response["reasoning_effort"] == effort
+        assert asked["reasoning_effort"] == response["reasoning"].effort == effort
 
 
 BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [

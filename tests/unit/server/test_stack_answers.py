@@ -16,6 +16,7 @@ from engine.wire.messages import EngineRequest, ErrorInfo, RequestOutput
 from engine.wire.stats import Stages
 from server.api.chat.format import NO_REASONING
 from server.api.http.body import MAX_TEXT_BYTES
+from server.processor.text.output_text import ThinkTokens
 from tests.unit.server.pictures import PLAIN, save
 from tests.unit.server.stack import FakeScheduler, Stack, StackOf, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of, image, uri, user
@@ -185,6 +186,25 @@ def test_an_answer_without_its_thoughts(thinker: Stack, tokenizer: Tokenizer, en
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_thoughts
     shown = [chunk["choices"][0]["delta"] for chunk in chunks_of(thinker.chat("x", include_reasoning=False, stream=True).text)]
     assert joined(shown, "reasoning") == joined(shown, "reasoning_content") == "" and joined(shown, "content") == ANSWER
+
+
+def test_a_thinking_budget(thinker: Stack, stack: Stack, tokenizer: Tokenizer, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler gets the token to force and, unless the prompt ends in it, the one that begins the thoughts."""
+    start, stop = tokenizer.token_to_id("<think>"), tokenizer.token_to_id("</think>")
+    for one, fields, budget, ids in (
+        (thinker, {"thinking_token_budget": 5, "allowed_token_ids": [7]}, 5, (stop,)),
+        (thinker, {"reasoning": {"max_tokens": 0}}, 0, (stop,)),
+        (stack, {"thinking_token_budget": 5}, 5, (start, stop)), (stack, {}, None, ()),
+    ):  # fmt: skip
+        one.script = answer_ids([end])
+        assert one.chat("x", **fields).status_code == 200
+        params = one.last.params
+        assert (params.thinking_token_budget, params.think_ids) == (budget, ids)
+        assert params.allowed_token_ids == ((7, stop) if "allowed_token_ids" in fields else ())
+    assert stack.chat("x", thinking_token_budget=-1).json()["error"]["param"] == "thinking_token_budget"
+    monkeypatch.setattr(ThinkTokens, "end", None)
+    refused = stack.chat("x", thinking_token_budget=1)
+    assert refused.status_code == 400 and "no token that ends its reasoning" in refused.json()["error"]["message"]
 
 
 def test_other_answers_know_nothing_of_thoughts(stack: Stack, tokenizer: Tokenizer, end: int) -> None:

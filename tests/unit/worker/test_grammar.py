@@ -175,6 +175,31 @@ def test_thoughts_come_first(model: Qwen3VL, tokenizer: Tokenizer, compiled: dic
     assert follows("regex", text_of(tokenizer, model, tokens[start:]))
 
 
+def test_a_thinking_budget(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes]) -> None:
+    """Red if a preemption changes it, or if it has an effect on an answer without thoughts."""
+    engine, plain = Engine(model, num_blocks=6, prefix_cache=False), Engine(model)
+    free = {**PARAMS, "ignore_eos": True, "max_tokens": 40}
+    for rid in range(4):
+        plain.add(rid, [[rid, 2]], seed=rid, **free)
+    others = plain.run()
+    end = min(set(range(100)) - {token for tokens in others.values() for token in tokens})
+    for rid, (budget, ids) in enumerate(((3, (end,)), (0, (end,)), (3, (others[2][0], end)), (3, (end, end)))):
+        engine.add(rid, [[rid, 2]], seed=rid, thinking_token_budget=budget, think_ids=ids, **free)
+    engine.add(4, [[5]], grammar=compiled["regex"], after=end, thinking_token_budget=2, think_ids=(end,), **PARAMS)
+    tokens = engine.run()
+    assert engine.core.state.counters.preemptions > 0
+    assert [tokens[rid][: num + 1] for rid, num in enumerate((3, 0, 4))] == [[*others[rid][:num], end] for rid, num in enumerate((3, 0, 4))]
+    assert tokens[3] == others[3]
+    assert end in tokens[4][:3] and follows("regex", text_of(tokenizer, model, tokens[4][tokens[4].index(end) + 1 :]))
+
+
+def test_a_thinking_budget_that_ends_among_drafts() -> None:
+    session = Session(None, 9, [7], left=2, proposed=(5, 9, 6), words=torch.full((4, 1), -1, dtype=torch.int32))
+    session.fill()
+    assert session.words[:, 0].tolist() == [-1, 1 << 9, -1, -1] and session.places == [1]
+    assert (session.after, session.left) == (9, 1)
+
+
 def test_allowed_tokens(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes]) -> None:
     ids = [tokenizer.encode(letter, add_special_tokens=False).ids[0] for letter in "abc"]
     engine, plain = Engine(model, num_blocks=8, prefix_cache=False), Engine(model)
