@@ -124,7 +124,7 @@ def test_probes_ask_paths_that_need_no_key() -> None:
     paths = {kind: container[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert paths == {"startupProbe": "/health", "readinessProbe": "/health", "livenessProbe": "/health/live"}
     assert set(paths.values()) <= OPEN_PATHS
-    routes = {route.path for route in StatusRoutes(cast(Any, None), lambda: False).routes()}
+    routes = {route.path for route in StatusRoutes(cast(Any, None)).routes()}
     assert set(paths.values()) | {"/load", "/metrics"} <= routes
 
 

@@ -198,7 +198,7 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Requests")[0]
     told = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", page))
     nothing: Any = None
-    status = [route for route in StatusRoutes(nothing, lambda: False).routes()]
+    status = [route for route in StatusRoutes(nothing).routes()]
     routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/openapi.json"}
     annexes = Native, WeightUpdates, AdapterRoutes
     routes |= {route.path for annex in annexes for route in annex.__new__(annex).routes()}
