@@ -31,7 +31,8 @@ NO_EFFECT = """
 --api-server-count= --async-scheduling --attention-backend= --block-size= --chat-template-content-format= --compilation-config=
 --cuda-graph-max-bs= --decode-log-interval= --disable-log-requests --disable-log-stats --disable-mm-preprocessor-cache
 --enable-auto-tool-choice --enable-cache-report --enable-chunked-prefill --enable-log-requests --enable-lora --enable-metrics
---enable-mixed-chunk --enable-multimodal --enable-prompt-tokens-details --fully-sharded-loras --grammar-backend=
+--enable-mixed-chunk --enable-multimodal --enable-prompt-tokens-details --enable-request-id-headers
+--enable-tokenizer-info-endpoint --fully-sharded-loras --grammar-backend=
 --guided-decoding-backend= --is-embedding --keep-mm-feature-on-device --language-model-only --log-level-http= --log-requests --lora-dtype=
 --mamba-cache-mode= --mamba-full-memory-ratio= --mamba-scheduler-strategy= --max-cpu-loras= --max-loaded-loras= --max-logprobs=
 --max-prefill-tokens= --mm-attention-backend= --mm-enable-dp-encoder --mm-encoder-tp-mode= --mm-max-concurrent-calls=
@@ -59,6 +60,9 @@ REFUSED = """
 --hf-overrides --json-model-override-args --rope-scaling --rope-theta | edit config.json in a copy of the folder
 --override-generation-config | edit generation_config.json in a copy of the folder
 --enable-sleep-mode --enable-memory-saver | stop and start the server
+--enable-per-request-metrics | the field `timings: true` of requests
+--logprobs-mode =raw_logprobs | log-probabilities are those of the raw logits
+--reasoning-config | the field `thinking_token_budget` of requests
 """
 # Names; keys of their JSON (- for the value itself) and the fields that these set.
 READ = """

@@ -127,6 +127,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_certfile: Annotated[str | None, "serve https with this certificate (PEM); default: http"] = None
     ssl_keyfile: Annotated[str | None, "private key, if the certificate file does not contain it"] = None
     root_path: Annotated[str, "path prefix that a proxy in front strips, such as /llm"] = ""
+    enable_force_include_usage: Annotated[bool, "end every stream with its usage, as `stream_options.include_usage` does"] = False
+    return_tokens_as_token_ids: Annotated[bool, "name tokens in log-probabilities by id, as the field of requests does"] = False
     access_log: Annotated[bool, "log one line per request"] = True
     enable_weight_updates: Annotated[bool, "serve routes that pause the engine and replace its weights, for trainers; needs a key"] = False
     otlp_traces_endpoint: Annotated[str | None, "URL of an OpenTelemetry collector that gets a span per request; default: none"] = None

@@ -154,7 +154,9 @@ class GenerationEndpoint(Endpoint):
     ) -> Reply:
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.model.sampling, body.seed)
-        rules = request.output_options(**output)
+        config = self.service.config
+        names_ids = bool(request.return_tokens_as_token_ids or config.return_tokens_as_token_ids)
+        rules = request.output_options(names_ids=names_ids, **output)
         submits = submits_of(
             body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,
             priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
@@ -164,7 +166,8 @@ class GenerationEndpoint(Endpoint):
         wanted = request.stream_options or StreamOptions()
         options = ReplyOptions(
             model=request.model or self.service.model_names[0], created=int(time.time()), started=body.started, received=body.received,
-            is_streamed=bool(request.stream), include_usage=bool(wanted.include_usage), timings=bool(request.timings),
+            is_streamed=bool(request.stream), timings=bool(request.timings),
+            include_usage=bool(wanted.include_usage or config.enable_force_include_usage),
             continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, params=params,
             warnings=request.warnings, custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
             hides_reasoning=request.include_reasoning is False,

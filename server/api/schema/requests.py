@@ -181,7 +181,7 @@ class GenerationRequest(ListedFields):
             stop=self.stop, min_tokens=self.min_tokens or 0, bad_words=self.bad_words or [],
             include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
             skip_special_tokens=self.skip_special_tokens is not False, token_ids=bool(self.return_token_ids),
-            prompt_logprobs=self.prompt_logprobs is not None, names_ids=bool(self.return_tokens_as_token_ids), **others,
+            prompt_logprobs=self.prompt_logprobs is not None, **others,
         )  # fmt: skip
 
     @property

@@ -109,9 +109,10 @@ def test_scripts_for_vllm_start_as_they_are(capsys: pytest.CaptureFixture[str]) 
         "--enable_prefix_caching", "--enable-chunked-prefill", "--limit-mm-per-prompt", '{"image": 4, "video": 0}',
         "--mm-processor-kwargs", '{"min_pixels": 784, "max_pixels": 1003520}', "--generation-config", "vllm", "--seed", "0", "-tp", "2",
         "--dtype", "float", "--max_num_seqs=4", "--kv-cache-dtype", "auto", "--allowed-origins", '["a", "b"]',
-        "--disable-uvicorn-access-log",
+        "--disable-uvicorn-access-log", "--logprobs-mode", "raw_logprobs", "--enable-request-id-headers",
     ])  # fmt: skip
-    unused = "--enable-auto-tool-choice, --enable-chunked-prefill, --kv-cache-dtype, --limit-mm-per-prompt.video, --reasoning-parser"
+    unused = "--enable-auto-tool-choice, --enable-chunked-prefill, --enable-request-id-headers, --kv-cache-dtype"
+    unused += ", --limit-mm-per-prompt.video, --logprobs-mode, --reasoning-parser"
     note = f"engine.serve: flags without effect: {unused}, --tool-call-parser, --trust-remote-code (docs/moving.md)\n"
     assert capsys.readouterr().err == note
     assert config == EngineConfig(

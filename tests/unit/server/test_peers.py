@@ -110,6 +110,7 @@ def test_routes_and_metrics(stack: Stack) -> None:
     stack.settle()
     text = stack.http.get("/metrics").text
     names = "iteration_tokens_total_count mm_cache_queries_total mm_cache_hits_total request_params_n_sum request_params_max_tokens_sum"
+    assert 'vllm:num_requests_waiting_by_reason{model_name="test-model",reason="deferred"} 0.0' in text
     assert all(f"vllm:{name}{{" in text for name in names.split()) and 'vllm:cache_config_info{block_size="' in text
 
 

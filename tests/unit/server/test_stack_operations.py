@@ -20,6 +20,7 @@ from tests.unit.server.pictures import PLAIN
 from tests.unit.server.raw_http import large_image
 from tests.unit.server.stack import Stack, StackOf, hold, hold_silently
 from tests.unit.server.test_stack import chunks_of, ids_of, image, metrics_of, uri, user
+from tests.unit.server.test_stack_fields import ended, tell
 
 
 def test_every_answer_has_an_id(stack: Stack) -> None:
@@ -86,15 +87,18 @@ def test_https_with_a_large_body(stack_of: StackOf, model_folder: Path, certific
 
 
 def test_behind_a_proxy(stack_of: StackOf, model_folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """The operator's chat template replaces that of the checkpoint."""
-    file = tmp_path / "template.jinja"
+    """The operator's chat template and defaults of answers apply."""
+    file, defaults = tmp_path / "template.jinja", {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
     file.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
-    stack = stack_of(model_folder, root_path="/llm", api_key="key", chat_template=str(file))
+    stack = stack_of(model_folder, root_path="/llm", api_key="key", chat_template=str(file), **defaults)
     assert stack.http.get("/health").status_code == 200
     assert stack.http.get("/v1/models").status_code == 401
     stack.http.headers["Authorization"] = "Bearer key"
     assert stack.chat("hello").status_code == 200
     assert tokenizer.decode(stack.prompt()) == "user: hello\n"
+    stack.script = tell(ended(tokenizer, "so"))
+    *chunks, last = chunks_of(stack.chat("x", stream=True, logprobs=True).text)
+    assert last["usage"]["completion_tokens"] and chunks[1]["choices"][0]["logprobs"]["content"][0]["token"].startswith("token_id:")
 
 
 def test_models(stack: Stack) -> None:
