@@ -50,7 +50,7 @@ BROAD_EXCEPT_ALLOWED = {
     "server/api/main.py": "the process's boundary: told to the launcher and raised again",
     "server/processor/intake.py": "a request's boundary: becomes its client's error, and is logged if it is no client's fault",
     "server/processor/main.py": "the process's boundary: told to the launcher and raised again",
-    "server/processor/media/pixels.py": "the boundary to image codecs, which raise anything: becomes the client's 422, the cause is kept",
+    "server/processor/media/decoder.py": "the boundary to image codecs, which raise anything: becomes the client's 422, the cause is kept",
 }
 # Lines of tests with a clock or a sleep, each with its reason: at most five.
 CLOCKS_ALLOWED = {

@@ -86,23 +86,20 @@ class Guest:
 
 
 class GuestPool:
-    """Guests that take jobs in their order. Large jobs leave one guest to the others. A guest may use `memory` bytes."""
+    """Guests that take jobs in their order. A guest may use `memory` bytes."""
 
     def __init__(self, size: int, module: str, *arguments: str, memory: int, fds: tuple[int, ...] = ()):
         self.guests = [Guest((module, str(memory), *arguments), fds) for _ in range(size)]
         self.idle = list(self.guests)
         self._may_begin = asyncio.Semaphore(size)
-        self._may_begin_large = asyncio.Semaphore(max(1, size - 1))
 
     async def close(self) -> None:
-        guests, self.guests = self.guests, []
-        for guest in guests:
+        for guest in self.guests:
             await guest.close()
 
-    async def ask(self, job: bytes, timeout: float, cpu_seconds: float = 0.0, is_large: bool = False) -> bytes:
-        """As `Guest.ask`; a job whose guest was killed is repeated once. A cancelled call returns after its job, which may write to an
-        arena."""
-        async with self._may_begin_large if is_large else contextlib.nullcontext(), self._may_begin:
+    async def ask(self, job: bytes, timeout: float, cpu_seconds: float = 0.0) -> bytes:
+        """As `Guest.ask`. A cancelled call returns after its job, which may write to an arena."""
+        async with self._may_begin:
             task = asyncio.create_task(self._answer(job, timeout, cpu_seconds))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # a cancelled call raises no error of its job
             try:
@@ -116,11 +113,6 @@ class GuestPool:
     async def _answer(self, job: bytes, timeout: float, cpu_seconds: float) -> bytes:
         guest = self.idle.pop()
         try:
-            try:
-                return await guest.ask(job, timeout, cpu_seconds)
-            except GuestKilled:
-                if guest not in self.guests:  # removed by `close`
-                    raise
             return await guest.ask(job, timeout, cpu_seconds)
         finally:
             self.idle.append(guest)

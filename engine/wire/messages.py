@@ -21,12 +21,11 @@ import msgspec
 
 from engine.wire.adapters import AdapterRead, AdapterRef, LoadAdapter, ReadAdapter, image_key
 from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
-from engine.wire.media import MediaRef, Region
+from engine.wire.media import MediaRef, Region, VideoRef
 from engine.wire.params import ChatPrompt, Logprob, OutputOptions, SamplingParams, TextPrompt, TokenLogprobs, TokenPrompt
 from engine.wire.reports import Report, ShownReport
 from engine.wire.stats import EngineStats, Stages, TokenDetails
 from engine.wire.updates import Order, OrderResult
-from engine.wire.video import VideoRef
 from models.kernels.step_sizes import StepSizes
 
 API_ARENA = 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.wire.arena import ArenaView
-from engine.wire.jpeg import is_jpeg, parse_plain_jpeg
+from engine.wire.jpeg import parse_plain_jpeg
 from engine.wire.messages import ImageSource
 from models.kernels.jpeg import JpegDecoder
 
@@ -26,7 +26,7 @@ class ImageReader:
         if it is a plain JPEG of the announced size.
         """
         copy = bytes(self._bytes(source))
-        plain = parse_plain_jpeg(memoryview(copy)) if is_jpeg(memoryview(copy)) else None
+        plain = parse_plain_jpeg(memoryview(copy))
         stored = (source.width, source.height) if source.orientation >= 5 else (source.height, source.width)
         if plain is None or (plain.height, plain.width) != stored:
             return None

@@ -10,7 +10,7 @@ import contextlib
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from engine.wire.messages import (
     Payload,
     Submit,
     ToScheduler,
+    VideoRef,
 )
 from engine.wire.params import Prompt
 from server.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance
-from server.processor.media.medium import Medium, release_all
+from server.processor.media.video import Medium, Videos, release_all
 from server.processor.request import AnswerState, Prepared, Request, tools_of
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.output_text import OutputText, ThinkTokens
@@ -64,7 +65,7 @@ class Intake:
     allocator: RegionAllocator
     early: EarlyReads
     new_image: Callable[..., Image]
-    makers: Mapping[type, Callable[..., Medium]]  # of media other than images, from a reference and `image_of`
+    videos: Videos
     api: Outbox[Events]
     scheduler: Outbox[ToScheduler]
     tasks: asyncio.TaskGroup  # a failure in it ends the process
@@ -143,11 +144,11 @@ class Intake:
         def image_of(ref: MediaRef, is_frame: bool = False) -> Image:
             known = early.pop(ref.payload.offset, None) if ref.payload else None
             image = known or self.new_image(ref=ref, is_frame=is_frame)
-            image.ref = ref  # an early one has no limits
+            image.file.ref = ref  # an early one has no limits
             return image
 
-        if not isinstance(ref, MediaRef):
-            return self.makers[type(ref)](ref, image_of)
+        if isinstance(ref, VideoRef):
+            return self.videos.make(ref, image_of)
         image = image_of(ref)
         image.start()
         return image
@@ -189,7 +190,8 @@ class Intake:
         await release_all(request.media)
         async with self._turn:
             for medium in request.media:
-                await medium.begin()
+                while not medium.start():
+                    await self.allocator.wait()
         request.awaits_memory = False
 
     async def _build(self, request: Request) -> EngineRequest | Event:

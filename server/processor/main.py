@@ -27,7 +27,6 @@ from engine.wire.messages import (
     Submit,
     ToProcessor,
     ToScheduler,
-    VideoRef,
 )
 from server.checkpoint import read_checkpoint
 from server.processor.intake import Intake
@@ -61,7 +60,7 @@ class Processor:
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
         allocator = self._allocator = RegionAllocator(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         inspector = Inspector(child.config, checkpoint, gpu_decodes)
-        sources = Sources(child.config, bodies, allocator)
+        sources = Sources(child.config, bodies, allocator, inspector)
         decoders = Decoders(child.config, allocator.pixels)
         early = EarlyReads(worker, checkpoint.model.geometry)
         new_image = functools.partial(Image, sources=sources, inspector=inspector, decoders=decoders, early=early)
@@ -70,7 +69,7 @@ class Processor:
         max_model_len = child.runtime.max_model_len  # until the scheduler reports the size of the KV pool
         self._intake = Intake(
             requests=requests, allocator=allocator, early=early, new_image=new_image,
-            makers={VideoRef: videos.make},
+            videos=videos,
             api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint, model_folder=folder,
             rank0=Outbox(child.run_dir, "worker-0"), max_model_len=max_model_len,
         )  # fmt: skip

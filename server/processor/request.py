@@ -13,7 +13,7 @@ from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, Im
 from engine.wire.stats import TokenDetails
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
-from server.processor.media.medium import Medium, release_all
+from server.processor.media.video import Medium, release_all
 from server.processor.text.output_text import OutputText
 from server.processor.text.scores import PromptScores, named, spelling_of
 from server.processor.threads import together

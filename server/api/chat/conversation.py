@@ -20,7 +20,7 @@ def read_conversation(request: MediaRequest, messages: list[Message], body: Body
         if isinstance(part, TextPart | RefusalPart):
             return {"type": "text", "text": part.text}
         kind, reference = MEDIA[type(part)]
-        media.append(reference(part, name, refs, limits, request.media_io_kwargs))
+        media.append(reference(part, name, refs, limits))
         return {"type": kind, "media": len(media) - 1}
 
     shown: list[dict[str, object]] = []

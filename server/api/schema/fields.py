@@ -24,7 +24,7 @@ def limits_of(*rows: tuple[tuple[object, ...], str]) -> Limits:
 LIMITED = limits_of(
     ((), "audio chat_template custom_logit_processor guided_whitespace_pattern input_ids logprob_token_ids lora_path max_dynamic_patch"),
     ((), "max_pixels max_tokens_per_doc min_dynamic_patch min_pixels moderation ngram_corpus_id prompt_embeds repetition_detection suffix"),
-    ((), "audio_data input_embeds structural_tag thinking video_data web_search_options"),
+    ((), "audio_data input_embeds media_io_kwargs structural_tag thinking video_data web_search_options"),
     ((False,), "echo return_cached_tokens_details return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids"),
     ((False,), "return_routed_experts return_token_offsets return_token_strs use_beam_search"),
     ((False,), "use_audio_in_video watermarking"),
@@ -51,7 +51,8 @@ HARMLESS = frozenset(limits_of(((),
     spaces_between_special_tokens store stream_interval"""
 )))  # fmt: skip
 LIMITED_IN_IMAGES = limits_of(
-    ((), "max_dynamic_patch min_dynamic_patch resized_height resized_width"),
+    ((), "frames_indices max_dynamic_patch max_frames max_tokens_per_frame min_dynamic_patch min_frames resized_height resized_width"),
+    ((), "timestamps"),
     (("image", "multi-images", "video"), "modalities"),
 )
 

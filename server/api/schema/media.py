@@ -123,7 +123,7 @@ class ImagePart(PixelLimits, Open):
     detail: Detail | None = None  # form of the Responses API
     uuid: Uuid | None = None
 
-    def reference(self, name: str, refs: MediaRefs, limits: PixelLimits, io: object) -> MediaRef:
+    def reference(self, name: str, refs: MediaRefs, limits: PixelLimits) -> MediaRef:
         """Return the processor's reference. Limits next to the URL take precedence, then the part's, then `limits`. RequestError 400."""
         check_extra(self, self.image_url, f"{name}.image_url")
         bounds = PixelLimits.merged(self.image_url, self, limits)

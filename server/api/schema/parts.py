@@ -9,7 +9,7 @@ from engine.wire.messages import AnyRef
 from server.api.schema.media import ImagePart, PixelSizes
 from server.api.schema.tools import CustomCall, ToolCall
 from server.api.schema.validate import BY_TYPE, Open, Strict, default_type
-from server.api.schema.video import FramesPart, MediaIoKwargs, VideoOptions, VideoPart, reference
+from server.api.schema.video import FramesPart, VideoOptions, VideoPart, reference
 
 MAX_TOOLS = 1024
 
@@ -45,7 +45,6 @@ class ProcessorKwargs(VideoOptions):
 
 class MediaOptions(Open):
     mm_processor_kwargs: ProcessorKwargs | None = None
-    media_io_kwargs: MediaIoKwargs | None = None
 
 
 def _usual(part: object) -> object:

@@ -19,7 +19,6 @@ class RegionAllocator:
     def __init__(self, fd: int, size: int):
         half = size // 2 // ALIGNMENT * ALIGNMENT
         self.inputs, self.pixels = Arena(fd, half), Arena(fd, size, start=half)
-        self.is_short = False  # a request waits for inputs
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
 
@@ -27,18 +26,19 @@ class RegionAllocator:
         """Return a new region for inputs. Raise ArenaFull or ArenaTooSmall."""
         return GrowingRegion(self.inputs, capacity)
 
-    async def allocate_when_free(self, capacity: int) -> GrowingRegion:
-        """Like `allocate`, but wait for memory. Call it for one request at a time."""
-        self.is_short = True
-        try:
-            return await self._when_free(self.inputs, capacity)
-        finally:
-            self.is_short = False
-
     async def reserve(self, capacity: int) -> GrowingRegion:
         """Return a region for all pixels of a request, after earlier calls got theirs. Raise ArenaTooSmall."""
         async with self._turn:
-            return await self._when_free(self.pixels, capacity)
+            while True:
+                try:
+                    return GrowingRegion(self.pixels, capacity)
+                except ArenaFull:
+                    await self.wait()
+
+    async def wait(self) -> None:
+        """Wait until a region is released."""
+        self._released.clear()
+        await self._released.wait()
 
     def free(self, region: GrowingRegion) -> None:
         """Release a region that no thread or process uses."""
@@ -47,11 +47,3 @@ class RegionAllocator:
 
     def is_empty(self) -> bool:
         return self.inputs.is_empty() and self.pixels.is_empty()
-
-    async def _when_free(self, arena: Arena, capacity: int) -> GrowingRegion:
-        while True:
-            try:
-                return GrowingRegion(arena, capacity)
-            except ArenaFull:
-                self._released.clear()
-                await self._released.wait()

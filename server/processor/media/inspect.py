@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.wire.config import EngineConfig
-from engine.wire.jpeg import has_end, has_too_many_scans, is_jpeg, parse_plain_jpeg
+from engine.wire.jpeg import parse_plain_jpeg
 from engine.wire.messages import MediaRef
 from models.media.geometry import Grid, VisionGeometry
 from server.checkpoint import Checkpoint
-from server.errors import RequestError, invalid_image, no_vision
-from server.processor.media.pixels import framed_hash, read_orientation
+from server.errors import RequestError, no_vision
+from server.processor.media.decoder import read_orientation
 
 PROCESSING_VERSION = 1  # part of every image's identity: increment it when the same bytes give different pixels
 MAX_JPEG_PIXELS = 1 << 25  # maximum for a GPU, which takes 3 bytes per pixel; larger images are decoded by the processor
@@ -69,19 +69,13 @@ class Inspector:
         "."""
         if not self._has_vision:  # before it is announced to the worker
             raise no_vision()
-        if not is_jpeg(data):
-            return None
-        if not has_end(data):
-            raise invalid_image("it is a truncated JPEG")
         plain = parse_plain_jpeg(data)
-        if plain is not None and plain.height * plain.width <= self._max_jpeg_pixels:
-            orientation = read_orientation(data) if plain.has_metadata else 1
-            height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
-            self.check_size(height, width)
-            return Header(True, height, width, orientation)
-        if has_too_many_scans(data):
-            raise invalid_image("it is a JPEG with too many scans or segments")
-        return None
+        if plain is None or plain.height * plain.width > self._max_jpeg_pixels:
+            return None
+        orientation = read_orientation(data) if plain.has_metadata else 1
+        height, width = (plain.width, plain.height) if orientation >= 5 else (plain.height, plain.width)
+        self.check_size(height, width)
+        return Header(True, height, width, orientation)
 
     def check_size(self, height: int, width: int) -> None:
         """RequestError 400 for too many pixels."""
@@ -127,3 +121,12 @@ class Inspector:
     def identify(self, data: memoryview, stays_encoded: bool) -> bytes:
         """Return the hash of an image's bytes and of the parameters of its processing."""
         return framed_hash(b"jpeg" if stays_encoded else b"rgb", self._parameters, data)
+
+
+def framed_hash(*fields: bytes | memoryview) -> bytes:
+    """Return the sha256 of length-framed fields, so that different fields cannot have the same encoding."""
+    digest = hashlib.sha256()
+    for field in fields:
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return digest.digest()

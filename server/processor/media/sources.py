@@ -1,69 +1,168 @@
-"""Encoded bytes of media, from request bodies, URLs and earlier requests."""
+"""Encoded bytes of media, from request bodies, URLs and earlier requests.
 
+The event loop allocates; pool threads fill. Nothing is given back while a thread may still read or write it.
+"""
+
+import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import pybase64
+from cachetools import LRUCache
+from pydantic_core import from_json
 
-from engine.wire.arena import ArenaView
+from engine.wire.arena import ALIGNMENT, ArenaFull, ArenaTooSmall, ArenaView
 from engine.wire.config import EngineConfig
 from engine.wire.messages import MediaRef, Region
-from server.errors import RequestError
+from server.errors import RequestError, invalid_image
 from server.processor.media.allocator import RegionAllocator
-from server.processor.media.base64_text import decode_base64, decode_data_url
 from server.processor.media.fetch import Fetcher
-from server.processor.media.named import NamedImages
-from server.processor.threads import run
+from server.processor.media.inspect import Allowance, Header, Inspector
+from server.processor.threads import result_of, run, settled
 from server.region import GrowingRegion
 
 FIRST_DOWNLOAD_BYTES = 1 << 20
+NAMED_BYTES = 256 << 20  # bytes of media with names, on the heap
+WHITE_SPACE = b" \t\r\n\v\f"
+SPACES = bytes.maketrans(WHITE_SPACE, b" " * 6)  # `from_json` refuses line breaks
+URL_SAFE_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
+
+
+def decoded_bytes(payload: Region) -> int:
+    """Return the maximum number of bytes that the payload decodes to."""
+    return 3 * (payload.length // 4 + 1)
+
+
+def decode_base64(text: memoryview | bytes) -> bytes:
+    """Decode base64 from a JSON string, also with escapes, line breaks, the URL-safe alphabet or without padding. RequestError 422."""
+    data: bytes
+    try:
+        data = pybase64.b64decode(text, validate=True)
+    except ValueError:
+        try:
+            plain = bytes(text)
+            if b"\\" in plain:  # `json.loads` would need sixty times the memory
+                plain = from_json(b'"%b"' % plain.translate(SPACES)).encode("ascii")
+            plain = plain.translate(URL_SAFE_TO_STANDARD, WHITE_SPACE).rstrip(b"=")
+            data = pybase64.b64decode(plain + b"=" * (-len(plain) % 4), validate=True)
+        except ValueError:
+            raise invalid_image("its base64 data is malformed") from None
+    if not data:
+        raise invalid_image("it has no payload")
+    return data
+
+
+def decode_data_url(url: str) -> bytes:
+    """Decode a data: URL in a spelling that the body scanner does not recognise. RequestError 422."""
+    header, _, payload = url.encode("utf-8", "replace").partition(b",")
+    if not header.lower().rstrip().endswith(b";base64"):
+        raise invalid_image("its data: URL has no base64")
+    return decode_base64(payload)
 
 
 class Sources:
     """Writes encoded bytes to regions of `allocator`, in threads of `pool`. Create it inside a running event loop."""
 
-    def __init__(self, config: EngineConfig, bodies: ArenaView, allocator: RegionAllocator):
-        self.bodies, self.allocator = bodies, allocator
+    def __init__(self, config: EngineConfig, bodies: ArenaView, allocator: RegionAllocator, inspector: Inspector):
+        self.bodies, self.allocator, self.inspector = bodies, allocator, inspector
         self.pool = ThreadPoolExecutor(config.media_pool_size, "media")
         self.fetcher = Fetcher(config)
-        self._named = NamedImages()
+        self.named: LRUCache[bytes, bytes] = LRUCache(NAMED_BYTES, len)  # encoded media by name; used only in the event loop
 
     async def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
         await self.fetcher.close()
 
-    def unpacking(self, payload: Region, encoded: GrowingRegion) -> Callable[[], None]:
-        """Return a job for any thread that decodes base64 of a body to `encoded`, which has the capacity for it. The job raises
-        RequestError 422."""
-        text, target = self.bodies.view(payload.offset, payload.length), np.frombuffer(encoded.unused, np.uint8)
 
-        def unpack() -> None:
+class File:
+    """The encoded bytes of one image or video, from its payload, URL or name to their release. `look` returns the header if it is a JPEG
+    that stays encoded; it runs in any thread."""
+
+    encoded: GrowingRegion | None = None
+    header: Header | None = None  # like `digest`, set by `load`
+    digest: bytes  # hash of the encoded bytes
+
+    def __init__(self, sources: Sources, ref: MediaRef, look: Callable[[GrowingRegion], Header | None] = lambda encoded: None):
+        self.ref = ref
+        self.num_bytes = 0 if ref.payload is None else decoded_bytes(ref.payload) + ALIGNMENT  # at most, of its payload
+        self._sources, self._look = sources, look
+        self._job: Future[None] | None = None
+
+    def start(self, at_once: bool = False) -> bool:
+        """Start to decode the payload if there is memory for it now; `load` raises its errors. Return whether it has begun, or there is
+        none. `at_once`: decode it here, since a change of threads takes longer."""
+        payload = self.ref.payload
+        if payload is None or self._job is not None:
+            return True
+        try:
+            encoded = self.encoded = self._sources.allocator.allocate(decoded_bytes(payload))
+        except (ArenaFull, ArenaTooSmall):
+            return False
+        text = self._sources.bodies.view(payload.offset, payload.length)
+        target, begun = np.frombuffer(encoded.unused, np.uint8), list[Header | None]()
+
+        def unpack() -> Header | None:
             data = decode_base64(text)
             encoded.used = len(data)
             np.copyto(target[: len(data)], np.frombuffer(data, np.uint8))  # without the interpreter lock, unlike a slice assignment
+            return self._look(encoded)
 
-        return unpack
+        if at_once:
+            with contextlib.suppress(RequestError):  # the job raises it again
+                begun.append(unpack())
+        self._job = self._sources.pool.submit(lambda: self._identify(encoded, begun[0] if begun else unpack()))
+        return True
 
-    async def fetch(self, ref: MediaRef, hold: Callable[[GrowingRegion], GrowingRegion], max_bytes: int | None = None) -> GrowingRegion:
-        """Return the bytes of a URL, or those that were sent under a name earlier. `hold` takes ownership of the region before it is
-        filled. RequestError, ArenaFull or ArenaTooSmall."""
-        url = ref.url or ""
+    async def load(self, allowance: Allowance, max_bytes: int | None = None) -> GrowingRegion:
+        """Return the bytes; set `header` and `digest`. RequestError, ArenaFull or ArenaTooSmall."""
+        if self._job is None:
+            async with allowance.downloads:
+                fetched = await self._fetch(max_bytes)
+            self._job = self._sources.pool.submit(lambda: self._identify(fetched, self._look(fetched)))
+        await result_of(self._job)
+        assert self.encoded is not None
+        self.encoded.trim()
+        return self.encoded
+
+    async def _fetch(self, max_bytes: int | None) -> GrowingRegion:
+        """Return the bytes of a URL, or those that were sent under a name earlier."""
+        sources, url = self._sources, self.ref.url or ""
         scheme = url.partition(":")[0].lower()
         if scheme in ("http", "https"):
-            encoded = hold(self.allocator.allocate(FIRST_DOWNLOAD_BYTES))
-            await self.fetcher.download(url, encoded.append, max_bytes)
+            encoded = self.encoded = sources.allocator.allocate(FIRST_DOWNLOAD_BYTES)
+            await sources.fetcher.download(url, encoded.append, max_bytes)
             return encoded
-        if ref.url is None:
-            data = self._named.get(ref.name or b"")
+        if self.ref.url is None:
+            data = sources.named.get(self.ref.name or b"")
             if data is None:
                 raise RequestError(400, "no media with this uuid is cached: send it with its URL", code="unknown_uuid")
         else:
-            data = await run(self.pool, lambda: decode_data_url(url) if scheme == "data" else self.fetcher.read_local(url, max_bytes))
-        encoded = hold(self.allocator.allocate(len(data)))
+            read_local = sources.fetcher.read_local
+            data = await run(sources.pool, lambda: decode_data_url(url) if scheme == "data" else read_local(url, max_bytes))
+        encoded = self.encoded = sources.allocator.allocate(len(data))
         encoded.append(data)
         return encoded
 
-    async def keep(self, name: bytes | None, digest: bytes, encoded: GrowingRegion) -> None:
-        """Remember the bytes under the name, if the client gave one. RequestError 400 if the name is bound to other content."""
-        if name is not None and self._named.bind(name, digest):
-            self._named.put(name, await run(self.pool, lambda: bytes(encoded.view)))
+    def _identify(self, encoded: GrowingRegion, header: Header | None) -> None:
+        self.header = header
+        self.digest = self._sources.inspector.identify(encoded.view, header is not None)
+
+    async def keep(self) -> None:
+        """Remember the bytes under the name, if the client gave one."""
+        if self.ref.name is not None and (encoded := self.encoded) is not None:
+            data = await run(self._sources.pool, lambda: bytes(encoded.view))
+            with contextlib.suppress(ValueError):  # it is larger than the cache
+                self._sources.named[self.ref.name] = data
+
+    def free(self) -> None:
+        if self.encoded is not None:
+            self._sources.allocator.free(self.encoded)
+        self.encoded = None
+
+    async def release(self) -> None:
+        """Free the bytes as soon as no thread uses them. The file may start again afterwards."""
+        if self._job is not None:
+            await settled(self._job)
+        self.free()
+        self._job = None  # its exception names this file

@@ -1,30 +1,32 @@
-"""Inspection of video files in memory and decoding of the wanted frames to RGB, by PyAV. Runs in processes that may be killed at any time.
+"""Guest that reads video files in the processor's arena by PyAV: it inspects them and writes the wanted frames there as RGB.
 
 Frames are counted as by the reference's decoder: packets that are presented, in the order of their times. The rate is their number divided
 by the time from the start of the first frame to the end of the last one."""
 
 import contextlib
+import io
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
 import av
 import av.error
+import msgspec
 import numpy as np
 from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
+from engine.wire.arena import ArenaView
 from server.errors import RequestError
-from server.processor.media.decoder import Clip, VideoLimits, invalid_video
+from server.processor.media.decoder import Clip, VideoJob, VideoLimits, arena_guest, invalid_video
 
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
 SKIPPING = frozenset({"h264", "hevc"})  # codecs with one frame per packet, whose non-reference frames can be skipped
-READ_BYTES = 1 << 17
 QUEUED_PIXELS = 1 << 25  # limit of frames that wait for resizing or are being resized
 SEEK_FRAMES = 8  # a seek is worth it if it skips more frames
 ROTATE = Image.Transpose
@@ -43,25 +45,22 @@ class Scan:
     fps: float | None
 
 
-class MemoryFile:
-    """File object for FFmpeg without a copy."""
+def prepare(arena_fd: str, arena_size: str, limits: str) -> Callable[[bytes], bytes]:
+    """Return the guest's function. `limits`: JSON of VideoLimits."""
+    read_limits = msgspec.json.decode(limits, type=VideoLimits)
+    return arena_guest(arena_fd, arena_size, VideoJob, lambda arena, job: answer(arena, read_limits, job))
 
-    def __init__(self, data: memoryview):
-        self._data = data
-        self._position = 0
 
-    def read(self, size: int = -1) -> bytes:
-        end = len(self._data) if size < 0 else self._position + size
-        piece = bytes(self._data[self._position : end])
-        self._position += len(piece)
-        return piece
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = max(0, offset + (0, self._position, len(self._data))[whence])
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
+def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> Clip | None:
+    """Return the result of an inspection, or None after decoding. RequestError."""
+    data, size = arena.view(*job.encoded), 3 * job.size[0] * job.size[1]
+    try:
+        if not job.wanted:
+            return look(data, limits)
+        read_frames(data, limits, job.wanted, job.size, arena.view(job.target, size * len(job.wanted)))
+    except MemoryError:
+        raise invalid_video(f"decoding it needs more than {limits.memory >> 20} MiB") from None
+    return None
 
 
 def look(data: memoryview, limits: VideoLimits) -> Clip:
@@ -101,7 +100,7 @@ def read_frames(data: memoryview, limits: VideoLimits, wanted: list[int], size: 
 def _opened(data: memoryview, limits: VideoLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open the file. Every error of FFmpeg becomes a RequestError with our own text."""
     try:
-        opened = av.open(MemoryFile(data), buffer_size=READ_BYTES, options=ONLY)
+        opened = av.open(io.BytesIO(data), options=ONLY)
     except (av.error.FFmpegError, ValueError, IndexError, OverflowError) as error:
         if isinstance(error, MemoryError):
             raise

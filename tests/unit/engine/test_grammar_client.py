@@ -184,18 +184,6 @@ async def test_a_client_that_leaves_ends_no_job() -> None:
     assert leaver.cancelled()
 
 
-async def test_large_jobs_leave_a_guest_to_small_ones() -> None:
-    large, small = FakeGuest(), FakeGuest()
-    small.may_end.set()
-    pool = pool_of(small, large)  # the last one is taken first
-    waiting = [asyncio.create_task(pool.ask(b"large", 60, is_large=True)) for _ in range(2)]
-    while not large.order:
-        await asyncio.sleep(0)
-    assert await asyncio.wait_for(pool.ask(b"small", 60), HANG_GUARD_S) == b"small"
-    large.may_end.set()
-    assert await asyncio.gather(*waiting) == [b"large"] * 2
-
-
 async def test_the_queue_of_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.grammar.client.MAX_WAITING", 2)
     compiler = compiler_of(None, DONE)

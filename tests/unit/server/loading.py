@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.wire.arena import ArenaView, create_memfd
+from engine.wire.arena import ArenaTooSmall, ArenaView, create_memfd
 from engine.wire.config import EngineConfig
 from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
@@ -19,9 +19,8 @@ from server.processor.media.decoders import Decoders
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
 from server.processor.media.inspect import Allowance, Inspector
-from server.processor.media.medium import Medium, release_all
 from server.processor.media.sources import Sources
-from server.processor.media.video import Video, Videos
+from server.processor.media.video import FrameList, Medium, VideoFile, Videos, release_all
 from server.region import GrowingRegion
 from tests.unit.engine.arenas import check_arena
 
@@ -41,7 +40,8 @@ class Loading:
         worker: Any = SimpleNamespace(send=self.announced.append)
         config = EngineConfig(**settings)
         self.early = EarlyReads(worker, checkpoint.model.geometry)
-        self.sources, self.inspector = Sources(config, ArenaView(self.bodies_fd, SIZE), allocator), Inspector(config, checkpoint, True)
+        self.inspector = Inspector(config, checkpoint, True)
+        self.sources = Sources(config, ArenaView(self.bodies_fd, SIZE), allocator, self.inspector)
         self.decoders = Decoders(config, self.arena)
         self.new_image = functools.partial(Image, sources=self.sources, inspector=self.inspector, decoders=self.decoders, early=self.early)
         self.videos = Videos(config, checkpoint, self.inspector, self.sources, self.decoders, self.new_image)
@@ -74,8 +74,8 @@ class Loading:
     async def load(self, ref: MediaRef) -> Image:
         image = self.new_image(ref=ref)
         self._images.append(image)
-        image.start()
-        await image.begin()
+        if not image.start():
+            raise ArenaTooSmall
         await image.load(Allowance(self.max_request_pixels, 8))
         if image.source.encoding == "file":
             await self.decode(image, 0)
@@ -94,17 +94,17 @@ class Loading:
     async def load_bytes(self, data: bytes) -> Image:
         return await self.load(self.body(base64.b64encode(data)))
 
-    async def load_video(self, text: bytes, **fields: Any) -> Video:
+    async def load_video(self, text: bytes, **fields: Any) -> VideoFile | FrameList:
         """A file's base64; with `holds_frames`, that of images with commas between."""
         file = self.body(text)
         video = self.videos.make(VideoRef(file=file, **fields), self.new_image)
         self._images.append(video)
-        await video.begin()
+        video.start()
         await video.load(Allowance(self.max_request_pixels, 8))
         await self.decode(video, *range(len(video.hashes)))
         return video
 
-    def pairs_of(self, video: Video) -> np.ndarray:
+    def pairs_of(self, video: Medium) -> np.ndarray:
         """Pixels (pairs, 2, h, w, 3)."""
         return self._decoded[video]
 

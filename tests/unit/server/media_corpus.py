@@ -39,7 +39,7 @@ def common_files() -> Iterator[tuple[str, Case]]:
         yield f"{kind} twice", (data + data, GOOD)
         for tenth in range(1, 10):
             yield f"{kind} cut at {tenth} tenths", (data[: len(data) * tenth // 10], BAD if kind in ("JPEG", "BMP") else ANY)
-        yield from ((f"{kind} less {n} bytes", (data[:-n], BAD if kind in ("JPEG", "BMP") else ANY)) for n in (1, 2, 9))
+        yield from ((f"{kind} less {n} bytes", (data[:-n], BAD if kind == "BMP" else ANY)) for n in (1, 2, 9))
         for seed in range(3):
             place = len(data) * (2 + 2 * seed) // 9
             yield f"{kind} with damage {seed}", (patched(data, place, bytes([255, 0, 255, 1 + seed] * 3)), ANY)
@@ -91,8 +91,8 @@ def hostile_files() -> Iterator[tuple[str, Case]]:
     yield "a PNG of an unknown colour", (png_of((b"IDAT", pixel_data), colour=9), BAD)
     yield "a PNG without a palette", (png_of((b"IDAT", pixel_data), colour=3), ANY)
     yield "a PNG with a huge chunk", (patched(png_of((b"IDAT", pixel_data)), 33, b"\x7f\xff\xff\xff"), ANY)
-    yield "a JPEG of very many scans", (progressive_jpeg(129), BAD)
-    yield "a TIFF of large tiles", (tiled_tiff(64, 4096), BAD)
+    yield "a JPEG of very many scans", (progressive_jpeg(129), ANY)
+    yield "a TIFF of large tiles", (tiled_tiff(64, 4096), ANY)
 
 
 # Of other formats, or of ours and empty.

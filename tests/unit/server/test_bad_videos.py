@@ -14,7 +14,7 @@ from engine.wire.config import EngineConfig
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from tests.eventually import eventually
-from tests.unit.server.clips import claiming, encode, frames_of, gif, joined, long_gif, of_jpegs, sound
+from tests.unit.server.clips import claiming, encode, frames_of, gif, long_gif, of_jpegs, sound
 from tests.unit.server.loading import Loading
 from tests.unit.server.stack import StackOf
 from tests.unit.server.test_stack_video import video
@@ -82,11 +82,6 @@ async def test_what_a_server_does_not_take(checkpoint: Checkpoint, monkeypatch: 
     with pytest.raises(RequestError, match=r"4 of its frames would be sampled, the limit is 3"):
         await few.load_video(b"AA==,AA==,AA==,AA==", holds_frames=True)
     assert "20 of its frames would be sampled, the limit is 3" in (await refusal(few, CLIP, samples=False)).info.message
-    few.decoders._has_pyav = False
-    few.decoders.clips.clear()
-    error = await refusal(few, CLIP)
-    assert (error.info.status, error.info.code) == (400, "no_video_decoder")
-    assert (await few.load_video(joined(frames_of(2)), holds_frames=True)).hashes  # Pillow reads frames
     still = Loading(dataclasses.replace(checkpoint, model=dataclasses.replace(checkpoint.model, placeholder_ids={"image": 1})))
     error = await refusal(still, CLIP)
     assert (error.info.status, "does not support videos" in error.info.message) == (400, True)

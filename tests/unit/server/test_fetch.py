@@ -21,7 +21,7 @@ from server.errors import RequestError
 from server.processor.media import fetch
 from server.processor.media.fetch import Fetcher, is_public
 from server.processor.media.inspect import Allowance
-from server.processor.media.medium import release_all
+from server.processor.media.video import release_all
 from tests.unit.server.loading import Loading
 
 PRIVATE = [

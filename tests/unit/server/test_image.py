@@ -22,8 +22,8 @@ from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media import inspect, sources
-from server.processor.media.base64_text import decode_base64
 from server.processor.media.inspect import Allowance
+from server.processor.media.sources import decode_base64
 from tests.unit.server.loading import SIZE, Loading
 from tests.unit.server.media_corpus import BAD, CORPUS, patched
 from tests.unit.server.pictures import DECODED, PLAIN, jpeg, pixels, png_header, save
@@ -78,7 +78,7 @@ async def test_pixels_take_the_place_of_the_file(loading: Loading) -> None:
     image = await loading.load_bytes(DECODED["png"])
     with pytest.raises(KeyError):
         loading.allocator.inputs.free(image.source.region.offset)
-    assert image.encoded is None
+    assert image.file.encoded is None
 
 
 async def test_low_detail_never_makes_an_image_larger(loading: Loading) -> None:

@@ -4,12 +4,8 @@ import base64
 from typing import Any
 
 import httpx
-import pytest
 from PIL import Image
 
-from server.errors import RequestError
-from server.processor.media import named
-from server.processor.media.named import NamedImages
 from tests.unit.server.clips import encode, frames_of
 from tests.unit.server.pictures import save
 from tests.unit.server.stack import Stack
@@ -39,19 +35,16 @@ def check_refusal(response: httpx.Response, code: str, words: str) -> None:
     assert (response.status_code, error["code"]) == (400, code) and error["message"].startswith(words), error
 
 
-def test_a_name_stays_with_its_content(stack: Stack) -> None:
-    """Red if a name that comes again with another picture or video is given to it, or is bound for another tenant."""
-    assert stack.chat(part(URL, "bound")).status_code == 200
+def test_a_name_means_its_latest_content(stack: Stack) -> None:
+    hashes = []
+    for url in (URL, OTHER, None):
+        assert stack.chat(part(url, "bound")).status_code == 200
+        hashes.append(stack.last.images[0].hash)
+    assert hashes[0] != hashes[1] == hashes[2]
     clip = "data:video/mp4;base64," + base64.b64encode(encode(frames_of(4))).decode()
     video = {"type": "video_url", "video_url": {"url": clip}, "uuid": "bound"}
-    for content in (part(OTHER, "bound"), part(OTHER, "bound"), [video]):
-        check_refusal(stack.chat(content), "uuid_mismatch", "Video 1" if content == [video] else "Image 1: this uuid is already that of")
-    hashes = set()
-    for url in (URL, None):
-        assert stack.chat(part(url, "bound")).status_code == 200
-        hashes.add(stack.last.images[0].hash)
-    assert len(hashes) == 1
-    assert stack.chat(part(OTHER, "bound"), cache_salt="tenant").status_code == 200
+    assert stack.chat([video]).status_code == 200
+    assert stack.chat(part(None, "bound")).status_code == 422  # it is a video now
 
 
 def picture(*colour: int) -> str:
@@ -59,20 +52,6 @@ def picture(*colour: int) -> str:
 
 
 URL, OTHER = picture(200, 30, 30), picture(20, 30, 230)
-
-
-def test_a_name_is_bound_when_its_bytes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named, "MAX_BYTES", 4)
-    images = NamedImages()
-    assert images.bind(b"a", b"one")
-    images.put(b"a", b"1234")
-    assert not images.bind(b"a", b"one")  # is there
-    images.put(b"b", b"1234")
-    with pytest.raises(RequestError, match="other content"):
-        images.bind(b"a", b"two")
-    assert images.get(b"a") is None and images.bind(b"a", b"one")
-    images.put(b"a", b"12345")
-    assert images.get(b"a") is None
 
 
 def test_documents_may_be_named_too(stack: Stack) -> None:

@@ -72,20 +72,16 @@ URL = "https://x.org/a.mp4"
 
 OF_FILES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {}), ({"fps": 4.0}, {"mm_processor_kwargs": {"num_frames": 8}}, {"fps": 4.0}),
-    ({}, {"mm_processor_kwargs": {"num_frames": 8}, "media_io_kwargs": {"video": {"fps": 1.0}}}, {"num_frames": 8}),
-    ({}, {"media_io_kwargs": {"video": {"num_frames": 32}}}, {"num_frames": 32}),
-    ({}, {"media_io_kwargs": {"video": {"num_frames": -1}}}, {"samples": False}),
-    ({}, {"mm_processor_kwargs": {"fps": 1.0}, "media_io_kwargs": {"video": {"num_frames": -1}}}, {"fps": 1.0}),
+    ({}, {"mm_processor_kwargs": {"num_frames": 8}}, {"num_frames": 8}),
+    ({}, {"mm_processor_kwargs": {"fps": 2, "do_sample_frames": True}}, {"fps": 2.0, "samples": True}),
     ({}, {"mm_processor_kwargs": {"do_sample_frames": False}}, {"samples": False}),
     ({}, {"mm_processor_kwargs": {"size": {"longest_edge": 9, "shortest_edge": 5}}}, {"min_pixels": 5, "max_pixels": 9}),
     ({"max_pixels": 7}, {"mm_processor_kwargs": {"max_pixels": 9}}, {"max_pixels": 7}),
-    ({"max_frames": 9, "max_tokens_per_frame": 64}, {}, {"max_frames": 9, "max_frame_tokens": 64}),
 ]  # fmt: skip
 
 
 OF_FRAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({"fps": 2.0, "frames_indices": [0, 4]}, {"source_fps": 2.0, "indices": [0, 4]}), ({"timestamps": [0.5, 7.5]}, {"times": [0.5, 7.5]}),
+    ({}, {}), ({"fps": 2.0}, {"fps": 2.0}), ({"mm_processor_kwargs": {"fps": 9.0, "max_pixels": 9}}, {"max_pixels": 9}),
 ]  # fmt: skip
 
 
@@ -96,14 +92,14 @@ def test_what_is_said_of_a_video() -> None:
         assert found == VideoRef(file=MediaRef(url=URL), **expected), (part, fields)
     frames, jpegs = [MediaRef(url=f"https://x.org/{i}.jpg") for i in range(2)], "data:video/jpeg;base64,aa,bb"
     for fields, expected in OF_FRAMES:
-        found = reads({"type": "video", "video": [frame.url for frame in frames], **fields})
-        assert found == VideoRef(frames=frames, samples=False, **expected)
-        found = reads({"type": "video_url", "video_url": jpegs, **fields})
-        assert found == VideoRef(file=MediaRef(url=jpegs), holds_frames=True, samples=False, **({"source_fps": 1.0} | expected))
+        whole = {"mm_processor_kwargs": fields["mm_processor_kwargs"]} if "mm_processor_kwargs" in fields else {}
+        own = {} if whole else fields
+        found = reads({"type": "video", "video": [frame.url for frame in frames], **own}, **whole)
+        assert found == VideoRef(frames=frames, **expected)
+        found = reads({"type": "video_url", "video_url": jpegs, **own}, **whole)
+        assert found == VideoRef(file=MediaRef(url=jpegs), holds_frames=True, **({"fps": 1.0} | expected))
     for part, fields in (
-        ({"type": "video", "video": [URL, URL]}, {"mm_processor_kwargs": {"do_sample_frames": True}}),
-        ({"type": "video", "video": [URL, URL], "timestamps": [2.0, 1.0]}, {}),
-        ({"type": "video", "video": [URL], "timestamps": [2.0], "frames_indices": [1]}, {}),
+        ({"type": "video", "video": [URL, URL], "timestamps": [1.0, 2.0]}, {}),
         ({"type": "video_url", "video_url": URL, "timestamps": [2.0]}, {}), ({"type": "video_url", "video_url": None}, {}),
         ({"type": "video", "video": ["a.mp4"]}, {}),
     ):  # fmt: skip
@@ -125,7 +121,7 @@ def test_every_way_to_send_frames(stack: Stack) -> None:
     few = FRAMES[:4]
     joint = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + joined(few).decode()}}
     of_list = of_chat(listed(few))
-    assert of_list == of_chat(joint) == of_chat(listed(few, timestamps=[0.0, 1.0, 2.0, 3.0])) and len(of_list) == 2
+    assert of_list == of_chat(joint) == of_chat(listed(few, fps=1.0)) and len(of_list) == 2
     block = {"type": "video", "source": {"type": "base64", "media_type": "video/mp4", "data": base64.b64encode(CLIP).decode()}}
     of_clip = hashes("/v1/messages", messages=user([block]))
     content = [{"type": "input_video", "video_url": uri(CLIP, "video/mp4")}]

@@ -16,7 +16,7 @@ from models.media.video import DEFAULT_SOURCE_FPS, time_text
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.inspect import Inspector
-from server.processor.media.video_plan import VideoPlan, VideoPlanner
+from server.processor.media.video import VideoPlan, Videos
 from server.processor.text.prompt import PromptBuilder, Visual
 from tests.unit.models.record_videos import CASES, PROMPT, frames_of, sampled
 
@@ -31,10 +31,11 @@ def plan_of(checkpoint: Checkpoint, case: tuple[int, int, int, float | None, dic
         file=MediaRef(), fps=asked.get("fps"), num_frames=asked.get("num_frames"), samples=asked.get("do_sample_frames"),
         min_pixels=size.get("shortest_edge"), max_pixels=size.get("longest_edge"),
     )  # fmt: skip
-    planner = VideoPlanner(EngineConfig(), checkpoint, Inspector(EngineConfig(), checkpoint, gpu_decodes=False))
-    video = planner.geometry_of(ref)
+    unused: Any = None
+    videos = Videos(EngineConfig(), checkpoint, Inspector(EngineConfig(), checkpoint, gpu_decodes=False), unused, unused, unused)
+    video = videos.geometry_of(ref)
     indices = video.sample(count, rate)
-    return planner.plan(video, indices, [index / (rate or DEFAULT_SOURCE_FPS) for index in indices], (height, width))
+    return videos.plan(video, indices, [index / (rate or DEFAULT_SOURCE_FPS) for index in indices], (height, width))
 
 
 @pytest.fixture(scope="module")
