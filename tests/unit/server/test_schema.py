@@ -91,7 +91,6 @@ BAD_INSIDE: list[tuple[str, dict[str, object]]] = [
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}),
     ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
     ("mm_processor_kwargs.crop_size", {"mm_processor_kwargs": {"crop_size": 2}}),
-    
     ("messages[0].role", {"messages": [{"role": "", "content": "x"}]}), ("messages[0]", {"messages": [{"role": "user"}]}),
     ("messages[0].content", user(5)), (PART, user(["x"])), (PART + ".text", user([{"type": "text"}])),
     (PART + ".video_url.url", user([{"type": "video_url", "video_url": "x"}])),
