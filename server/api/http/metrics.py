@@ -72,7 +72,8 @@ class Metrics(Collector):
             ("engine_open_streams", Gauge("choices in progress"), self._requests.num_streams),
         ):
             yield self._family(name, metric, [({}, value)])
-        waiting = [({"reason": "capacity"}, stats.num_waiting - stats.num_loading), ({"reason": "deferred"}, stats.num_loading)]
+        reasons = {"capacity": stats.num_waiting - stats.num_loading, "deferred": stats.num_loading}
+        waiting = [({"reason": reason}, float(number)) for reason, number in reasons.items()]
         yield self._family("vllm:num_requests_waiting_by_reason", Gauge("requests that wait for a step, or for pixels"), waiting)
         labels = {"block_size": str(self._block_size), "num_gpu_blocks": str(stats.num_blocks)}
         yield self._family("vllm:cache_config_info", Gauge("settings of the KV cache"), [(labels, 1)])
