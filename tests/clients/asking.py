@@ -22,8 +22,6 @@ TOOLS: list[Any] = [
 
 
 class Reading(pydantic.BaseModel):
-    """What is to be read."""
-
     number: int
     colour: Literal["red", "blue"]
 

@@ -27,7 +27,6 @@ HEADERS = ("content-type", "authorization", "accept", "x-api-key")
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
-    """Its standard output; it must succeed."""
     environment = {**os.environ, "HOME": str(folder), **environment}
     options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
     done = subprocess.run(command, cwd=folder, env=environment, check=False, **options)
@@ -40,7 +39,6 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def codex(executable: Path, url: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Its events."""
     (folder / "codex").mkdir(exist_ok=True)
     provider = f'[model_providers.local]\nname = "local"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
     (folder / "codex" / "config.toml").write_text(f'model = "demo"\nmodel_provider = "local"\n{provider}')
@@ -49,7 +47,6 @@ def codex(executable: Path, url: str, folder: Path, *arguments: str) -> list[dic
 
 
 def claude(executable: Path, url: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Its events."""
     models = dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), "demo")
     command = [str(executable), "-p", "--output-format", "stream-json", "--verbose", *arguments]
     return lines(run(command, folder, ANTHROPIC_BASE_URL=url, ANTHROPIC_AUTH_TOKEN="none", DISABLE_AUTOUPDATER="1", **models))

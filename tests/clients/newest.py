@@ -76,7 +76,6 @@ COMMAND_LINES = {"Codex CLI": "codex", "Claude Code": "claude"}
 
 
 def run(command: list[str | Path], folder: Path, seconds: float) -> str:
-    """Its output. CalledProcessError."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode != 0:
         print((done.stdout + done.stderr).strip()[-2000:], file=sys.stderr)
@@ -85,7 +84,6 @@ def run(command: list[str | Path], folder: Path, seconds: float) -> str:
 
 
 def in_python(name: str, url: str, folder: Path) -> tuple[str, str]:
-    """Return version and result."""
     packages, file = PYTHON[name]
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv/bin/python"
@@ -101,7 +99,6 @@ def in_python(name: str, url: str, folder: Path) -> tuple[str, str]:
 
 
 def install_node(packages: list[str], folder: Path) -> str:
-    """The version of the first package."""
     (folder / "package.json").write_text('{"type": "module", "private": true}')
     run(["npm", "install", "--silent", "--no-audit", "--no-fund", "--foreground-scripts", *packages], folder, INSTALL_S)
     bare = packages[0][:1] + packages[0][1:].partition("@")[0]
@@ -133,7 +130,6 @@ def on_the_command_line(name: str, url: str, folder: Path) -> tuple[str, str]:
 
 
 def rows(names: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Client, version and result."""
     template = ["--chat-template", str(command_lines.TEMPLATE)]
     kinds: list[tuple[list[str], Callable[[str, str, Path], tuple[str, str]], list[str]]] = [
         ([*PYTHON], in_python, []), ([*NODE], in_node, []), ([*COMMAND_LINES], on_the_command_line, template),

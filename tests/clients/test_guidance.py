@@ -26,7 +26,6 @@ def ask(model: Any, node: Any) -> Any:
 
 
 def test_expressions_choices_and_schemas(model: Any) -> None:
-    """Red if an answer leaves the grammar, or if a grammar that both of its fields hold is refused."""
     found = ask(model, guidance.gen("number", regex="[0-9]{3}") + " and " + guidance.select(["left", "right"], name="side"))
     assert re.fullmatch("[0-9]{3}", found["number"]) and found["side"] in ("left", "right")
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}

@@ -20,7 +20,6 @@ ADDRESS = "http://127.0.0.1:8000"
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run(page: Path, engine: Engine) -> None:
-    """Red if an example fails, or prints something else than its comment says."""
     examples = EXAMPLE.findall(page.read_text(encoding="utf-8"))
     assert examples
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

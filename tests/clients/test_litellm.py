@@ -26,7 +26,6 @@ def test_an_answer_and_a_stream(engine: Engine) -> None:
 
 
 def test_a_context_that_is_too_long_is_told_apart(engine: Engine) -> None:
-    """Red if a router of theirs cannot fall back to a model with a longer context."""
     with pytest.raises(litellm.ContextWindowExceededError):
         ask(engine, messages=[{"role": "user", "content": "word " * 20_000}])
     with pytest.raises(litellm.BadRequestError):

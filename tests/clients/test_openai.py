@@ -28,13 +28,6 @@ def test_an_answer_and_a_stream(client: openai.OpenAI) -> None:
     assert text == "472"
 
 
-async def test_async(engine: Engine) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0) as client:
-        stream = await client.chat.completions.create(model="demo", messages=question(), temperature=0, stream=True)
-        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "472"
-        assert [model.id async for model in client.models.list()] == ["demo"]
-
-
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "forecast"}}
 
 
@@ -57,7 +50,6 @@ def test_calls_that_must_come(client: openai.OpenAI, choice: Any, parallel: bool
 
 
 def test_parse(client: openai.OpenAI) -> None:
-    """Red if the client's own way from a class to a schema and back does not end in an object."""
     answer = client.chat.completions.parse(model="demo", messages=question(), temperature=0, max_tokens=60, response_format=Reading)
     parsed = answer.choices[0].message.parsed
     assert isinstance(parsed, Reading) and answer.choices[0].finish_reason == "stop"

@@ -47,7 +47,6 @@ def test_an_answer_and_a_stream(client: openai.OpenAI) -> None:
 
 
 def test_parse(client: openai.OpenAI) -> None:
-    """Red if the client's own way from a class to a schema and back does not end in an object, streamed or not."""
     fields = asked(max_output_tokens=60)
     assert isinstance(client.responses.parse(**fields, text_format=Reading).output_parsed, Reading)
     with client.responses.stream(**fields, text_format=Reading) as stream:
@@ -73,7 +72,6 @@ def test_calls_that_must_come(client: openai.OpenAI, choice: Any, is_streamed: b
 
 
 def test_the_next_turn(client: openai.OpenAI) -> None:
-    """Red if what an answer holds cannot be sent back as it is, or if a result with a picture is refused."""
     first = client.responses.create(**asked(tools=TOOLS, tool_choice=NAMED, max_output_tokens=120))
     call: Any = first.output[-1]
     history: list[Any] = [*question(), *(item.model_dump(exclude_none=True) for item in first.output)]

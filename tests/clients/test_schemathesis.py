@@ -35,7 +35,6 @@ def published(engine: Engine) -> Any:
 
 
 def requests_of(published: Any, method: str, path: str, mode: str, check: Any) -> None:
-    """Calls `check` with cases of a mode: as many as are made."""
     strategy = published[path][method].as_strategy(generation_mode=schemathesis.GenerationMode[mode])
 
     @given(case=strategy)
@@ -51,7 +50,6 @@ def requests_of(published: Any, method: str, path: str, mode: str, check: Any) -
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_what_is_valid_is_no_fault_of_the_server(published: Any, engine: Engine, method: str, path: str) -> None:
-    """Red if a request that the document allows is the server's fault, if an answer is none that it names, or if all are refused."""
     statuses = set()
 
     def check(case: Any) -> None:
@@ -70,7 +68,6 @@ def test_what_is_valid_is_no_fault_of_the_server(published: Any, engine: Engine,
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_what_is_broken_is_refused(published: Any, path: str) -> None:
-    """Red if a request that the document forbids is answered, or answered with anything but what was wrong."""
 
     def check(case: Any) -> None:
         response = case.call(timeout=60)
@@ -81,7 +78,6 @@ def test_what_is_broken_is_refused(published: Any, path: str) -> None:
 
 
 def shortened(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The same with a short answer."""
     if path == "/generate":
         return {"text": "x", "stream": body.get("stream"), "sampling_params": {"max_new_tokens": MAX_TOKENS}}
     kept = {name: value for name, value in body.items() if name not in REMOVED}

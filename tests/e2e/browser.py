@@ -34,8 +34,6 @@ SHORT = "var $ = selector => document.querySelector(selector), all = selector =>
 
 
 class Page:
-    """One tab. Every request, console error and exception of the page is recorded."""
-
     def __init__(self, socket: aiohttp.ClientWebSocketResponse):
         self._socket = socket
         self._ids = itertools.count(1)
@@ -53,13 +51,11 @@ class Page:
         return dict(reply["result"])
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; promises are awaited, exceptions raised."""
         result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, userGesture=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
     async def wait(self, expression: str) -> Any:
-        """The first truthy value of a JavaScript expression; a node is an empty dict."""
         found = []
 
         async def look() -> bool:
@@ -145,7 +141,6 @@ async def open_page(url: str, script: str = "") -> AsyncIterator[Page]:
 
 
 async def _tab_of(session: aiohttp.ClientSession, profile: Path) -> str:
-    """Return the address at which the first tab listens, once the browser has written its port to a file."""
     found = []
 
     async def look() -> bool:

@@ -38,14 +38,12 @@ class Reference:
 
     @torch.inference_mode()
     def last_hidden(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], is_framed: bool) -> torch.Tensor:
-        """(D,) of the last token, behind the final norm."""
         self._model.model.rope_deltas = None
         hidden = self._model.model(**self._inputs(messages, images, is_framed)).last_hidden_state[0, -1]
         return hidden
 
     @torch.inference_mode()
     def logits_of_words(self, messages: list[dict[str, Any]], images: Sequence[Image.Image], words: list[str]) -> list[float]:
-        """Behind the prompt, of the first token of each."""
         logits = self._model.lm_head(self.last_hidden(messages, images, is_framed=True))
         ids = [self._tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
         found = logits[ids].tolist()

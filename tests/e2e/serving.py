@@ -28,7 +28,6 @@ SMALL = ["--api-arena-bytes", "64M", "--processor-arena-bytes", "64M", "--kv-cac
 
 class Engine:
     def __init__(self, model: str | Path, flags: list[str], sizes: Sequence[str] = SMALL, prefix: Sequence[str] = ()):
-        """`prefix` is a command that becomes the engine."""
         self.log_path = Path(tempfile.mkstemp(prefix="engine-test-", suffix=".log")[1])
         command = [*prefix, sys.executable, "-m", "engine.serve", "--model", str(model), "--port", "0", *sizes, *flags]
         with open(self.log_path, "w") as log:
@@ -42,7 +41,6 @@ class Engine:
         return self.client.post("/v1/chat/completions", json=chat_body(content, **fields))
 
     def text(self, content: object, **fields: Any) -> str:
-        """Return the text of an answer; the request must succeed."""
         response = self.chat(content, **fields)
         assert response.status_code == 200, response.text
         answer = response.json()["choices"][0]["message"]["content"]
@@ -61,7 +59,6 @@ class Engine:
         return self.metrics(name)[0]
 
     def metrics(self, *names: str) -> list[float]:
-        """Return several metrics of one moment."""
         text = self.client.get("/metrics").text
         found = [re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE) for name in names]
         assert all(found), f"not all of these are metrics: {names}"
@@ -80,16 +77,13 @@ class Engine:
         self.assert_gone()
 
     def pid_of(self, role: str) -> int:
-        """The first child process of this role; see `role_of`."""
         return next(pid for pid in self.children if role_of(pid) == role)
 
     def assert_gone(self) -> None:
-        """Wait until no process of the engine is left, nor its run directory."""
         eventually(lambda: not any(is_alive(pid) for pid in self.children), "the end of all processes")
         eventually(lambda: not self.run_dir.exists(), "the removal of the run directory")
 
     def kill(self) -> None:
-        """Kill every process that is left."""
         for pid in [*self.children, self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -97,7 +91,6 @@ class Engine:
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _await_ready(self) -> str:
-        """Return the engine's address. pytest's own timeout ends an engine that hangs."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if match := re.search(r"ready after .*: (http://\S+) serves", line):
@@ -199,7 +192,6 @@ def chat_body(content: object, **fields: Any) -> dict[str, Any]:
 
 
 def picture(seed: int, height: int, width: int) -> Image.Image:
-    """Return smooth random colours: such pictures differ after any resize."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -234,7 +226,6 @@ def run_dir_of(pid: int) -> Path:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

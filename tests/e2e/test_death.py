@@ -36,7 +36,6 @@ def test_sigkill(tiny: Path, victim: str) -> None:
 
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_a_stop_lets_running_requests_end_unless_it_is_asked_twice(tiny: Path, num_signals: int) -> None:
-    """Meanwhile the engine is unhealthy and refuses requests."""
     with doomed(tiny, *LONG) as engine:
         answer = LongAnswer(engine.url, num_tokens=300 if num_signals == 1 else 4000)
         engine.process.send_signal(signal.SIGTERM)

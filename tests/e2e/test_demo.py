@@ -55,7 +55,6 @@ def assert_same(engine: Engine, records: Sequence[Recorded], at_once: int) -> No
 
 @pytest.mark.parametrize("in_gate", [pytest.param(True, marks=pytest.mark.gate), False])
 def test_answers_in_whole_prompts_fresh_and_cached(demo: Engine, recorded: list[Recorded], in_gate: bool) -> None:
-    """A quarter of the questions is in the gate."""
     records = [record for i, record in enumerate(recorded) if (i % 4 == 0) == in_gate]
     assert_same(demo, records, AT_ONCE)
     with Counted(demo) as counted:

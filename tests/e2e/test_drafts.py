@@ -55,8 +55,6 @@ def ask_all(engine: Engine, predictions: dict[str, str]) -> dict[str, list[Any]]
 
 
 def test_answers_are_those_without_drafts(demo: Engine, drafting: Engine) -> None:
-    """Red if drafts change a text, a finish reason or a number of tokens: predictions that hold, that hold in part, or none; with requests
-    that are preempted."""
     plain = ask_all(demo, {})
     texts = {name: choices[0][0] for name, (choices, _) in plain.items()}
     rng = random.Random(0)

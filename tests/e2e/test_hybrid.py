@@ -37,7 +37,6 @@ def ask(engine: Engine, messages: list[dict[str, Any]], **fields: Any) -> dict[s
 @pytest.mark.gate
 @pytest.mark.parametrize("thinks", [True, False])
 def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> None:
-    """Red if states are kept where a turn without the earlier reasoning never finds them."""
     pictures = (image_part(picture(seed + 10 * thinks, 448, 448)) for seed in range(4))
     messages = []
     before = 0
@@ -54,7 +53,6 @@ def test_a_next_turn_computes_only_what_is_new(engine: Engine, thinks: bool) -> 
 
 
 def test_drafts_change_no_answer(engine: Engine, folder: Path) -> None:
-    """Red if a rejected draft token of the model's head stays in a state, on two ranks; `lookup` is in tests/unit/worker/test_drafts.py."""
     questions = [f"Count {word}. " * 4 for word in ("up", "down", "stars", "on")]
     asked = [(question, {"temperature": heat, "seed": 3, "max_tokens": 40}) for question in questions for heat in (0, 0.7)]
 

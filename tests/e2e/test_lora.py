@@ -30,7 +30,6 @@ def merged_tokens(folder: Path, adapter: Path | None) -> list[int]:
 
 
 def test_adapters_take_turns_in_one_slot(tmp_path: Path) -> None:
-    """Requests of three adapters and of the model arrive together; a fourth adapter is loaded meanwhile."""
     folder, root = tmp_path / "model", tmp_path / "adapters"
     write_model_folder(folder, SHAPES["tiny"], weights="random", seed=3)
     names = ["a", "b", "c", "late"]

@@ -3,32 +3,24 @@
 import json
 import re
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
 
 from models.demo import CHECKPOINT
-from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.browser import CHROMIUM, Page, open_page
 from tests.e2e.drawing import drawn
 from tests.e2e.serving import Engine, serve
 from tests.unit.server.clips import encode as encode_video
 from tests.unit.server.clips import frames_of
-from tests.unit.server.stack import Stack, answer_ids
 
 no_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: install Debian's package chromium")
 pytestmark = [pytest.mark.browser, no_browser]
 
 ANSWERS = "all('.theirs').map(node => node.querySelector('.text').textContent.trim())"
 TIMINGS = "all('.timings').map(node => node.firstChild.textContent.split(' · '))"
-STOP_EARLY = (  # inside the page: the answer takes a quarter of a second
-    "new MutationObserver((_, observer) => { if ($('.theirs .text')?.textContent.length > 8) {"
-    "$('#stop').click(); observer.disconnect(); } }).observe($('#log'),"
-    "{childList: true, subtree: true, characterData: true})"
-)
 COPIED = "let copied = []; document.execCommand = () => copied.push(document.activeElement.value);"
 READY = "$('#status.good')"
 DONE = "$('.theirs') && !$('.theirs[aria-busy=\"true\"]')"
@@ -85,25 +77,7 @@ async def test_pictures_from_files_over_several_turns(page: Page, tmp_path: Path
     assert "demo" in (await page.evaluate(ANSWERS))[0]
 
 
-async def test_enter_sends_and_shift_enter_starts_a_line(page: Page) -> None:
-    await page.click("#question")
-    await page.type("hello")
-    await page.press("Enter", modifiers=8)
-    assert await page.evaluate("[$('#question').value, !$('.turn')]") == ["hello\n", True]
-    await ask(page, "hello")
-    assert await page.evaluate("$('.mine .text').textContent") == "hello\nhello"
-
-
-async def test_an_answer_is_stopped(page: Page) -> None:
-    await page.evaluate(STOP_EARLY)
-    await ask(page, "Count to 30.")
-    assert (await page.evaluate(TIMINGS))[0][-1] == "stopped"
-    (text,) = await page.evaluate(ANSWERS)
-    assert text.startswith("1, 2, 3") and not text.endswith("30")
-
-
 async def test_errors_are_shown_in_words(page: Page) -> None:
-    """Red if an error of the API is not shown in words, or its turn is lost."""
     await page.evaluate(
         "(() => { const data = new DataTransfer(); data.items.add(new File(['no picture'], 'photo.png', {type: 'image/png'}));"
         "data.items.add(new File(['text'], 'notes.txt', {type: 'text/plain'}));"
@@ -150,37 +124,6 @@ async def test_api_key(tmp_path: Path) -> None:
             await page.click(".timings button")
             assert await page.evaluate("copied[0].includes('$API_KEY') && !copied[0].includes('sesame')")
             assert await page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
-
-
-@pytest.fixture
-def speaker(tmp_path: Path) -> Iterator[tuple[str, Callable[..., None]]]:
-    """The address of a server, and a function that sets its next answer."""
-    write_model_folder(tmp_path, SHAPES["tiny"], weights="none", seed=0)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    stack = Stack(tmp_path)
-
-    def say(text: str, **options: str) -> None:
-        stack.scheduler.script = answer_ids(tokenizer.encode(text).ids, **options)
-
-    yield stack.url, say
-    stack.close()
-
-
-async def test_thoughts_stand_apart(speaker: tuple[str, Callable[..., None]]) -> None:
-    url, say = speaker
-    say("<think>\nHm,\nwell.\n</think>\n\nYes.")
-    async with open_page(url + "/") as page:
-        await page.wait(READY)
-        await ask(page, "really?")
-        assert await page.evaluate(ANSWERS) == ["Yes."]
-        assert await page.evaluate("$('.thoughts').textContent") == "Hm,\nwell.\n"
-        assert await page.evaluate("messages.at(-1)") == {"role": "assistant", "content": "Yes."}
-        say("<think>\nHm, well, on and on", reason="length")
-        await page.click("#question")
-        await page.type("and then?")
-        await page.press("Enter")
-        await page.wait("$('#problem').textContent === 'The answer is empty (length).'")
-        assert await page.evaluate(ANSWERS) == ["Yes."]
 
 
 MARKED = r"""# Title

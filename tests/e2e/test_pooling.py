@@ -38,7 +38,6 @@ def unit(hidden: torch.Tensor, size: int | None = None) -> np.ndarray[Any, Any]:
 
 @pytest.mark.gate
 def test_embeddings_of_texts(tiny_engine: Engine, reference: Reference) -> None:
-    """Also from a cached prefix."""
     texts = ["What is this?", "Something else, much longer. " * 20, "What is this?"]
     found = post(tiny_engine, "/v1/embeddings", input=texts)
     assert [entry["index"] for entry in found["data"]] == [0, 1, 2] and found["usage"]["prompt_tokens"] > 300
@@ -65,7 +64,6 @@ def test_embeddings_of_messages_with_images(tiny_engine: Engine, reference: Refe
 
 
 def asked_of(reference: Reference, query: list[Any], document: list[Any], images: list[Any], instruction: str = RERANK) -> float:
-    """Return P(yes) by transformers."""
     content = [text_part(f"<Instruct>: {instruction}"), text_part("<Query>:"), *query, text_part("\n<Document>:"), *document]
     messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": content}]
     yes, no = reference.logits_of_words(messages, images, ["yes", "no"])

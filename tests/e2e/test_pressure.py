@@ -26,7 +26,6 @@ def ask(engine: Engine, i: int) -> str:
 
 
 def assert_everything_is_free(engine: Engine) -> None:
-    """Idle processes also check their arenas and states themselves."""
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "engine_num_pinned_images"):
         eventually(lambda name=name: engine.metric(name) == 0, f"{name} == 0")
     eventually(lambda: engine.metric("engine_num_free_blocks") == engine.metric("engine_num_blocks"), "the release of all blocks")
@@ -52,7 +51,6 @@ def test_preemption_and_eviction_change_no_answer(tiny_engine: Engine, tight: En
 
 
 def leave(engine: Engine, body: bytes, num_sent: int, num_lines: int) -> None:
-    """Send this much of a body, read this many lines of the answer, and close the connection."""
     connection = http.client.HTTPConnection(engine.url.removeprefix("http://"))
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("Content-Type", "application/json")

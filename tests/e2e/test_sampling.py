@@ -38,7 +38,6 @@ def test_answers_follow_a_schema_among_free_ones(tight: Engine) -> None:
 
 @pytest.mark.gate
 def test_logprobs_are_reported(demo: Engine) -> None:
-    """Those of the raw logits: a bias does not show in them."""
     fields = {"temperature": 0, "logprobs": True, "top_logprobs": 3, "max_tokens": 6}
     plain = demo.chat("Hello", **fields).json()["choices"][0]["logprobs"]["content"]
     assert all(len(item["top_logprobs"]) == 3 and item["logprob"] == item["top_logprobs"][0]["logprob"] for item in plain)

@@ -13,5 +13,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """Made once: kernels are compiled at their first use."""
     return make_backend(request.config.getoption("--backend"), torch.device("cuda", 0))

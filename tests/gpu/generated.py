@@ -29,8 +29,6 @@ def config_of(shape: str, folder: Path) -> ModelConfig:
 
 @dataclass
 class Generated:
-    """A `Stored` tensor in bfloat16."""
-
     name: str
     shape: tuple[int, ...]
     device: torch.device
@@ -46,8 +44,6 @@ class Generated:
 
 
 class GeneratedSource(dict[str, Generated]):
-    """What `fill` reads."""
-
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         super().__init__({name: Generated(name, shape, device) for name, shape in tensor_shapes(config).items()})
 

@@ -34,7 +34,6 @@ FIELDS: list[dict[str, Any]] = [
 
 
 def ask_all(engine: Engine, **fields: Any) -> None:
-    """Requests of all kinds at once, with long and short prompts and up to four images, whose blocks are taken and given back."""
 
     def ask(i: int) -> None:
         images = [image_part(picture(100 * i + j, 320, 448), "JPEG") for j in range(i % 5)]
@@ -54,7 +53,6 @@ def test_hybrids(tmp_path: Path, flags: tuple[str, ...]) -> None:
 
 
 def test_adapters(tmp_path: Path) -> None:
-    """Two adapters that take turns in one slot."""
     write_model_folder(tmp_path / "base", replace(SHAPES["8B"], **SMALL | {"layers": 4}, deepstack=(1, 3, 5)), weights="none", seed=0)
     config = read_config(tmp_path / "base")
     modules = [f"{name}={write_adapter(tmp_path / name, config, seed=i)}" for i, name in enumerate("ab")]

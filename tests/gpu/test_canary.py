@@ -1,7 +1,4 @@
-"""The demo model on a GPU, asked five hundred questions with pictures of all sizes mixed: every answer is that of transformers.
-
-Red when a captured graph, a fused kernel or a cache serves one image's size with another's data.
-"""
+"""The demo model on a GPU, asked five hundred questions with pictures of all sizes mixed: every answer is that of transformers."""
 
 import asyncio
 import json
@@ -24,7 +21,6 @@ MIN_MARGIN = 2.0  # logits: what transformers was less sure of, bfloat16 may rea
 
 
 def test_five_hundred_answers_with_mixed_sizes(request: pytest.FixtureRequest) -> None:
-    """The recorded questions in random order, most of them several times: fresh, cached, batched with all others."""
     records = [
         record for record in json.loads((CHECKPOINT.parent / "reference_answers.json").read_text()) if record["margin"] >= MIN_MARGIN
     ]

@@ -1,5 +1,4 @@
-"""Collectives of few values over real GPUs: eager and in graphs, with ranks that come late and early. Red when one reads what is not there
-yet, overwrites what another one has not read, or has other bits."""
+"""Collectives of few values over real GPUs: eager and in graphs, with ranks that come late and early."""
 
 import random
 from pathlib import Path

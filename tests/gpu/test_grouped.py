@@ -69,7 +69,6 @@ CLASSES = ((1, RowClass.SINGLE), (3, RowClass.FEW), (64, RowClass.FEW), (100, Ro
 @pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("format, height, width", MATRICES)
 def test_products_are_those_of_plain_torch(format: str, height: int, width: int, is_prepared: bool) -> None:
-    """Of our portable kernels, and of humming-kernels for integers that are prepared."""
     generator = torch.Generator(DEVICE).manual_seed(1)
     ours = random_matrix(height, width, format, generator, "portable")
     values_NK = ours.storage.dequantized()
@@ -100,8 +99,6 @@ EXPERTS = [
 
 @pytest.mark.parametrize("format, inner, has_shared", EXPERTS)
 def test_experts_are_those_of_plain_torch(backend: Backend, format: str, inner: int, has_shared: bool) -> None:
-    """By humming-kernels, and by our kernels where it has none: 192 values, and floats. A single token and several, whole and
-    as another rank has them; the same twice, whatever the order of atomics."""
     generator, count = torch.Generator(DEVICE).manual_seed(1), 128 + has_shared
     shapes = (count * 2 * inner, 2048), (count * 2048, inner)
     gate_up, down = (random_matrix(*shape, format, generator, backend=backend.name, count=count) for shape in shapes)

@@ -31,7 +31,6 @@ def assert_well(engine: Engine) -> None:
 
 
 def test_files_that_are_not_what_they_claim(engine: Engine) -> None:
-    """Red if one is answered by 500, ends the worker, or leaves something in the decoder."""
 
     def ask(name: str) -> tuple[str, int]:
         data, allowed = CORPUS[name]

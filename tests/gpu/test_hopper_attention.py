@@ -1,4 +1,4 @@
-"""Attention kernels of the Hopper backend, one by one, against torch in float64. Red when heads, pages or lengths need what 8B's do not."""
+"""Attention kernels of the Hopper backend, one by one, against torch in float64."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -83,7 +83,6 @@ DECODES = [[1, 15, 16, 17, 64, 65, 1000], [3000, *[20] * 10], [389] * 64, [5000]
 @pytest.mark.parametrize("heads", [(8, 8), (16, 8), (32, 8), (64, 8), (16, 1)])
 @pytest.mark.parametrize(("page", "head_dim"), [(8, 128), (16, 128), (16, 64), (256, 128)])
 def test_few_tokens(heads: tuple[int, int], page: int, head_dim: int) -> None:
-    """Decode rows of any lengths, and short chunks with any context; the same again from the same plan. Large scores do not overflow."""
     batches = [(lengths, None) for lengths in DECODES] + [([context + new for new in FEW], FEW) for context in (0, 30, 47, 600, 2000)]
     for scale, (lengths, tokens) in enumerate(batches):
         step = build(lengths, heads, head_dim, page, tokens=tokens)
@@ -158,7 +157,6 @@ CHUNKS = {
 @pytest.mark.parametrize("heads", [(8, 8), (16, 8), (32, 8), (64, 8), (16, 1)])
 @pytest.mark.parametrize(("page", "head_dim"), [(8, 128), (16, 128), (16, 64), (256, 128)])
 def test_chunks(heads: tuple[int, int], page: int, head_dim: int) -> None:
-    """Rows of any lengths, some empty, in a slice of a larger tensor, pages in any order. Neighbours in the tensor stay as they are."""
     for tokens, lengths in CHUNKS.items():
         step = build(lengths, heads, head_dim, page, tokens=tokens)
         count, pages = len(step.q), step.layout.pages

@@ -1,4 +1,4 @@
-"""The GPU's JPEG decoders against Pillow: pixels, samplings, and files that are broken. Red when a decoder's defaults change."""
+"""The GPU's JPEG decoders against Pillow: pixels, samplings, and files that are broken."""
 
 import io
 
@@ -26,7 +26,6 @@ def pillow(data: bytes) -> np.ndarray:
 
 
 def test_pixels_are_pillows() -> None:
-    """All samplings that stay encoded, odd sizes, grey, smooth and noise, in one batch with files that are no pictures."""
     rng = np.random.default_rng(0)
     coarse = rng.integers(0, 256, (9, 12, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((333, 257), Image.Resampling.BICUBIC))

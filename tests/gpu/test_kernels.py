@@ -1,17 +1,13 @@
-"""The CUDA operations against plain torch on the device, at the widths of every published size. Red when a shape needs what 8B does not."""
+"""The CUDA operations against plain torch on the device, at the widths of every published size."""
 
-import numpy as np
 import pytest
 import torch
 
 from models.kernels.backend import Backend
-from models.kernels.reference.ops import TorchOps
 from models.kernels.reference.varlen import TorchVarlen
 from models.kernels.stream import Normed, Residual, RowClass
-from models.vision.preprocess import Preprocessor
 from models.weights.float8 import GroupScaled
 from models.weights.matrix import Matrix
-from tests.gpu.generated import config_of
 
 if torch.cuda.is_available():
     from models.kernels.triton import text  # needs Triton, which a CPU machine may lack
@@ -19,7 +15,6 @@ if torch.cuda.is_available():
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
 
 DEVICE = torch.device("cuda")
-REFERENCE = TorchOps()
 EPS = 1e-6
 WIDTHS = [(2048, 6144), (2560, 9728), (4096, 12288), (5120, 25600)]  # hidden and intermediate size: 2B, 4B, 8B, 32B
 SMALL_WIDTHS = [(2048, 2560), (1024, 5120), (512, 12288)]  # float8 products of one token by each kind of small blocks
@@ -38,7 +33,6 @@ def normed(x: torch.Tensor | Residual, norm: torch.Tensor) -> Normed:
 
 
 def both(matrix: torch.Tensor, backend: Backend, format: str = "plain") -> tuple[Matrix, Matrix]:
-    """A matrix, multiplied by the backend and by the reference."""
     ours = Matrix.of(matrix, backend.name, format)
     return ours, ours.on("torch")
 
@@ -62,7 +56,6 @@ def test_products(backend: Backend, hidden: int, inner: int, tokens: int) -> Non
 @pytest.mark.parametrize("tokens", [1, 2, 17, 61, 100, 301])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int, dtype: torch.dtype) -> None:
-    """`dtype` of the norm. Tokens and widths whose scales need padding, which does not get into the result."""
     scale, rows = torch.logspace(-2, 2, hidden, device=DEVICE).bfloat16(), RowClass.of(tokens)
     x, h, norm, residual = normal(tokens, hidden), normal(tokens, inner), normal(hidden).to(dtype), normal(tokens, hidden)
     gate_up = both(normal(2 * inner, hidden) * scale, backend, "float8")
@@ -97,7 +90,6 @@ Pair = tuple[Matrix, Matrix]
 
 
 def check_residual(h: torch.Tensor, down: Pair, residual: torch.Tensor, norm: torch.Tensor, gate_up: Pair) -> None:
-    """A product that joins the residual, and what reads it behind; then the sum of a tensor-parallel product."""
     streams, rows = (Residual(residual.clone()), Residual(residual)), RowClass.of(len(h))
     addend, again = normal(1, *residual.shape), normal(1, *residual.shape)
 
@@ -119,7 +111,6 @@ def check_residual(h: torch.Tensor, down: Pair, residual: torch.Tensor, norm: to
 @pytest.mark.parametrize("head_dim", [32, 64, 72])
 @pytest.mark.parametrize("lengths", [[4], [256, 1000, 16, 3520], [129] * 70, [3520], [14_400, 300]])
 def test_attention_inside_segments(backend: Backend, head_dim: int, lengths: list[int]) -> None:
-    """Also with tiles in parts. The same twice."""
     kvq, angles = normal(sum(lengths), 3, 16, head_dim), torch.rand((sum(lengths), head_dim // 2), device=DEVICE)
     tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
     results = []
@@ -128,31 +119,3 @@ def test_attention_inside_segments(backend: Backend, head_dim: int, lengths: lis
         results.append(segments.run(kvq.clone(), tables))
         assert segments.run(kvq.clone(), tables).equal(results[-1])
     assert close(results[1], results[0])
-
-
-def test_pixels_are_those_of_the_cpu(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> None:
-    geometry = config_of("8B", tmp_path_factory.mktemp("8B")).geometry
-    on_gpu, on_cpu = Preprocessor(geometry, backend.ops, DEVICE), Preprocessor(geometry, REFERENCE, torch.device("cpu"))
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        size = rng.integers(20, 1500, 2).tolist()
-        image = torch.randint(256, (*size, 3), dtype=torch.uint8)
-        grid = geometry.grid(*size)
-        ours, expected = (torch.full((grid[1] * grid[2], 768), -1e3, dtype=torch.bfloat16, device=d) for d in (DEVICE, "cpu"))
-        on_gpu.write_patches(image.to(DEVICE), grid, ours)
-        on_cpu.write_patches(image, grid, expected)
-        assert ours.cpu().equal(expected), size
-
-
-def test_transfers(backend: Backend) -> None:
-    """Pinned memory is read before it changes; tokens are on the host when their event is done."""
-    host, device = torch.empty(8192, dtype=torch.uint8, pin_memory=True), torch.empty(8192, dtype=torch.uint8, device=DEVICE)
-    last_tokens = torch.zeros(300, dtype=torch.int64, device=DEVICE)
-    for step in range(50):
-        host.copy_(torch.randint(256, (8192,), dtype=torch.uint8))
-        rows, tokens = torch.randperm(300)[: 1 + 5 * step].to(DEVICE), torch.randint(1 << 40, (1 + 5 * step,)).to(DEVICE)
-        backend.transfers.fetch_(device, host)
-        found, done = backend.transfers.deliver_(tokens, rows, last_tokens), torch.cuda.Event()
-        done.record()
-        done.synchronize()
-        assert found.is_pinned() and found.equal(tokens.cpu()) and last_tokens[rows].equal(tokens) and device.cpu().equal(host)

@@ -1,7 +1,4 @@
-"""A GPU of 24 GB, made of a large one by ballast in this process: what the worker planned holds everything that comes to be allocated.
-
-Red when something that is allocated later (graphs, tables, the sampler, an image decoder) is in no plan.
-"""
+"""A GPU of 24 GB, made of a large one by ballast in this process: what the worker planned holds everything that comes to be allocated."""
 
 import asyncio
 import random
@@ -24,7 +21,6 @@ CLIENTS = 24
 
 
 async def stress(engine: Engine) -> tuple[list[str], int]:
-    """Errors of mixed requests, some of them aborted, and the least memory that was free meanwhile."""
     errors = []
     least = torch.cuda.mem_get_info()[0]
     deadline = time.monotonic() + SECONDS

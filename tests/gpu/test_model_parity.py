@@ -1,7 +1,6 @@
 """The 8B shape on one GPU, bfloat16: our kernels and CUDA graphs against transformers with the same random weights.
 
-Red when a CUDA path disagrees with the reference: a kernel, an epilogue, a plan, or the order of pages. Tokens are not compared: a random
-model in bfloat16 flips them under any change of summation order.
+Tokens are not compared: a random model in bfloat16 flips them under any change of summation order.
 """
 
 import itertools
@@ -78,7 +77,6 @@ def test_logits_equal_transformers(model: Qwen3VL, backend: Backend, expected: d
 
 
 def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(backend: Backend, tmp_path: Path) -> None:
-    """Eight layers."""
     config = config_of(SHAPE, tmp_path)
     config = replace(config, text=replace(config.text, num_layers=8, quantized_to="float8"))
     few = Qwen3VL(config, TensorParallel.single(), backend, torch.bfloat16)

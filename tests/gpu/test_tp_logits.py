@@ -1,4 +1,4 @@
-"""The 8B shape over two and four GPUs (NCCL) against one: teacher-forced logits in bfloat16. Red when a layer is cut at the wrong place."""
+"""The 8B shape over two and four GPUs (NCCL) against one: teacher-forced logits in bfloat16."""
 
 from pathlib import Path
 
@@ -42,7 +42,6 @@ def worker(rank: int, size: int, symmetric: bool, name: BackendName, config: Mod
 
 
 def teacher_forced(model: Qwen3VL, backend: Backend) -> torch.Tensor:
-    """All logits of each prompt: half of it as one chunk, then a chunk, then eight single tokens."""
     logits = []
     for parts in PROMPTS.values():
         prompt = Prompt.build(model.config, parts)
@@ -76,7 +75,6 @@ def one_rank(name: BackendName, config: ModelConfig, tmp_path_factory: pytest.Te
 def test_logits_equal_those_of_one_gpu(
     name: BackendName, config: ModelConfig, one_rank: torch.Tensor, tmp_path: Path, size: int, symmetric: bool
 ) -> None:
-    """Sums of chunks by NCCL; those of few tokens, too, or in symmetric memory."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     mp.spawn(worker, args=(size, symmetric, name, config, tmp_path), nprocs=size)

@@ -16,7 +16,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @contextlib.asynccontextmanager
 async def client_of(handler: Handler) -> AsyncIterator[ChatClient]:
-    """A client of a server with this handler of chat completions."""
     app = web.Application(client_max_size=1 << 28)
     app.router.add_post("/v1/chat/completions", handler)
     async with TestServer(app) as server, ChatClient(str(server.make_url("/"))) as client:
@@ -31,8 +30,6 @@ async def stream(request: web.Request, data: bytes) -> web.StreamResponse:
 
 
 class Echo:
-    """Answers with the length of the text, as soon as `expected` requests have arrived."""
-
     def __init__(self, expected: int = 1) -> None:
         self.expected = expected
         self.texts = []

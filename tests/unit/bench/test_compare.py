@@ -28,7 +28,6 @@ def test_figures_of_each_run() -> None:
 
 
 def test_the_verdict_is_of_medians() -> None:
-    """12 % is a loss; 1.5 % is none, and neither is one slow round of three."""
     assert is_loss({"old": [{"tpot_ms": 1.747}], "new": [{"tpot_ms": 1.960}]})
     assert not is_loss({"old": [{"tpot_ms": 1.960}], "new": [{"tpot_ms": 1.99}]})
     samples = {"old": [{"tpot_ms": 2.0}] * 3, "new": [{"tpot_ms": value} for value in (2.01, 9.0, 2.0)]}

@@ -34,7 +34,6 @@ async def test_a_server_is_asked_and_counted() -> None:
 
 
 def test_wilson_interval() -> None:
-    """Values of a worked example in the literature; no NaN at 0 and 1."""
     low, high = Score("x", 81, 263).interval
     assert (low, high) == pytest.approx((0.2553, 0.3662), abs=2e-4)
     assert Score("x", 10, 10).interval[1] == pytest.approx(1.0)

@@ -42,12 +42,10 @@ MAX_ROWS = 16
 
 
 def make(config: ModelConfig, tp: TensorParallel) -> Qwen3VL:
-    """What the registry says, in float32 on the CPU, without values."""
     return cast(Qwen3VL, make_model(config, tp, TORCH, torch.float32))
 
 
 def load(folder: Path, with_head: bool = False, quantized_to: str | None = None) -> Qwen3VL:
-    """The whole model in float32 on the CPU."""
     config = read_config(folder, with_head)
     model = make(replace(config, text=replace(config.text, quantized_to=quantized_to)), TensorParallel.single())
     load_weights(model, folder, lambda done, total: None)
@@ -63,15 +61,12 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_same(first: nn.Module, second: nn.Module) -> None:
-    """Every value of one is that of the other."""
     ours, theirs = stored_tensors(first), stored_tensors(second)
     assert ours.keys() == theirs.keys()
     assert not [path for path in ours if not ours[path].equal(theirs[path])]
 
 
 class TensorSource(dict[str, InMemory]):
-    """What `fill` reads, of tensors in memory."""
-
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__({name: InMemory(tensor) for name, tensor in tensors.items()})
 
@@ -120,7 +115,6 @@ def noise_image(height: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def smooth_image(height: int, width: int, seed: int = 0) -> torch.Tensor:
-    """Colours that change slowly, as in a photograph."""
     y, x = np.mgrid[0:height, 0:width] / max(height, width)
     waves = [np.sin(6 * x * (c + 1) + seed) * np.cos(5 * y * (c + 1) - seed) for c in range(3)]
     return torch.from_numpy((np.stack(waves, -1) * 127 + 128).clip(0, 255).astype(np.uint8))
@@ -156,8 +150,6 @@ PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "five images": FIVE_IMAGES, "se
 
 @dataclass
 class Session:
-    """One sequence: everything known of it, and its pages."""
-
     ids: list[int]
     positions: np.ndarray
     delta: int
@@ -220,7 +212,6 @@ class PagedRunner:
         return [*session.ids[len(prompt.ids) :], int(logits.argmax())]
 
     def batch(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want) -> ForwardBatch:
-        """The step's input; pages are taken for it, but it is not run."""
         ids: list[int] = []
         positions, slots, visual, pages = [], [], [], []
         qo, kv, page_ends, wanted = [0], [], [0], []
@@ -271,7 +262,6 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def every_logit(model: Qwen3VL, prompt: Prompt, chunk: int = 1 << 30, backend: Backend = TORCH) -> torch.Tensor:
-    """Logits of all tokens of a prompt in chunks."""
     runner = PagedRunner(model, backend=backend)
     session, parts = runner.start(prompt), []
     while (left := len(prompt.ids) - session.computed) > 0:
@@ -297,7 +287,6 @@ def check_rows_of_one_step(model: Qwen3VL) -> None:
 
 
 def check_a_step_without_wanted_tokens(model: Qwen3VL) -> None:
-    """A chunk in the middle of a prompt asks for no logits; the chunk after it finds its keys and states."""
     prompt = Prompt.build(model.config, ONE_IMAGE)
     runner = PagedRunner(model)
     session = runner.start(prompt)

@@ -66,7 +66,6 @@ def gptq(bits: int, offset: int, symmetric: bool = True) -> Writer:
 
 
 def compressed(**weights: object) -> Writer:
-    """By compressed-tensors, weights only."""
     arguments = QuantizationArgs(**weights)
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
 
@@ -131,7 +130,6 @@ def rewrite(plain: Path, out: Path, meant: Path, writer: Writer, quantization: d
 
 
 def modules_of(tensors: Tensors) -> Tensors:
-    """With the matrices of each expert alone."""
     found: Tensors = {}
     hidden = next(tensor.shape[1] for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
     for name, tensor in tensors.items():

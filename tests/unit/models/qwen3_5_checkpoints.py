@@ -36,7 +36,6 @@ MOE = {
 
 
 def write(folder: Path, is_sparse: bool = False, is_tied: bool = False, ids: Mapping[str, int] = IDS, **text: object) -> PreTrainedModel:
-    """Saves one and returns it."""
     rest = {"vision_config": VISION, "tie_word_embeddings": is_tied, **ids}
     model: PreTrainedModel
     if is_sparse:

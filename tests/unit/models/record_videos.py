@@ -35,7 +35,6 @@ CASES: list[tuple[int, int, int, float | None, dict[str, Any]]] = [
 
 
 def frames_of(count: int, height: int, width: int) -> np.ndarray:
-    """Slow ramps that move, in integers alone: the same everywhere."""
     y, x = np.mgrid[0:height, 0:width]
     waves = [[abs((3 * x + 2 * (c + 1) * y + 11 * i * (c + 1)) % 510 - 255) for c in range(3)] for i in range(count)]
     return np.array(waves, np.uint8).transpose(0, 2, 3, 1)

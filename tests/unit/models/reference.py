@@ -24,7 +24,6 @@ def image_processor(config: ModelConfig) -> Qwen2VLImageProcessorPil:
 
 
 def token_types(config: ModelConfig, ids: torch.Tensor) -> torch.Tensor:
-    """1 for placeholders of images, 2 for those of videos, 0 for text."""
     return (ids == config.placeholder_ids["image"]).int() + 2 * (ids == config.placeholder_ids["video"]).int()
 
 
@@ -38,7 +37,6 @@ def video_pixels(video: VideoGeometry, frames: torch.Tensor) -> tuple[torch.Tens
 
 
 def inputs(config: ModelConfig, prompt: Prompt, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """What the reference's `forward` and `generate` take for one prompt."""
     ids = torch.tensor([prompt.ids])
     tensors = {"input_ids": ids, "mm_token_type_ids": token_types(config, ids), "attention_mask": torch.ones_like(ids)}
     if prompt.videos:

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.wire.config import EngineConfig
-from engine.wire.memory import make_plan
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from tests.unit.models.harness import PagedRunner, Prompt, every_logit, load, relative
@@ -32,7 +30,6 @@ def test_logits_and_greedy_tokens_equal_the_reference(tmp_path: Path, kind: str)
 
 
 def config_of(folder: Path, **changes: object) -> ModelConfig:
-    """`write`'s with other settings; None removes one."""
     file = folder / "config.json"
     settings = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
@@ -46,10 +43,3 @@ def test_what_published_files_leave_out(tmp_path: Path) -> None:
     text = config_of(tmp_path, **left_out, rope_theta=7e5, rope_scaling=scaling).text
     assert (text.head_dim, text.num_kv_heads, text.rope_theta, text.llama3) == (12, 6, 7e5, (8, 1, 4, 256))
     assert config_of(tmp_path, rope_theta=None, rope_scaling=None).text.rope_theta == 10_000
-
-
-def test_a_plan_has_neither_a_tower_nor_an_image_cache(tmp_path: Path) -> None:
-    write(tmp_path, "llama")
-    plan = make_plan(EngineConfig(), read_config(tmp_path), 24 << 30, "portable")
-    assert (plan.needs.tower, plan.image_cache) == (0, 0)
-    assert plan.num_blocks > 0

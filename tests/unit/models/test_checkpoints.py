@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint.load import init_dummy_weights, load_weights
+from models.checkpoint.load import init_dummy_weights
 from models.config.huggingface import read_config
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
@@ -35,7 +35,6 @@ def settings(folder: Path, **changes: object) -> None:
 
 @torch.inference_mode()
 def hidden(model: Qwen3VL) -> torch.Tensor:
-    """The final hidden states of IDS, which an embedding model pools."""
     runner = PagedRunner(model)
     batch = runner.batch([(runner.start(Prompt(IDS, [], [])), len(IDS))], num_prefill_rows=1, want="all")
     runner.attention.plan(batch.attention)
@@ -72,26 +71,8 @@ def test_text_config_alone_may_tie_the_embeddings(tmp_path: Path) -> None:
         assert read_config(tmp_path).tie_word_embeddings is expected
 
 
-def test_an_index_of_other_files_is_not_followed(tmp_path: Path) -> None:
-    write_model_folder(tmp_path, SHAPES["tiny"], weights="random", seed=1)
-    names = load_file(tmp_path / "model.safetensors").keys()
-    for stem, file in (("consolidated", "consolidated-1.safetensors"), ("model", "model.safetensors")):
-        (tmp_path / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
-    (tmp_path / "consolidated-1.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
-    expected = hidden(load(tmp_path))
-    change(tmp_path, lambda name: name)
-    (tmp_path / "consolidated-1.safetensors").unlink()
-    assert hidden(load(tmp_path)).equal(expected)
-    (tmp_path / "model-other.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
-    other = {"weight_map": dict.fromkeys(names, "model-other.safetensors")}
-    (tmp_path / "model.other.safetensors.index.json").write_text(json.dumps(other))
-    with pytest.raises(ValueError, match="several weight indexes"):
-        load_weights(make(read_config(tmp_path), TensorParallel.single()), tmp_path, lambda done, total: None)
-
-
 @pytest.mark.parametrize("format", ["plain", "float8"])
 def test_dummy_weights_of_what_ranks_share_are_equal(tmp_path: Path, format: str) -> None:
-    """Ranks that hold the same KV head must cache the same keys. Red if each rank makes up its own."""
     shape = replace(SHAPES["3.5-tiny"], intermediate=512, delta=Delta(4, 4, 128))
     write_model_folder(tmp_path, shape, weights="none", seed=0, format=format)
     config = read_config(tmp_path, with_head=True)

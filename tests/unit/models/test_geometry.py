@@ -1,4 +1,4 @@
-"""Sizes and positions against transformers: red when a rounding rule or the order of grid axes changes."""
+"""Sizes and positions against transformers."""
 
 import random
 

@@ -54,7 +54,6 @@ def is_quantized(module: str) -> bool:
 
 
 def folders(tmp_path: Path, shape: str, case: str, with_gates: bool = False) -> tuple[Path, Path]:
-    """A checkpoint, and one with the values that it means."""
     plain, out, meant = tmp_path / "plain", tmp_path / "out", tmp_path / "meant"
     write_model_folder(plain, SHAPES[shape], weights="random", seed=1)
     writer, config = CASES[case]
@@ -79,7 +78,6 @@ WITH_GATES = ("w4a16 of 32",)  # the projections of Gated DeltaNet's gates are q
 @pytest.mark.parametrize("case", ["awq", "gptq", "w4a16 of 32", "nvfp4"])
 @pytest.mark.parametrize("shape", ["tiny-moe", "3.5-tiny", "3.5-tiny-moe"])
 def test_experts_and_other_mixers(shape: str, case: str, tmp_path: Path) -> None:
-    """The head for drafts, where there is one, has the values, too."""
     out, meant = folders(tmp_path, shape, case, with_gates=case in WITH_GATES)
     ours, theirs = (load(folder, with_head=shape.startswith("3.5")) for folder in (out, meant))
     for (name, matrix), (_, expected) in zip(matrices_of(ours), matrices_of(theirs), strict=True):
@@ -157,7 +155,6 @@ def test_what_is_not_supported_is_named_before_weights_are_read(case: str, tmp_p
 
 
 def test_modules_may_have_formats_of_their_own(tmp_path: Path) -> None:
-    """Attention of 8 bits, the first MLP plain, the others of 4 bits."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     groups = {
         "group_0": {"targets": ["Linear"], "weights": weights},

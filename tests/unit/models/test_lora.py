@@ -1,4 +1,4 @@
-"""Adapters against transformers with PEFT, float32 on the CPU. Red when a matrix, a scale or a token's slot is mixed up."""
+"""Adapters against transformers with PEFT, float32 on the CPU."""
 
 import re
 from collections.abc import Sequence
@@ -17,11 +17,9 @@ from models.config.huggingface import read_config
 from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.lora.adapter import read_adapter
-from models.lora.low_rank import PENDING
-from models.lora.matrix import StepSlots
 from models.lora.slots import AdapterSlots, read_weights
 from models.parallel.group import TensorParallel
-from tests.unit.models import adapters, qwen3_5_checkpoints, reference, text_checkpoints
+from tests.unit.models import adapters, qwen3_5_checkpoints, reference
 from tests.unit.models.harness import ONE_IMAGE, SEVERAL_TURNS, TEXT, TORCH, PagedRunner, Prompt, Session, Want, load, make, relative
 from tests.unit.models.ranks import start_ranks
 
@@ -30,8 +28,6 @@ MIXED: dict[str, Any] = {"ranks": {"q_proj": 3, "layers.1.mlp.up_proj": 17}, "al
 
 
 class AdaptedRunner(PagedRunner):
-    """Sessions have slots; their images are encoded with their adapters."""
-
     def __init__(self, model: Qwen3VL, slots: AdapterSlots) -> None:
         super().__init__(model)
         self.slots, self.slot_of = slots, dict[int, int]()
@@ -49,7 +45,6 @@ class AdaptedRunner(PagedRunner):
 
 
 def adapt(folder: Path, *adapter_folders: Path) -> tuple[Qwen3VL, AdapterSlots]:
-    """A model of its own with adapters in slots 0, 1, ..."""
     model = load(folder)
     slots = AdapterSlots(model, TORCH, NUM_SLOTS, MAX_RANK)
     for slot, adapter in enumerate(adapter_folders):
@@ -85,7 +80,6 @@ def of_both(module: str) -> bool:
 
 
 def test_images_with_an_adapter_of_tower_and_decoder_equal_peft(tiny_folder: Path, tmp_path: Path) -> None:
-    """Two images with one adapter, and the same image without it in the same model."""
     adapter = adapters.write(tmp_path / "adapter", tiny_folder, 2, takes=of_both, **MIXED)
     theirs = peft_model(Qwen3VLForConditionalGeneration.from_pretrained(tiny_folder, dtype=torch.float32), adapter)
     model, slots = adapt(tiny_folder, adapter)
@@ -100,7 +94,6 @@ def test_images_with_an_adapter_of_tower_and_decoder_equal_peft(tiny_folder: Pat
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_hybrid_model_equals_peft(tmp_path: Path, is_sparse: bool) -> None:
-    """DeltaNet's projections, gated attention, and the tower; experts keep their weights."""
     qwen3_5_checkpoints.write(tmp_path / "model", is_sparse)
     kind = Qwen3_5MoeForConditionalGeneration if is_sparse else Qwen3_5ForConditionalGeneration
     rename = lambda path: re.sub(r"self_attn\.(in_proj|out_proj)", r"linear_attn.\1", path)  # noqa: E731
@@ -112,21 +105,7 @@ def test_hybrid_model_equals_peft(tmp_path: Path, is_sparse: bool) -> None:
     assert relative(every_logit(AdaptedRunner(model, slots), 0, prompt, 64), expected) < 1e-4
 
 
-def test_text_model_equals_peft(tmp_path: Path) -> None:
-    """Sizes that no tile divides, and names without `language_model`."""
-    ours = text_checkpoints.write(tmp_path / "model", "llama")
-    rename = lambda path: path.replace("model.language_model.", "model.")  # noqa: E731
-    adapter = adapters.write(tmp_path / "adapter", tmp_path / "model", 4, rename=rename)
-    theirs = peft_model(ours, adapter)
-    model, slots = adapt(tmp_path / "model", adapter)
-    prompt = Prompt.build(model.config, TEXT)
-    with torch.inference_mode():
-        expected = theirs(input_ids=torch.tensor([prompt.ids])).logits[0]
-    assert relative(every_logit(AdaptedRunner(model, slots), 0, prompt), expected) < 1e-4
-
-
 def test_rows_with_other_adapters_do_not_see_each_other(tiny_folder: Path, tmp_path: Path) -> None:
-    """Three adapters of different ranks and the base in one step, as prompts and as decode rows. One replaced another of more modules."""
     folders = [adapters.write(tmp_path / str(i), tiny_folder, i, rank=(4, 16, 24)[i], takes=of_both) for i in range(3)]
     model, slots = adapt(tiny_folder, *folders)
     few = adapters.write(tmp_path / "few", tiny_folder, 7, takes=lambda module: module.endswith((".5.o_proj", "o_proj", "gate_proj")))
@@ -158,7 +137,6 @@ def rank_logits(rank: int, size: int, folder: Path, adapter: Path, out: Path) ->
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_share_adapters_as_their_matrices(tiny_folder: Path, tmp_path: Path, size: int) -> None:
-    """Each rank has rows of B or columns of A; four ranks hold the two key heads twice."""
     adapter = adapters.write(tmp_path / "adapter", tiny_folder, 5, takes=of_both, **MIXED)
     theirs = peft_model(Qwen3VLForConditionalGeneration.from_pretrained(tiny_folder, dtype=torch.float32), adapter)
     start_ranks(rank_logits, size, tiny_folder, adapter, tmp_path)
@@ -166,11 +144,3 @@ def test_ranks_share_adapters_as_their_matrices(tiny_folder: Path, tmp_path: Pat
     expected = reference.logits(theirs.get_base_model(), config, Prompt.build(config, ONE_IMAGE))
     for rank in range(size):
         assert relative(torch.load(tmp_path / f"{rank}.pt"), expected) < 1e-4
-
-
-@pytest.mark.parametrize(("num_tokens", "num_wanted", "is_reset"), [(1, 1, True), (9, 1, True), (9, 2, False)])
-def test_scratch_is_reset_before_products_of_one_token(num_tokens: int, num_wanted: int, is_reset: bool) -> None:
-    """The last layer of a prompt computes its last token alone."""
-    scratch_XR = torch.zeros((4, 16), dtype=torch.int32)
-    StepSlots(scratch_XR).begin(torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_wanted, dtype=torch.int64))
-    assert (scratch_XR == (PENDING if is_reset else 0)).all()

@@ -1,4 +1,4 @@
-"""What a folder of an adapter may hold. Red when an adapter is served that the engine would compute differently from PEFT."""
+"""What a folder of an adapter may hold."""
 
 from pathlib import Path
 from typing import Any

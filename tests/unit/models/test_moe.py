@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Qwen3VLMoeForConditionalGeneration
 
@@ -32,7 +31,6 @@ from tests.unit.models.harness import (
     relative,
     stored_tensors,
 )  # fmt: skip
-from tests.unit.models.ranks import start_ranks
 
 TINY = SHAPES["tiny-moe"]
 VARIANTS = {
@@ -57,11 +55,6 @@ def load(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
 
 def transformers_model(folder: Path) -> Qwen3VLMoeForConditionalGeneration:
     return Qwen3VLMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor, part: float = 0.5) -> float:
-    """The median token's: where two experts tie in float8, another one may be chosen. Or of another quantile."""
-    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).quantile(part))
 
 
 def logits_of(model: Qwen3VL, parts: list[object], chunk: int = 1 << 30) -> torch.Tensor:
@@ -108,7 +101,6 @@ def resaved(tensors: Tensors) -> Tensors:
 
 
 def single(tensors: Tensors) -> Tensors:
-    """Each expert's matrices alone."""
     made = {name: tensor for name, tensor in tensors.items() if EXPERTS not in name}
     for name, tensor in resaved(tensors).items():
         if EXPERTS in name:
@@ -139,7 +131,6 @@ def test_every_layout_gives_the_same(folder: Path, float8_folder: Path, layout: 
 
 
 def test_what_transformers_saves_gives_the_same(folder: Path, tmp_path: Path) -> None:
-    """Both in the layout that it writes today, and in that of its own parameters."""
     ours, theirs = load(folder), transformers_model(folder)
     theirs.save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved")
@@ -147,15 +138,6 @@ def test_what_transformers_saves_gives_the_same(folder: Path, tmp_path: Path) ->
     own = empty(tmp_path / "saved")
     fill(own, TensorSource({name: tensor.data for name, tensor in theirs.named_parameters()}), lambda done, total: None)
     assert_same(ours, own)
-
-
-def test_scales_may_lie_otherwise_than_values(float8_folder: Path) -> None:
-    tensors = load_file(float8_folder / "model.safetensors")
-    scales = {name: t.transpose(1, 2).contiguous() for name, t in tensors.items() if name.endswith("proj_scale_inv") and EXPERTS in name}
-    models = [empty(float8_folder) for _ in range(2)]
-    for model, stored in zip(models, (tensors, tensors | scales), strict=True):
-        fill(model, TensorSource(stored), lambda done, total: None)
-    assert_same(*models)
 
 
 FIRST = "model.language_model.layers.0.mlp.experts."
@@ -178,29 +160,6 @@ def test_what_fits_no_layout_or_two_is_refused(folder: Path, change: Callable[[T
 
 
 # ---- several ranks -----------------------------------------------------------------------------------------------------------------
-
-
-CUTS = ((False, False), (True, False), (False, True), (True, True))  # whole experts; float8
-
-
-def worker(rank: int, size: int, folders: tuple[Path, Path], out: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
-    for whole_experts, is_fp8 in CUTS:
-        model = load(folders[is_fp8], TensorParallel(rank, size, dist.group.WORLD, whole_experts=whole_experts))
-        torch.save(logits_of(model, ONE_IMAGE, chunk=70), out / f"{rank}-{whole_experts}-{is_fp8}.pt")  # type: ignore[arg-type]
-    dist.destroy_process_group()
-
-
-def test_two_ranks_give_the_logits_of_one(folder: Path, float8_folder: Path, tmp_path: Path) -> None:
-    """Two real processes, with a share of every expert or half of them whole. Red when a layer is cut at the wrong place."""
-    folders = folder, float8_folder
-    start_ranks(worker, 2, folders, tmp_path)
-    expected = [logits_of(load(source), ONE_IMAGE, chunk=70) for source in folders]  # type: ignore[arg-type]
-    for rank in range(2):
-        for whole_experts, is_fp8 in CUTS:
-            found = torch.load(tmp_path / f"{rank}-{whole_experts}-{is_fp8}.pt")
-            assert difference(found, expected[is_fp8]) < (1.5e-2 if is_fp8 else 1e-5)
 
 
 def test_what_does_not_divide_is_a_value_error(folder: Path, float8_folder: Path) -> None:

@@ -1,7 +1,4 @@
-"""Our decoder and vision tower against transformers' with the same weights, float32 on the CPU.
-
-Red when a change alters any number: positions, patch order, norms, DeepStack levels, masks, or the order of pages.
-"""
+"""Our decoder and vision tower against transformers' with the same weights, float32 on the CPU."""
 
 import pytest
 import torch

@@ -29,7 +29,6 @@ KINDS = ("dense", "sparse")
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Qwen3VL, Any]]:
-    """Ours and theirs: dense and tied, and with experts."""
     made = {}
     for kind in KINDS:
         folder: Path = tmp_path_factory.mktemp(kind)

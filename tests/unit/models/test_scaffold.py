@@ -1,18 +1,16 @@
-"""Scaffolded folders are what transformers, tokenizers and the engine take them for. Red when an id, a file or a name moves."""
+"""Scaffolded folders are what transformers, tokenizers and the engine take them for."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from models.config.hub import hub_id_of, resolve
 from models.config.huggingface import read_config
 from models.scaffold import SHAPES, write_model_folder
-from models.scaffold.weights import random_tensor
 
 SPECIAL_IDS = {
     "<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, "<|vision_start|>": 151652, "<|vision_end|>": 151653,
@@ -38,20 +36,6 @@ def test_tokenizer_has_the_published_ids_and_size(published: Path) -> None:
     assert (published / "tokenizer.json").stat().st_size < 10e6
 
 
-def test_any_text_survives_and_english_is_not_split_into_letters(published: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(published / "tokenizer.json"))
-    for text in ("Describe what you see in this picture, please.", "naïve 你好 🎉\r\n\t x  y", "a" * 100, "def f(x):\n    return x\n", "é"):
-        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
-    text = "The small engine reads every image once and answers in plain words while the others wait for their turn"
-    assert len(text) / len(tokenizer.encode(text).ids) > 2.5
-
-
-def test_every_id_decodes(published: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(published / "tokenizer.json"))
-    assert all(tokenizer.id_to_token(i) for i in range(151_669))
-    assert sum(tokenizer.decode([i]).isascii() for i in range(256, 151_643)) == 151_643 - 256
-
-
 def test_typed_placeholders_become_special_ids_unless_specials_are_off(published: Path) -> None:
     """What the server must know: user text has to be encoded so that `<|image_pad|>` stays text."""
     tokenizer = Tokenizer.from_file(str(published / "tokenizer.json"))
@@ -68,37 +52,6 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_thinking_template(hybrid: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(hybrid)
-    arguments = {"city": "Bern", "days": 2}
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]},
-        {"role": "assistant", "content": "Bern.", "reasoning_content": "A bear."},
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "", "reasoning_content": "I ask.", "tool_calls": [call]},
-        {"role": "tool", "content": "rain"},
-    ]
-
-    def text(**options: object) -> str:
-        written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        assert isinstance(written, str)
-        return written
-
-    first = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Where?<|im_end|>\n<|im_start|>assistant\n"
-    rest = (
-        "Bern.<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\nI ask.\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n"
-        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call><|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
-    )
-    assert text() == first + rest
-    assert text(preserve_thinking=True) == first + "<think>\nA bear.\n</think>\n\n" + rest
-    assert text(enable_thinking=False) == first + rest + "\n</think>\n\n"
-    assert text(tools=[call]).count("<function=") == 2
-    assert "user\nPicture 1: <|vision_start|>" in text(add_vision_id=True)
-
-
 def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
     config, tokenizer = read_config(hybrid), AutoTokenizer.from_pretrained(hybrid)
     assert config.eos_token_ids == (248_046, 248_044) and tokenizer.convert_tokens_to_ids("<|endoftext|>") == 248_044
@@ -109,34 +62,6 @@ def test_the_published_ids_of_hybrids(hybrid: Path) -> None:
     for name in ("Qwen3.5-27B", "Qwen3.6-35B-A3B-FP8", "Qwen3.8-27B"):
         assert hub_id_of(name) == f"Qwen/{name}"
     assert read_config(resolve("Qwen3.6-35B-A3B-FP8", "dummy", hybrid).folder).text.format == "float8"
-
-
-def test_chat_template_writes_chatml_and_tools(published: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(published)
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    messages = [
-        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}, {"type": "video"}]},
-        {"role": "assistant", "content": "", "tool_calls": [call, call]},
-        {"role": "tool", "content": "r1"},
-        {"role": "tool", "content": "r2"},
-    ]
-    block = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    rest = (
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>And this?<|vision_start|><|video_pad|><|vision_end|><|im_end|>\n"
-        f"<|im_start|>assistant\n{block}\n{block}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    for tools, system in ((None, "Be brief."), ([call], "Be brief.\n\n# Tools\n\n")):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=tools)
-        assert text.startswith(f"<|im_start|>system\n{system}") and text.endswith("<|im_end|>\n" + rest)
-        assert (f"<tools>\n{json.dumps(call)}\n</tools>" in text) == (tools is not None)
-
-
-def test_weights_of_seeds_differ() -> None:
-    first, second = (random_tensor("weight", (2, 2), seed, torch.float32, torch.device("cpu")) for seed in (1, 2))
-    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", ["3.5-tiny", "3.5-tiny-moe"])
@@ -153,15 +78,6 @@ def test_both_config_layouts_give_the_same_values(name: str, tmp_path: Path) -> 
     assert "rope_parameters" in json.loads((tmp_path / "b" / "config.json").read_text())["text_config"]
     ours, theirs = read_config(tmp_path / "a"), read_config(tmp_path / "b")
     assert ours.text == theirs.text and ours.vision == theirs.vision and ours.dtype == theirs.dtype
-
-
-def test_tiny_with_the_real_ids(tmp_path: Path) -> None:
-    """The tiny model takes any vocabulary: the ids then are the published ones."""
-    shape = replace(SHAPES["tiny"], vocab_size=151_936, num_base_tokens=151_643, tied=True)
-    write_model_folder(tmp_path, shape, weights="random", seed=0)
-    assert read_config(tmp_path).placeholder_ids["image"] == 151_655
-    _, info = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
 @pytest.mark.parametrize(

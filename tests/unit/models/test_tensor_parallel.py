@@ -1,4 +1,4 @@
-"""Two and four real processes (gloo, rendezvous through a file) give the logits of one. Red when a layer is cut at the wrong place."""
+"""Two and four real processes (gloo, rendezvous through a file) give the logits of one."""
 
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from tests.unit.models.ranks import start_ranks
 
 
 def all_logits(model: Qwen3VL) -> torch.Tensor:
-    """Prefill in three chunks, the first without logits, then three tokens; the logits of everything else."""
     prompt = Prompt.build(model.config, SEVERAL_TURNS)
     runner = PagedRunner(model)
     session = runner.start(prompt)
@@ -46,8 +45,6 @@ class OneRoom:
 
 
 class ByGloo:
-    """`Exchange`, for as much as the logits of a token."""
-
     def __init__(self, config: ModelConfig) -> None:
         self.max_bytes = 4 * config.text.vocab_size
         self.used: set[str] = set()
@@ -100,7 +97,6 @@ def check(model: Qwen3VL, folder: Path, out: Path, size: int, tolerance: float =
 
 
 def test_float8_logits_equal_those_of_one_rank(tmp_path: Path) -> None:
-    """What lies between two values of float8 may go either way, so the tolerance is wider."""
     write_model_folder(tmp_path / "fp8", SHAPES["tiny"], weights="random", seed=1, format="float8")
     check(load(tmp_path / "fp8"), tmp_path / "fp8", tmp_path, 2, 1.5e-2)
 

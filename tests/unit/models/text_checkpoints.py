@@ -24,7 +24,6 @@ KINDS = ("llama", "llama3, tied", "qwen3")
 
 
 def write(folder: Path, kind: str) -> PreTrainedModel:
-    """Saves one and returns it."""
     model: PreTrainedModel
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=16)).eval()

@@ -13,7 +13,6 @@ from engine.scheduler.state import State, is_idle
 
 
 def check_core(core: SchedulerCore) -> None:
-    """If no request is left, all resources are free."""
     state = core.state
     check_state(state)
     if not core.num_requests:
@@ -67,7 +66,6 @@ def check_images(images: ImageDirectory) -> None:
 
 
 def check_adapters(adapters: AdapterDirectory, holders: Sequence[Request]) -> None:
-    """Slots are distinct; an adapter keeps its slot while a request uses it."""
     users = Counter(request.wire.adapter.number for request in holders if request.wire.adapter is not None)
     assert {number: held.num_users for number, held in adapters._held.items() if held.num_users} == users, "wrong user counts"
     slots = [held.slot for held in adapters._held.values()]

@@ -254,7 +254,6 @@ class Sequence:
         self._meanings: list[bytes] = []
 
     def meanings(self) -> list[bytes]:
-        """What the KV of each position stands for: everything before it, and itself."""
         while len(self._meanings) < len(self.ids):
             i = len(self._meanings)
             before = self._meanings[-1] if i else repr(self.wire.namespace).encode()
@@ -280,7 +279,6 @@ class Sequence:
         return sampled
 
     def propose(self, rng: random.Random) -> tuple[int, ...]:
-        """One to seven tokens, of which some at the beginning hold."""
         before, drafts = self.meanings()[-1], []
         num_right = rng.randint(0, 7)
         for i in range(rng.randint(1, 7)):
@@ -411,7 +409,6 @@ class Simulation:
             self.num_cut += request.status is Status.STOPPING and EOS in sampled[:-1]
 
     def _check_drafts(self, step: PlannedStep, num_waiting: int) -> None:
-        """How many of a row's drafts hold is known before the row goes on."""
         drafting = {request for before, *_ in list(self.in_flight)[:-1] for request, chunk in pairs(before) if chunk.proposed}
         assert not drafting & set(step.requests), "a row goes on although its drafts are in flight"
         if isinstance(self.core.proposer, LookupDrafter | HeadDrafter) and any(chunk.proposed for chunk in step.plan.chunks):
@@ -442,7 +439,6 @@ class Simulation:
                 assert chunk.start >= (request.num_prompt - 1) // size * size, "computes the prompt again"
 
     def _check_budgets(self, step: PlannedStep) -> None:
-        """A step is never larger than what the worker has memory for, and streams wait for little beside them."""
         plan, limits = step.plan, self.core.state.limits
         assert sum(chunk.length for chunk in plan.chunks) <= limits.max_num_batched_tokens, "too many tokens"
         assert sum(encode.grid[2] // 2 for encode in plan.encodes) <= limits.max_num_encoder_tokens, "too many image tokens"
@@ -454,7 +450,6 @@ class Simulation:
             assert others <= (limits.max_num_mixed_tokens or limits.step_sizes.max_mixed_prefill), "streams stall"
 
     def _check_nobody_repeats(self, step: PlannedStep) -> None:
-        """No request starts to compute what an older one is computing, as far as that is worth waiting for."""
         state = self.core.state
         size = state.blocks.block_size
         worth = max(size, int(STEP_PART_WORTH_WAITING * state.limits.max_num_batched_tokens))

@@ -1,4 +1,4 @@
-"""Which adapters are in slots, and who waits for one. Red when a request without a slot blocks others that need none, or waits forever."""
+"""Which adapters are in slots, and who waits for one."""
 
 from engine.wire.adapters import AdapterRef
 from tests.unit.scheduler.simulation import Simulation, make_core, make_request, with_adapter
@@ -15,7 +15,6 @@ def running(sim: Simulation) -> set[int]:
 
 
 def test_requests_without_a_slot_block_no_other() -> None:
-    """More of them wait than there are rows."""
     sim = Simulation(make_core(num_slots=1, max_num_seqs=3, num_blocks=64))
     ask(sim, 0, 1, max_tokens=30)
     sim.step()

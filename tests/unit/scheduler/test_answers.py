@@ -28,8 +28,6 @@ def ask(sim: Simulation, rid: int, num_prompt: int, max_tokens: int, n: int = NU
 
 
 def test_answers_share_the_prompt() -> None:
-    """Red if a further answer encodes an image, or computes more of the prompt than the block that it ends in: with and without the prefix
-    cache, for any length of the prompt, in chunks or whole."""
     for case in itertools.product([True, False], [8, 13, 64], range(1, 18)):
         prefix_cache, budget, num_prompt = case
         sim = simulation(prefix_cache=prefix_cache, max_num_batched_tokens=budget, max_num_mixed_tokens=budget)
@@ -61,18 +59,6 @@ def test_an_answer_that_fails_ends_the_others() -> None:
     outputs = core.take_outputs(None, 0.0)
     assert sorted(output.index for output in outputs.outputs if output.error is not None) == [0, 1, 2] and outputs.released == [1]
     assert core.state.num_steps <= 2
-
-
-def test_one_answer_may_end_early() -> None:
-    sim = simulation(max_num_batched_tokens=64, max_num_mixed_tokens=64)
-    ask(sim, 0, 14, max_tokens=5, n=3)
-    sim.step()
-    sim.abort(0, 0)
-    sim.abort(0, 2)
-    assert not sim.released
-    sim.run()
-    assert sim.released == {0} and len(sim.received[0, 1]) == 5
-    assert [sim.terminal[key] for key in (0, (0, 1), (0, 2))] == ["aborted by the client", "length", "aborted by the client"]
 
 
 def test_a_lower_priority_comes_first() -> None:

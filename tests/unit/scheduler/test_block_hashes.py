@@ -23,7 +23,6 @@ def links(prompt: list[int] = PROMPT, images: list[tuple[int, int, bytes]] = IMA
 
 
 def num_equal(other: list[bytes]) -> int:
-    """The number of first blocks with the names of `links()`; no later block may have its name."""
     equal = [a == b for a, b in zip(links(), other, strict=True)]
     assert equal == sorted(equal, reverse=True)
     return sum(equal)

@@ -22,7 +22,6 @@ def simulate(verify_rows: int = 32) -> Simulation:
 
 
 def add(sim: Simulation, rid: int, prediction: list[int] | None = None, max_tokens: int = 80) -> None:
-    """Add a request whose prompt says nothing of its answer, which depends on the language."""
     prompt = [20, 21, 22, 23]
     sim.add(make_request(rid, prompt, [], max_tokens, ignore_eos=True), prompt, prediction)
 

@@ -29,7 +29,6 @@ def ask(sim: Simulation, rid: int, deadline: float | None = None, n: int = 1) ->
 
 
 def error_of(sim: Simulation, now: float) -> list[tuple[int, int, int]]:
-    """(rid, index, status) of what ends then."""
     sim.core.expire(now)
     errors = [(output.rid, output.index, output.error.status) for output in sim.core._outputs if output.error is not None]
     sim._take()

@@ -32,7 +32,6 @@ def finish(sim: Simulation) -> None:
 
 
 def questions(sim: Simulation) -> list[tuple[int, int]]:
-    """All that the core has asked for so far, as (request, index of the image)."""
     return [(wanted.rid, index) for wanted in sim.asked for index in wanted.indexes]
 
 

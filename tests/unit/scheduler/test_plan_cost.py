@@ -87,7 +87,6 @@ def part_of(values: np.ndarray, start: int, end: int) -> PromptLogprobs:
 
 
 def test_log_probabilities_of_a_prompt_are_copied_once_and_of_one_computation() -> None:
-    """The preempted computation (of previous weights) had a step in flight, which lands after the preemption."""
     previous, values, parts = np.zeros(1000, np.float32), np.arange(1000, dtype=np.float32), list[Any]()
     for start, end in ((1, 400), (400, 500)):
         part_of(previous, start, end).add_to(parts)
@@ -109,7 +108,6 @@ def result_of(step: int, num_sampled: int) -> StepResult:
 
 
 def num_requests() -> int:
-    """Of this process, garbage included."""
     return sum(type(thing) is Request for thing in gc.get_objects())
 
 

@@ -18,7 +18,6 @@ def library(**limits: int | bool) -> Simulation:
 
 
 def ask(sim: Simulation, rid: int, salt: str = "", max_tokens: int = 4) -> None:
-    """A question about the document; the question's first token tells it from the others."""
     prompt = [*DOCUMENT, 100 + rid, 23, 24]
     wire = make_request(rid, prompt, PAGES, max_tokens, ignore_eos=True)
     sim.add(msgspec.structs.replace(wire, cache_salt=salt), prompt)
@@ -34,12 +33,10 @@ def running(core: SchedulerCore) -> list[int]:
 
 
 def prefills_of(step: PlannedStep) -> list[int]:
-    """The requests of a step's chunks that are not decodes, in order."""
     return [request.rid for request, chunk in pairs(step) if chunk.length > 1]
 
 
 def plan(sim: Simulation) -> PlannedStep:
-    """The next step, planned and executed, not landed."""
     step = sim.core.next_step()
     assert step is not None
     sim.in_flight.append((step, sim.worker.execute(step, sim.sequences), []))
@@ -89,21 +86,6 @@ def test_the_next_one_takes_over_from_a_leader_that_is_gone() -> None:
     sim.run()
     rest = len(DOCUMENT) % BLOCK + 3
     assert sim.core.state.counters.computed_tokens - before == len(DOCUMENT) + 3 - committed * BLOCK + 2 * rest + 3 * 3
-
-
-def test_other_tenants_and_an_engine_without_prefix_cache_do_not_wait() -> None:
-    sim = library(max_num_batched_tokens=500)
-    for rid, salt in enumerate(["a", "b", "a"]):
-        ask(sim, rid, salt)
-    plan(sim)
-    assert running(sim.core) == [0, 1]
-    plain = library(max_num_batched_tokens=500, prefix_cache=False)
-    for rid in range(3):
-        ask(plain, rid)
-    plan(plain)
-    assert running(plain.core) == [0, 1, 2]
-    for each in (sim, plain):
-        each.run()
 
 
 @pytest.mark.parametrize(("budget", "start"), [(44 * 16, [0]), (45 * 16, [0, 1, 2])])

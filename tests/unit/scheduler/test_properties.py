@@ -35,7 +35,6 @@ def random_prompt(rng: random.Random, max_images: int, max_length: int) -> tuple
 def questions_about(
     rng: random.Random, document: tuple[list[int], list[tuple[int, int, bytes]]]
 ) -> tuple[list[int], list[tuple[int, int, bytes]]]:
-    """A prompt that begins with a document, whole or cut short, and goes on with text."""
     prompt, images = document
     cut = rng.choice([len(prompt), rng.randint(1, len(prompt))])
     kept = [image for image in images if image[0] + image[1] <= cut]

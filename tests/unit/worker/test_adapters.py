@@ -1,5 +1,5 @@
 """Requests with and without adapters through a real scheduler core and a real runner: each gets the tokens that it gets alone, with its
-adapter merged into the weights. Red when a slot, a cached block, an image or a graph of another adapter is used."""
+adapter merged into the weights."""
 
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,7 +32,6 @@ PROMPTS = ([PREFIX], [PREFIX[:33], PICTURE, [9, 8, 7]], [[3], PICTURE, [5], PICT
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and three adapters, the last of which does not change the tower."""
     folder = tmp_path_factory.mktemp("adapted")
     write_model_folder(folder / "model", SHAPES["tiny"], weights="random", seed=0)
     for i in (1, 2, 3):
@@ -47,7 +46,6 @@ def ref(folder: Path, number: int) -> AdapterRef | None:
 
 @pytest.fixture(scope="module")
 def merged(folder: Path) -> list[Qwen3VL]:
-    """The base, and models whose weights are those of an adapter."""
     models = [load_model(folder / "model") for _ in range(4)]
     for i, model in enumerate(models[1:], 1):
         weights = read_weights(read_adapter(folder / str(i), read_config(folder / "model"), MAX_RANK), torch.float32)
@@ -78,7 +76,6 @@ def alone(models: list[Qwen3VL], number: int, prompt: int) -> list[int]:
 def test_each_request_gets_what_its_adapter_gives(
     folder: Path, merged: list[Qwen3VL], monkeypatch: pytest.MonkeyPatch, num_slots: int, replayed: bool, limits: dict[str, int]
 ) -> None:
-    """Base and three adapters together; every prompt begins as another adapter's that is already cached."""
     monkeypatch.setattr(graphs, "MAX_PREFILL_ROWS", 3)
     run, kinds = graphs.StepGraphs.run, set()
 
@@ -101,7 +98,6 @@ def test_each_request_gets_what_its_adapter_gives(
 
 
 def test_a_prefix_is_never_used_by_another_adapter(folder: Path) -> None:
-    """Keys, and embeddings of the tower, that were computed with one adapter."""
     engine = adapted(folder, 3)
     cached = {}
     for rid, number in enumerate((0, 1, 2, 3, 0, 1, 2, 3)):

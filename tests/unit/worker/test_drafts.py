@@ -33,7 +33,6 @@ KINDS = ("attention", "Qwen3.5")
 
 
 def in_gate_on(kind: str) -> pytest.MarkDecorator:
-    """Run a test with this kind of model in the gate and with the other one in the suite `nightly`."""
     cases = [pytest.param(one, marks=() if one == kind else pytest.mark.nightly) for one in KINDS]
     return pytest.mark.parametrize("model", cases, indirect=True, scope="module")
 
@@ -122,7 +121,6 @@ def free(model: Qwen3VL) -> list[int]:
 
 @pytest.fixture(scope="module")
 def plain(model: Qwen3VL, regex: bytes, free: list[int]) -> Engine:
-    """Every kind of request without drafts."""
     engine = Engine(model, max_num_seqs=17)
     ask_everything(engine, regex, free)
     assert free[7] in engine.tokens[12] and len({tuple(tokens) for tokens in engine.tokens.values()}) == 17
@@ -136,8 +134,6 @@ def plain(model: Qwen3VL, regex: bytes, free: list[int]) -> Engine:
     scope="module",
 )
 def test_drafts_change_nothing(model: Qwen3VL, regex: bytes, free: list[int], plain: Engine, share: float, limits: dict[str, Any]) -> None:
-    """Red if a draft that does not hold leaves a trace in an answer, its log-probabilities, penalties, grammar or neighbours; if one that
-    holds is refused; if a graph takes the tokens of a row for those of several."""
     engine = Engine(model, max_num_seqs=17, max_num_batched_tokens=256, max_num_mixed_tokens=48, mixed_step_tokens=64, **limits)
     engine.propose = proposer(plain.tokens, random.Random(share), share)
     ask_everything(engine, regex, free)

@@ -94,8 +94,6 @@ def test_answers_follow_their_grammars(model: Qwen3VL, tokenizer: Tokenizer, com
 
 
 class StuckSession(Session):
-    """Does not end a mask before `may_end`."""
-
     may_end = threading.Event()
 
     def fill(self) -> None:
@@ -139,7 +137,6 @@ def test_a_grammar_that_takes_too_long_ends_its_request_only(
 
 
 def test_time_of_masks_is_limited_per_step(clock: Counter[MaskThread]) -> None:
-    """Rows that are stuck share the time of one step; if too many are, no further thread starts."""
 
     def sessions(count: int) -> list[StuckSession]:
         return [StuckSession(None, None, []) for _ in range(count)]  # type: ignore[arg-type]
@@ -236,7 +233,6 @@ DEEP = '{"items":' * 100_000 + "{}" + "}" * 100_000
 
 
 def test_wrong_grammars_are_refused() -> None:
-    """The reason shows no place in a library's source."""
     wrong = [("json_schema", "{"), ("json_schema", '{"type":"x"}'), ("regex", "(["), ("ebnf", "root ::= ("), ("choice", '"a"')]
     for kind, text in [*wrong, ("choice", "[]"), ("structural_tag", "{}"), ("json_schema", DEEP)]:
         reason = refusal(kind, text)

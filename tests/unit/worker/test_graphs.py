@@ -42,7 +42,6 @@ def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(engine: Engine) -> dict[int, list[int]]:
-    """Text, pictures (one twice) and a prompt longer than any graph, which arrive while others decode and end at different times."""
     pictures = [make_picture(i, *size) for i, size in enumerate([(64, 64), (96, 160), (160, 96)])]
     prompts = [
         [list(range(50))],
@@ -76,7 +75,6 @@ def test_graphs_change_nothing(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_pooled_rows_are_replayed(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states, and logits of a few tokens, come out of graphs; without graphs a step of embeddings alone computes no logits."""
 
     def pooled(*wanted: tuple[int, ...], streams: int, replayed: bool = False) -> list[torch.Tensor]:
         engine = Engine(model, graphs=replayed, sizes=SIZES)
@@ -99,7 +97,6 @@ def test_pooled_rows_are_replayed(model: Qwen3VL, monkeypatch: pytest.MonkeyPatc
 
 
 def test_padding_goes_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a token taken for padding that was some at an earlier replay."""
     write_model_folder(tmp_path, SHAPES["tiny-moe"], weights="random", seed=0)
     model = load_model(tmp_path)
     limits = {"mixed_step_tokens": 25, "max_num_mixed_tokens": 17, "max_num_batched_tokens": 64}
@@ -141,7 +138,6 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def record(self, forward: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        """`run_again` with a replay that counts as one."""
         replay, result = run_again(forward)
 
         def noted() -> None:
@@ -154,7 +150,6 @@ class Launches(TorchDispatchMode):
 
 
 def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each small kernel or copy costs a step microseconds. Embedded before the replay: text, zeros for DeepStack, images."""
     launches, copy = Launches(), Staging.copy
 
     def note(self: Staging) -> None:

@@ -136,8 +136,6 @@ def prompts(config: ModelConfig) -> list[list[list[int] | Picture]]:
     ],
 )
 def test_drafts_are_those_of_the_formula(both: Both, limits: dict[str, Any], chosen: tuple[int, ...]) -> None:
-    """Red if a draft is computed from another token's embedding, state, position or keys: behind prompts, in chunks, beside images, after
-    drafts that held or not, at the edge of a block, in a graph; the second and third one from the head's own."""
     asked = [prompts(both.ours.config)[i] for i in chosen]
     plain = Engine(both.ours)
     engine = Engine(both.ours, drafter=HeadDrafter(64), prefix_cache=False, **limits)
@@ -203,7 +201,6 @@ def test_drafts_that_only_the_device_knows_change_nothing(both: Both, monkeypatc
 
 
 def test_a_result_leaves_before_the_heads_passes(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if the device idles after the head's passes until the next step arrives, or if a row's new request gets the old one's drafts."""
     engine = Engine(both.ours, drafter=HeadDrafter(64), max_num_seqs=1)
     runner, order, reported = engine._runner, [], []
     assert runner.head is not None

@@ -91,7 +91,6 @@ def logprobs_of(engine: Engine, rid: int) -> list[float]:
     ("graphs", "chained"), [(True, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((False, False), (False, True), (True, False)))]
 )
 def test_a_hit_from_a_snapshot_equals_a_cold_run(model: Qwen3VL, graphs: bool, chained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, if the cold run has steps with the same ends."""
     monkeypatch.setattr(request, "MIN_SNAPSHOT_TOKENS", 2 * BLOCK)
     monkeypatch.setattr(policy, "SPARE_ROWS", SPARE_ROWS if chained else 0)
     document = [make_picture(1, 160, 160), make_picture(2, 320, 320)]

@@ -23,8 +23,6 @@ CPU = torch.device("cpu")
 
 
 class Tower:
-    """What the cache needs of a model. An image is a number: its tokens."""
-
     def __init__(self) -> None:
         self.device = CPU
         self.dtype = torch.bfloat16
@@ -112,8 +110,6 @@ def test_an_announcement_holds_until_the_next_one() -> None:
 
 
 class Announced:
-    """An arena with JPEGs at given places, a reader of it, and how often it decoded."""
-
     def __init__(self) -> None:
         self.arena = ArenaView(create_memfd("arena", 1 << 20), 1 << 20, writable=True)
         self.num_decoded = 0

@@ -75,7 +75,6 @@ class OtherBackend(TorchBackend):
 
 
 def test_float8_is_refused_where_it_does_not_run(child: Child, config: ModelConfig) -> None:
-    """Also if only some modules have it."""
     mixed = replace(config, text=replace(config.text, rules=(Rule(".*mlp.*", "float8"),)))
     for model, quantization, backend, words in (
         (config, "fp8", OldBackend, r"compute capability 8\.9"),
@@ -116,7 +115,6 @@ ARRAYS = [
 
 
 def test_arrays_keep_types_shapes_and_places() -> None:
-    """Also of arrays with strides, and empty ones; a second step of the same sizes lies where the first one did."""
     staging = Staging(staged_bytes(ARRAYS), CPU)
     addresses = []
     for step in range(2):

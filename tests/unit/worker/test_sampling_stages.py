@@ -32,7 +32,6 @@ OTHERS = [
 
 @pytest.fixture
 def raw(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
-    """The unchanged logits of each step of one request."""
     logits = []
     sample = Sampler.sample
 

@@ -21,7 +21,6 @@ Prompt = list[list[int] | Picture]
 
 
 def prompts() -> list[Prompt]:
-    """Text only, one picture, five pictures of different sizes, and two that share a beginning."""
     rng = random.Random(0)
 
     def text(length: int) -> list[int]:
@@ -38,7 +37,6 @@ def prompts() -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def alone(model: Qwen3VL) -> list[list[int]]:
-    """Each prompt alone in a fresh engine, in one chunk: every other way must give these tokens."""
     results = []
     for prompt in prompts():
         engine = Engine(model, prefix_cache=False)
@@ -58,7 +56,6 @@ def test_chunked_equals_whole(model: Qwen3VL, alone: list[list[int]], chunk: int
 
 @pytest.mark.parametrize("chunk", [64, pytest.param(8192, marks=NIGHTLY)])
 def test_cached_equals_fresh(model: Qwen3VL, alone: list[list[int]], chunk: int) -> None:
-    """The second round encodes nothing."""
     engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
     for rid, prompt in enumerate([*prompts(), *prompts()]):
         engine.add(rid, prompt)

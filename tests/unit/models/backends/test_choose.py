@@ -3,7 +3,7 @@
 import pytest
 
 from models.kernels import choose as module
-from models.kernels.choose import Choice, Gpu, choose, list_gpus, suit
+from models.kernels.choose import Choice, Gpu, choose, suit
 from models.kernels.heads import Heads, hopper_takes, portable_lack
 
 H200 = Gpu("NVIDIA H200", (9, 0), 141 << 30)
@@ -14,7 +14,6 @@ ALL = frozenset({"triton", "flashinfer", "cc", "c++", "nvcc", "cuda torch"})
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What the machine has; a test takes away from it."""
     there = set(ALL)
     monkeypatch.setattr(module, "find_spec", lambda name: object() if name in there else None)
     monkeypatch.setattr(module.shutil, "which", lambda name: name if name in there else None)
@@ -28,11 +27,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     [
         ([H200], set(), "hopper"),
         ([H200], {"nvcc"}, "portable"),
-        ([H200], {"c++"}, "portable"),
         ([H200], {"flashinfer"}, "portable"),
         ([H200], {"triton"}, "torch"),
         ([A100], set(), "portable"),
-        ([A100], {"flashinfer", "nvcc"}, "portable"),
         ([A100], {"cc"}, "torch"),
     ],
 )
@@ -55,10 +52,8 @@ def test_without_a_gpu_the_cpu_serves(installed: set[str]) -> None:
         ("portable", "cpu", 1, [H200], set(), "--device is cpu"),
         ("hopper", "auto", 1, [A100], set(), "not NVIDIA A100"),
         ("hopper", "auto", 1, [H200], {"flashinfer"}, "flashinfer-python"),
-        ("hopper", "auto", 1, [H200], {"nvcc"}, "CUDA's compiler"),
         ("portable", "auto", 1, [H200], {"triton"}, "triton"),
         ("auto", "auto", 1, [T4], set(), "7.5"),
-        ("torch", "auto", 1, [T4], set(), "7.5"),
         ("auto", "auto", 2, [H200], set(), "there is 1"),
         ("auto", "cuda", 1, [], set(), "there are none"),
         ("auto", "auto", 1, [H200], {"cuda torch"}, "built for CPUs"),
@@ -80,38 +75,23 @@ def test_the_demo_is_served_on_the_cpu_where_no_gpu_can(gpus: list[Gpu], lacking
     assert (choice.backend, choice.device) == ("torch", "cpu") and choice.note
 
 
-def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(module.ctypes, "CDLL", missing)
-    assert list_gpus() == []
-
-
-# Query heads, KV heads, values of a head, rotated values, ranks; whether our CUDA kernels compute the attention, whether Triton's do.
+# Query heads, KV heads, values of a head, rotated values, whether our CUDA kernels compute the attention, whether Triton's do.
 HEADS = {
-    "demo": (4, 2, 128, 128, 1, True, True),
-    "Qwen3-VL-2B": (16, 8, 128, 128, 1, True, True),
-    "Qwen3-VL-4B and 8B": (32, 8, 128, 128, 1, True, True),
-    "Qwen3-VL-8B on 16": (32, 8, 128, 128, 16, True, True),
-    "Qwen3-VL-235B-A22B": (64, 4, 128, 128, 1, True, True),
-    "Qwen3-14B": (40, 8, 128, 128, 1, False, True),
-    "Llama-3.2-1B": (32, 8, 64, 64, 1, True, True),
-    "Llama-3.2-3B": (24, 8, 128, 128, 1, False, True),
-    "Llama-3.1-405B": (128, 8, 128, 128, 1, True, True),
-    "Llama with one KV head": (32, 1, 128, 128, 1, False, False),
-    "Qwen3.5-0.8B and 2B": (8, 2, 256, 64, 1, False, True),
-    "Qwen3.5-27B": (24, 4, 256, 64, 1, False, True),
-    "Qwen3.5-397B-A17B": (32, 2, 256, 64, 1, False, True),
-    "heads of 80": (32, 8, 80, 80, 1, False, False),
-    "heads of 96": (32, 8, 96, 96, 1, False, False),
-    "a fifth rotated": (32, 8, 128, 24, 1, True, False),
+    "Qwen3-VL-4B and 8B": (32, 8, 128, 128, True, True),
+    "Qwen3-VL-235B-A22B": (64, 4, 128, 128, True, True),
+    "Qwen3-14B": (40, 8, 128, 128, False, True),
+    "Llama-3.2-1B": (32, 8, 64, 64, True, True),
+    "Llama with one KV head": (32, 1, 128, 128, False, False),
+    "Qwen3.5-0.8B and 2B": (8, 2, 256, 64, False, True),
+    "Qwen3.5-27B": (24, 4, 256, 64, False, True),
+    "heads of 80": (32, 8, 80, 80, False, False),
+    "a fifth rotated": (32, 8, 128, 24, True, False),
 }
 
 
 def test_which_heads_each_backend_computes() -> None:
-    for name, (num_queries, num_kv, dim, rotary_dim, tp, by_hopper, by_portable) in HEADS.items():
-        heads = Heads(num_queries // tp, max(1, num_kv // tp), dim, rotary_dim)
+    for name, (num_queries, num_kv, dim, rotary_dim, by_hopper, by_portable) in HEADS.items():
+        heads = Heads(num_queries, num_kv, dim, rotary_dim)
         assert (hopper_takes(heads), not portable_lack(heads)) == (by_hopper, by_portable), name
 
 

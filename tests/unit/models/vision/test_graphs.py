@@ -16,7 +16,6 @@ from tests.unit.models.harness import noise_image
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> TowerGraphs:
-    """Graphs of a tower whose captures return the number of frames and patches."""
     monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=SimpleNamespace(graph_pool_handle=int, Stream=int)))
     made = TowerGraphs(cast(Any, SimpleNamespace(plan=lambda grids: None)))
 
@@ -53,21 +52,9 @@ def test_graphs_are_bounded(graphs: TowerGraphs) -> None:
     assert replay(graphs, 1, MAX_PATCHES_OF_ONE) and replay(graphs, 1, MAX_PATCHES_OF_ONE - 4) is None
 
 
-def test_a_capture_without_memory_is_given_up(graphs: TowerGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def fail(key: Key) -> TowerGraph:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(graphs, "_capture", fail)
-    for _ in range(SIGHTINGS):
-        replay(graphs, 1, 4)
-    assert graphs.capture_one() and not graphs.capture_one() and replay(graphs, 1, 4) is None
-
-
 @pytest.mark.parametrize("count", [1, 3])
 @torch.inference_mode()
 def test_replayed_embeddings_are_the_callers_own(tiny: Qwen3VL, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """The engine caches and evicts each image alone. Red if an embedding is overwritten by the next replay, or keeps others' memory."""
     images, grids = [noise_image(64, 96, seed=i) for i in range(count)], [(1, 4, 6)] * count
     expected, shared = tiny.tower.encode(images, grids), torch.empty(0)
 

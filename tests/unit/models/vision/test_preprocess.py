@@ -1,4 +1,4 @@
-"""Our resize, rounding and patch order against transformers' Pillow image processor: red when a single pixel differs."""
+"""Our resize, rounding and patch order against transformers' Pillow image processor."""
 
 import numpy as np
 import PIL

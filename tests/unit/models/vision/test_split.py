@@ -11,9 +11,8 @@ from engine.worker.images import ImageCache
 from models.checkpoint.load import load_weights
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
-from models.kernels.hopper.tuned import SPLIT_COSTS
 from models.parallel.group import TensorParallel
-from models.vision.shares import Shares, SplitCosts, part_of, share_out
+from models.vision.shares import Shares, SplitCosts, share_out
 from tests.unit.models.harness import TORCH
 from tests.unit.models.ranks import start_ranks
 
@@ -38,23 +37,6 @@ SIZES = [(64, 64), (96, 160), (224, 64), (128, 128), (32, 96), (64, 96)]  # pixe
 )
 def test_the_slowest_rank_is_done_soonest(patches: list[int], size: int, together: Places, alone: tuple[Places, ...]) -> None:
     assert share_out(patches, size, COSTS) == Shares(together, alone)
-
-
-def test_without_costs_every_image_is_whole() -> None:
-    assert share_out([5, 9, 3, 4], 2, None) == Shares((), ((1, 2), (0, 3)))
-
-
-def test_small_images_stay_whole_on_a_gpu() -> None:
-    """Of two ranks: 720p stays whole, 1080p and more do not."""
-    assert [bool(share_out([count], 2, SPLIT_COSTS).together) for count in (1024, 3600, 8160, 14_400)] == [False, False, False, True]
-
-
-def test_parts_are_even_and_whole() -> None:
-    for total in range(40):
-        for size in (1, 2, 3, 4, 8):
-            parts = [part_of(total, rank, size) for rank in range(size)]
-            assert [place for part in parts for place in part] == list(range(total))
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def pictures() -> list[torch.Tensor]:

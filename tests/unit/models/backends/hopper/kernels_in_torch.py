@@ -75,7 +75,6 @@ class PrefillKernel:
 
 
 def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends made from now on have these kernels."""
     from models.kernels.hopper import flash_decoding, fused_decoding, prefill_attention  # need triton
 
     monkeypatch.setattr(flash_decoding, "load_kernel", lambda name, head_dim: SplitKernel())

@@ -1,8 +1,4 @@
-"""Attention whose plan lies in memory that somebody else fills, as a graph's does, with torch in place of the CUDA kernels.
-
-Red when the two kernels of a mixed step disagree about whose pages are where, when the size of a plan depends on more than the shape, or
-when a backend reads anything of an earlier plan.
-"""
+"""Attention whose plan lies in memory that somebody else fills, as a graph's does, with torch in place of the CUDA kernels."""
 
 from dataclasses import replace
 
@@ -28,7 +24,6 @@ LENGTHS = [[300, 90, 0, 200, 17, 1], [0, 500, 82, 300, 1, 0], [83, 0, 0, 400, 40
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """Steps of one shape."""
     use_torch_kernels(monkeypatch)
     built = [Step.build(lengths, HEADS, tokens=tokens, seed=i) for i, (lengths, tokens) in enumerate(zip(LENGTHS, TOKENS, strict=True))]
     return [replace(step.to(CPU, torch.bfloat16), layout=replace(step.layout, num_prefill_rows=3)) for step in built]
@@ -45,8 +40,6 @@ def plan_into(memory: Staging, backend: PagedAttention, layout: AttentionLayout)
 
 @pytest.mark.parametrize(("num_tokens", "num_decodes"), [(83, 3), (83, 0), (0, 3)])
 def test_a_plan_is_read_where_it_is(steps: list[Step], num_tokens: int, num_decodes: int) -> None:
-    """All steps through one backend that is told once; also prompts or decode rows alone. Then through the backend of steps outside
-    graphs."""
     largest = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
     pool = largest[0].clone(), largest[1].clone()
     pieces: list[Piece] = [Prefill(PrefillKernel([pool], HEADS[0]), num_tokens, num_rows=3)] if num_tokens else []

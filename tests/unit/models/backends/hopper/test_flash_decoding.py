@@ -1,8 +1,4 @@
-"""How split attention's work is cut, also through the kernel's arithmetic in torch; the kernel itself is tested on GPUs.
-
-Red when a page or a part is skipped, taken twice or named wrongly, when a token of a chunk sees a later one or misses an earlier one, and
-when items pile up on the longest row.
-"""
+"""How split attention's work is cut, also through the kernel's arithmetic in torch; the kernel itself is tested on GPUs."""
 
 import numpy as np
 import pytest
@@ -33,13 +29,11 @@ def check(step: Step, spare_groups: int = 0) -> int:
 
 @pytest.fixture(autouse=True)
 def many_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch in place of the kernel, and as many work items as on a GPU with many multiprocessors."""
     use_torch_kernels(monkeypatch)
     monkeypatch.setattr(flash_decoding, "BLOCKS", 64)
 
 
 def test_decode_rows() -> None:
-    """Rows that end at and around a tile and a page, with fewer and many work items."""
     lengths = [1, 15, 16, 17, 64, 65, 1000, 5000]
     for length in lengths:
         assert check(Step.build([length], heads=(2, 1))) == -(-length // (MIN_TILES * TILE)), length
@@ -47,7 +41,6 @@ def test_decode_rows() -> None:
 
 
 def test_chunks_of_a_padded_step() -> None:
-    """As in a graph: chunks of all lengths around a group of tokens, padding, empty rows, then decode rows."""
     tokens = [1, 2, 3, 5, 9, 16, 17, 0, 0, 1, 1]
     for heads, context in (((1, 1), 47), ((4, 1), 600), ((16, 1), 0)):
         step = Step.build([count and context + count for count in tokens], heads, page=1, tokens=tokens)
@@ -56,23 +49,8 @@ def test_chunks_of_a_padded_step() -> None:
 
 
 def test_a_chunk_across_the_last_tiles() -> None:
-    """Red if a token has no key in the first tile of a part: its result would be NaN."""
     for length in (*range(64, 72), 79, 80, 81, 95, 96, 97):
         check(Step.build([length], heads=(1, 1), tokens=[17]))
-
-
-def test_sizes_share_their_scratch() -> None:
-    """As captured graphs do: plan, run, then another size."""
-    lengths = [700, 30, 1000, 5]
-    pool = Step.build(lengths, heads=(2, 1)).pool
-    kernel = SplitKernel([pool], 2)
-    backends = {size: PagedAttention([pool], [Split(kernel, size)], max_pages=200) for size in (4, 1, 2)}
-    for size in (4, 1, 2, 1, 4):
-        step = Step.build(lengths[:size], heads=(2, 1), seed=size)
-        for ours, theirs in zip(pool, step.pool, strict=True):
-            ours[: len(theirs)] = theirs
-        backends[size].plan(step.layout)
-        torch.testing.assert_close(backends[size].run(0, step.q).double(), step.expected(), rtol=1e-5, atol=1e-5)
 
 
 @given(seed=st.integers(0, 10**6))

@@ -1,7 +1,4 @@
-"""What is planned for the kernel of very few decode rows, through its arithmetic in torch; the kernel itself is tested on GPUs.
-
-Red when a row's pages or length reach the kernel wrongly, when a step that it is not for gets it, or when a decoder forgets to store.
-"""
+"""What is planned for the kernel of very few decode rows, through its arithmetic in torch; the kernel itself is tested on GPUs."""
 
 from dataclasses import replace
 
@@ -50,7 +47,6 @@ def test_rows(torch_kernels: None) -> None:
 
 
 def test_which_steps_it_is_for(torch_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a part of a GPU those alone whose clusters are small; never where heads have no norm."""
     monkeypatch.setattr(fused_decoding, "FUSED_ROWS", 2)
 
     def is_fused(
@@ -66,7 +62,6 @@ def test_which_steps_it_is_for(torch_kernels: None, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_decoder_asks_for_all_at_once_where_it_can(tiny: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same tokens, and every layer of every step of decoding asked so."""
     prompt, asked = Prompt.build(tiny.config, ONE_IMAGE), []
     expected = PagedRunner(tiny).greedy(prompt, steps=8)
 

@@ -1,18 +1,13 @@
-"""The plan of our attention of tiles. `test_attention.py` runs it with torch in place of the kernel; the kernels are tested on GPUs.
-
-Red when a tile leaves out a token or a key, takes one twice or one too many, names a wrong page, or when blocks get unequal work.
-"""
+"""The plan of our attention of tiles. `test_attention.py` runs it with torch in place of the kernel; the kernels are tested on GPUs."""
 
 from collections import defaultdict
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.kernels.hopper.tile_plan import TILES_TO_START, assign_tiles, cut_round, max_items, num_blocks_of, plan_items
-from models.kernels.varlen import varlen_tiles
+from models.kernels.hopper.tile_plan import max_items, num_blocks_of, plan_items
 from models.kernels.work_items import max_token_groups, token_groups
 from tests.unit.models.backends.hopper.attention_step import layout_of
 
@@ -24,7 +19,6 @@ def tiles_of(rows: list[tuple[int, int]], size: int) -> npt.NDArray[np.int32]:
 
 
 def block_costs(items: npt.NDArray[np.int32], start: int) -> list[int]:
-    """Tiles of keys of each block, and so many for each item."""
     num_blocks = num_blocks_of(items)
     costs = items[1:, 6] - items[1:, 5] + start * (items[1:, 6] > 0)
     return [int(costs[block::num_blocks].sum()) for block in range(num_blocks)]
@@ -32,7 +26,6 @@ def block_costs(items: npt.NDArray[np.int32], start: int) -> list[int]:
 
 @given(rows=ROWS, heads=st.sampled_from([1, 2, 8]), size=st.sampled_from([8, 32, 96, 128]), num_blocks=st.integers(1, 132))
 def test_every_token_has_its_keys_once(rows: list[tuple[int, int]], heads: int, size: int, num_blocks: int) -> None:
-    """Also for rows without tokens or without anything, as graphs pad with. Parts of a tile are told who the others are."""
     layout, tiles = layout_of(rows), tiles_of(rows, size)
     items = plan_items(tiles, heads, 128, num_blocks)
     assert items[0].tolist() == [len(items) - 1, num_blocks, *[0] * 10] and items[1:, 1].max(initial=0) <= size
@@ -69,32 +62,3 @@ def test_blocks_have_equal_work_and_none_stops_early(rows: list[tuple[int, int]]
         assert not (np.diff((items[1 + block :: num_blocks, 6] > 0).astype(int)) > 0).any()
     costs = block_costs(items, start=0)
     assert max(costs) - min(costs) <= (items[1:, 6] - items[1:, 5]).max(initial=0)
-
-
-@pytest.mark.parametrize(
-    ("new", "length", "waste"), [(8192, 8192, 0.01), (2090, 15500, 0.01), (3681, 29441, 0.01), (930, 7400, 0.15), (200, 28_000, 0.15)]
-)
-def test_few_blocks_wait_for_the_last(new: int, length: int, waste: float) -> None:
-    """8B on an H200. Without cuts 3,681 tokens, seven rounds and eight tiles of one token, would be eight rounds."""
-    tiles = tiles_of([(new, length - new)], 32)
-    costs = block_costs(plan_items(tiles, 8, 128, 132), TILES_TO_START)
-    assert max(costs) < (1 + waste) * 8 * (-(-tiles[:, 3] // 128) + TILES_TO_START).sum() / 132
-
-
-@pytest.mark.parametrize(("lengths", "waste"), [([3520], 0.15), ([3520] * 8, 0.02), ([8160], 0.05), ([14_400], 0.02), ([640], 1.5)])
-def test_few_blocks_wait_in_the_tower(lengths: list[int], waste: float) -> None:
-    tiles = varlen_tiles(np.asarray(lengths), 192)
-    costs = block_costs(plan_items(tiles, 16, 112, 132), TILES_TO_START)
-    assert max(costs) < (1 + waste) * 16 * (-(-tiles[:, 3] // 112) + TILES_TO_START).sum() / 132
-
-
-def test_a_cut_must_pay() -> None:
-    assert cut_round(np.full(100, 5), 132)[:, 5].tolist() == [1] * 100
-    assert cut_round(np.full(44, 200), 132)[:, 5].tolist() == [3] * 132
-    assert cut_round(np.full(0, 1), 132).shape == (0, 6)
-
-
-def test_rounds_go_back_and_forth() -> None:
-    assert assign_tiles(11, 4).tolist() == [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10]
-    assert assign_tiles(8, 4).tolist() == [3, 2, 1, 0, 4, 5, 6, 7]
-    assert assign_tiles(3, 4).tolist() == [0, 1, 2] and assign_tiles(0, 4).tolist() == []

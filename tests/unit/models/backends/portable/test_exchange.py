@@ -1,5 +1,4 @@
-"""Collectives of several ranks in Triton's interpreter, each rank a process, over memory that all map. Red when a rank reads what is not
-there yet, or overwrites what another one has not read."""
+"""Collectives of several ranks in Triton's interpreter, each rank a process, over memory that all map."""
 
 import random
 from collections.abc import Callable
@@ -22,7 +21,6 @@ def whole(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def assert_right(exchange: Exchange, rank: int, size: int, device: torch.device, rounds: int, between: Callable[[], object]) -> None:
-    """Every rank calls it with the same numbers and knows what all have."""
     generator, choose = torch.Generator().manual_seed(0), random.Random(0)
     for _ in range(rounds):
         num_tokens, width, num_parts = choose.choice([1, 1, 3]), choose.choice([64, 514, 1500]), choose.choice([1, 8])

@@ -1,6 +1,5 @@
-"""The Triton kernels in Triton's interpreter against plain torch. Red when an index, a weight or a half of a pair is mixed up."""
+"""The Triton kernels in Triton's interpreter against plain torch."""
 
-import itertools
 import math
 
 import pytest
@@ -27,7 +26,6 @@ from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
     ],
 )  # fmt: skip
 def test_norm_rope_store(num_heads: int, kv_heads: int, head_dim: int, count: int, is_normed: bool, rotated: int) -> None:
-    """Few tokens, and so many that a program has several, the last one fewer; heads of which a quarter is rotated, in wider rows."""
     from models.kernels.triton import text
 
     generator, width = torch.Generator().manual_seed(0), (num_heads + 2 * kv_heads) * head_dim
@@ -167,19 +165,6 @@ def test_few_tokens_times_float8(num_tokens: int, width: int, rows: int) -> None
     parts = float8.multiply_in_parts(x, weight)
     assert len(parts) == {512: 4, 1536: 4, 640: 1, 256: 2}[width]
     torch.testing.assert_close(parts.sum(0), expected, rtol=1e-3, atol=1e-2)
-
-
-def test_tiles_fit_registers() -> None:
-    from models.kernels.triton.tuned import GEMV_VALUES, gemv_tiles
-
-    widths = [2048, 2560, 4096, 5120, 6144, 8192, 9728, 12_288, 17_408, 25_600]
-    kinds = [(True, True), (False, True), (False, False)]
-    devices = [((9, 0), 132), ((8, 0), 108)]
-    for width, num_out, (gated, is_whole), device in itertools.product(widths, [128, 2048, 5120, 151_936], kinds, devices):
-        tiles = gemv_tiles(num_out, width, gated, is_whole, device)
-        assert tiles.block >= width or not is_whole, (width, num_out, gated)
-        if not is_whole or width <= 8192:  # no model has so wide a residual stream
-            assert tiles.rows * tiles.block * (1 + gated) <= GEMV_VALUES and tiles.rows & (tiles.rows - 1) == 0, (width, num_out, gated)
 
 
 @interpreted(gate=True)

@@ -38,7 +38,6 @@ def random_low_rank(inputs: int, ranges: tuple[tuple[int, int, int], ...], gener
     ],
 )
 def test_low_rank_products(num_tokens: int, inputs: int, ranges: tuple[tuple[int, int, int], ...]) -> None:
-    """Tokens of all slots and without one, in results that are wider than the product."""
     from models.kernels.triton.lora import TritonLowRank
 
     generator = torch.Generator().manual_seed(1)
@@ -58,7 +57,6 @@ def test_low_rank_products(num_tokens: int, inputs: int, ranges: tuple[tuple[int
 @interpreted
 @pytest.mark.parametrize("num_tokens", [pytest.param(5, marks=in_gate), 70, 1100])
 def test_swiglu(num_tokens: int) -> None:
-    """Tokens without an adapter are activated too."""
     from models.kernels.triton.lora import TritonLowRank
 
     generator = torch.Generator().manual_seed(3)
@@ -79,7 +77,6 @@ def test_swiglu(num_tokens: int) -> None:
     pytest.param("product", 0, 72, marks=in_gate), ("product", 1, 1032), ("product", -1, 72), ("swiglu", 3, 72), ("add_to", 1, 1032),
 ])  # fmt: skip
 def test_products_of_one_token(product: Product, slot: int, inputs: int) -> None:
-    """The matrix and the adapter in one kernel; with a norm but for sums, whose inputs have none."""
     from models.kernels.triton.lora import TritonLowRank
 
     generator = torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-"""The experts' Triton kernels in Triton's interpreter against plain torch. Red when a choice, a row or a half of a pair is mixed up."""
+"""The experts' Triton kernels in Triton's interpreter against plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from models.kernels.ops import Experts
 from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
 from models.kernels.reference.ops import TorchOps
 from models.kernels.stream import Residual, RowClass
-from models.kernels.triton.tuned import EXPERT_TILES, ExpertTiles
 from models.weights.float8 import GroupScaled
 from models.weights.matrix import Matrix
 from models.weights.plain import Plain
@@ -46,7 +45,6 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bool = False) -> Experts:
-    """All of them; the router has rows behind that of the shared one."""
 
     def normal(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns) * columns**-0.5
@@ -68,7 +66,6 @@ def evenly(x_TD: torch.Tensor, experts: Experts) -> None:
 
 
 def to_one(x_TD: torch.Tensor, experts: Experts) -> None:
-    """Every token goes to expert 3 first, most of them then to expert 5."""
     x_TD[:, 0] = 9
     experts.router_ED[3, 0], experts.router_ED[5, 0] = 50, 10
 
@@ -88,7 +85,6 @@ Skew = Callable[[torch.Tensor, Experts], None]
     ],
 )  # fmt: skip
 def test_parts_equal_the_reference(num_tokens: int, skew: Skew, is_padded: bool, has_shared: bool) -> None:
-    """One choice an expert, several tiles of one expert, experts with none; a single token; padding that would go anywhere."""
     torch.manual_seed(num_tokens)
     x, experts = torch.randn(num_tokens, 64), make_experts(64, 48, has_shared=has_shared)
     skew(x, experts)
@@ -100,28 +96,12 @@ def test_parts_equal_the_reference(num_tokens: int, skew: Skew, is_padded: bool,
 
 
 @interpreted
-@pytest.mark.usefixtures("_few_is_little", "_poisoned")
-@pytest.mark.parametrize(("num_tokens", "has_shared"), [(2, True), (40, False)])
-def test_ranks_share_the_experts(num_tokens: int, has_shared: bool) -> None:
-    torch.manual_seed(0)
-    x, whole = torch.randn(num_tokens, 64), make_experts(64, 32, has_shared=has_shared)
-    shares = []
-    for first, count in ((0, 3), (3, 5 + has_shared)):
-        end = first + count
-        gate_up, down = whole.gate_up.rows(first * 64, end * 64), whole.down.rows(first * 64, end * 64)
-        shares.append(ours(x, replace(whole, gate_up=gate_up, down=down, first=first, count=count), None))
-    assert all((share == 0).any() and (share != 0).any() for share in shares)
-    torch.testing.assert_close(shares[0] + shares[1], torch_sparse_swiglu(x, whole, None), rtol=1e-4, atol=1e-5)
-
-
-@interpreted
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize(
     ("width", "inner", "chosen", "has_shared"),
     [pytest.param(64, 48, 2, True, marks=in_gate), (96, 80, 3, False), (96, 80, 2, True)],
 )
 def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -> None:
-    """Its experts' sum, as a part and added to the stream; padding adds nothing; each of two ranks adds what its experts give."""
     from models.kernels.triton.ops import TritonOps
 
     torch.manual_seed(width)
@@ -191,7 +171,6 @@ class TorchExperts:
     ("num_tokens", "skew", "has_shared"), [(1, evenly, True), pytest.param(13, to_one, True, marks=in_gate), (70, evenly, False)]
 )
 def test_products_of_a_library(num_tokens: int, skew: Skew, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of another size for each matrix, not all powers of two; padding; experts of two ranks."""
     from models.kernels.triton import plain
 
     torch.manual_seed(num_tokens)
@@ -208,16 +187,3 @@ def test_products_of_a_library(num_tokens: int, skew: Skew, has_shared: bool, mo
         assert parts_STD.shape == (1, num_tokens, 64)
         found += parts_STD[0]
     torch.testing.assert_close(found, torch_sparse_swiglu(x.nan_to_num(0), whole, real).sum(0), rtol=1e-4, atol=1e-5)
-
-
-@interpreted
-@pytest.mark.usefixtures("_few_is_little")
-@pytest.mark.parametrize("tiles", EXPERT_TILES[False, False])
-def test_large_tiles(tiles: ExpertTiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of GPUs with much shared memory, as they are, of few choices and of sorted ones."""
-    from models.kernels.triton import plain
-
-    monkeypatch.setattr(plain, "expert_tiles", lambda count, is_float8, capability: tiles)
-    torch.manual_seed(0)
-    x, experts = torch.randn(5 if tiles.num_tokens <= 32 else 21, 128), replace(make_experts(128, 256), num_chosen=4)
-    torch.testing.assert_close(ours(x, experts, None), torch_sparse_swiglu(x, experts, None), rtol=1e-4, atol=1e-5)

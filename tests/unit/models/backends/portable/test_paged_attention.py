@@ -21,7 +21,6 @@ SHORT = {(): [2, 3, 1, 8, 5, 8], (66, 9): [4, 1, 8, 7, 6]}  # tokens of prompts:
 
 
 def step_of(tokens: tuple[int, ...], lengths: list[int], heads: tuple[int, int], seed: int = 0, short: Sequence[int] | None = None) -> Step:
-    """With decode rows behind the prompts, or rows of `short` tokens."""
     from dataclasses import replace
 
     behind = [1] * (len(lengths) - len(tokens)) if short is None else short
@@ -44,7 +43,6 @@ def small_tiles() -> object:
     ],
 )
 def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int], context: int | None) -> None:
-    """With a context: rows that verify drafts, also of two groups of tokens or several parts."""
     from models.kernels.triton.paged_attention import eager_attention
 
     short = None if context is None else SHORT[tokens]
@@ -59,7 +57,6 @@ def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int], context: int |
 @interpreted
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(0, 0), pytest.param(20, 3, marks=in_gate), (80, 3)])
 def test_a_fixed_shape(num_tokens: int, num_rows: int) -> None:
-    """One backend for steps of many layouts of its shape, as in a CUDA graph: plans have one size, what is not planned is not written."""
     from models.kernels.triton.paged_attention import fixed_attention_factory
 
     heads, decodes = (8, 2), 3

@@ -18,7 +18,6 @@ from tests.unit.models.backends.portable.interpreter import interpreted
 
 @interpreted(gate=True)
 def test_every_class_of_rows_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no, one or two parts that the norm still lacks. cuBLAS alone adds bfloat16 products in parts."""
     from models.kernels.triton import activations, float8
 
     for module in (activations, float8):
@@ -45,7 +44,6 @@ GROUPED = ("int4-g32", "int4-g128-zeros", "int8-g0", "int8-g64-zeros", "float8-g
 
 
 def grouped(format: str, rows: int, columns: int) -> Matrix:
-    """A random matrix, each group with a scale of its own."""
     made = Matrix.empty(rows, columns, MatrixFormat(format, format), Place("portable", torch.device("cpu"), torch.float32))
     made.storage.fill_normal_(columns**-0.5, torch.Generator().manual_seed(1))
     made.storage.scales.copy_(made.storage.scales.float() * (0.5 + torch.rand(made.storage.scales.shape)))
@@ -76,7 +74,6 @@ def test_low_bit_matrices() -> None:
 
 @interpreted(gate=True)
 def test_low_bit_experts_for_a_single_token() -> None:
-    """One choice is another rank's."""
     from models.kernels.triton.grouped import GroupedExperts
 
     torch.manual_seed(0)

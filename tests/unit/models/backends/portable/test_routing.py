@@ -1,4 +1,4 @@
-"""The router's Triton kernels in the interpreter against plain torch. Red when a token goes to another expert, or by another weight."""
+"""The router's Triton kernels in the interpreter against plain torch."""
 
 import pytest
 import torch
@@ -17,8 +17,6 @@ from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
     ],
 )  # fmt: skip
 def test_routes(num_experts: int, chosen: int, has_shared: bool, dtype: torch.dtype) -> None:
-    """Numbers of experts that are no powers of two; equal logits, of which the first wins; negative ones alone; one that leaves nothing to
-    the others. Logits of 32 bits, and of 16."""
     from models.kernels.triton.routing import route
 
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
 """Every Triton kernel of the portable backend compiled for every generation of GPUs that it serves, without one: Triton compiles for a
-target, and its package has ptxas. Red if a kernel uses an instruction that a GPU lacks, or more shared memory than it has."""
+target, and its package has ptxas."""
 
 import importlib.util
 import re
@@ -47,8 +47,6 @@ TYPES = {
 
 @dataclass
 class Launch:
-    """A kernel as it would be launched."""
-
     kernel: Any
     arguments: tuple[Any, ...]
     options: dict[str, Any]
@@ -58,7 +56,6 @@ class Launch:
         return self.kernel.fn.__name__
 
     def compile(self, capability: int) -> Any:
-        """What Triton makes of it for this target."""
         import triton
         from triton.backends.compiler import GPUTarget
 
@@ -82,7 +79,6 @@ def type_of(value: Any) -> Any:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Kernels that are launched meanwhile, which do not run."""
     from triton.runtime.jit import KernelInterface
 
     recorded: list[Launch] = []
@@ -142,7 +138,6 @@ def launch_float8() -> None:
 
 
 def launch_experts(capability: int, is_float8: bool) -> None:
-    """Each kind of step that has tiles of its own."""
     from models.kernels.ops import Experts
     from models.kernels.triton import expert_gemv, moe, routing
     from models.kernels.triton.tuned import EXPERT_TILES

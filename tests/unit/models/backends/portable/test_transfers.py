@@ -1,5 +1,4 @@
-"""The kernels that bring a step's arrays and take its tokens back, in the interpreter against torch's copies. Red when a byte is lost, or
-when a token goes to another row."""
+"""The kernels that bring a step's arrays and take its tokens back, in the interpreter against torch's copies."""
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 @interpreted
 @pytest.mark.parametrize("num_bytes", [0, 128, 4096, pytest.param(4224, marks=in_gate), 65_536, 100, 70_000])
 def test_fetch(num_bytes: int) -> None:
-    """Nothing, a line, whole programs and a part of one, up to the most; then what the copy engine takes: odd bytes, and many."""
     from models.kernels.triton.transfers import TritonTransfers
 
     host = torch.randint(256, (num_bytes + 128,), dtype=torch.uint8)
