@@ -30,7 +30,7 @@ from models.config.types import ModelConfig  # noqa: E402
 from models.scaffold.configs import config_json, generation_config_json, image_processor_json  # noqa: E402
 from models.scaffold.shapes import SHAPES  # noqa: E402
 from models.scaffold.video import video_processor_json  # noqa: E402
-from server.api.schema.fields import HARMLESS, LIMITED, LIMITED_IN_IMAGES  # noqa: E402
+from server.api.schema.fields import REFUSED, REFUSED_IN_IMAGES  # noqa: E402
 from server.api.schema.requests import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 
 WHEN = {
@@ -194,11 +194,6 @@ def _context(cell: dict[str, str]) -> str:
     return f"{int(context) // 1000}{'*' * ('smaller steps' in cell)}" if context.isdigit() else "-"
 
 
-def limited(fields: dict[str, tuple[object, ...]]) -> str:
-    values = {name: ", ".join(f"`{json.dumps(value)}`" for value in allowed) for name, allowed in fields.items()}
-    return "\n".join(["| field | allowed |", "|---|---|", *(f"| `{name}` | {shown or 'nothing'} |" for name, shown in values.items())])
-
-
 SIGNS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "at least", "max_length": "at most"}
 
 
@@ -240,9 +235,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fit": fit,
     "endpoints": endpoints,
     "sampling": sampling,
-    "limited": lambda: limited(LIMITED),
-    "limited-in-images": lambda: limited(LIMITED_IN_IMAGES),
-    "harmless": lambda: _names_of(HARMLESS),
+    "limited": lambda: _names_of(frozenset(REFUSED)),
+    "limited-in-images": lambda: _names_of(frozenset(REFUSED_IN_IMAGES)),
 }
 
 

@@ -3,8 +3,8 @@
 import functools
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 from starlette.responses import JSONResponse, Response
@@ -18,7 +18,6 @@ from server.api.http.body import Body
 from server.api.http.reply import Reply, Show
 from server.api.http.scan import Scanner
 from server.api.http.streaming import encode
-from server.api.schema.fields import Limits, check_limited
 from server.api.schema.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from server.api.schema.validate import Open, check
 
@@ -61,17 +60,15 @@ class DialectRequest(Open):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     stream: bool | None = None
+    n: Literal[1] | None = None
 
     @abstractmethod
     def chat_body(self, scanner: Scanner) -> dict[str, Any]:
         ...
 
-    def as_chat(self, names: set[str], limits: Limits, harmless: Collection[str]) -> dict[str, Any]:
-        """Return the shared fields, those of `names`, and unknown ones that are not harmless. RequestError 400 as in `check_limited`."""
-        extra = self.model_extra or {}
-        check_limited(extra, limits)
-        shared = self.model_dump(include=DialectRequest.model_fields.keys() | names)
-        return {name: value for name, value in extra.items() if name not in limits and name not in harmless} | shared
+    def as_chat(self, names: set[str]) -> dict[str, Any]:
+        """Return the shared fields, those of `names`, and unknown ones."""
+        return {**(self.model_extra or {}), **self.model_dump(include=DialectRequest.model_fields.keys() | names, exclude_none=True)}
 
 
 class TranslatedChat(ChatEndpoint):

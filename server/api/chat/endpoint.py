@@ -33,7 +33,7 @@ from server.api.http.registry import RequestRegistry
 from server.api.http.reply import GatheredReply, GeneratedReply, Reply, Show
 from server.api.http.streaming import Format, ReplyOptions
 from server.api.schema.fields import LogOnce
-from server.api.schema.grammar import CUT_OFF, read_grammar
+from server.api.schema.grammar import read_grammar
 from server.api.schema.requests import AnyRequest, GenerationRequest, StreamOptions
 from server.api.schema.validate import check, read_object
 from server.checkpoint import Checkpoint
@@ -90,7 +90,7 @@ class Endpoint(ABC):
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         request = check(model, value)
         request.check_together(self.service.checkpoint.model.text.vocab_size)
-        for words in request.warnings:
+        for words in request.ignored:
             self._log.note(words)
         return request
 
@@ -169,9 +169,8 @@ class GenerationEndpoint(Endpoint):
             is_streamed=bool(request.stream), timings=bool(request.timings),
             include_usage=bool(wanted.include_usage or config.enable_force_include_usage),
             continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, params=params,
-            warnings=request.warnings, custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
+            custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
             hides_reasoning=request.include_reasoning is False,
-            cut_warning=CUT_OFF if grammar is not None or rules.must_call else "",
         )  # fmt: skip
         return GeneratedReply(request, submits, format=format(options), options=options)
 

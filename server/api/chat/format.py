@@ -30,7 +30,6 @@ class OpenAIFormat(Format):
         self._continuous_usage, self._include_usage = options.continuous_usage, options.include_usage
         self._plain_end = b',"finish_reason":null}]' + (b',"usage":null' if options.include_usage else b"") + b"}\n\n"
         self._openings: dict[int, bytes] = {}  # templates of token chunks, by choice
-        self._warnings: dict[str, object] = {"warnings": options.warnings} if options.warnings else {}
 
     @abstractmethod
     def document_choice(self, choice: Choice) -> dict[str, object]:
@@ -51,7 +50,7 @@ class OpenAIFormat(Format):
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
         entries = [{"index": choice.index, **self.document_choice(choice), **_ids(choice), **_ending(choice)} for choice in choices]
         head = {**self._head, "object": self.document_object, **self.document_head(choices[0])}
-        return encode({**head, "choices": entries, "usage": usage_json(usage), **self._warnings, **timings})
+        return encode({**head, "choices": entries, "usage": usage_json(usage), **timings})
 
     def _end(self, choice: Choice, extra: dict[str, object]) -> bytes:
         if choice.finish_reason is None and not self._continuous_usage:
@@ -80,7 +79,7 @@ class ChatFormat(OpenAIFormat):
     def first_chunk(self, choice: Choice) -> bytes:
         delta = {"role": "assistant", "content": "", **NO_REASONING}
         entry = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk = {**self._head, "choices": [entry], **self._usage(choice), **self._warnings, **_prompt_ids(choice)}
+        chunk = {**self._head, "choices": [entry], **self._usage(choice), **_prompt_ids(choice)}
         return b"data: " + encode(chunk) + b"\n\n"
 
     def token_chunk(self, choice: Choice, event: Event, extra: dict[str, object]) -> bytes:

@@ -14,7 +14,6 @@ from server.api.chat.completions import DialectRequest, TranslatedChat, Translat
 from server.api.chat.endpoint import Endpoint, MakeFormat
 from server.api.http.scan import Scanner
 from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
-from server.api.schema.fields import LIMITED_IN_DIALECTS, limits_of
 from server.api.schema.media import check_url
 from server.api.schema.parts import FIRST, ToolList
 from server.api.schema.requests import MAX_STOPS, Effort, MessageList, SchemaFormat
@@ -24,10 +23,6 @@ from server.api.schema.validate import BY_TYPE, Strict, bad_value, tag_of
 MESSAGES_PATH = "/v1/messages"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-LIMITED = LIMITED_IN_DIALECTS | limits_of(
-    ((), "container enable_thinking output_format parallel_tool_calls stop stream_options top_logprobs"),
-)
-HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
 
 
 class TextBlock(Strict):
@@ -128,7 +123,7 @@ class CountRequest(DialectRequest):
     output_config: OutputConfig | None = None
 
     def chat_body(self, scanner: Scanner) -> dict[str, Any]:
-        chat = self.as_chat({"max_tokens", "top_k", "stop"}, LIMITED, HARMLESS)
+        chat = self.as_chat({"max_tokens", "top_k", "stop"})
         chat["messages"] = list(_messages(self, scanner))
         last = chat["messages"][-1]
         if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
@@ -206,12 +201,11 @@ class MessageFormat(BlockFormat):
 
     def __init__(self, options: ReplyOptions):
         self._head = {"id": f"msg_{secrets.token_hex(16)}", "type": "message", "role": "assistant", "model": options.model}
-        self._warnings = {"warnings": options.warnings} if options.warnings else {}
         self._index = -1  # index of the last block
 
     def first_chunk(self, choice: Choice) -> bytes:
         ending = {"stop_reason": None, "stop_sequence": None, "usage": usage_json(choice.usage)}
-        return named_event("message_start", message={**self._head, "content": [], **ending, **self._warnings})
+        return named_event("message_start", message={**self._head, "content": [], **ending})
 
     def begin(self, call: Call | None) -> bytes:
         self._index += 1
@@ -232,7 +226,7 @@ class MessageFormat(BlockFormat):
 
     def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
         content = {"content": [_block(*block) for block in choices[0].blocks()], **_ending(choices[0])}
-        return encode({**self._head, **content, "usage": usage_json(usage), **self._warnings, **timings})
+        return encode({**self._head, **content, "usage": usage_json(usage), **timings})
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
         return b"event: error\ndata: " + message_error_body(info) + b"\n\n"

@@ -47,7 +47,6 @@ class GenerateRequest(GenerationRequest):
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None  # -1: none of the prompt
     top_logprobs_num: NumLogprobs | None = None
     logprobs: Literal[False] | None = None  # `return_logprob` instead
-    modalities: list[str] | None = None  # no effect
     rid: str | list[str] | None = None  # repeated as `meta_info.id`, one for all prompts or for each
 
     @model_validator(mode="before")

@@ -17,19 +17,12 @@ from server.api.chat.endpoint import Endpoint, MakeFormat
 from server.api.chat.format import logprobs_json
 from server.api.http.scan import Scanner
 from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
-from server.api.schema.fields import LIMITED_IN_DIALECTS, limits_of
 from server.api.schema.media import check_urls
 from server.api.schema.parts import FIRST, Content, RefusalPart, TextPart, ToolList
 from server.api.schema.requests import AnswerFormat, MessageList, Reasoning
 from server.api.schema.tools import FunctionDefinition, FunctionName, Hosted, HostedTool, Name, custom_text
 from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type, tag_of
 
-LIMITED = LIMITED_IN_DIALECTS | limits_of(
-    ((), "conversation max_tokens messages previous_response_id prompt"),
-    ((False,), "background"),
-    (("disabled",), "truncation"),
-)
-HARMLESS = ("access_programs", "max_tool_calls", "store", "stream_options")
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
 LOGPROBS = "message.output_text.logprobs"
 Json = dict[str, Any]
@@ -118,7 +111,7 @@ class ResponsesRequest(DialectRequest):
     metadata: Json | None = None
 
     def chat_body(self, scanner: Scanner) -> Json:
-        chat = self.as_chat({"max_tokens", "top_logprobs", "parallel_tool_calls"}, LIMITED, HARMLESS)
+        chat = self.as_chat({"max_tokens", "top_logprobs", "parallel_tool_calls"})
         chat["logprobs"] = bool(self.top_logprobs) or LOGPROBS in (self.include or ()) or None
         messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input, scanner)
         chat["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *messages]
@@ -206,7 +199,6 @@ class ResponseFormat(BlockFormat):
             "background": False, "truncation": "disabled", "store": False, "previous_response_id": None, "error": None,
             "completed_at": None, "incomplete_details": None, "usage": None, **repeated,
             "temperature": options.params.temperature, "top_p": options.params.top_p,
-            **({"warnings": options.warnings} if options.warnings else {}),
         }  # fmt: skip
         self._custom_tools = options.custom_tools
         names = [(tool["name"], inner["name"]) for tool in repeated.get("tools", ()) for inner in tool.get("tools", ()) if "name" in inner]

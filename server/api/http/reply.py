@@ -240,8 +240,7 @@ class GeneratedReply(Reply):
                 choice.last_time = now
 
     def _extra(self) -> dict[str, object]:
-        is_cut = self._options.cut_warning and any(choice.finish_reason == "length" for choice in self._choices.values())
-        extra: dict[str, object] = {"warnings": [*self._options.warnings, self._options.cut_warning]} if is_cut else {}
+        extra: dict[str, object] = {}
         if self._registry.weight_version:
             extra["metadata"] = {"weight_version": self._stages.weight_version or self._registry.weight_version}
         if not self._options.timings:

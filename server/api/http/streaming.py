@@ -166,10 +166,8 @@ class ReplyOptions:
     timings: bool = False
     n: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
-    warnings: list[str] = field(default_factory=list)  # unsupported parts of the request
     custom_tools: frozenset[str] = frozenset()  # tools that take one text
     hides_reasoning: bool = False
-    cut_warning: str = ""  # added if the token limit ends the answer
     drops_empty: bool = False  # no chunk for a token with held-back text, such as the first thirty of a tool call
 
 

@@ -7,7 +7,6 @@ from engine.wire.grammar import Grammar
 from server.api.schema.requests import GRAMMARS, GenerationRequest, PlainFormat, StructuralTag
 from server.api.schema.validate import bad_value
 
-CUT_OFF = "the answer was cut off by the token limit before its grammar was complete: raise max_tokens"
 # Kinds of grammars by members of `structured_outputs`.
 MEMBERS = {
     "json_": "json_schema", "json_object": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf",

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from engine.wire.messages import API_ARENA, MediaRef, Region
 from server.api.http.body import Body
 from server.api.http.scan import Scanner
-from server.api.schema.fields import LIMITED_IN_IMAGES, check_limited
+from server.api.schema.fields import REFUSED_IN_IMAGES, check_refused
 from server.api.schema.validate import Open, Strict, bad_value
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -67,7 +67,7 @@ class MediaRefs:
 
 def check_extra(part: Open, place: Open, name: str) -> None:
     for one, prefix in ((place, f"{name}."), (part, f"{name.rpartition('.')[0]}.")):
-        check_limited(one.model_extra or {}, LIMITED_IN_IMAGES, prefix)
+        check_refused(one.model_extra or {}, REFUSED_IN_IMAGES, prefix)
 
 
 class PixelLimits(Strict):
@@ -100,7 +100,7 @@ class PixelSizes(Strict):
 
 
 class ImageUrl(PixelLimits, Open):
-    """Location of an image. Further members are accepted if they change nothing: see LIMITED_IN_IMAGES.
+    """Location of an image. Further members are accepted if they change nothing: see REFUSED_IN_IMAGES.
 
     `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
 

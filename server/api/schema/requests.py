@@ -4,19 +4,19 @@ None means the checkpoint's default. `fields.py` handles all other fields.
 """
 
 import functools
+import itertools
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 from pydantic_core import from_json
 
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
-from server.api.schema.fields import LIMITED, check_limited, unknown_fields
+from server.api.schema.fields import MAX_LOGGED, check_refused
 from server.api.schema.parts import FIRST, MediaOptions, Message, TextPart, ToolList
 from server.api.schema.tools import AllowedTools, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool, name_of
 from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value
 
 MAX_MESSAGES = 10_000
-MAX_WARNINGS = 20  # limit of warnings on unknown fields
 MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # every token is compared with all of them
 MAX_VARIABLES = 64  # in chat_template_kwargs
 MAX_TIMEOUT_S = 86_400
@@ -30,7 +30,6 @@ MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 MAX_IDS = 1 << 20  # prompts per request
 Salt = Annotated[str, Field(max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Verbosity = Literal["low", "medium", "high"]
 
 
 def _parsed(value: object) -> object:
@@ -110,17 +109,15 @@ class AnyRequest(Open):
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave space for the answer
     truncation_side: Literal["left", "right"] | None = None
-    user: str | None = None
 
     @property
-    def warnings(self) -> list[str]:
-        """Return warnings about parts of the request that have no effect."""
-        names = unknown_fields(self.model_extra or {})[:MAX_WARNINGS]
-        return [f"The field '{name[:100]}' is unknown to this server, which ignored it." for name in names]
+    def ignored(self) -> list[str]:
+        """Return lines for the log about parts of the request that have no effect."""
+        return [f"requests have the unknown field {name[:100]!r}" for name in itertools.islice(self.model_extra or (), MAX_LOGGED)]
 
     def check_together(self, vocab_size: int) -> None:
         """Check fields against each other and against the vocabulary, and unsupported fields. RequestError 400."""
-        check_limited(self.model_extra or {}, LIMITED)
+        check_refused(self.model_extra or {})
         if self.truncate_prompt_tokens == 0:
             raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
@@ -218,7 +215,6 @@ class ChatRequest(GenerationRequest, MediaRequest):
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
-    verbosity: Verbosity | None = None  # accepted without effect: templates have no variable for it
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
@@ -254,9 +250,9 @@ class ChatRequest(GenerationRequest, MediaRequest):
         return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
-    def warnings(self) -> list[str]:
+    def ignored(self) -> list[str]:
         kinds = dict.fromkeys(tool.type[:64] for tool in self.tools or () if isinstance(tool, HostedTool))
-        return [*(f"The tool '{kind}' is available from its vendor only and was dropped." for kind in kinds), *super().warnings]
+        return [*(f"requests have tools that only their vendor runs: {kind!r}" for kind in kinds), *super().ignored]
 
     @property
     def called(self) -> str | None:

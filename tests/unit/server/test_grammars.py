@@ -21,7 +21,6 @@ from engine.wire.messages import (
     ToProcessor,
 )
 from engine.wire.params import OutputOptions, SamplingParams
-from server.api.schema.grammar import CUT_OFF
 from server.errors import RequestError
 from server.processor.grammar import answer_grammar
 from server.processor.text.calls import CallSplitter
@@ -29,7 +28,6 @@ from tests.eventually import eventually
 from tests.unit.engine.test_grammar_compile import accepts
 from tests.unit.server.conftest import StackOf
 from tests.unit.server.stack import FakeScheduler, Stack
-from tests.unit.server.test_stack import chunks_of
 
 MESSAGES = b'[{"role": "user", "content": "hi"}]'
 FIRST_RID = 1 << 40  # none of the api's: it ignores answers to these
@@ -104,26 +102,6 @@ def test_the_compiler_starts_and_ends_with_the_processor(model_folder: Path) -> 
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: not Path(f"/proc/{compiler}/stat").exists(), "the end of the compiler")
     stack.close()
-
-
-def test_cut_answer_with_a_grammar_has_a_warning(stack: Stack) -> None:
-
-    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
-        reason = "length" if request.params.max_tokens == 1 else "stop"
-        scheduler.send([RequestOutput(request.rid, [5], reason, stages=Stages())], [request.rid])
-
-    stack.script = script
-    schema = {"name": "n", "schema": {"type": "integer"}}
-    chat = {"response_format": {"type": "json_schema", "json_schema": schema}}
-    for fields, limit, expected in ((chat, 1, [CUT_OFF]), (chat, 2, None), ({}, 1, None)):
-        assert stack.chat("x", max_tokens=limit, **fields).json().get("warnings") == expected, (fields, limit)
-        for usage in (False, True):
-            chunks = chunks_of(stack.chat("x", max_tokens=limit, stream=True, stream_options={"include_usage": usage}, **fields).text)
-            assert chunks[-1].get("warnings") == expected and not any("warnings" in chunk for chunk in chunks[:-1])
-    answer = stack.http.post(
-        "/v1/responses", json={"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "json_schema", **schema}}}
-    ).json()
-    assert answer["warnings"] == [CUT_OFF] and answer["status"] == "incomplete"
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

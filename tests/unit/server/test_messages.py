@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import ErrorInfo, Event
-from server.api.dialects.anthropic import LIMITED, MessageFormat, MessagesRequest, message_error_body
+from server.api.dialects.anthropic import MessageFormat, MessagesRequest, message_error_body
 from server.api.http.streaming import ReplyOptions
 from server.errors import RequestError
 from tests.unit.server.answering import chat_of, document_of, events, named_events, stream_of
@@ -94,7 +94,6 @@ def test_bad_requests_name_the_field_of_the_dialect() -> None:
         with pytest.raises(RequestError) as refused:
             translated(**fields)
         assert refused.value.info.status == 400 and refused.value.info.message.startswith(words), fields
-    assert translated(**dict.fromkeys(LIMITED)) == translated()
 
 
 EVENTS = events("stop")

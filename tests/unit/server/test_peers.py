@@ -38,7 +38,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"messages": user({"type": "image", "image": URL})}, {f"{MESSAGE}.content": str}),
     (CHAT, {"messages": user({"type": "file", "file": {"filename": "a.png", "file_data": URL}})}, {f"{MESSAGE}.content": str}),
     (CHAT, {"response_format": TAG}, {f"{MESSAGE}.content": str}),
-    (CHAT, {"frobnicate": 1}, {"warnings.0": "The field 'frobnicate' is unknown to this server, which ignored it."}),
+    (CHAT, {"frobnicate": 1, "store": True}, {f"{MESSAGE}.content": str}),
     (TEXT, {"prompt": "x", "echo": True, "logprobs": 0, "prompt_logprobs": 1}, {f"{CHOICE}.prompt_logprobs": list, f"{CHOICE}.text": str}),
     (TEXT, {"prompt": "x"}, {f"{CHOICE}.prompt_logprobs": None, f"{CHOICE}.prompt_token_ids": None}),
     (GENERATE, {"text": "x", "sampling_params": {"max_new_tokens": 0}}, {"text": "", "meta_info.completion_tokens": 0}),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event
-from server.api.dialects.responses import LIMITED, ResponseFormat, ResponsesRequest
+from server.api.dialects.responses import ResponseFormat, ResponsesRequest
 from server.api.http.streaming import ReplyOptions
 from server.api.schema.requests import ChatRequest
 from server.api.schema.validate import check
@@ -37,7 +37,7 @@ def said(words: str) -> dict[str, Any]:
 def test_fields_of_a_request() -> None:
     """Red if a field that changes the answer gets lost on the way."""
     same = {"temperature": 0.5, "top_p": 0.9, "stream": True, "parallel_tool_calls": False, "seed": 7}
-    rest = {"store": True, "include": ["reasoning.encrypted_content"], "truncation": "disabled", "metadata": {"a": "b"}}
+    rest = {"include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
     chat = translated(**same, **rest, instructions="be short", max_output_tokens=5, reasoning={"effort": "none", "summary": "auto"})
     assert chat == {
         **same, "model": "m", "max_tokens": 5, "reasoning": {"effort": "none"},
@@ -97,9 +97,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [user({"type": "input_file"})]}, "input[0].content[0]: "),
     ({"input": [user(image("x.png"))]}, "input[0].content[0].image_url: expected a data:"),
     ({"input": [{"role": "assistant", "content": [image("data:,")]}]}, "input[0].content: a message of role 'assistant' has no images"),
-    ({"max_tokens": 5}, "max_tokens: "),
     ({"previous_response_id": "resp_1"}, "previous_response_id: "),
-    ({"background": True}, "background: Input should be false or null"),
+    ({"background": True}, "background: "), ({"n": 2}, "n: "),
     ({"tools": [{"type": "web_search", "name": "x"}], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice: needs tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto","tools": [{"type": "custom", "name": "x"}]}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice: names a function"),
@@ -112,7 +111,6 @@ def test_bad_requests_name_the_field_of_the_dialect() -> None:
         with pytest.raises(RequestError) as refused:
             translated(**fields)
         assert refused.value.info.status == 400 and refused.value.info.message.startswith(words), fields
-    assert translated(**dict.fromkeys(LIMITED)) == translated()
 
 
 EVENTS = events("length")

@@ -16,7 +16,7 @@ from server.api.chat.conversation import read_conversation
 from server.api.chat.endpoint import sampling_params
 from server.api.dialects import anthropic, responses
 from server.api.http.scan import Scanner
-from server.api.schema.fields import HARMLESS, LIMITED, LogOnce
+from server.api.schema.fields import OFF, REFUSED, LogOnce
 from server.api.schema.grammar import read_grammar
 from server.api.schema.requests import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 from server.api.schema.validate import check, read_object
@@ -69,7 +69,7 @@ def refusal(model: type[GenerationRequest] = ChatRequest, **fields: object) -> E
 NAN = float("nan")
 BAD: dict[str, list[object]] = {
     "temperature": ["hot", NAN, float("inf"), True], "max_tokens": [True, "5", 5.5, 1 << 64], "max_completion_tokens": [0, 1 << 63],
-    "n": [0, 17, True], "stop": [["a"] * 129, 3], "stream": ["false", 1], "user": [5], "priority": ["high"], "logprobs": [0, 1],
+    "n": [0, 17, True], "stop": [["a"] * 129, 3], "stream": ["false", 1], "priority": ["high"], "logprobs": [0, 1],
     "top_logprobs": [5], "enable_thinking": ["no"], "chat_template_kwargs": ["x", {str(i): 1 for i in range(65)}],
     "stream_options": [{"include_usage": True}], "continue_final_message": [True], "tools": [TOOLS * 2], "tool_choice": ["required"],
     "logit_bias": [{"x": 5}, {str(VOCAB_SIZE): 5}, [5]], "bad_words": ["x", ["x"] * 65], "messages": [[], "hello", HELLO * 10_001],
@@ -146,10 +146,10 @@ def test_fields_that_change_nothing_are_accepted() -> None:
 
 
 def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    log, warnings = LogOnce(), parse(frobnicate=1, **{f"field{i}": 1 for i in range(1000)}).warnings
-    assert len(warnings) == 20 and "frobnicate" in warnings[0]
+    log, ignored = LogOnce(), parse(frobnicate=1, **{f"field{i}": 1 for i in range(1000)}).ignored
+    assert len(ignored) == 100 and "frobnicate" in ignored[0]
     with caplog.at_level(logging.INFO):
-        for words in (*warnings * 3, *map(str, range(1000))):
+        for words in (*ignored * 3, *map(str, range(1000))):
             log.note(words)
         assert caplog.text.count("frobnicate") == 1
     assert len(caplog.records) <= 100
@@ -216,12 +216,12 @@ def test_references_are_honoured_in_urls_only() -> None:
     assert media == [MediaRef(Region(API_ARENA, 4096 + body.rindex(b"QUJD"), 4))]
 
 
-def test_limited_fields() -> None:
+def test_refused_fields() -> None:
     names = "audio functions input_ids lora_path modalities prompt_embeds stop_regex use_beam_search"
-    assert LIMITED.keys() >= {*names.split()} and not LIMITED.keys() & HARMLESS
-    for name, allowed in LIMITED.items():
+    assert REFUSED.keys() >= {*names.split()}
+    for name, allowed in REFUSED.items():
         model, needed = (ChatRequest, {"messages": HELLO}) if name not in ChatRequest.model_fields else (CompletionRequest, {"prompt": "x"})
-        for value in (*allowed, None):
+        for value in (*allowed, *OFF) if name not in model.model_fields else ():
             parse_body(json.dumps({**needed, name: value}).encode(), model)
         for value in ("something", 17, ["x"], {"a": 1}):
             info = refusal(model, **needed, **{name: value})
