@@ -14,7 +14,8 @@ NAMES = """audio audio_data background chat_template container conversation cust
 guided_whitespace_pattern input_embeds input_ids logits_processors logprob_token_ids lora_path max_pixels max_tokens_per_doc media_io_kwargs
 min_pixels output_format previous_response_id prompt prompt_embeds return_hidden_states return_routed_experts session_params stop_regex
 structural_tag suffix thinking token_ids_logprob use_beam_search video_data web_search_options"""
-IMAGE_NAMES = "max_dynamic_patch min_dynamic_patch resized_height resized_width"
+IMAGE_NAMES = """frames_indices max_dynamic_patch max_frames max_tokens_per_frame min_dynamic_patch min_frames resized_height
+resized_width timestamps"""
 
 # Refused fields, with the values in addition to OFF that mean what this server does.
 REFUSED: Refused = {name: () for name in NAMES.split()} | {
