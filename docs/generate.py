@@ -153,9 +153,8 @@ def translated() -> str:
 
 def refused() -> str:
     rows: dict[str, list[str]] = {}
-    for name, (accepted, instead) in compat.REFUSALS.items():
-        values = f" (accepted: {', '.join(f'`{value}`' for value in sorted(accepted))})" if accepted else ""
-        rows.setdefault(f"{instead}{values}", []).append(f"`{name}`")
+    for name, instead in compat.REFUSALS.items():
+        rows.setdefault(instead, []).append(f"`{name}`")
     return "\n".join(["| flag | use instead |", "|---|---|", *(f"| {', '.join(names)} | {instead} |" for instead, names in rows.items())])
 
 

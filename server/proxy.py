@@ -10,24 +10,24 @@ import logging
 import re
 import signal
 import socket
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import aiohttp
 import uvloop
-from anyio import CancelScope, create_task_group, move_on_after, sleep_forever
+from anyio import CancelScope, create_task_group, sleep_forever
 from cachetools import LRUCache
 from multidict import CIMultiDict
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from engine.launch.flags import add_flags
+from engine.launch.flags import add_flags, variable_words
 from engine.wire.child import raise_file_limit
-from engine.wire.config import EngineConfig, read_api_keys
+from engine.wire.config import EngineConfig
 from server.api.http.connection import connection_limit, connection_of
-from server.api.http.guards import address_of, error_response, is_authorised
+from server.api.http.guards import address_of, error_response
 from server.api.http.listen import BACKLOG, make_server, url_of
 from server.errors import RequestError, error_body, overloaded
 
@@ -40,11 +40,8 @@ SESSION_HEADER = "x-session-id"
 IMAGE = re.compile(rb'"data:[^",]{0,256};base64,([^"]{8192}|[^"]*")')
 IMAGE_BYTES = 270 + 8192  # maximum length of a match
 SCANNED_BYTES = 256 << 10  # bytes that are searched for the first image
-HELD_BYTES = 64 << 20  # limit for all bodies until their keys are known
-KEY_SECONDS = 10
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
-MAX_SILENT_POLLS = 4  # then the requests of a replica end, which is stopped or cut off: 22 s
 CONNECT_SECONDS = 1
 IDLE_SECONDS = 3  # less than a replica's --idle-timeout
 DRAIN_SECONDS = 30
@@ -53,7 +50,7 @@ FILES_PER_CLIENT = 2  # file descriptors: its connection, and one to a replica
 HOP_BY_HOP = set(b"connection expect keep-alive proxy-authorization proxy-connection te trailer transfer-encoding upgrade".split())
 DIED = RequestError(502, "The replica that had this request is gone.", code="replica_gone").info
 NONE_LEFT = overloaded("No replica can be reached right now.").info
-FLAGS = ("host", "port", "max_connections", "api_key_file", "ssl_certfile", "ssl_keyfile", "idle_timeout")
+FLAGS = ("host", "port", "max_connections", "ssl_certfile", "ssl_keyfile", "idle_timeout")
 
 
 @dataclass(slots=True, eq=False)
@@ -103,17 +100,11 @@ class Balancer:
 Answering = contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]
 
 
-class Budget:
-    def __init__(self, num_free: int):
-        self.num_free = num_free
-
-
 class Body:
     """A request's body. `held`: bytes that were read and not yet forwarded."""
 
-    def __init__(self, receive: Receive, budget: Budget, is_empty: bool = False):
-        self.held, self.num_counted = bytearray(), 0  # `num_counted`: bytes taken from the budget
-        self._budget = budget
+    def __init__(self, receive: Receive, is_empty: bool):
+        self.held = bytearray()
         self._receive, self._is_whole = receive, asyncio.Event()
         if is_empty:
             self._is_whole.set()
@@ -134,24 +125,16 @@ class Body:
         if self.held:
             yield bytes(self.held)
             self.held.clear()
-            self.release()
         while chunk := await self.read():
             yield chunk
 
-    def release(self) -> None:
-        self._budget.num_free += self.num_counted
-        self.num_counted = 0
-
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Context that is cancelled when the client disconnects; it releases the body."""
-        try:
-            async with create_task_group() as group:
-                group.start_soon(self._end_when_gone, group.cancel_scope)
-                yield
-                group.cancel_scope.cancel()
-        finally:
-            self.release()
+        """Context that is cancelled when the client disconnects."""
+        async with create_task_group() as group:
+            group.start_soon(self._end_when_gone, group.cancel_scope)
+            yield
+            group.cancel_scope.cancel()
 
     async def _end_when_gone(self, scope: CancelScope) -> None:
         await self._is_whole.wait()
@@ -160,18 +143,13 @@ class Body:
         scope.cancel()
 
     async def find_image(self) -> bytes:
-        """Return the beginning of the first image, however the body is split; b"" if SCANNED_BYTES have none or the budget is used up."""
+        """Return the beginning of the first image, however the body is split; b"" if SCANNED_BYTES have none."""
         searched = 0
-        with move_on_after(KEY_SECONDS):
-            while len(self.held) < SCANNED_BYTES and (chunk := await self.read()):
-                self.held += chunk
-                if len(chunk) > self._budget.num_free:
-                    break
-                self._budget.num_free -= len(chunk)
-                self.num_counted += len(chunk)
-                if image := IMAGE.search(self.held, max(0, searched - IMAGE_BYTES), SCANNED_BYTES):
-                    return bytes(image[1])
-                searched = len(self.held)
+        while len(self.held) < SCANNED_BYTES and (chunk := await self.read()):
+            self.held += chunk
+            if image := IMAGE.search(self.held, max(0, searched - IMAGE_BYTES), SCANNED_BYTES):
+                return bytes(image[1])
+            searched = len(self.held)
         return b""
 
 
@@ -194,12 +172,10 @@ def make_session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
 
 
 def request_at(session: aiohttp.ClientSession, url: str, scope: Scope, body: Body | None, **forwarding: str) -> Answering:
-    """Return the context of a server's answer to the client's request. A request whose body is not forwarded gets its head alone."""
+    """Return the context of a server's answer to the client's request."""
     target = (scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")).decode("utf-8", "replace")
     headers = CIMultiDict((name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in passed(scope["headers"]))
     headers.update(forwarding)
-    if body is None:
-        headers.popall("Content-Length", None)
     data = None if body is None else body.all()
     return session.request(scope["method"], URL(url + target, encoded=True), headers=headers, data=data, allow_redirects=False)
 
@@ -223,7 +199,7 @@ class Forwarder:
         return make_session(aiohttp.UnixConnector(self._path, limit=0))  # in the event loop of the requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = Body(receive, Budget(0), not has_body(scope))
+        body = Body(receive, not has_body(scope))
         async with body.watched():
             try:
                 async with request_at(self.session, "http://engine", scope, body if has_body(scope) else None) as upstream:
@@ -233,13 +209,9 @@ class Forwarder:
 
 
 class Proxy:
-    def __init__(self, urls: Sequence[str], bound: float = BOUND, api_keys: Sequence[str] = ()):
+    def __init__(self, urls: Sequence[str], bound: float = BOUND):
         self.balancer = Balancer(urls, bound=bound)
-        self._api_keys = [key.encode() for key in api_keys]
-        self._budget = Budget(HELD_BYTES)
         self._session: aiohttp.ClientSession
-        self._num_silent: dict[Backend, int] = defaultdict(int)  # polls without an answer, in a row
-        self._waits: dict[Backend, set[CancelScope]] = defaultdict(set)  # of the requests of a replica
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -257,7 +229,7 @@ class Proxy:
             healthy = any(backend.healthy for backend in self.balancer.backends)
             states = {"status": "ok" if healthy else "unavailable", "backends": [backend.state for backend in self.balancer.backends]}
             return await JSONResponse(states, 200 if healthy else 503)(scope, receive, send)
-        body = Body(receive, self._budget, not has_body(scope))
+        body = Body(receive, not has_body(scope))
         async with body.watched():
             await self._handle(scope, body, send)
 
@@ -271,20 +243,14 @@ class Proxy:
         try:
             async with self._session.get(f"{backend.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_SECONDS)) as answer:
                 backend.healthy = answer.status == 200
-            self._num_silent[backend] = 0
         except (aiohttp.ClientError, TimeoutError):
             backend.healthy = False
-            self._num_silent[backend] += 1
-            for wait in list(self._waits[backend]) if self._num_silent[backend] >= MAX_SILENT_POLLS else ():
-                wait.cancel()
         if backend.healthy != was_healthy:
             logger.warning("%s is %s", backend.url, "healthy" if backend.healthy else "not healthy: it gets no requests")
 
     async def _handle(self, scope: Scope, body: Body, send: Send) -> None:
-        """Forward a request. A body without an API key is not read: a replica rejects its head."""
         received, error = CIMultiDict((name.decode(), value) for name, value in scope["headers"]), NONE_LEFT
-        reads = has_body(scope) and (not self._api_keys or is_authorised(scope, self._api_keys))
-        key = received.get(SESSION_HEADER) or (await body.find_image() if reads else b"")
+        key = received.get(SESSION_HEADER) or await body.find_image()
         addresses = [value.decode("utf-8", "surrogateescape") for value in received.getall("x-forwarded-for", ())]
         forwarding = {"X-Forwarded-For": ", ".join([*addresses, address_of(scope)])}  # a replica trusts this proxy
         if "x-forwarded-proto" not in received:
@@ -294,10 +260,8 @@ class Proxy:
             if (backend := self.balancer.take(key)) is None:
                 break
             try:
-                with self._ended_with(backend):
-                    async with request_at(self._session, backend.url, scope, body if reads else None, **forwarding) as upstream:
-                        return await answer(upstream, send)
-                error = DIED
+                async with request_at(self._session, backend.url, scope, body if has_body(scope) else None, **forwarding) as upstream:
+                    return await answer(upstream, send)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # nothing has been sent
                 backend.healthy = False
                 continue
@@ -314,19 +278,10 @@ class Proxy:
         else:
             connection_of(scope).abort()  # a regular end would make the answer look complete
 
-    @contextlib.contextmanager
-    def _ended_with(self, backend: Backend) -> Iterator[None]:
-        with CancelScope() as wait:
-            self._waits[backend].add(wait)
-            try:
-                yield
-            finally:
-                self._waits[backend].discard(wait)
-
 
 async def serve(args: argparse.Namespace) -> None:
     config = EngineConfig(**{name: getattr(args, name) for name in FLAGS})
-    proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound, read_api_keys(config))
+    proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound)
     server = make_server(proxy, connection_limit(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
@@ -353,7 +308,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    args = make_parser().parse_args([*variable_words(FLAGS)[0], *sys.argv[1:]])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     raise_file_limit()
     uvloop.run(serve(args))

@@ -1,5 +1,6 @@
 """Flags of vLLM and SGLang. `engine/launch/flags.py` accepts them; docs/generate.py lists them."""
 
+import argparse
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -41,16 +42,14 @@ NO_EFFECT = """
 --speculative-eagle-topk= --speculative-num-draft-tokens= --speculative-num-steps= --stream-interval= --structured-outputs-config=
 --swap-space= --task= --tool-call-parser= --trust-remote-code --uvicorn-log-level=
 """
-# Names, with the values that are accepted without effect; then the nearest equivalent.
+# Names, then the nearest equivalent.
 REFUSED = """
---tokenizer-mode --config-format =auto =hf | convert the checkpoint to Hugging Face's format
---kv-cache-dtype =auto =bf16 =bfloat16 | --quantization fp8 or --tp leave more memory for the context
---pipeline-parallel-size -pp --pp-size =1 | --tp splits a model over GPUs
---nnodes =1 | one engine per host: docs/scaling.md
---node-rank =0 | one engine per host: docs/scaling.md
---master-addr --master-port --headless --dist-init-addr | one engine per host: docs/scaling.md
---distributed-executor-backend =mp =uni | engine.launch.replicas runs engines on Ray
---cpu-offload-gb =0 | --quantization fp8 or --tp
+--tokenizer-mode --config-format | convert the checkpoint to Hugging Face's format
+--kv-cache-dtype | --quantization fp8 or --tp leave more memory for the context
+--pipeline-parallel-size -pp --pp-size | --tp splits a model over GPUs
+--nnodes --node-rank --master-addr --master-port --headless --dist-init-addr | one engine per host: docs/scaling.md
+--distributed-executor-backend | engine.launch.replicas runs engines on Ray
+--cpu-offload-gb | --quantization fp8 or --tp
 --speculative-draft-model-path | --draft lookup or mtp
 --no-enable-chunked-prefill | --max-num-batched-tokens
 --max-total-tokens --num-gpu-blocks-override | --kv-cache-memory-bytes
@@ -61,7 +60,7 @@ REFUSED = """
 --override-generation-config | edit generation_config.json in a copy of the folder
 --enable-sleep-mode --enable-memory-saver | stop and start the server
 --enable-per-request-metrics | the field `timings: true` of requests
---logprobs-mode =raw_logprobs | log-probabilities are those of the raw logits
+--logprobs-mode | log-probabilities are those of the raw logits
 --reasoning-config | the field `thinking_token_budget` of requests
 """
 # Names; keys of their JSON (- for the value itself) and the fields that these set.
@@ -84,11 +83,41 @@ def _rows(table: str) -> Iterator[tuple[list[str], str]]:
 
 ALIASES = {name: field for (*names, field), _ in _rows(TRANSLATED) for name in names}
 IGNORED = {word.rstrip("="): word.endswith("=") for word in NO_EFFECT.split()}  # whether the flag takes a value
-REFUSALS = {
-    name: ({word[1:] for word in words if word[0] == "="}, instead) for words, instead in _rows(REFUSED) for name in words if name[0] == "-"
-}
+REFUSALS = {name: instead for names, instead in _rows(REFUSED) for name in names}
 KEYS = {name: dict(zip(words.split()[::2], words.split()[1::2], strict=True)) for names, words in _rows(READ) for name in names}
 NAMES = {*KEYS, *IGNORED, *REFUSALS}
+
+
+class Ignore(argparse.Action):
+    """Note a flag without effect in `unused` of the result."""
+
+    def __call__(self, parser: argparse.ArgumentParser, result: Any, values: Any, option_string: str | None = None) -> None:
+        result.unused.add(self.option_strings[0])
+
+
+class Refuse(argparse.Action):
+    """Stop with the nearest equivalent of a flag."""
+
+    def __call__(self, parser: argparse.ArgumentParser, result: Any, values: Any, option_string: str | None = None) -> None:
+        parser.error(f"{self.option_strings[0]} is not supported; instead: {REFUSALS[self.option_strings[0]]}")
+
+
+class ReadKeys(argparse.Action):
+    """Set our fields from the keys of a flag's JSON."""
+
+    def __call__(self, parser: argparse.ArgumentParser, result: Any, values: Any, option_string: str | None = None) -> None:
+        name = self.option_strings[0]
+        try:
+            value = json.loads(values)
+        except ValueError:
+            value = values
+        for key, one in _flatten(value):
+            if (field := KEYS[name].get(key)) is None:
+                if key == "-":
+                    parser.error(f"{name} {values}: must be a JSON object, such as '{{\"image\": 4}}'")
+                result.unused.add(f"{name}.{key}")
+            elif one not in (-1, None):  # our defaults
+                setattr(result, field, _convert(parser, name, field, one))
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -99,46 +128,21 @@ def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix or "-", value
 
 
-def _convert(field: str, value: Any) -> Any:
+def _convert(parser: argparse.ArgumentParser, name: str, field: str, value: Any) -> Any:
     if field == "draft":
         if (word := str(value).lower()).endswith(("mtp", "nextn")):
             return "mtp"
-        if word in ("ngram", "suffix"):
-            return "lookup"
-        raise ValueError("use --draft lookup or mtp")
+        if word not in ("ngram", "suffix"):
+            parser.error(f"{name} {value}: use --draft lookup or mtp")
+        return "lookup"
     if type(value) is not int:
-        raise ValueError(f"{value} is not a whole number")
+        parser.error(f"{name}: {value} is not a whole number")
     return value > 1 if field == "ep" else value
 
 
-def _read(name: str, text: str) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields and their values, and the keys without effect. Raises ValueError."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    keys, given = KEYS[name], dict(_flatten(value))
-    if "-" in given and "-" not in keys:
-        raise ValueError("must be a JSON object, such as '{\"image\": 4}'")
-    fields = {keys[key]: _convert(keys[key], one) for key, one in given.items() if key in keys and one not in (-1, None)}  # our defaults
-    return fields, [f"{name}.{key}" for key in given.keys() - keys.keys()]
-
-
-def settle(values: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Replace the values of NAMES, lists by name, by those of our fields. Return what has no effect, and errors."""
-    unused, problems = [], []
-    for name in sorted(NAMES):
-        for given in values.pop(name) or ():
-            if name in KEYS:
-                try:
-                    fields, others = _read(name, given)
-                except ValueError as problem:
-                    problems.append(f"{name} {given}: {problem}")
-                else:
-                    values |= fields
-                    unused += others
-            elif name in IGNORED or str(given) in REFUSALS[name][0]:
-                unused.append(name)
-            else:
-                problems.append(f"{name} is not supported; instead: {REFUSALS[name][1]}")
-    return sorted(set(unused)), problems
+def add_compatible(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that have no help text: those above but ALIASES."""
+    for name in NAMES:
+        action = ReadKeys if name in KEYS else Ignore if name in IGNORED else Refuse
+        values: Any = "*" if name in REFUSALS else 0 if IGNORED.get(name) is False else None
+        parser.add_argument(name, action=action, nargs=values, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)

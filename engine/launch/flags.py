@@ -1,7 +1,4 @@
-"""Command line of `python -m engine.serve`: flags from `EngineConfig`, with defaults from a YAML file and from the environment.
-
---port 80   beats   ENGINE_PORT=80   beats   port: 80 in --config   beats   the default
-"""
+"""Command line of `python -m engine.serve`: flags from `EngineConfig`. The environment sets flags, too: ENGINE_PORT=80 is `--port 80`."""
 
 import argparse
 import contextlib
@@ -13,10 +10,8 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-import configargparse
-
-from engine.launch.compat import ALIASES, IGNORED, NAMES, REFUSALS, settle
-from engine.wire.config import GIB, KIB, MIB, VERSION, EngineConfig, Words, find_problems, read_variables
+from engine.launch.compat import ALIASES, NAMES, add_compatible
+from engine.wire.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problems, read_variables
 
 SUFFIXES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": KIB, "M": MIB, "G": GIB}
 PROGRAM = "engine.serve"
@@ -31,8 +26,8 @@ GROUPS = {
     "api_arena_bytes": "requests and media",
 }
 HINTS, DEFAULTS = get_type_hints(EngineConfig, include_extras=True), EngineConfig()
-LISTS: dict[str, Words] = {name: parts[2] for name, hint in HINTS.items() if len(parts := get_args(hint)) > 2}
-SAME_VALUES = {("dtype", "float"): "float32", ("load_format", "safetensors"): "auto", ("draft", "suffix"): "lookup"}  # aliases of values
+SEPARATORS = {"served_model_name": ",", "lora_modules": " "}  # of fields with several words
+SAME_VALUES = {("dtype", "float"): "float32", ("load_format", "safetensors"): "auto"}  # aliases of values
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
 
 
@@ -40,7 +35,7 @@ class BadFlags(ValueError):
     """Error in the flags, as one line."""
 
 
-class Parser(configargparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Parser that raises BadFlags for an error instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -60,22 +55,15 @@ def make_parser() -> Parser:
         PROGRAM, usage="%(prog)s [MODEL] [--flag VALUE ...]", allow_abbrev=False,
         description="Serve a vision-language model behind an OpenAI-compatible API. Environment variables set flags, too: ENGINE_PORT.",
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=34, width=110),
-        config_file_parser_class=configargparse.YAMLConfigFileParser, auto_env_var_prefix="ENGINE_", add_env_var_help=False,
-        add_config_file_help=False,
     )  # fmt: skip
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
-    parser.add_argument("--config", is_config_file=True, metavar="FILE", help="YAML file of flags, as `max-num-seqs: 64`")
     parser.add_argument("--version", action="version", version=VERSION)
     add_flags(parser, EngineConfig.__struct_fields__)
     hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     for name, (field, _, value) in ((name, field.partition("=")) for name, field in ALIASES.items()):
         how = {"action": "store_const", "const": value == "on"} if value else _argument(field)
         parser.add_argument(name, dest=field, **(how | hidden))
-    for name in NAMES:  # `settle` removes their values, all lists, from the result
-        how = {"action": "append", "nargs": "*" if name in REFUSALS and not REFUSALS[name][0] else None}
-        if IGNORED.get(name) is False:
-            how = {"action": "store_const", "const": [""]}
-        parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **how)
+    add_compatible(parser)
     return parser
 
 
@@ -99,7 +87,7 @@ def _argument(name: str) -> dict[str, Any]:
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     read = functools.partial(_read_text, name, choices) if kind is str or choices else parse_number if kind is int else kind
     metavar = f"{{{','.join(choices)}}}" if choices else METAVARS[kind]
-    return {"nargs": "+" if name in LISTS else None, "type": read, "default": default, "help": text, "metavar": metavar}
+    return {"nargs": "+" if name in SEPARATORS else None, "type": read, "default": default, "help": text, "metavar": metavar}
 
 
 def _read_text(name: str, choices: Sequence[str], text: str) -> str:
@@ -125,33 +113,36 @@ def parse_args(argv: list[str] | None = None) -> EngineConfig:
     return config
 
 
-def read_flags(argv: list[str]) -> tuple[EngineConfig, list[str]]:
+def read_flags(argv: Sequence[str]) -> tuple[EngineConfig, list[str]]:
     """Return the configuration and notes on flags and variables without effect. Raises BadFlags."""
-    parser = make_parser()
+    parser, (words, strangers) = make_parser(), variable_words(EngineConfig.__struct_fields__)
     parser.set_defaults(model=None)  # until it is known whether the model is given otherwise
-    known, unknown = parser.parse_known_args(_rewrite(argv))
-    values = vars(known)
-    unused, problems = settle(values)
+    result, unknown = parser.parse_known_args([*words, *_rewrite(argv)], argparse.Namespace(unused=set()))
     if unknown:
-        problems += [_nearest(parser, word) for word in unknown if word.startswith("-")] or [f"unknown argument {unknown[0]}"]
-    if problems:
-        raise BadFlags("; ".join(problems))
-    positional, _ = values.pop("positional"), values.pop("config")
-    for name, (separator, marks) in LISTS.items():
-        given = values[name] or []
-        ends = len(given) > 1 and not set(marks) & set(given[-1])
-        if ends and positional is None and values["model"] is None:
-            positional = given.pop()  # `--served-model-name x MODEL`
-        values[name] = separator.join(given) or None
+        raise BadFlags("; ".join(_nearest(parser, word) for word in unknown if word[0] == "-") or f"unknown argument {unknown[0]}")
+    values = vars(result)
+    positional, unused = values.pop("positional"), values.pop("unused")
+    for name, separator in SEPARATORS.items():
+        values[name] = separator.join(values[name] or ()) or None
     if positional is not None and values["model"] not in (None, positional):
         raise BadFlags(f"the model is given twice: {positional} and --model {values['model']}")
     values["model"] = positional or values["model"] or DEFAULTS.model
     config = EngineConfig(**values)
     if problems := list(find_problems(config)):
         raise BadFlags("; ".join(problems))
-    notes = [f"flags without effect: {', '.join(unused)} (docs/moving.md)"] if unused else []
-    strangers = sorted(read_variables() - {action.env_var for action in parser._actions if action.env_var})
+    notes = [f"flags without effect: {', '.join(sorted(unused))} (docs/moving.md)"] if unused else []
     return config, notes + [f"{name} is not the variable of any flag" for name in strangers]
+
+
+def variable_words(fields: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags that environment variables set, and the names of other variables."""
+    variables = {name.removeprefix("ENGINE_").lower(): value for name, value in read_variables().items()}
+    words = []
+    for name in variables.keys() & fields:
+        is_off = get_args(HINTS[name])[0] is bool and variables[name].lower() in ("0", "false", "no", "off")
+        flag = f"--{'no-' if is_off else ''}{name.replace('_', '-')}"
+        words.append(flag if get_args(HINTS[name])[0] is bool else f"{flag}={variables[name]}")
+    return words, sorted(f"ENGINE_{name.upper()}" for name in variables.keys() - fields)
 
 
 def _rewrite(argv: Sequence[str]) -> list[str]:

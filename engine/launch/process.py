@@ -13,10 +13,12 @@ import msgspec
 
 from engine.launch.supervise import ChildDied, how_it_ended
 from engine.wire.child import die_with_parent
-from engine.wire.config import UNIX_HOST, EngineConfig, python_command, settings_fd, share_environment
+from engine.wire.config import UNIX_HOST, EngineConfig, python_command, server_environment
 
-KILL_S = 20  # the server waits 10 s for its own processes
+KILL_S = 20  # after --shutdown-timeout; the server waits 10 s for its own processes
 PATIENCE_S = 30
+READY = "ready after "
+MAX_LINE = 1 << 20  # characters of a log line
 
 
 def command_of(cpus: frozenset[int], module: str, *arguments: str) -> list[str]:
@@ -36,37 +38,58 @@ async def end_process(process: asyncio.subprocess.Process, grace: float) -> None
 
 
 class ServerProcess:
-    """`python -m engine.serve` on a Unix socket that only this program uses. It ends by `stop`, or with the thread that started it."""
+    """`python -m engine.serve` on a Unix socket that only this program uses or, as engine `index` of several, on its port, with its share
+    of the GPUs and log lines that begin with its number. It ends by `stop`, or with the thread that started it."""
 
-    def __init__(self, config: EngineConfig):
-        self._config = msgspec.structs.replace(config, host=UNIX_HOST, ssl_certfile=None, ssl_keyfile=None)
+    def __init__(self, config: EngineConfig, cpus: frozenset[int] | None = None, gpus: int | None = None, index: int | None = None):
+        if index is None:
+            config = msgspec.structs.replace(config, host=UNIX_HOST, ssl_certfile=None, ssl_keyfile=None)
+        self._config, self._index = config, index
+        self._command = command_of(cpus or frozenset(os.sched_getaffinity(0)), "engine.serve")
+        self._environment = server_environment(config, gpus)
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
-        self.path = ""  # path of the socket
+        self.ready = ""  # the line that it has printed when it was ready
         self.death: str | None = None  # reason why it has ended
+
+    @property
+    def path(self) -> str:
+        """Path of the Unix socket."""
+        return self.ready.removeprefix(UNIX_HOST)
+
+    @property
+    def code(self) -> int:
+        return 1 if self._process is None else self._process.returncode or 1
 
     async def start(self) -> None:
         """Wait until the server is ready. Raises ValueError or ChildDied with the server's reason."""
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.stop)
-            fd = settings_fd(self._config)
-            command = command_of(frozenset(os.sched_getaffinity(0)), "engine.serve", "--config", f"/proc/self/fd/{fd}")
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, pass_fds=(fd,), start_new_session=True,
-                    env=share_environment(0, 1, has_gpus=False),
-                )  # fmt: skip
-            finally:
-                os.close(fd)
+            pipe = asyncio.subprocess.PIPE
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=None if self._index is None else pipe,
+                limit=MAX_LINE, start_new_session=True, env=self._environment,
+            )  # fmt: skip
             assert self._process.stdout is not None
             first = (await self._process.stdout.readline()).decode()
-            self._ended = asyncio.create_task(self._watch(self._process, "" if first.startswith(UNIX_HOST) else first))
-            if not first.startswith(UNIX_HOST):
+            is_ready = first.startswith((UNIX_HOST, READY))
+            self._ended = asyncio.create_task(self._watch(self._process, "" if is_ready else first))
+            if not is_ready:
                 await self._ended
-                raise (ValueError if self._process.returncode == 2 else ChildDied)(self.death)
-            self.path = first.removeprefix(UNIX_HOST).strip()
+                raise (ValueError if self.code == 2 else ChildDied)(self.death)
+            self.ready = first.strip()
             undo.pop_all()
+
+    async def wait(self) -> None:
+        """Wait until the server and its processes have ended."""
+        assert self._ended is not None
+        await asyncio.shield(self._ended)
+
+    def interrupt(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
 
     async def stop(self) -> None:
         """End the server. Every caller waits until it has ended; cancelling a caller interrupts nothing."""
@@ -80,14 +103,30 @@ class ServerProcess:
         return problem if self.death is None else ChildDied(self.death)
 
     async def _watch(self, process: asyncio.subprocess.Process, output: str) -> None:
-        rest, _ = await process.communicate()
-        self.death = (output + rest.decode()).strip() or f"the engine {how_it_ended(await process.wait())}"
+        assert process.stdout is not None
+        log = asyncio.create_task(_copy(process.stderr, f"engine-{self._index} ")) if process.stderr is not None else None
+        rest = (await process.stdout.read()).decode()  # until its last process has ended
+        how = f"the engine {how_it_ended(await process.wait())}"
+        self.death = ((output + rest).strip() if self._index is None else "") or how
+        if log is not None:
+            await log
 
     async def _end(self) -> None:
         if self._process is not None:
-            await end_process(self._process, KILL_S)
+            await end_process(self._process, self._config.shutdown_timeout + KILL_S)
         if self._ended is not None:
             await self._ended
+
+
+async def _copy(log: asyncio.StreamReader, prefix: str) -> None:
+    while True:
+        try:
+            line = await log.readline()
+        except ValueError:  # longer than MAX_LINE: skipped, since a full pipe would block the engine
+            continue
+        if not line:
+            return
+        sys.stderr.write(prefix + line.decode(errors="replace"))
 
 
 def main() -> None:

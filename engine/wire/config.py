@@ -39,7 +39,7 @@ MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
 DraftName = Annotated[
     Literal["off", "lookup", "mtp"],
     "speculative decoding: 'lookup' proposes what followed the same context earlier in the request or in"
-    " its field `prediction` (also accepted: suffix); 'mtp' uses the model's own prediction head (Qwen3.5 and later)",
+    " its field `prediction`; 'mtp' uses the model's own prediction head (Qwen3.5 and later)",
 ]
 
 
@@ -54,13 +54,6 @@ DRAFT_MODES = {
     "lookup": DraftMode(MAX_PROPOSED, reads_predictions=True),
     "mtp": DraftMode(MAX_HEAD_DRAFTS, reads_head=True),
 }
-
-
-class Words(NamedTuple):
-    """Annotation of a field with several words: how they are joined, and the `marks` of which each word has one, if any."""
-
-    separator: str
-    marks: str = ""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,11 +80,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         str | None,
         "model names that the API accepts and reports, separated by commas or spaces; default: the value of --model",
-        Words(","),
     ] = None
     chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
     default_chat_template_kwargs: Annotated[
-        str | None, "JSON object with the template variables for requests without `chat_template_kwargs`, e.g. {\"enable_thinking\": false}"
+        str | None, 'JSON object with the template variables for requests without `chat_template_kwargs`, e.g. {"enable_thinking": false}'
     ] = None
     load_format: Annotated[Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"] = (
         "auto"
@@ -104,9 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend: Annotated[
         Literal["auto", "hopper", "portable", "torch"], "kernels: 'auto' is the fastest set for this machine; 'torch' is the slow reference"
     ] = "auto"
-    seed: Annotated[
-        int | None, "seed from which requests without a seed get theirs, in order of arrival; default: random"
-    ] = None
+    seed: Annotated[int | None, "seed from which requests without a seed get theirs, in order of arrival; default: random"] = None
     generation_config: Annotated[
         Literal["auto", "vllm"], "defaults of sampling parameters: those of the checkpoint's generation_config.json ('auto'), or vLLM's"
     ] = "auto"
@@ -120,9 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         None
     )
     api_key_file: Annotated[str | None, "file with more bearer tokens, one per line; lines that begin with # are comments"] = None
-    allowed_hosts: Annotated[
-        str | None, "comma-separated Host names that requests may use, such as *.example.org; default: any"
-    ] = None
+    allowed_hosts: Annotated[str | None, "comma-separated Host names that requests may use, such as *.example.org; default: any"] = None
     allowed_origins: Annotated[str | None, "comma-separated origins of web pages that may call this server, or *; default: none"] = None
     ssl_certfile: Annotated[str | None, "serve https with this certificate (PEM); default: http"] = None
     ssl_keyfile: Annotated[str | None, "private key, if the certificate file does not contain it"] = None
@@ -150,7 +138,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora_modules: Annotated[
         str | None,
         "LoRA adapters in PEFT's format as name=folder, separated by spaces; a request selects one by its field `model`",
-        Words(" ", "=}"),
     ] = None
     max_loras: Annotated[int, "maximum number of adapters in GPU memory; requests for further ones wait"] = 4
     max_lora_rank: Annotated[int, "maximum rank of an adapter"] = 64
@@ -197,7 +184,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command of a child process that runs a module of this project, regardless of the working directory. Its environment must
-    be `child_environment` or `share_environment`."""
+    be `child_environment` or `server_environment`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -212,17 +199,8 @@ def _search_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([PACKAGE_ROOT, *given]))}
 
 
-def settings_fd(config: EngineConfig) -> int:
-    """Return a memfd for `--config /proc/self/fd/N`: keys appear in no file and no process list. Defaults are omitted."""
-    defaults = msgspec.structs.asdict(EngineConfig())
-    changed = {name.replace("_", "-"): value for name, value in msgspec.structs.asdict(config).items() if value != defaults[name]}
-    fd = os.memfd_create("settings.yaml", 0)
-    os.write(fd, msgspec.json.encode(changed))
-    return fd
-
-
-def read_variables() -> set[str]:
-    return {name for name in os.environ if name.startswith("ENGINE_")}
+def read_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("ENGINE_")}
 
 
 def read_api_keys(config: EngineConfig) -> list[str]:
@@ -234,13 +212,17 @@ def read_api_keys(config: EngineConfig) -> list[str]:
     return keys
 
 
-def share_environment(index: int, tp: int, has_gpus: bool) -> dict[str, str]:
-    """Return the environment of one engine of several: its `tp` of the visible GPUs, without the launcher's flags."""
+def server_environment(config: EngineConfig, index: int | None = None) -> dict[str, str]:
+    """Return the environment of a server with these settings and no others: keys appear in no file and no process list. Engine `index` of
+    several gets its `tp` of the visible GPUs."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")} | _search_path()
-    if has_gpus:
+    defaults = msgspec.structs.asdict(EngineConfig())
+    changed = {name: value for name, value in msgspec.structs.asdict(config).items() if value != defaults[name]}
+    environment |= {f"ENGINE_{name.upper()}": str(value) for name, value in changed.items()}
+    if index is not None:
         listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = listed.split(",") if listed else list(map(str, range((index + 1) * tp)))
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * tp : (index + 1) * tp])
+        gpus = listed.split(",") if listed else list(map(str, range((index + 1) * config.tp)))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * config.tp : (index + 1) * config.tp])
     return environment
 
 

@@ -13,6 +13,10 @@ from tests.eventually import HANG_GUARD_S, eventually
 pytestmark = pytest.mark.faults
 
 
+def port_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes().partition(b"ENGINE_PORT=")[2].partition(b"\0")[0]
+
+
 class Fleet(Engine):
     """A running `--dp 2`. `children` are the engines, their processes and the proxy; `engines` are in the order of their numbers."""
 
@@ -20,7 +24,7 @@ class Fleet(Engine):
         super().__init__(model, ["--dp", "2", *flags])
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in self.children}
         self.proxy = next(pid for pid, command in commands.items() if "server.proxy" in command)
-        self.engines = sorted((pid for pid in commands if pid != self.proxy), key=lambda pid: commands[pid][-2])
+        self.engines = sorted((pid for pid in commands if pid != self.proxy), key=port_of)
         self.run_dir = run_dir_of(children_of(self.engines[0])[0])
         self.children += [child for pid in self.engines for child in children_of(pid)]
 
@@ -64,7 +68,7 @@ def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fle
         assert fleet.chat([image_part(picture(seed, 64, 64)), text_part("And now?")]).status_code == 200
     fleet.until_healthy(2)
     eventually(lambda: f"engine {first} is serving again" in fleet.log(), "the launcher's line, which may follow the proxy's")
-    assert f"engine {first} ended with code 1: 1 of 2 are still serving; restarting it in 1 s" in fleet.log()
+    assert f"engine {first}: the engine ended with code 1; 1 of 2 are still serving; restarting it in 5 s" in fleet.log()
     assert fleet.client.get("/health").status_code == 200
     new = [pid for pid in children_of(fleet.process.pid) if pid != fleet.proxy and is_alive(pid)]
     assert len(new) == 2 and fleet.engines[first] not in new

@@ -13,7 +13,7 @@ import pytest
 from engine.launch.process import command_of
 from engine.launch.supervise import ChildDied, Supervisor, how_it_ended
 from engine.wire.child import Runtime
-from engine.wire.config import PACKAGE_ROOT, EngineConfig, child_environment, python_command, share_environment
+from engine.wire.config import PACKAGE_ROOT, EngineConfig, child_environment, python_command, server_environment
 from engine.wire.guests import GuestPool
 from tests.unit.engine.failing_child import REASON
 
@@ -142,7 +142,7 @@ def test_children_ignore_files_of_the_working_directory(decoys: Path, monkeypatc
     monkeypatch.chdir(decoys)
     monkeypatch.setenv("PYTHONPATH", os.pathsep)  # two empty entries: the working directory
     assert end_of_failing_child() == f"worker-0: {REASON}"
-    environment = share_environment(0, 1, False)
+    environment = server_environment(EngineConfig())
     command = command_of(frozenset(os.sched_getaffinity(0)), "engine.serve", "--help")
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
@@ -171,6 +171,6 @@ subprocess.run(python_command("inspect", "engine.wire.config", "--details"), env
 
 def test_search_path_keeps_the_user_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"/some/library::{PACKAGE_ROOT}")
-    for environment in (child_environment(), share_environment(0, 1, False)):
+    for environment in (child_environment(), server_environment(EngineConfig())):
         assert environment["PYTHONPATH"] == f"{PACKAGE_ROOT}{os.pathsep}/some/library"
     assert python_command("engine.serve")[1:] == ["-P", "-m", "engine.serve"]

@@ -1,6 +1,5 @@
 """What each of several engines on one host gets."""
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -9,18 +8,16 @@ import msgspec
 import pytest
 
 from engine.launch import fleet
+from engine.launch.flags import parse_args
 from engine.launch.fleet import Fleet, divide
-from engine.wire.config import GIB, EngineConfig, find_problems, share_environment
+from engine.wire.config import GIB, EngineConfig, find_problems, server_environment
 from models.kernels.choose import Gpu
 
 
-def shares(config: EngineConfig, cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[set[int]], list[dict[str, object]]]:
+def shares(config: EngineConfig, cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[frozenset[int]], list[EngineConfig]]:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
-    members = divide(config, 8000, has_gpus=False)
-    settings = [json.loads(Path(f"/proc/self/fd/{member.config_fd}").read_text()) for member in members]
-    for member in members:
-        os.close(member.config_fd)
-    return [set(member.cpus) for member in members], settings
+    members = divide(config, range(8001, 8001 + config.dp))
+    return [share for _, share in members], [own for own, _ in members]
 
 
 @pytest.mark.parametrize(("dp", "cpus", "sizes"), [(2, 32, [16, 16]), (4, 6, [1, 2, 1, 2]), (3, 2, [2, 1, 1]), (8, 192, [24] * 8)])
@@ -46,18 +43,23 @@ def test_engines_get_what_was_told_but_for_the_address(monkeypatch: pytest.Monke
     """TLS ends at the proxy, and each engine counts its own threads."""
     config = EngineConfig(dp=2, tp=2, host="0.0.0.0", port=8000, api_key="k", prefix_cache=False, ssl_certfile="c", api_arena_bytes=GIB)
     _, settings = shares(config, 4, monkeypatch)
-    common = {"tp": 2, "api-key": "k", "prefix-cache": False, "api-arena-bytes": GIB}
-    assert settings == [common | {"port": 8001}, common | {"port": 8002}]
+    common = {"tp": 2, "api_key": "k", "prefix_cache": False, "api_arena_bytes": GIB}
+    assert settings == [EngineConfig(**common, port=8001), EngineConfig(**common, port=8002)]
+    for own in settings:
+        with monkeypatch.context() as patch:
+            for name, value in server_environment(own).items():
+                patch.setenv(name, value)
+            assert parse_args([]) == own
 
 
 def test_engines_see_their_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ENGINE_PORT", "80")
+    monkeypatch.setenv("ENGINE_MAX_NUM_SEQS", "80")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [share_environment(index, 2, True)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["0,1", "2,3"]
+    assert [server_environment(EngineConfig(tp=2), index)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5,3")
-    assert [share_environment(index, 1, True)["CUDA_VISIBLE_DEVICES"] for index in range(3)] == ["7", "GPU-5", "3"]
-    assert "ENGINE_PORT" not in share_environment(0, 1, True)
-    assert share_environment(0, 1, False)["CUDA_VISIBLE_DEVICES"] == "7,GPU-5,3"
+    assert [server_environment(EngineConfig(), index)["CUDA_VISIBLE_DEVICES"] for index in range(3)] == ["7", "GPU-5", "3"]
+    assert "ENGINE_MAX_NUM_SEQS" not in server_environment(EngineConfig(), 0)
+    assert server_environment(EngineConfig())["CUDA_VISIBLE_DEVICES"] == "7,GPU-5,3"
 
 
 async def test_too_few_gpus_are_said() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -89,10 +89,10 @@ class Routed:
 
 
 @asynccontextmanager
-async def routed(*replicas: Replica, api_keys: Sequence[str] = ()) -> AsyncIterator[Routed]:
+async def routed(*replicas: Replica) -> AsyncIterator[Routed]:
     for replica in replicas:
         await replica.start()
-    proxy, config = Proxy([replica.url for replica in replicas], api_keys=api_keys), EngineConfig()
+    proxy, config = Proxy([replica.url for replica in replicas]), EngineConfig()
     server = make_server(proxy, config.max_connections, config, grace=1, is_proxy=True)
     listener = socket.create_server(("127.0.0.1", 0))
     async with proxy.running():
@@ -109,5 +109,5 @@ async def routed(*replicas: Replica, api_keys: Sequence[str] = ()) -> AsyncItera
 def patient_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Often looks for healthy replicas, and takes no busy machine for a dead one."""
     monkeypatch.setattr(proxy, "POLL_SECONDS", 0.05)
-    for name in ("HEALTH_SECONDS", "CONNECT_SECONDS", "KEY_SECONDS"):
+    for name in ("HEALTH_SECONDS", "CONNECT_SECONDS"):
         monkeypatch.setattr(proxy, name, HANG_GUARD_S)

@@ -115,8 +115,8 @@ def test_routes_need_their_flag(stack: Stack) -> None:
 
 
 def test_flags(tmp_path: Path) -> None:
-    config, _ = read_flags(["--lora-modules", "a=x", '{"name": "b", "path": "y, z"}', "Qwen3-VL-2B"])
-    assert (config.model, config.lora_modules) == ("Qwen3-VL-2B", 'a=x {"name": "b", "path": "y, z"}')
+    config, _ = read_flags(["Qwen3-VL-2B", "--lora-modules", "a=x", "b=y"])
+    assert (config.model, config.lora_modules) == ("Qwen3-VL-2B", "a=x b=y")
     for words, flags in (
         ("needs --api-key", {"lora_root": str(tmp_path)}),
         ("there is no folder", {"lora_root": str(tmp_path / "none")}),
