@@ -50,7 +50,6 @@ WHEN = {
     "max_connections": "Higher for many idle connections; the limit on open files also bounds it.",
     "idle_timeout": "Longer than the idle timeout of the proxy in front, or the proxy uses closed connections.",
     "max_image_pixels": "Lower if clients are not trusted: a camera has 40 million.",
-    "max_request_pixels": "Lower if clients are not trusted.",
     "download_timeout": "Higher for slow servers; a client can hold one of the 64 downloads this long.",
     "max_download_bytes": "Lower if clients are not trusted.",
     "quantization": "`fp8` for speed and half the memory of the decoder's matrices, if slight rounding is acceptable.",

@@ -1,6 +1,6 @@
 """Region of an arena that is filled piece by piece and may grow or move meanwhile."""
 
-from engine.wire.arena import Arena, ArenaFull
+from engine.wire.arena import Arena
 
 MIN_GROWTH = 1 << 20
 
@@ -30,12 +30,7 @@ class GrowingRegion:
         if need > self.capacity:
             wanted = max(need, min(2 * self.capacity, self._arena.size), self.capacity + MIN_GROWTH)
             capacity = min(wanted, self._arena.size) if need <= self._arena.size else need
-            try:
-                self.offset = self._arena.grow(self.offset, self.used, capacity)
-            except ArenaFull:  # a nearly full arena may still have the bytes that are really needed
-                capacity = need
-                self.offset = self._arena.grow(self.offset, self.used, capacity)
-            self.capacity = capacity
+            self.offset, self.capacity = self._arena.grow(self.offset, self.used, capacity), capacity
 
     def append(self, data: bytes) -> None:
         self.reserve(len(data))

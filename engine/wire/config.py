@@ -71,7 +71,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_video_memory: ClassVar[int] = 2 * GIB  # of each process that decodes videos
     max_video_frame_pixels: ClassVar[int] = 1 << 26  # of a frame before resizing
     max_video_file_frames: ClassVar[int] = 500_000
-    max_request_downloads: ClassVar[int] = 8  # media items that one request fetches at once; all requests together fetch 64
     download_connect_timeout: ClassVar[int] = 5  # seconds to connect, and to wait for the next bytes
 
     model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = (
@@ -162,7 +161,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_pixels: Annotated[int | None, "minimum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None
     max_pixels: Annotated[int | None, "maximum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None
     max_image_pixels: Annotated[int, "maximum pixels of an image before resizing"] = 179_000_000
-    max_request_pixels: Annotated[int, "maximum pixels of all images of a request before resizing"] = 1 << 30
     max_video_bytes: Annotated[int, "maximum size of a video file"] = 256 * MIB
     max_video_frames: Annotated[int, "maximum number of frames sampled from a video"] = 2048
     max_download_bytes: Annotated[int, "maximum size of a fetched media item"] = 64 * MIB

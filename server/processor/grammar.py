@@ -20,7 +20,6 @@ from server.processor.request import Request, tools_of
 
 Json = dict[str, Any]
 XML_MARK = "<function="  # in a template: the coder models' notation of calls
-DEFAULT_JSON_TOKENS = 8192  # without `max_tokens`
 MAX_WHITESPACE = 1  # consecutive characters, as models write JSON
 
 
@@ -63,12 +62,6 @@ class AnswerGrammars:
         if region is None:
             return None
         return CompiledGrammar(wire(region), self._think_end if request.answers[0].text.is_thinking else None)
-
-    def default_limit(self, request: Request) -> int | None:
-        """Return a token limit for JSON, since a model may continue inside a string forever."""
-        grammar = request.submit.grammar
-        is_json = grammar is not None and grammar.kind == "json_schema" and not request.answers[0].text.is_thinking
-        return DEFAULT_JSON_TOKENS if is_json else None
 
 
 def answer_grammar(request_grammar: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:

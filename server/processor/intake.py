@@ -26,7 +26,6 @@ from engine.wire.messages import (
     TIMED_OUT,
     Abort,
     AnyRef,
-    ChatPrompt,
     EngineRequest,
     ErrorInfo,
     Event,
@@ -44,7 +43,6 @@ from server.processor.grammar import AnswerGrammars
 from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
-from server.processor.media.inspect import Allowance
 from server.processor.media.video import Medium, Videos, release_all
 from server.processor.request import AnswerState, Prepared, Request, tools_of
 from server.processor.text.detokenize import TokenTable
@@ -198,13 +196,12 @@ class Intake:
         """Build the scheduler's request, or the event of a request that is only counted. Images load in the pools while the prompt is
         rendered and tokenised."""
         submit, media = request.submit, request.media
-        allowance = Allowance(self.config.max_request_pixels, self.config.max_request_downloads)
         size = self._prompts.size(submit.prompt) + len(submit.prediction)
         encoded = None if size >= LARGE_MESSAGES_BYTES else self._encode(request)
         try:
             async with asyncio.TaskGroup() as group:
                 for medium in media:
-                    group.create_task(medium.load(allowance))
+                    group.create_task(medium.load())
                 group.create_task(self.grammars.prepare(request))
                 if encoded is None:
                     encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, request)
@@ -261,8 +258,6 @@ class Intake:
         if submit.is_counted_only and isinstance(submit.prompt, list):  # only its text is requested
             return submit.prompt, [], self._tokens.text_of(submit.prompt)
         prompt = submit.prompt
-        if submit.last_text_tokens is not None and isinstance(prompt, ChatPrompt):
-            prompt = self._prompts.cut_last_text(prompt, submit.last_text_tokens)
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         ids = self._prompts.encode(prompt, [medium.kind for medium in request.media], limit, submit.pooled_words is not None)
         is_used = bool(submit.prediction) and self.config.proposals.reads_predictions
@@ -276,7 +271,6 @@ class Intake:
 
     def _max_tokens(self, request: Request) -> int:
         limit, most = request.submit.params.max_tokens, self.max_model_len - request.num_prompt_tokens
-        limit = self.grammars.default_limit(request) if limit is None else limit
         return most if limit is None else max(1, min(limit, most))
 
     def _thinking(self, request: Request) -> dict[str, tuple[int | None, ...]]:

@@ -85,12 +85,10 @@ class Output:
         hides_end = final == "stop" and not request.submit.output.include_stop  # a stop token is not part of the text
         for i, token_id in enumerate(output.token_ids):
             is_last = final is not None and i == len(output.token_ids) - 1
-            begin = answer.text.begin
             text, is_stopped = answer.text.push(token_id, is_hidden=is_last and hides_end and request.is_stop_token(token_id))
             answer.num_tokens += 1
             if output.details is not None:
                 answer.details.note(output.details, i)
-            request.note(answer, begin, output, i)
             ends = final if is_last else None
             if is_stopped:
                 self._stop_early(request, answer, output)
@@ -99,14 +97,14 @@ class Output:
                 event = _finish(request, answer, output, text, ends)
             else:
                 event = _event(request, answer, output, text)
-            events.append(request.with_tokens(event, answer, is_first=answer.num_tokens == 1))
+            events.append(request.with_token(event, answer, output, i))
             if is_stopped:
                 return
         if output.error is not None:
             request.is_ended = True
             events.append(Event(output.rid, error=output.error))
         elif final is not None and not output.token_ids:
-            events.append(request.with_tokens(_finish(request, answer, output, "", final), answer, is_first=False))
+            events.append(_finish(request, answer, output, "", final))
 
     def _stop_early(self, request: Request, answer: AnswerState, output: RequestOutput) -> None:
         """End an answer at a stop string. The scheduler stops computing it, unless it has already ended it."""

@@ -1,15 +1,14 @@
 """State of one request in the processor."""
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, ImageSource, Logprob, RequestOutput, Submit
+from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, ImageSource, RequestOutput, Submit
 from engine.wire.stats import TokenDetails
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.allocator import RegionAllocator
@@ -22,17 +21,9 @@ from server.region import GrowingRegion
 Prepared = EngineRequest | Event | ErrorInfo  # for the scheduler; the only event of a request that is only counted; or its error
 
 
-class PendingToken(NamedTuple):
-    begin: int
-    end: int
-    token_id: int
-    logprobs: list[Logprob]
-
-
 @dataclass(slots=True)
 class AnswerState:
     text: OutputText
-    waiting: deque[PendingToken] = field(default_factory=deque)  # tokens with held-back text
     echo: str = ""  # the prompt's text, which the answer starts with
     num_tokens: int = 0
     details: TokenDetails = field(default_factory=TokenDetails)
@@ -88,25 +79,16 @@ class Request:
     def is_stop_token(self, token_id: int) -> bool:
         return token_id in self.submit.params.stop_token_ids or token_id in self.answers[0].text.table.specials
 
-    def note(self, answer: AnswerState, begin: int, output: RequestOutput, index: int) -> None:
-        if output.logprobs or self.submit.output.token_ids:
-            token_id, spelling = output.token_ids[index], spelling_of(answer.text.table, self.submit.output.names_ids)
-            found = output.logprobs[index : index + 1]
-            logprobs = [named(spelling, token_id, one.logprob, zip(one.top_ids, one.top_logprobs, strict=True)) for one in found]
-            answer.waiting.append(PendingToken(begin, answer.text.end, token_id, logprobs))
-
-    def with_tokens(self, event: Event, answer: AnswerState, is_first: bool) -> Event:
-        """Return the event with the requested token ids and log-probabilities of the tokens whose text has been sent."""
-        wants_ids, shown = self.submit.output.token_ids, []
-        while answer.waiting and answer.text.shows(answer.waiting[0].begin, answer.waiting[0].end):
-            shown.append(answer.waiting.popleft())
-        if not (shown or (wants_ids and is_first)):
+    def with_token(self, event: Event, answer: AnswerState, output: RequestOutput, index: int) -> Event:
+        """Return the event with the requested id and log-probabilities of its token."""
+        wants_ids = self.submit.output.token_ids
+        if not (output.logprobs or wants_ids):
             return event
-        ids = [token.token_id for token in shown] if wants_ids else []
-        logprobs = [entry for token in shown for entry in token.logprobs]
-        return msgspec.structs.replace(
-            event, token_ids=ids, logprobs=logprobs, prompt_ids=self.prompt_ids if wants_ids and is_first else []
-        )
+        token_id, spelling = output.token_ids[index], spelling_of(answer.text.table, self.submit.output.names_ids)
+        found = output.logprobs[index : index + 1]
+        logprobs = [named(spelling, token_id, one.logprob, zip(one.top_ids, one.top_logprobs, strict=True)) for one in found]
+        prompt_ids = self.prompt_ids if wants_ids and answer.num_tokens == 1 else []
+        return msgspec.structs.replace(event, token_ids=[token_id] if wants_ids else [], logprobs=logprobs, prompt_ids=prompt_ids)
 
     @property
     def prompt_ids(self) -> list[int]:

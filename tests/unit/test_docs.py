@@ -30,7 +30,7 @@ from server.api.schema import requests as schema
 from server.api.schema.validate import MAX_VALUES
 from server.errors import MAX_PROMPT_SCORES
 from server.processor.media.decoders import DECODE_CPU_S, LARGE_AT_ONCE, LARGE_PIXELS, PIXELS_PER_CPU_S
-from server.processor.media.fetch import MAX_REDIRECTS
+from server.processor.media.fetch import MAX_PER_HOST, MAX_REDIRECTS
 
 ROOT = Path(__file__).parents[2]
 OTHER_PAGES = [ROOT / "models/demo/checkpoint/README.md"]
@@ -180,11 +180,10 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
         "connections; a pause between two requests": f"{config.max_connections:,}; {config.idle_timeout} s",
         "images of a request": f"{config.max_images_per_request}",
         "pixels of an image": f"{config.max_image_pixels // 10**6} million",
-        "pixels of a request's images": f"{config.max_request_pixels // 10**6:,} million",
         "an image other than a baseline JPEG": f"{config.decode_timeout} s; of processor time {times}",
         f"images of more than {LARGE_PIXELS >> 20} megapixels that are decoded at once": f"{LARGE_AT_ONCE}, each with 8 bytes per pixel",
         "tokens of an image": f"{config.max_num_encoder_tokens:,}",
-        "a download": f"{download}, {config.max_request_downloads} at once for a request",
+        "a download": f"{download}, {MAX_PER_HOST} at once from a host",
         "requests in the engine": f"{config.max_queued_requests:,}",
         "log-probabilities of a request's prompts: tokens and alternatives": f"{MAX_PROMPT_SCORES:,}",
         "answers (`n`); log-probabilities per token; biased tokens; bad words": answers,

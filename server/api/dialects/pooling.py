@@ -43,7 +43,6 @@ Floats = npt.NDArray[np.float32]
 
 class PoolingRequest(MediaRequest):
     instruction: str | None = None
-    max_tokens_per_doc: TokenCount | None = None
 
 
 class EmbeddingRequest(PoolingRequest):
@@ -98,7 +97,6 @@ class PoolingEndpoint(Endpoint):
             body, prompts, field, pooled_words=self.words, cache_salt=request.cache_salt or "",
             params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), output=OutputOptions(),
             truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
-            last_text_tokens=request.max_tokens_per_doc,
         )  # fmt: skip
         num_bytes = 0
         for submit, prompt in zip(submits, prompts, strict=True):

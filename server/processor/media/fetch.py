@@ -19,7 +19,7 @@ from engine.wire.config import EngineConfig
 from server.errors import RequestError
 
 MAX_REDIRECTS = 3
-MAX_CONCURRENT = 64
+MAX_CONCURRENT, MAX_PER_HOST = 64, 16
 MAX_URL_CHARACTERS = 8192
 MAX_ORIGIN_CHARACTERS = 300  # scheme, host and port; a longer host in Unicode takes seconds to parse
 READ_BYTES = 1 << 18
@@ -70,7 +70,7 @@ class Fetcher:
         self._folder = None if folder is None else Path(folder).resolve()
         self._timeout, wait = config.download_timeout, config.download_connect_timeout
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=MAX_CONCURRENT, socket_factory=self._socket),
+            connector=aiohttp.TCPConnector(limit=MAX_CONCURRENT, limit_per_host=MAX_PER_HOST, socket_factory=self._socket),
             timeout=aiohttp.ClientTimeout(None, sock_connect=wait, sock_read=wait),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

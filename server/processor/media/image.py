@@ -18,7 +18,7 @@ from server.errors import PROMPT, RequestError
 from server.processor.media.allocator import wire
 from server.processor.media.decoders import Decoders
 from server.processor.media.early import EarlyReads
-from server.processor.media.inspect import Allowance, Header, Inspector
+from server.processor.media.inspect import Header, Inspector
 from server.processor.media.sources import File, Sources
 from server.processor.text.prompt import Visual
 from server.region import GrowingRegion
@@ -58,23 +58,22 @@ class Image:
         at_once, early.is_urgent = early.is_urgent and payload is not None and payload.length <= AT_ONCE_BYTES, False
         return self.file.start(at_once)
 
-    async def load(self, allowance: Allowance) -> None:
-        """Load an image of a request with this allowance. RequestError, ArenaFull or ArenaTooSmall."""
+    async def load(self) -> None:
+        """RequestError, ArenaFull or ArenaTooSmall."""
         with naming(f"Image {self.index + 1}"):
-            encoded = await self.encode(allowance)
+            encoded = await self.encode()
             await self.file.keep()
             self._settle(encoded)
 
-    async def encode(self, allowance: Allowance) -> GrowingRegion:
+    async def encode(self) -> GrowingRegion:
         """Run the first part of `load`: payload or URL -> encoded."""
-        encoded = await self.file.load(allowance)
+        encoded = await self.file.load()
         header, headers = self.file.header, self._decoders.headers
         if header is None:
             header = headers.get(self.file.digest) or await self._decoders.read_header(encoded)
             self._inspector.check_size(header.height, header.width)
             headers[self.file.digest] = header
         self.header = header
-        allowance.take(header)
         return encoded
 
     @property

@@ -1,6 +1,5 @@
 """Size, limits and identity of an image, from its encoded bytes. The cost of every function is bounded, whatever the bytes are."""
 
-import asyncio
 import dataclasses
 import hashlib
 from dataclasses import dataclass
@@ -33,21 +32,6 @@ class Header:
     @property
     def num_pixels(self) -> int:
         return self.height * self.width
-
-
-class Allowance:
-    """Remaining limits of all images of one request together."""
-
-    def __init__(self, max_pixels: int, max_downloads: int):
-        self._max_pixels = self._left = max_pixels
-        self.downloads = asyncio.Semaphore(max_downloads)  # limit of this request's concurrent fetches
-
-    def take(self, header: Header) -> None:
-        """Deduct an image's pixels. RequestError 413 if the limit is exceeded."""
-        self._left -= header.num_pixels
-        if self._left < 0:
-            words = f"the images of this request have more than {self._max_pixels} pixels"
-            raise RequestError(413, words, code="image_too_large")
 
 
 class Inspector:

@@ -18,7 +18,7 @@ from engine.wire.messages import MediaRef, Region
 from server.errors import RequestError, invalid_image
 from server.processor.media.allocator import RegionAllocator
 from server.processor.media.fetch import Fetcher
-from server.processor.media.inspect import Allowance, Header, Inspector
+from server.processor.media.inspect import Header, Inspector
 from server.processor.threads import result_of, run, settled
 from server.region import GrowingRegion
 
@@ -114,11 +114,10 @@ class File:
         self._job = self._sources.pool.submit(lambda: self._identify(encoded, begun[0] if begun else unpack()))
         return True
 
-    async def load(self, allowance: Allowance, max_bytes: int | None = None) -> GrowingRegion:
+    async def load(self, max_bytes: int | None = None) -> GrowingRegion:
         """Return the bytes; set `header` and `digest`. RequestError, ArenaFull or ArenaTooSmall."""
         if self._job is None:
-            async with allowance.downloads:
-                fetched = await self._fetch(max_bytes)
+            fetched = await self._fetch(max_bytes)
             self._job = self._sources.pool.submit(lambda: self._identify(fetched, self._look(fetched)))
         await result_of(self._job)
         assert self.encoded is not None

@@ -25,7 +25,7 @@ from server.errors import RequestError
 from server.processor.media.decoders import Decoders, Size
 from server.processor.media.fetch import too_large
 from server.processor.media.image import Image, naming
-from server.processor.media.inspect import PROCESSING_VERSION, Allowance, Inspector, framed_hash
+from server.processor.media.inspect import PROCESSING_VERSION, Inspector, framed_hash
 from server.processor.media.sources import File, Sources, decoded_bytes
 from server.processor.text.prompt import Visual
 from server.processor.threads import run, together
@@ -163,13 +163,13 @@ class VideoFile(Video):
     def start(self) -> bool:
         return self.file.start()
 
-    async def load(self, allowance: Allowance) -> None:
+    async def load(self) -> None:
         videos, payload, most = self._videos, self.file.ref.payload, self._videos.max_bytes
         with naming(f"Video {self.index + 1}"):
             geometry = videos.geometry_of(self._ref)
             if payload is not None and decoded_bytes(payload) > most + 3:
                 raise too_large(most)
-            encoded = await self.file.load(allowance, most)
+            encoded = await self.file.load(most)
             await self.file.keep()
             digest, clips = self.file.digest, videos.decoders.clips
             clip = clips[digest] = clips.get(digest) or await videos.decoders.look(encoded)
@@ -199,7 +199,7 @@ class FrameList(Video):
     def start(self) -> bool:
         return all([frame.start() for frame in self._frames])
 
-    async def load(self, allowance: Allowance) -> None:
+    async def load(self) -> None:
         videos, ref = self._videos, self._ref
         with naming(f"Video {self.index + 1}"):
             geometry = videos.geometry_of(ref)
@@ -209,7 +209,7 @@ class FrameList(Video):
                     raise ArenaFull
             frames = self._frames
             videos.check_frames(len(ref.frames) or len(frames))
-            await together(*(frame.encode(allowance) for frame in frames))
+            await together(*(frame.encode() for frame in frames))
             first, *sizes = [(frame.header.height, frame.header.width) for frame in frames]
             if (other := next((size for size in sizes if size != first), None)) is not None:
                 words = f"its frames differ in size: {first[1]}x{first[0]} and {other[1]}x{other[0]} pixels"

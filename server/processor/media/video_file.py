@@ -25,7 +25,7 @@ from engine.wire.arena import ArenaView
 from server.errors import RequestError
 from server.processor.media.decoder import Clip, VideoJob, VideoLimits, arena_guest, invalid_video
 
-CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg", "gif"})
+CODECS = "h264,hevc,vp8,libvpx,vp9,libvpx-vp9,av1,libdav1d,mpeg4,mjpeg,gif"  # FFmpeg's decoders that files may use
 SKIPPING = frozenset({"h264", "hevc"})  # codecs with one frame per packet, whose non-reference frames can be skipped
 QUEUED_PIXELS = 1 << 25  # limit of frames that wait for resizing or are being resized
 SEEK_FRAMES = 8  # a seek is worth it if it skips more frames
@@ -120,15 +120,12 @@ def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
     if stream is None:
         raise invalid_video("it has no video stream")
     context = stream.codec_context
-    name = "unknown" if context is None else context.codec.canonical_name
-    if name not in CODECS:
-        raise invalid_video(f"its codec {name} is not one of {', '.join(sorted(CODECS))}")
-    if context.width * context.height == 0:
-        raise invalid_video("its frames have no size or an unsupported one")
+    if context is None or context.width * context.height == 0:
+        raise invalid_video("its codec or the size of its frames is not supported")
     if context.width * context.height > limits.frame_pixels:
         words = f"its frames have {context.width}x{context.height} pixels, the limit is {limits.frame_pixels}"
         raise RequestError(400, words, code="video_too_large")
-    context.options = {"max_pixels": str(limits.frame_pixels)}
+    context.options = {"max_pixels": str(limits.frame_pixels), "codec_whitelist": CODECS}
     context.thread_type = "AUTO"
     context.thread_count = limits.threads
     return stream

@@ -3,8 +3,8 @@
     Hermes (Qwen3-VL):        <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     XML (the coder models):   <tool_call><function=name><parameter=x>...</parameter></function></tool_call>
 
-Text that may begin a marker is held back, and white space before it. A marker within a string of the JSON is part of it. The time is linear
-in the length of the text.
+Text that may begin a marker is held back, and white space before it. The first closing marker ends a call, also in a string. The time is
+linear in the length of the text.
 """
 
 import json
@@ -18,12 +18,9 @@ from server.processor.text.detokenize import possible_start
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 XML_END, VALUE_END = "</function>", "</parameter>"
 MAX_HEAD = 320  # characters of a call in which its name is sought before its end
-MAX_SPACES = 64  # spaces after a marker in a string; with more, the string continues
 NAME = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\\n]++|\\.)*+")|<function=([^>\n]*)>')
 MEMBER = re.compile(r'[\s,{]*+("(?:[^"\\]++|\\.)*+")\s*:\s*', re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
-STRING = re.compile(r'"(?:[^"\\\n]++|\\.)*+"', re.DOTALL)  # a raw line break in a string is invalid JSON
-OPEN_STRING = re.compile(r'"[^"\n]*\Z')
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: schemas of its parameters by name
 
@@ -95,8 +92,6 @@ class CallSplitter:
         self._pieces: list[str] = []  # of the call
         self._head = ""  # its first characters, without white space before it
         self._name: str | None = None
-        self._unread: list[str] = []  # pieces since the last search for strings
-        self._is_in_string = False  # at that time
 
     def push(self, text: str) -> tuple[str, list[CallDelta], bool]:
         """Return text, deltas of calls, and whether the answer ends here."""
@@ -114,8 +109,6 @@ class CallSplitter:
         if not self.is_inside:
             self._shown += "".join((*self._spaces, held))
             self._spaces.clear()
-        elif held.startswith(CLOSE):
-            self._end_call(held, is_cut)
         else:
             self._feed(held)
             self._end_call("", is_cut)
@@ -146,34 +139,19 @@ class CallSplitter:
         return bool(begins)
 
     def _read_call(self) -> bool:
-        """Parse up to the call's end or apparent end. Return False if more text is needed."""
+        """Parse up to the call's end. Return False if more text is needed."""
         found = self._held.find(CLOSE)
         end = found if found >= 0 else possible_start(self._held, CLOSE)
         self._feed(self._held[:end])
         self._held = self._held[end:]
         if found < 0:
             return False
-        rest = self._held[len(CLOSE) :]
-        if self._ends_in_string():
-            if len(rest) <= MAX_SPACES and not rest.strip(" "):
-                return False  # strings do not continue after a line break or the end
-            if not rest.lstrip(" ").startswith("\n"):
-                self._held = rest
-                self._feed(CLOSE)
-                return True
-        self._held = rest
+        self._held = self._held[len(CLOSE) :]
         self._end_call(CLOSE)
         return True
 
-    def _ends_in_string(self) -> bool:
-        text = STRING.sub("", '"' * self._is_in_string + "".join(self._unread))
-        self._unread.clear()
-        self._is_in_string = self._head.startswith("{") and OPEN_STRING.search(text) is not None
-        return self._is_in_string
-
     def _feed(self, text: str) -> None:
         self._pieces.append(text)
-        self._unread.append(text)
         if self._name is None and len(self._head) < MAX_HEAD:
             self._head = (self._head + text).lstrip()[:MAX_HEAD]
             if (found := NAME.match(self._head)) is not None:

@@ -88,8 +88,6 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
         self.found: str | None = None
         self.is_armed = True  # otherwise text is not searched
-        self.num_read = 0  # characters received; `num_shown` of them were returned
-        self.num_shown = 0
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._include_stop = include_stop
         self._held = ""
@@ -97,27 +95,21 @@ class StopMatcher:
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Return the text to show and whether a stop string was found."""
-        self.num_read += len(piece)
         if not (self._stops and self.is_armed):
-            self.num_shown = self.num_read
             return piece, False
         text = self._held + piece
         found = [(end - len(stop), stop) for i, (stop, _) in enumerate(self._stops) if (end := self._find(i, text))]
         if found:
             self._held, self._matched = "", [0] * len(self._stops)
             start, self.found = min(found)
-            text = text[: start + len(self.found) * self._include_stop]
-            self.num_shown += len(text)
-            return text, True
+            return text[: start + len(self.found) * self._include_stop], True
         keep = len(text) - max(self._matched)
         self._held = text[keep:]
-        self.num_shown += keep
         return text[:keep], False
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
-        self.num_shown += len(held)
         return held
 
     def _find(self, index: int, text: str) -> int:

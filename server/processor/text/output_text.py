@@ -45,25 +45,11 @@ class OutputText:
         self._think = think
         self._detokenizer = Detokenizer(table, options.skip_special_tokens)
         self._stops = StopMatcher(options.stop, options.include_stop)
-        self._has_stops = bool(options.stop)
         self._num_unstoppable = options.min_tokens  # tokens
         self._splitter = None if options.calls == "none" else CallSplitter(schemas or {}, is_single=options.calls == "one")
         self.is_thinking = False  # the next token is part of the reasoning
         self._is_first = True
         self._is_after_marker = False  # then line breaks are not shown
-
-    @property
-    def begin(self) -> int:
-        return self._stops.num_read
-
-    @property
-    def end(self) -> int:
-        """End of the last token's text, including an incomplete character that may start a stop string."""
-        return self._stops.num_read + (self._has_stops and not self._detokenizer.is_between)
-
-    def shows(self, begin: int, end: int) -> bool:
-        """Return whether a token with this text range is shown, at least in part."""
-        return self._stops.num_shown > begin or self._stops.num_shown >= end
 
     @property
     def stop_string(self) -> str | None:

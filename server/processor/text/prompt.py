@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
 from tokenizers import Tokenizer
 
 from engine.wire.params import MAX_BAD_WORD_TOKENS, ChatPrompt, Prompt
@@ -101,17 +100,6 @@ class PromptBuilder:
 
     def _ids_of(self, word: str) -> tuple[int, ...]:
         return tuple(self._literal.encode(word, add_special_tokens=False).ids)
-
-    def cut_last_text(self, prompt: ChatPrompt, limit: int) -> ChatPrompt:
-        """Return the conversation with at most `limit` tokens of the text that ends it."""
-        messages = msgspec.json.decode(prompt.messages)
-        content = messages[-1]["content"]
-        part, name = (messages[-1], "content") if isinstance(content, str) else ((content or [{}])[-1], "text")
-        encoding = self._literal.encode(part.get(name, ""), add_special_tokens=False)
-        if len(encoding.ids) <= limit:
-            return prompt
-        part[name] = part[name][: encoding.offsets[limit][0]]
-        return msgspec.structs.replace(prompt, messages=msgspec.json.encode(messages))
 
     def predicted(self, text: str, limit: int) -> list[int]:
         """Return at most `limit` ids of the expected answer."""

@@ -18,7 +18,7 @@ from server.processor.media.allocator import RegionAllocator
 from server.processor.media.decoders import Decoders
 from server.processor.media.early import EarlyReads
 from server.processor.media.image import Image
-from server.processor.media.inspect import Allowance, Inspector
+from server.processor.media.inspect import Inspector
 from server.processor.media.sources import Sources
 from server.processor.media.video import FrameList, Medium, VideoFile, Videos, release_all
 from server.region import GrowingRegion
@@ -31,7 +31,6 @@ class Loading:
     """What a processor has for its images."""
 
     def __init__(self, checkpoint: Checkpoint, **settings: object):
-        self.max_request_pixels = EngineConfig(**settings).max_request_pixels
         self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
         allocator = self.allocator = RegionAllocator(self.arena_fd, SIZE)
@@ -76,7 +75,7 @@ class Loading:
         self._images.append(image)
         if not image.start():
             raise ArenaTooSmall
-        await image.load(Allowance(self.max_request_pixels, 8))
+        await image.load()
         if image.source.encoding == "file":
             await self.decode(image, 0)
         return image
@@ -100,7 +99,7 @@ class Loading:
         video = self.videos.make(VideoRef(file=file, **fields), self.new_image)
         self._images.append(video)
         video.start()
-        await video.load(Allowance(self.max_request_pixels, 8))
+        await video.load()
         await self.decode(video, *range(len(video.hashes)))
         return video
 

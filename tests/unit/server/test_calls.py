@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from engine.wire.messages import CallDelta
 from server.processor.text import calls
-from server.processor.text.calls import CLOSE, MAX_HEAD, CallSplitter
+from server.processor.text.calls import MAX_HEAD, CallSplitter
 
 SCHEMAS = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}, "code": {"type": "string"}}}
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln \\"}{\\" 🌧", "days": [1, {"a": null}]}}\n</tool_call>'
 XML_CITY, XML_DAYS = "<parameter=city>\nKöln\n2\n</parameter>", "<parameter=days>\n3\n</parameter>"
 XML = f"<tool_call>\n<function=weather>\n{XML_CITY}\n{XML_DAYS}\n</function>\n</tool_call>"
 ARGUMENTS = {"city": 'Köln "}{" 🌧', "days": [1, {"a": None}]}
-MARKERS = 'x</tool_call>\n"<tool_call>'
 XML_ARGUMENTS = {"city": "Köln\n2", "days": 3}
 
 # text; what is shown; calls as (name, arguments)
@@ -47,12 +46,6 @@ CASES = {
     "a brace too few": ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", {"a": 1})]),
     "a brace too many": ('<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', "", [("f", {"a": 1})]),
     "no closing marker": ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [("f", {"a": 1})]),
-    "markers in a string": (
-        '<tool_call>{"name": "f", "arguments": {"a": "x</tool_call>\\n\\"<tool_call>"}}</tool_call>b', "b", [("f", {"a": MARKERS})],
-    ),
-    "markers in a string of a string": (
-        '<tool_call>{"arguments": "{\\"a\\": \\"</tool_call></tool_call>\\"}", "name": "f"}</tool_call>', "", [("f", {"a": CLOSE + CLOSE})],
-    ),
     "no call at all": ("<tool_call>what?</tool_call>!", "<tool_call>what?</tool_call>!", []),
     "a quote in no call": ('<tool_call>say "hi</tool_call>! ' + HERMES, '<tool_call>say "hi</tool_call>!', [("weather", ARGUMENTS)]),
     "nothing in it": ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
@@ -131,32 +124,6 @@ def calls_text(deltas: list[CallDelta]) -> str:
     return "".join(delta.arguments for delta in deltas)
 
 
-def test_a_string_that_is_no_json_hides_no_marker() -> None:
-    """Line breaks stand in no JSON string: a quote that a model forgets must not swallow the calls behind it."""
-    begin = '<tool_call>{"name": "g", "arguments": {"a": "x'
-    for broken, num_calls in (
-        ("}}\n</tool_call>", 2),  # a string that never ends
-        ('\n"y"}}</tool_call>', 2),  # an odd quote, in the line behind
-        ("}}</tool_call>\n", 2), ("}}</tool_call>  \n", 2),  # the same in one line, and the next call in another
-        ("}}</tool_call>", 1),  # nothing says that it is none
-    ):  # fmt: skip
-        text = begin + broken + HERMES
-        for pieces in ([text], list(text)):
-            _, deltas, _ = read(pieces)
-            assert [delta.name for delta in deltas if delta.name is not None] == ["g", "weather"][:num_calls]
-        behind = [CallDelta(0, delta.arguments, delta.name) for delta in deltas if delta.index == 1]
-        assert calls_of(behind) == [("weather", ARGUMENTS)] * (num_calls - 1)
-
-
-def test_a_marker_that_ends_the_text_is_in_no_string() -> None:
-    named = ('{"name": "g", "arguments": {"a": "x}}', "", '{"a": "x}}')
-    for text, shown, arguments in (named, ('{"nam', '<tool_call>{"nam</tool_call>', "")):
-        for whole in (f"<tool_call>{text}</tool_call>", f"<tool_call>{text}</tool_call> "):
-            for pieces in ([whole], list(whole)):
-                said, deltas, _ = read(pieces)
-                assert (said.rstrip(), "".join(delta.arguments for delta in deltas)) == (shown, arguments)
-
-
 def test_a_single_call_ends_the_answer() -> None:
     for pieces in ([HERMES + " x " + HERMES], list(HERMES + " x " + HERMES)):
         shown, deltas, is_done = read(pieces, is_single=True)
@@ -217,9 +184,6 @@ LENGTH = 1500
 MAX_PER_CHARACTER = 40
 
 
-IN_STRING = '<tool_call>{"name": "f", "arguments": {"a": "'
-
-
 HOSTILE: dict[str, list[str]] = {
     "parameters without end": ["<tool_call>\n<function=f>", *["<parameter=a>"] * LENGTH],
     "a function without end": ["<tool_call>\n", *["<function="] * LENGTH],
@@ -231,8 +195,7 @@ HOSTILE: dict[str, list[str]] = {
     "objects at top level": ["<tool_call>{", *['"x": {}, '] * LENGTH],
     "arguments before the name": ['<tool_call>{"arguments": {"a": "', *["word "] * LENGTH, '"}, "name": "f"}</tool_call>'],
     "spaces after a key": ['<tool_call>{"name"', *[" "] * LENGTH],
-    "spaces after a marker in a string": [IN_STRING, "</tool_call>", *["  "] * LENGTH],
-    "markers in a string": [IN_STRING, *["</tool_call>", "xxxxx"] * LENGTH, '"}}</tool_call>'],
+    "markers in a string": ['<tool_call>{"name": "f", "arguments": {"a": "', *["</tool_call>", "xxxxx"] * LENGTH, '"}}</tool_call>'],
     "spaces in a call": ["<tool_call>", *["  "] * LENGTH],
     "spaces in a text": ["text", *[" \n"] * LENGTH, "."],
     "no call": ["<tool_call>", *["word "] * LENGTH, "</tool_call>."],

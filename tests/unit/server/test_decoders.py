@@ -14,17 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall, create_memfd
+from engine.wire.arena import ArenaFull, ArenaTooSmall, create_memfd
 from engine.wire.messages import MediaRef
 from models.kernels.reference.ops import TorchOps
 from models.vision.preprocess import Preprocessor
 from server.checkpoint import Checkpoint
-from server.errors import RequestError
 from server.processor.media.allocator import RegionAllocator
-from server.processor.media.inspect import Allowance, Header
-from server.region import MIN_GROWTH, GrowingRegion
 from tests.eventually import HANG_GUARD_S, eventually_async
-from tests.unit.engine.arenas import check_arena
 from tests.unit.server.in_process import settle, virtual
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import jpeg, pixels, save
@@ -115,19 +111,6 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
     await made.close()
 
 
-async def test_the_pixels_of_a_request_are_added_up(checkpoint: Checkpoint) -> None:
-    allowance = Allowance(100, 8)
-    allowance.take(Header(True, 6, 10))
-    allowance.take(Header(False, 4, 10))
-    with pytest.raises(RequestError) as caught:
-        allowance.take(Header(False, 1, 1))
-    assert caught.value.info.status == 413
-    made = Loading(checkpoint, max_request_pixels=48 * 80 - 1)
-    error = await made.refusal(made.body(base64.b64encode(jpeg())))
-    assert error.info.status == 413
-    await made.close()
-
-
 SIZE = 1 << 16
 
 
@@ -153,18 +136,3 @@ async def test_pixels_wait_for_memory_in_order() -> None:
     allocator.free(await small)
     allocator.free(inputs)
     assert allocator.is_empty()
-
-
-def test_what_fits_is_had_although_twice_as_much_does_not() -> None:
-    """Red if a body is turned away because the extra capacity for growth does not fit."""
-    size = 8 * MIN_GROWTH
-    arena = Arena(create_memfd("test", size), size)
-    region = GrowingRegion(arena, 2 * MIN_GROWTH)
-    region.append(b"x" * region.capacity)
-    neighbour = arena.alloc(5 * MIN_GROWTH // 2)  # 3.5 units remain: less than twice the region, more than it needs
-    region.append(b"y")
-    assert bytes(region.view[-2:]) == b"xy" and region.used == 2 * MIN_GROWTH + 1
-    region.free()
-    arena.free(neighbour)
-    check_arena(arena)
-    assert arena.is_empty()

@@ -13,16 +13,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.arena import ArenaTooSmall
 from engine.wire.config import EngineConfig
-from engine.wire.messages import MediaRef
-from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media import fetch
 from server.processor.media.fetch import Fetcher, is_public
-from server.processor.media.inspect import Allowance
-from server.processor.media.video import release_all
-from tests.unit.server.loading import Loading
+from tests.eventually import eventually_async
 
 PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1",
@@ -168,26 +164,28 @@ async def test_size_status_and_time(site: Site, monkeypatch: pytest.MonkeyPatch)
     assert await status_of(f"{site.url}/silent", allow_private_media=True) == 422
 
 
-async def test_one_request_does_not_hold_all_slots(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, most, running = Loading(checkpoint, allow_private_media=True), 0, 0
+async def test_one_host_does_not_hold_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "MAX_PER_HOST", 2)
+    waiting, may_answer = 0, asyncio.Event()
 
-    async def download(self: Fetcher, url: str, write: object, max_bytes: object) -> None:
-        nonlocal most, running
-        running += 1
-        most = max(most, running)
-        for _ in range(10):  # others would begin meanwhile
-            await asyncio.sleep(0)
-        running -= 1
-        raise RequestError(422, "it could not be fetched")
+    async def wait(request: web.Request) -> web.Response:
+        nonlocal waiting
+        waiting += 1
+        await may_answer.wait()
+        return web.Response(body=b"payload")
 
-    monkeypatch.setattr(Fetcher, "download", download)
-    allowance = Allowance(1 << 30, 5)
-    images = [made.new_image(ref=MediaRef(url="http://tar.example/pit")) for _ in range(128)]
-    loads = [image.load(allowance) for image in images]
-    failures = await asyncio.gather(*loads, return_exceptions=True)
-    assert most == 5 and all(isinstance(failure, RequestError | ArenaFull) for failure in failures)
-    await release_all(images)
-    await made.close()
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=b"payload")
+
+    fetcher = Fetcher(EngineConfig(allow_private_media=True))
+    async with serve(wait, "127.0.0.1") as slow, serve(answer, "127.0.0.2") as quick:
+        tasks = [asyncio.create_task(fetcher.download(f"{slow}/{i}", bytearray().extend)) for i in range(6)]
+        await eventually_async(lambda: waiting == 2, "two requests at the slow host")
+        await fetcher.download(f"{quick}/x", bytearray().extend)
+        assert waiting == 2
+        may_answer.set()
+        await asyncio.gather(*tasks)
+    await fetcher.close()
 
 
 async def test_an_item_that_outgrows_the_arena_is_too_large(site: Site) -> None:

@@ -31,13 +31,7 @@ from tests.unit.server.stack import FakeScheduler, Stack
 
 MESSAGES = b'[{"role": "user", "content": "hi"}]'
 FIRST_RID = 1 << 40  # none of the api's: it ignores answers to these
-JSON_TOKENS = 100
 SHAPE = {"response_format": {"type": "json_object"}}
-
-
-@pytest.fixture(autouse=True)
-def few_json_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.processor.grammar.DEFAULT_JSON_TOKENS", JSON_TOKENS)
 
 
 def submit(stack: Stack, *grammars: Grammar | None, first: int = FIRST_RID) -> None:
@@ -47,18 +41,8 @@ def submit(stack: Stack, *grammars: Grammar | None, first: int = FIRST_RID) -> N
     processor.close()
 
 
-def check_limits(stack: Stack, json_limit: int | None) -> None:
-    """Most tokens of an answer: the client's own limit, that of JSON, or what the context has left."""
-    for fields, limit in ((SHAPE, json_limit), ({**SHAPE, "max_tokens": 900}, 900), ({"regex": "a+"}, None)):
-        assert stack.chat("x", **fields).status_code == 200
-        request = stack.last
-        assert request.params.max_tokens == (limit or stack.scheduler.max_model_len - len(stack.scheduler.prompt(request)))
-
-
 def test_grammars_reach_the_scheduler(stack: Stack, model_folder: Path) -> None:
-    """Fails if a region is lost, if a grammar that cannot be compiled passes, or if JSON goes on to the context's end."""
-    check_limits(stack, JSON_TOKENS)
-    stack.scheduler.requests.clear()
+    """Fails if a region is lost, if a grammar that cannot be compiled passes, or is not passed on."""
     found: dict[int, bytes | None] = {}
 
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
@@ -82,10 +66,11 @@ def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: 
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile)
     stack = stack_of(thinking_folder)
-    check_limits(stack, None)
-    grammars = [request.grammar for request in stack.scheduler.requests[-3:]]
+    for fields in (SHAPE, {"regex": "a+"}):
+        assert stack.chat("x", **fields).status_code == 200
+    grammars = [request.grammar for request in stack.scheduler.requests[-2:]]
     end = read_vocabulary(thinking_folder).decoded_vocab.index(b"</think>")
-    assert [grammar and grammar.after for grammar in grammars] == [end] * 3
+    assert [grammar and grammar.after for grammar in grammars] == [end] * 2
     stack.recover()
 
 

@@ -22,7 +22,6 @@ from engine.wire.messages import MediaRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media import inspect, sources
-from server.processor.media.inspect import Allowance
 from server.processor.media.sources import decode_base64
 from tests.unit.server.loading import SIZE, Loading
 from tests.unit.server.media_corpus import BAD, CORPUS, patched
@@ -100,7 +99,7 @@ async def test_the_first_image_of_an_idle_engine_waits_for_no_thread(loading: Lo
     image.start()
     assert len(loading.announced) == is_idle
     held.set()
-    await image.load(Allowance(loading.max_request_pixels, 8))
+    await image.load()
     assert (image.source.ticket, loading.bytes_of(image), len(loading.announced)) == (int(is_idle), data, int(is_idle))
     await image.release()
 

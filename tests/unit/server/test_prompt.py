@@ -192,8 +192,3 @@ def test_where_the_template_comes_from(model_folder: Path, tmp_path: Path) -> No
     settings_file.write_text("{}")
     with pytest.raises(ValueError, match="no chat template"):
         read_checkpoint(tmp_path)
-
-
-def test_a_conversation_without_text_is_not_cut(checkpoint: Checkpoint) -> None:
-    prompt = ChatPrompt(b'[{"role":"user","content":[]}]')
-    assert PromptBuilder(checkpoint).cut_last_text(prompt, 5) is prompt

@@ -17,7 +17,6 @@ from engine.wire.messages import MediaRef, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media import video_file
-from server.processor.media.inspect import Allowance
 from server.processor.media.video import FrameList, VideoFile
 from tests.unit.server.clips import encode, frames_of, joined, trimmed
 from tests.unit.server.loading import Loading
@@ -172,7 +171,7 @@ async def test_too_many_frames_are_counted_before_they_become_images(checkpoint:
     for ref, num_frames in zip([*refs, VideoRef(frames=[MediaRef(url="data:,x")] * 1000)], [NUM_COMMAS + 1] * 2 + [1000], strict=True):
         listed = made.videos.make(ref, image_of)
         with pytest.raises(RequestError, match=f"{num_frames} of its frames would be sampled, the limit is 3") as caught:
-            await listed.load(Allowance(1 << 30, 8))
+            await listed.load()
         assert caught.value.info.status == 400
         await listed.release()
     assert len(created) == 4  # of the list
