@@ -8,7 +8,7 @@ from server.api.http.body import Body
 from server.api.schema.media import MediaRefs
 from server.api.schema.parts import MEDIA, Message, ProcessorKwargs, RefusalPart, TextPart
 from server.api.schema.requests import MediaRequest
-from server.api.schema.tools import CustomCall, ToolCall
+from server.api.schema.tools import ToolCall
 
 
 def read_conversation(request: MediaRequest, messages: list[Message], body: Body) -> tuple[list[dict[str, object]], list[AnyRef]]:
@@ -39,10 +39,8 @@ def read_conversation(request: MediaRequest, messages: list[Message], body: Body
     return shown, media
 
 
-def _read_call(call: ToolCall | CustomCall) -> dict[str, object]:
+def _read_call(call: ToolCall) -> dict[str, object]:
     """Return a call for the template: its arguments as an object, or as text if they are not valid JSON."""
-    if isinstance(call, CustomCall):
-        return {"type": "function", "function": {"name": call.custom.name, "arguments": {"input": call.custom.input}}}
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:

@@ -169,7 +169,7 @@ class GenerationEndpoint(Endpoint):
             is_streamed=bool(request.stream), timings=bool(request.timings),
             include_usage=bool(wanted.include_usage or config.enable_force_include_usage),
             continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, params=params,
-            custom_tools=request.custom_tools, drops_empty=rules.calls != "none",
+            drops_empty=rules.calls != "none",
             hides_reasoning=request.include_reasoning is False,
         )  # fmt: skip
         return GeneratedReply(request, submits, format=format(options), options=options)

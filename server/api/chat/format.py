@@ -10,7 +10,6 @@ import msgspec
 
 from engine.wire.messages import CallDelta, ErrorInfo, Event, Logprob
 from server.api.http.streaming import Call, Choice, Format, ReplyOptions, Scores, Usage, encode
-from server.api.schema.tools import custom_text
 from server.errors import error_body
 
 DONE = b"data: [DONE]\n\n"
@@ -74,7 +73,6 @@ class ChatFormat(OpenAIFormat):
 
     def __init__(self, options: ReplyOptions):
         super().__init__(options)
-        self._custom_tools = options.custom_tools
 
     def first_chunk(self, choice: Choice) -> bytes:
         delta = {"role": "assistant", "content": "", **NO_REASONING}
@@ -101,21 +99,12 @@ class ChatFormat(OpenAIFormat):
             reasoning = "".join(choice.reasoning)
             message |= {"content": content or None, "reasoning": reasoning, "reasoning_content": reasoning}
         if choice.calls:
-            message |= {"content": content or None, "tool_calls": [self._call_json(call) for call in choice.calls]}
+            message |= {"content": content or None, "tool_calls": [_call_json(call, call.arguments) for call in choice.calls]}
         return {"message": message, "logprobs": _token_list(choice.logprobs) if choice.logprobs else None}
-
-    def _call_json(self, call: Call) -> dict[str, object]:
-        if call.name in self._custom_tools:
-            return _custom_json(call, custom_text(call.arguments))
-        return _call_json(call, call.arguments)
 
     def _delta_json(self, choice: Choice, delta: CallDelta) -> dict[str, object]:
         call = choice.calls[delta.index]
-        if call.name in self._custom_tools:
-            text = custom_text(delta.arguments)
-            piece = {"custom": {"input": text}} if delta.name is None else _custom_json(call, text)
-        else:
-            piece = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)
+        piece = {"function": {"arguments": delta.arguments}} if delta.name is None else _call_json(call, delta.arguments)
         return {"index": delta.index, **piece}
 
 
@@ -185,10 +174,6 @@ def _ending(choice: Choice) -> dict[str, object]:
 
 def _call_json(call: Call, arguments: str) -> dict[str, object]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-
-
-def _custom_json(call: Call, text: str) -> dict[str, object]:
-    return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
 
 
 def _token_list(entries: Iterable[Logprob]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 Answers are not stored, so a request contains the whole conversation. A stream consists of numbered events."""
 
 import functools
+import json
 import secrets
 import time
 from collections.abc import Iterator
@@ -20,12 +21,15 @@ from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, U
 from server.api.schema.media import check_urls
 from server.api.schema.parts import FIRST, Content, RefusalPart, TextPart, ToolList
 from server.api.schema.requests import AnswerFormat, MessageList, Reasoning
-from server.api.schema.tools import FunctionDefinition, FunctionName, Hosted, HostedTool, Name, custom_text
+from server.api.schema.tools import FunctionDefinition, FunctionName, Hosted, HostedTool, Name
 from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type, tag_of
 
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
 LOGPROBS = "message.output_text.logprobs"
 Json = dict[str, Any]
+CUSTOM_PARAMETERS: Json = {
+    "type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False,
+}  # fmt: skip
 
 
 class MessageItem(Strict):
@@ -62,10 +66,20 @@ Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, BY_TYPE, d
 
 
 class FlatTool(FunctionDefinition):
-    """A tool that the client runs. Tools that OpenAI runs have other types and are dropped."""
+    """A tool that the client runs; a custom tool takes one text. Tools that OpenAI runs have other types and are dropped."""
 
     type: Literal["function", "custom"]
     format: Json | None = None
+
+    def as_function(self, namespace: str | None) -> Json:
+        """Return the function of a chat. A grammar is described to the model but not enforced."""
+        function = self.model_dump(exclude={"type", "format"}, exclude_unset=True) | {"name": joined(namespace, self.name)}
+        if self.type == "custom":
+            shape, words = self.format or {}, self.description or ""
+            if shape.get("type") == "grammar":
+                words += f"\n\nThe input follows this {shape.get('syntax')} grammar:\n{shape.get('definition')}"
+            function |= {"description": words, "parameters": CUSTOM_PARAMETERS, "strict": True}
+        return {"type": "function", "function": function}
 
 
 FLAT = ("function", "custom")
@@ -115,12 +129,18 @@ class ResponsesRequest(DialectRequest):
         chat["logprobs"] = bool(self.top_logprobs) or LOGPROBS in (self.include or ()) or None
         messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input, scanner)
         chat["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *messages]
-        if self.tools:
-            chat["tools"] = [chat_tool for tool in self.tools for chat_tool in _tools(tool)]
+        hosted = [tool for tool in self.tools or () if isinstance(tool, HostedTool)]
+        chat["tools"] = [*(tool.as_function(namespace) for namespace, tool in self.flat_tools()), *hosted] or None
         chat["tool_choice"] = _choice(self.tool_choice)
         chat["response_format"] = self.text and self.text.format
         chat["reasoning"] = self.reasoning
         return chat
+
+    def flat_tools(self) -> Iterator[tuple[str | None, FlatTool]]:
+        """Yield the client's tools with their namespaces."""
+        for tool in self.tools or ():
+            namespace, tools = (tool.name, tool.tools) if isinstance(tool, Namespace) else (None, [tool])
+            yield from ((namespace, one) for one in tools if isinstance(one, FlatTool))
 
 
 def joined(namespace: str | None, name: str) -> str:
@@ -131,20 +151,16 @@ def joined(namespace: str | None, name: str) -> str:
 def _choice(choice: Any) -> Any:
     if isinstance(choice, AllowedChoice):
         return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": [_choice(tool) for tool in choice.tools]}}
-    return {"type": choice.type, choice.type: {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
+    return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
 
 
-def _tools(tool: Any, namespace: str | None = None) -> Iterator[Any]:
-    if isinstance(tool, Namespace):
-        for inner in tool.tools:
-            yield from _tools(inner, tool.name)
-    elif isinstance(tool, FlatTool):
-        definition = tool.model_dump(exclude={"type"}, exclude_unset=True) | {"name": joined(namespace, tool.name)}
-        if tool.format and (shape := tool.format.get("type")):
-            definition["format"] = {"type": shape, str(shape): tool.format}
-        yield {"type": tool.type, tool.type: definition}
-    elif namespace is None:
-        yield tool
+def custom_text(arguments: str) -> str:
+    """Return the text in a custom tool's arguments; arguments of another form, such as truncated ones, are returned unchanged."""
+    try:
+        text = json.loads(arguments, strict=False)["input"]
+    except (ValueError, RecursionError, TypeError, LookupError):
+        return arguments
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else arguments  # an unpaired surrogate cannot be sent
 
 
 def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
@@ -157,9 +173,9 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
             yield assistant_message(texts, thoughts, calls)
             texts, thoughts, calls = [], [], []
         if isinstance(item, CallItem):
-            kind, field = ("function", "arguments") if item.type == "function_call" else ("custom", "input")
-            call = {"name": joined(item.namespace, item.name), field: item.arguments or item.input}
-            calls.append({"id": item.call_id, "type": kind, kind: call})
+            arguments = item.arguments if item.type == "function_call" else {"input": item.input}
+            function = {"name": joined(item.namespace, item.name), "arguments": arguments}
+            calls.append({"id": item.call_id, "type": "function", "function": function})
         elif isinstance(item, ReasoningItem):
             thoughts += [part.text for part in item.content or ()]
         elif isinstance(item, ResultItem):
@@ -191,18 +207,17 @@ KINDS = {
 
 
 class ResponseFormat(BlockFormat):
-    """Format of responses. `repeated`: members that the answer repeats from its request."""
+    """Format of responses. `repeated`: members that the answer repeats from its request; `tools`: the client's, with their namespaces."""
 
-    def __init__(self, options: ReplyOptions, repeated: Json):
+    def __init__(self, options: ReplyOptions, repeated: Json, tools: list[tuple[str | None, FlatTool]]):
         self._head = {
             "id": f"resp_{secrets.token_hex(16)}", "object": "response", "created_at": options.created, "model": options.model,
             "background": False, "truncation": "disabled", "store": False, "previous_response_id": None, "error": None,
             "completed_at": None, "incomplete_details": None, "usage": None, **repeated,
             "temperature": options.params.temperature, "top_p": options.params.top_p,
         }  # fmt: skip
-        self._custom_tools = options.custom_tools
-        names = [(tool["name"], inner["name"]) for tool in repeated.get("tools", ()) for inner in tool.get("tools", ()) if "name" in inner]
-        self._names = {joined(*pair): {"namespace": pair[0], "name": pair[1]} for pair in names}
+        self._custom_tools = {joined(namespace, tool.name) for namespace, tool in tools if tool.type == "custom"}
+        self._names = {joined(namespace, tool.name): {"namespace": namespace, "name": tool.name} for namespace, tool in tools if namespace}
         self._num_events = 0
         self._items: list[Json] = []  # started items; the last one may be open
 
@@ -305,7 +320,7 @@ class ResponsesEndpoint(TranslatedChat):
         repeated = request.model_dump(include=REPEATED, by_alias=True)
         repeated |= {"tool_choice": repeated["tool_choice"] or "auto", "parallel_tool_calls": request.parallel_tool_calls is not False}
         repeated["tools"] = [tool.model_dump() for tool in request.tools or () if not isinstance(tool, HostedTool)]
-        return functools.partial(ResponseFormat, repeated=repeated)
+        return functools.partial(ResponseFormat, repeated=repeated, tools=[*request.flat_tools()])
 
 
 class CountResponseTokens(TranslatedCount):

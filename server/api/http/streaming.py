@@ -166,7 +166,6 @@ class ReplyOptions:
     timings: bool = False
     n: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
-    custom_tools: frozenset[str] = frozenset()  # tools that take one text
     hides_reasoning: bool = False
     drops_empty: bool = False  # no chunk for a token with held-back text, such as the first thirty of a tool call
 

@@ -7,8 +7,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from engine.wire.messages import AnyRef
 from server.api.schema.media import ImagePart, PixelSizes
-from server.api.schema.tools import CustomCall, ToolCall
-from server.api.schema.validate import BY_TYPE, Open, Strict, default_type
+from server.api.schema.tools import ToolCall
+from server.api.schema.validate import BY_TYPE, Open, Strict
 from server.api.schema.video import FramesPart, VideoOptions, VideoPart, reference
 
 MAX_TOOLS = 1024
@@ -67,7 +67,7 @@ class Message(Strict):
     content: Content | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[Annotated[ToolCall | CustomCall, BY_TYPE, default_type("function")]], ToolList] | None = None
+    tool_calls: Annotated[list[ToolCall], ToolList] | None = None
     tool_call_id: str | None = None
     function_call: None = None
 

@@ -3,7 +3,6 @@
 None means the checkpoint's default. `fields.py` handles all other fields.
 """
 
-import functools
 import itertools
 from typing import Annotated, Any, Literal
 
@@ -13,7 +12,7 @@ from pydantic_core import from_json
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.api.schema.fields import MAX_LOGGED, check_refused
 from server.api.schema.parts import FIRST, MediaOptions, Message, TextPart, ToolList
-from server.api.schema.tools import AllowedTools, AnyTool, CustomTool, HostedTool, NamedCustom, NamedTool, Tool, name_of
+from server.api.schema.tools import AllowedTools, AnyTool, HostedTool, NamedTool, Tool
 from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value
 
 MAX_MESSAGES = 10_000
@@ -181,10 +180,6 @@ class GenerationRequest(ListedFields):
             prompt_logprobs=self.prompt_logprobs is not None, **others,
         )  # fmt: skip
 
-    @property
-    def custom_tools(self) -> frozenset[str]:
-        return frozenset()
-
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
         for field, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
@@ -207,7 +202,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
     messages: Annotated[list[Message], MessageList]
     max_completion_tokens: TokenCount | None = None
     tools: Annotated[list[AnyTool], ToolList] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustom | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     enable_thinking: bool | None = None  # clients send it here, too, instead of in chat_template_kwargs
@@ -240,14 +235,9 @@ class ChatRequest(GenerationRequest, MediaRequest):
         thinks = by_effort if self.enable_thinking is None else self.enable_thinking
         return ({} if thinks is None else {"enable_thinking": thinks}) | (self.chat_template_kwargs or {})
 
-    @functools.cached_property
-    def functions(self) -> list[Tool]:
-        tools = [tool.as_function() if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]
-        return [tool for tool in tools if not isinstance(tool, HostedTool)]
-
     @property
-    def custom_tools(self) -> frozenset[str]:
-        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
+    def functions(self) -> list[Tool]:
+        return [tool for tool in self.tools or () if isinstance(tool, Tool)]
 
     @property
     def ignored(self) -> list[str]:
@@ -256,7 +246,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def called(self) -> str | None:
-        return name_of(self.tool_choice)
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def uses_tools(self) -> bool:
@@ -266,8 +256,8 @@ class ChatRequest(GenerationRequest, MediaRequest):
         super().check_together(vocab_size)
         named = {self.called} - {None}
         if isinstance(choice := self.tool_choice, AllowedTools):
-            named = {name_of(tool) for tool in choice.allowed_tools.tools}
-            self.tools, self.tool_choice = [tool for tool in self.tools or () if name_of(tool) in named], choice.allowed_tools.mode
+            named = {tool.function.name for tool in choice.allowed_tools.tools}
+            self.tools, self.tool_choice = [tool for tool in self.functions if tool.function.name in named], choice.allowed_tools.mode
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")

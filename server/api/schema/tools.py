@@ -1,6 +1,5 @@
-"""Tools and calls of chat completions: functions, custom tools, which take one text, and tools run by a vendor, which are dropped."""
+"""Tools and calls of chat completions: functions, and tools run by a vendor, which are dropped."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Tag
@@ -8,9 +7,6 @@ from pydantic import AfterValidator, Field, Tag
 from server.api.schema.validate import Open, Strict, tag_of
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-CUSTOM_PARAMETERS: dict[str, Any] = {
-    "type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False,
-}  # fmt: skip
 
 
 def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
@@ -35,17 +31,6 @@ class ToolCall(Strict):
     function: CalledFunction
 
 
-class CustomInput(Strict):
-    name: str
-    input: str
-
-
-class CustomCall(Strict):
-    id: str | None = None
-    type: Literal["custom"]
-    custom: CustomInput
-
-
 class FunctionDefinition(Strict):
     name: Name
     description: str | None = None
@@ -58,45 +43,6 @@ class Tool(Strict):
     function: FunctionDefinition
 
 
-class TextGrammar(Strict):
-    syntax: str
-    definition: str
-
-
-class TextShape(Strict):
-    type: Literal["text", "grammar"]
-    grammar: TextGrammar | None = None
-
-
-class CustomDefinition(Strict):
-    name: Name
-    description: str | None = None
-    format: TextShape | None = None
-
-
-class CustomTool(Strict):
-    type: Literal["custom"]
-    custom: CustomDefinition
-
-    def as_function(self) -> Tool:
-        """Return a function with one text parameter. A grammar is described to the model but not enforced."""
-        custom, words = self.custom, [self.custom.description] if self.custom.description else []
-        if custom.format is not None and custom.format.grammar is not None:
-            words.append(f"The input follows this {custom.format.grammar.syntax} grammar:\n{custom.format.grammar.definition}")
-        description = "\n\n".join(words) or None
-        function = FunctionDefinition(name=custom.name, description=description, parameters=CUSTOM_PARAMETERS, strict=True)
-        return Tool(type="function", function=function)
-
-
-def custom_text(arguments: str) -> str:
-    """Return the text in a custom tool's arguments; arguments of another form, such as truncated ones, are returned unchanged."""
-    try:
-        text = json.loads(arguments, strict=False)["input"]
-    except (ValueError, RecursionError, TypeError, LookupError):
-        return arguments
-    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else arguments  # an unpaired surrogate cannot be sent
-
-
 class HostedTool(Open):
     """A tool that a vendor runs for its own models; this server drops it."""
 
@@ -104,7 +50,7 @@ class HostedTool(Open):
 
 
 Hosted = Annotated[HostedTool, Tag("other")]
-AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Hosted, tag_of("function", "custom")]
+AnyTool = Annotated[Annotated[Tool, Tag("function")] | Hosted, tag_of("function", "custom")]
 
 
 class FunctionName(Strict):
@@ -116,23 +62,11 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-class NamedCustom(Strict):
-    type: Literal["custom"]
-    custom: FunctionName
-
-
 class AllowedList(Strict):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool | NamedCustom]
+    tools: list[NamedTool]
 
 
 class AllowedTools(Strict):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedList
-
-
-def name_of(tool: object) -> str | None:
-    """Return the name of a tool or of a choice; None for others."""
-    if isinstance(tool, Tool | NamedTool):
-        return tool.function.name
-    return tool.custom.name if isinstance(tool, CustomTool | NamedCustom) else None

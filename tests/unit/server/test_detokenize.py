@@ -14,8 +14,8 @@ from engine.wire.messages import Event
 from engine.wire.params import OutputOptions
 from engine.wire.reports import PromptLogprobs
 from server.api.dialects.generate import GenerateFormat, GenerateRequest
+from server.api.dialects.responses import custom_text
 from server.api.http.streaming import Choice, ReplyOptions
-from server.api.schema.tools import custom_text
 from server.processor.text import output_text
 from server.processor.text.detokenize import Detokenizer, StopMatcher, TokenTable
 from server.processor.text.output_text import OutputText, ThinkTokens

@@ -128,7 +128,7 @@ def read(stream: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(events: list[Event]) -> list[dict[str, Any]]:
-    return read(stream_of(ResponseFormat(OPTIONS, REPEATED), events))
+    return read(stream_of(ResponseFormat(OPTIONS, REPEATED, []), events))
 
 
 OPTIONS = ReplyOptions("m", 0)
@@ -136,7 +136,7 @@ REPEATED = {"instructions": "be short"}
 
 
 def document(events: list[Event]) -> dict[str, Any]:
-    return dict(json.loads(document_of(ResponseFormat(OPTIONS, REPEATED), events)))
+    return dict(json.loads(document_of(ResponseFormat(OPTIONS, REPEATED, []), events)))
 
 
 def test_events_of_a_stream() -> None:
@@ -170,7 +170,7 @@ def test_events_of_a_stream() -> None:
 
 
 def test_an_error_after_the_headers() -> None:
-    error, failed = read(ResponseFormat(OPTIONS, REPEATED).error_chunk(ErrorInfo(503, "no", code="aborted")))
+    error, failed = read(ResponseFormat(OPTIONS, REPEATED, []).error_chunk(ErrorInfo(503, "no", code="aborted")))
     assert (error["type"], error["code"], error["message"]) == ("error", "aborted", "no")
     assert failed["response"]["status"] == "failed" and failed["response"]["error"] == {"code": "server_error", "message": "no"}
 

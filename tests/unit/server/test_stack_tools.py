@@ -197,18 +197,13 @@ def post(stack: Stack, path: str, **body: object) -> Any:
 def test_custom_tools(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     """A tool that takes one text is not called with JSON, no stream cuts an escape, and the model sees its grammar."""
     say(stack, tokenizer, f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(TYPED)}}}}}\n</tool_call>')
-    grammar, chat = {"syntax": "lark", "definition": "start: /x/"}, "/v1/chat/completions"
-    tools: Any = [{"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": grammar}}}]
-    (call,) = post(stack, chat, messages=QUESTION, tools=tools)["choices"][0]["message"]["tool_calls"]
-    assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": TYPED})
-    assert "start: /x/" in tokenizer.decode(stack.prompt(), skip_special_tokens=False)
-    chunks = post(stack, chat, messages=QUESTION, tools=tools, stream=True)
-    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
-    assert deltas[0]["type"] == "custom" and "".join(delta["custom"]["input"] for delta in deltas) == TYPED
+    grammar = {"syntax": "lark", "definition": "start: /x/"}
     flat: Any = [{"type": "custom", "name": "patch", "format": {"type": "grammar", **grammar}}]
     with client.responses.stream(model="test-model", input="x", tools=flat) as stream:
         pieces = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
         item: Any = stream.get_final_response().output[-1]
+    assert "start: /x/" in tokenizer.decode(stack.prompt(), skip_special_tokens=False)
+    assert stack.chat("x", tools=[{"type": "custom", "custom": {"name": "patch"}}]).status_code == 400
     whole = post(stack, "/v1/responses", input="x", tools=flat)["output"][-1]
     assert (item.type, item.name, item.input, "".join(pieces), whole["input"]) == ("custom_tool_call", "patch", TYPED, TYPED, TYPED)
     output = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"}
