@@ -47,10 +47,7 @@ def command() -> int:
     """Run `mini-vlm`: `serve` is `python -m engine.serve`, `plan` its `--plan`, `bench NAME` is `python -m bench NAME`."""
     parser = argparse.ArgumentParser("mini-vlm", description="A small serving engine for vision-language models.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("serve", help="serve a model: flags of `python -m engine.serve`", add_help=False)
-    commands.add_parser("plan", help="what fits on which GPU: the same flags", add_help=False)
-    commands.add_parser("bench", help="run a benchmark: `mini-vlm bench` lists them", add_help=False)
+    parser.add_argument("command", choices=("serve", "plan", "bench"), help="flags follow: `mini-vlm serve --help` lists them")
     name, rest = parser.parse_args(sys.argv[1:2]).command, sys.argv[2:]
     if name == "bench":
         sys.argv = ["mini-vlm bench", *rest]

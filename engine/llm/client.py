@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
-import queue
+import os
+import shutil
+import tempfile
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import as_completed
 from typing import Any, Literal
 
 import aiohttp
@@ -17,7 +20,6 @@ from engine.launch.flags import read_flags
 from engine.launch.process import ServerProcess
 from engine.llm.inputs import CHAT, COMPLETIONS, EMBEDDINGS, Ask, listed, words_of
 from engine.llm.outputs import RequestOutput
-from engine.llm.updates import replace_weights
 from engine.wire.config import UNIX_HOST
 from engine.wire.params import UNSTREAMED
 
@@ -26,6 +28,7 @@ OURS = {"api_key": None, "api_key_file": None, "allowed_hosts": None, "root_path
 STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 READ_BUFFER = 1 << 26  # half of the maximum document size
 JSON = {"content-type": "application/json"}
+MEMORY = "/dev/shm"  # a file system in memory
 Params = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 Errors = Literal["raise", "return"]
 Results = Generator[tuple[int, RequestOutput], None, None]
@@ -46,7 +49,7 @@ class AsyncLLM:
             warnings.warn(note, stacklevel=3)
         if config.dp != 1 or config.plan:
             raise ValueError("LLM does not support --dp and --plan: use engine.serve")
-        self._max_requests = min(config.max_queued_requests, 4 * config.max_num_seqs)
+        self._places = asyncio.Semaphore(min(config.max_queued_requests, 4 * config.max_num_seqs))
         self._server = ServerProcess(msgspec.structs.replace(config, **OURS))
         self._session: aiohttp.ClientSession | None = None
 
@@ -71,29 +74,33 @@ class AsyncLLM:
 
     async def embed(self, prompt: Any, **fields: Any) -> RequestOutput:
         """Embed a text, token ids, or a conversation."""
-        (output,) = [output async for output in self._outputs(Ask(EMBEDDINGS, prompt, None, fields))]
+        output = await self.answer(Ask(EMBEDDINGS, prompt, None, fields))
+        if output.error is not None:
+            raise output.error
         return output
 
-    update_weights = replace_weights
+    async def update_weights(self, source: Any, weight_version: str | None = None) -> None:
+        """Replace all weights by those of a checkpoint's folder, or by tensors (a mapping from checkpoints' names), which are written to a
+        private folder first. Requests wait meanwhile. Needs the flag `enable_weight_updates`. Raises ValueError if names, shapes or formats
+        differ; nothing has changed then."""
+        with contextlib.ExitStack() as stack:
+            path = source
+            if not isinstance(source, str | os.PathLike):
+                has_space = os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > sum(tensor.nbytes for tensor in source.values())
+                path = stack.enter_context(tempfile.TemporaryDirectory(prefix="weights-", dir=MEMORY if has_space else None))
+                await asyncio.to_thread(write_tensors, source, os.path.join(path, "model.safetensors"))
+            body = {"model_path": os.path.abspath(path), "weight_version": weight_version}
+            async for _ in self._documents("/update_weights_from_disk", msgspec.json.encode(body)):
+                pass
 
-    async def post(self, path: str, body: dict[str, Any]) -> None:
-        """Wait for the answer to a request, which may be empty. Raises ValueError."""
-        async for _ in self._documents(path, msgspec.json.encode(body)):
-            pass
-
-    async def answer_all(self, asks: Sequence[Ask], note: Callable[[Any], object]) -> None:
-        """Call `note` with each output as it is finished. A request's ValueError or OSError is stored in its output."""
-        waiting = iter(asks)
-
-        async def work() -> None:
-            for ask in waiting:
-                try:
-                    async for output in self._outputs(ask):
-                        note(output)
-                except (ValueError, OSError) as error:
-                    note(ask.output(error=error))
-
-        await asyncio.gather(*(work() for _ in range(min(len(asks), self._max_requests))))
+    async def answer(self, ask: Ask) -> RequestOutput:
+        """Return the finished output, which has the ValueError or OSError of a failed request."""
+        async with self._places:
+            try:
+                (output,) = [output async for output in self._outputs(ask)]
+            except (ValueError, OSError) as error:
+                return ask.output(error=error)
+        return output
 
     async def _outputs(self, ask: Ask, is_streamed: bool = False) -> Outputs:
         """Yield the finished output or, if `is_streamed`, the output whenever it has grown."""
@@ -187,15 +194,13 @@ class LLM:
 
     def _results(self, asks: list[Ask]) -> Results:
         """Iterate over results. Closing the iterator aborts the unfinished requests."""
-        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        answering = self._thread.start_task_soon(self._engine.answer_all, asks, results.put)
-        answering.add_done_callback(lambda _: results.put(None))
+        answers = [self._thread.start_task_soon(self._engine.answer, ask) for ask in asks]
         try:
-            while (output := results.get()) is not None:
-                yield output.number, output
-            answering.result()
+            for answer in as_completed(answers):
+                yield answer.result().number, answer.result()
         finally:
-            answering.cancel()
+            for answer in answers:
+                answer.cancel()
 
 
 def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> list[Ask]:
@@ -204,3 +209,16 @@ def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> li
     if len(of_each) != len(prompts):
         raise ValueError(f"got {len(of_each)} sampling_params for {len(prompts)} prompts")
     return [Ask(path, prompt, one, fields, number) for number, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))]
+
+
+def write_tensors(tensors: Mapping[str, Any], path: str) -> None:
+    """Write torch tensors to a safetensors file; of tied ones, which the format does not have, copies."""
+    from safetensors.torch import save_file  # imports torch
+
+    written, storages = {}, set[int]()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        is_shared = value.untyped_storage().data_ptr() in storages
+        storages.add(value.untyped_storage().data_ptr())
+        written[name] = value.clone() if is_shared else value
+    save_file(written, path)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from safetensors.torch import load_file
 
-from engine.llm.updates import _write
+from engine.llm.client import write_tensors
 from engine.wire.ipc import Inbox
 from engine.wire.messages import ToScheduler
 from engine.wire.updates import FromFolder, FromGroup, LeaveGroup, Order, OrderResult
@@ -65,7 +65,7 @@ def test_folders(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
     tensors = load_file(tiny_folder / FILE)
     (tmp_path / "tensors").mkdir()
     views = {name: value.t().contiguous().t() if value.dim() == 2 else value for name, value in tensors.items()}
-    _write(views, str(tmp_path / "tensors" / FILE))
+    write_tensors(views, str(tmp_path / "tensors" / FILE))
     assert rank.give(FromFolder(str(tmp_path / "tensors"))) is None
     assert_same(rank.worker._model, load(tiny_folder))
 
