@@ -39,11 +39,6 @@ class GrammarCompiler:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
 
-    async def start(self) -> None:
-        """Start the guest, which takes seconds, before the first grammar."""
-        with contextlib.suppress(RuntimeError, TimeoutError):  # the pool has been closed, or the first grammar reports the error
-            await self.compile(Grammar("regex", "a"))
-
     async def compile(self, grammar: Grammar) -> bytes:
         """Return the compiled grammar for rank 0. Raises GrammarError; GuestKilled or TimeoutError, after which another attempt may
         succeed; or RuntimeError if no process starts."""

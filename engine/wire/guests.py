@@ -97,6 +97,14 @@ class GuestPool:
         for guest in self.guests:
             await guest.close()
 
+    async def start(self) -> None:
+        """Start one guest, for the first job, which would wait for it."""
+        async with self._may_begin:
+            guest = self.idle.pop()
+            with contextlib.suppress(RuntimeError):  # the first job reports the error
+                await guest.start()
+            self.idle.append(guest)
+
     async def ask(self, job: bytes, timeout: float, cpu_seconds: float = 0.0) -> bytes:
         """As `Guest.ask`. A cancelled call returns after its job, which may write to an arena."""
         async with self._may_begin:

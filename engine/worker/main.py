@@ -51,8 +51,10 @@ def run(
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
             if pending:
                 time.sleep(SPIN_S)
-            else:
+            elif timeout_s < IDLE_POLL_S:
                 timeout_s = IDLE_POLL_S
+            else:
+                runner.sampler.rules.load_early()
 
 
 def take_device(child: Child, rank: int) -> torch.device:

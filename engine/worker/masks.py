@@ -204,6 +204,11 @@ class TokenRules:
 
         self._vocabulary = self._vocabulary or read_vocabulary(self._folder)
 
+    def load_early(self) -> None:
+        """Load in a thread, for the first grammar, which would wait for it."""
+        if self._vocabulary is None:
+            self._loader.submit(self.load)
+
     def admit(self, admit: Admit, arena: ArenaView | None) -> None:
         """Assign the row to a request. `arena`: None on ranks that do not sample."""
         self._limited.pop(admit.row, None)

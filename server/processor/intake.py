@@ -88,10 +88,6 @@ class Intake:
         """Number of requests that hold memory, including announced ones without a Submit."""
         return len(self.requests) + len(self._early)
 
-    def start(self) -> None:
-        """Start the grammar compiler; call before the first request."""
-        self.tasks.create_task(self.grammars.compiler.start())
-
     async def close(self) -> None:
         await self.grammars.compiler.pool.close()
         self._large_prompts.shutdown(wait=False, cancel_futures=True)

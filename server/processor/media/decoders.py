@@ -46,10 +46,11 @@ class Decoders:
         self._large = asyncio.Semaphore(min(LARGE_AT_ONCE, num_guests - 1))
         self._images = pool_of(num_guests, "decoder", memory=MEMORY_BYTES)
         self._videos = pool_of(config.video_pool_size, "video_file", msgspec.json.encode(limits).decode(), memory=limits.memory)
+        self.pools = self._images, self._videos
 
     async def close(self) -> None:
-        await self._images.close()
-        await self._videos.close()
+        for pool in self.pools:
+            await pool.close()
 
     async def read_header(self, encoded: GrowingRegion) -> Header:
         """Read the header of a file other than a baseline JPEG. RequestError 422."""

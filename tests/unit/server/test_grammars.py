@@ -75,17 +75,17 @@ def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: 
 
 
 @pytest.mark.faults
-def test_the_compiler_starts_and_ends_with_the_processor(model_folder: Path) -> None:
+def test_a_guest_of_each_kind_starts_and_ends_with_the_processor(model_folder: Path) -> None:
     stack = Stack(model_folder)
     pid = stack.processes["processor"].pid
 
     def children() -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-    eventually(lambda: len(children()) == 1, "the compiler")
-    (compiler,) = children()
+    eventually(lambda: len(children()) == 3, "the compiler, the decoder of images and that of videos")
+    guests = children()
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not Path(f"/proc/{compiler}/stat").exists(), "the end of the compiler")
+    eventually(lambda: not any(Path(f"/proc/{guest}/stat").exists() for guest in guests), "the end of the guests")
     stack.close()
 
 

@@ -14,8 +14,10 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.grammar.compile import compiled as compile_grammar
+from engine.wire.child import StopFlag
 from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
 from engine.wire.messages import Admit, Region, SamplingParams
+from engine.worker.main import IDLE_POLL_S, PAUSE_S, run
 from engine.worker.masks import BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskThread, Session, TokenRules, fill_masks
 from engine.worker.sampling.samples import SampleTable
 from engine.worker.stopwatch import Stopwatch
@@ -227,6 +229,22 @@ def test_a_step_without_grammars_waits_for_nothing(model: Qwen3VL, compiled: dic
     engine.add(2, [[5]], grammar=compiled["regex"], **PARAMS)
     engine.run()
     assert taken
+
+
+def test_a_worker_without_work_for_a_second_loads_the_library() -> None:
+    messages, waits, loads, stopping = ["x", None, None], list[float](), list[int](), StopFlag()
+
+    def recv(timeout: float) -> str | None:
+        waits.append(timeout)
+        if len(waits) == len(messages):
+            stopping.set()
+        return messages[len(waits) - 1]
+
+    rules = SimpleNamespace(load_early=lambda: loads.append(len(waits)))
+    runner: Any = SimpleNamespace(use_spare_time=lambda is_busy: False, sampler=SimpleNamespace(rules=rules))
+    plans: Any = SimpleNamespace(recv=recv)
+    run(runner, {str: lambda message: None}, plans, Any, stopping)  # type: ignore[arg-type, dict-item]
+    assert waits == [IDLE_POLL_S, PAUSE_S, IDLE_POLL_S] and loads == [3]
 
 
 DEEP = '{"items":' * 100_000 + "{}" + "}" * 100_000
