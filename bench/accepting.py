@@ -1,5 +1,5 @@
 """Engine whose drafts are accepted with a given probability, with any weights: `python -m bench.accepting P K --model ... --draft lookup`,
-or `--draft mtp`, whose head computes its usual drafts, at most three, which are then replaced.
+or `--draft mtp` or `eagle3`, whose head computes its usual drafts, at most three, which are then replaced.
 
 The first answer to a prompt is greedy, without drafts, and kept. Later each draft is the recorded token with probability P, otherwise
 a wrong one. Every step has K drafts per row; with K = 0 the engine adapts as usual, with BELIEVED as each draft's probability.
@@ -75,7 +75,7 @@ def main() -> int:
     probability, num_drafts = float(sys.argv[2]), int(sys.argv[3])
 
     def make(name: str, verify_rows: int) -> Proposer:
-        return AcceptingDrafter(verify_rows, probability, num_drafts, has_head=name == "mtp")
+        return AcceptingDrafter(verify_rows, probability, num_drafts, has_head=name != "lookup")
 
     engine.scheduler.main.make_drafter = make
     engine.scheduler.main.main()

@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["forms", "code", "random"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1], help="concurrent clients")
     parser.add_argument("--requests", type=int, default=16, help="requests per set")
-    parser.add_argument("--draft", choices=("lookup", "mtp"), default="lookup", help="draft source of the second engine")
+    parser.add_argument("--draft", choices=("lookup", "mtp", "eagle3"), default="lookup", help="draft source of the second engine")
     parser.add_argument("--accept", type=float, help="acceptance probability of a draft token; needs no weights")
     parser.add_argument("--drafts", type=int, default=0, help="with --accept: draft tokens per row and step; 0: adaptive")
     args = parser.parse_args(argv)

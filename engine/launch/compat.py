@@ -26,6 +26,7 @@ TRANSLATED = """
 --disable-uvicorn-access-log access_log=off
 --lora-paths lora_modules
 --max-loras-per-batch max_loras
+--speculative-draft-model-path --speculative-draft-model draft_model
 """
 # `=` marks flags that take a value.
 NO_EFFECT = """
@@ -50,7 +51,6 @@ REFUSED = """
 --nnodes --node-rank --master-addr --master-port --headless --dist-init-addr | one engine per host: docs/scaling.md
 --distributed-executor-backend | engine.launch.replicas runs engines on Ray
 --cpu-offload-gb | --quantization fp8 or --tp
---speculative-draft-model-path | --draft lookup or mtp
 --no-enable-chunked-prefill | --max-num-batched-tokens
 --max-total-tokens --num-gpu-blocks-override | --kv-cache-memory-bytes
 --tokenizer --tokenizer-path | put all files into the folder of --model
@@ -70,7 +70,7 @@ READ = """
 --mm-processor-kwargs | min_pixels min_pixels max_pixels max_pixels size.shortest_edge min_pixels size.longest_edge max_pixels
 --mm-process-config | image.min_pixels min_pixels image.max_pixels max_pixels
 --media-io-kwargs | video.num_frames max_video_frames
---speculative-config | method draft
+--speculative-config | method draft model draft_model
 --speculative-algorithm --speculative-algo | - draft
 """
 
@@ -132,9 +132,11 @@ def _convert(parser: argparse.ArgumentParser, name: str, field: str, value: Any)
     if field == "draft":
         if (word := str(value).lower()).endswith(("mtp", "nextn")):
             return "mtp"
-        if word not in ("ngram", "suffix"):
-            parser.error(f"{name} {value}: use --draft lookup or mtp")
-        return "lookup"
+        if word not in ("ngram", "suffix", "eagle3"):
+            parser.error(f"{name} {value}: use --draft lookup, mtp or eagle3")
+        return "lookup" if word != "eagle3" else word
+    if field == "draft_model":
+        return str(value)
     if type(value) is not int:
         parser.error(f"{name}: {value} is not a whole number")
     return value > 1 if field == "ep" else value

@@ -50,6 +50,7 @@ class Runtime(msgspec.Struct, frozen=True):
     max_model_len: int
     gpu_decodes_jpegs: bool = False
     adapters: tuple[AdapterRef, ...] = ()
+    draft_folder: str = ""  # of --draft-model
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -37,9 +37,9 @@ def num_cpus() -> int:
 MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
 
 DraftName = Annotated[
-    Literal["off", "lookup", "mtp"],
+    Literal["off", "lookup", "mtp", "eagle3"],
     "speculative decoding: 'lookup' proposes what followed the same context earlier in the request or in"
-    " its field `prediction`; 'mtp' uses the model's own prediction head (Qwen3.5 and later)",
+    " its field `prediction`; 'mtp' uses the model's own prediction head (Qwen3.5 and later); 'eagle3' uses the head of --draft-model",
 ]
 
 
@@ -53,6 +53,7 @@ DRAFT_MODES = {
     "off": DraftMode(),
     "lookup": DraftMode(MAX_PROPOSED, reads_predictions=True),
     "mtp": DraftMode(MAX_HEAD_DRAFTS, reads_head=True),
+    "eagle3": DraftMode(MAX_HEAD_DRAFTS, reads_head=True),
 }
 
 
@@ -134,6 +135,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: Annotated[int, "maximum number of requests, running and waiting; further ones get 503"] = 1024
     request_timeout: Annotated[int | None, "seconds that a request may take, until its answer is read; default: its field `timeout`"] = None
     draft: DraftName = "off"
+    draft_model: Annotated[str | None, "folder or hub id of an EAGLE-3 head for --draft eagle3"] = None
     lora_modules: Annotated[
         str | None,
         "LoRA adapters in PEFT's format as name=folder, separated by spaces; a request selects one by its field `model`",
@@ -268,6 +270,10 @@ def find_problems(config: EngineConfig) -> Iterator[str]:
     if not 0 < config.gpu_memory_utilization <= 1:
         yield "--gpu-memory-utilization must lie in (0, 1]"
     yield from lora_problems(config)
+    if config.draft == "eagle3" and config.draft_model is None and config.load_format != "dummy":
+        yield "--draft eagle3 needs --draft-model"
+    if config.draft == "off" and config.draft_model is not None:
+        yield "--draft-model needs --draft eagle3"
     if config.min_pixels is not None and config.max_pixels is not None and config.min_pixels > config.max_pixels:
         yield "--min-pixels must not exceed --max-pixels"
     if config.max_num_batched_tokens > MAX_STEP_TOKENS:

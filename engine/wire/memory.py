@@ -18,7 +18,7 @@ from engine.wire.messages import MAX_EARLY_TOKENS
 from models.cache.spec import SPARE_ROWS, CacheSpec
 from models.config.formats import Format, entry_of, final_format
 from models.config.schemes import Scheme
-from models.config.types import ModelConfig, TextConfig, VisionConfig
+from models.config.types import Eagle3Config, ModelConfig, TextConfig, VisionConfig
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_SIZES
 from models.kernels.reference.tuned import STEP_SIZES as TORCH_SIZES
 from models.kernels.step_sizes import StepSizes
@@ -97,12 +97,22 @@ def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
     text, vision = model.text, model.vision
     table = text.vocab_size * text.hidden_size
     stored = layer_parameters(model, None if text.moe is None else text.moe.num_experts)
-    decoder = (text.num_layers + text.has_head) * stored * entry_of(format).value_bytes / tp
+    decoder = (text.num_layers + bool(text.head_path)) * stored * entry_of(format).value_bytes / tp
     embeddings = (1 if model.tie_word_embeddings else 2) * table * VALUE_BYTES / tp
     routers = 0 if text.moe is None else text.num_layers * text.hidden_size * text.moe.num_experts * VALUE_BYTES
-    head = 2 * text.hidden_size**2 * VALUE_BYTES + table * entry_of("float8").value_bytes / tp if text.has_head else 0
+    head = 2 * text.hidden_size**2 * VALUE_BYTES + table * entry_of("float8").value_bytes / tp if text.head_path else 0
+    head += 0 if text.eagle3 is None else eagle3_bytes(text.eagle3, tp)
     inputs = 0 if vision is None else (patch_values(vision) + vision.num_position_embeddings) * vision.hidden_size
     return int(decoder + embeddings + routers + head + VALUE_BYTES * (num_values(model, of_tower=True) + inputs))
+
+
+def eagle3_bytes(head: Eagle3Config, tp: int) -> int:
+    """Bytes of the head's weights: `fc` is whole on each GPU, and the output matrix may also be stored in float8."""
+    text = head.layer
+    width, inner = text.hidden_size, text.num_heads * text.head_dim
+    layer = width * (3 * inner + 4 * text.num_kv_heads * text.head_dim + 3 * text.intermediate_size)
+    outputs = text.vocab_size * width * (VALUE_BYTES + entry_of("float8").value_bytes)
+    return int(VALUE_BYTES * (len(head.taps) * width**2 + layer / tp) + outputs / tp)
 
 
 def patch_values(vision: VisionConfig) -> int:
@@ -122,7 +132,7 @@ class Activations(NamedTuple):
         encode = max(encode, gather_bytes(model, config))
         step = step_bytes(model, config.tp, config.max_num_batched_tokens)
         step += dequantized_bytes(text, config.tp, decoder_format(config, text))
-        hidden = VALUE_BYTES * text.hidden_size * max_hidden(config, sizes) if text.has_head else 0
+        hidden = VALUE_BYTES * text.head_input_size * max_hidden(config, sizes) if text.has_head else 0
         return cls(encode, WORKSPACE_BYTES + hidden + max(step, LOGITS_BYTES * max_samples(config, sizes) * text.vocab_size))
 
 

@@ -48,7 +48,7 @@ from engine.worker.sampling.samples import BYTES_PER_SAMPLE
 from engine.worker.staging import Staging
 from engine.worker.updates import UpdateWorker
 from models.cache.states import RowStates, Snapshots
-from models.checkpoint.load import init_dummy_weights, load_weights
+from models.checkpoint.load import init_dummy_weights, load_eagle3, load_weights
 from models.config.formats import Format, entry_of, final_format
 from models.config.types import ModelConfig
 from models.decoders.contract import LanguageModel
@@ -93,14 +93,14 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     backend, model, spec = loaded.backend, loaded.model, loaded.model.cache_spec
     step_sizes = sizes_for(config, model_config, spec, backend.step_sizes)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
-    hidden_TD = None  # allocated before the weights are measured
+    hidden_TX = None  # allocated before the weights are measured
     if text.has_head:
-        hidden_TD = torch.zeros((max_hidden(config, backend.step_sizes), text.hidden_size), dtype=model.dtype, device=device)
+        hidden_TX = torch.zeros((max_hidden(config, backend.step_sizes), text.head_input_size), dtype=model.dtype, device=device)
     memory = plan_memory(config, spec, measure_needs(loaded, config, captured, free), free)
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, model.dtype, device)  # the last block is scratch
     attention = backend.attention(pools, text.num_heads // loaded.tp.size)
     max_blocks = -(-(child.runtime.max_model_len + MAX_PROPOSED) // config.block_size) + 1
-    rows = make_rows(loaded, config, pools, hidden_TD, max_blocks)
+    rows = make_rows(loaded, config, pools, hidden_TX, max_blocks)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
     if graphs is not None:
         before, num_graphs = free_bytes(device), graphs.capture()
@@ -169,7 +169,7 @@ def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: 
     return adapters
 
 
-def make_rows(loaded: Loaded, config: EngineConfig, pools: list[KVPool], hidden_TD: torch.Tensor | None, max_blocks: int) -> Rows:
+def make_rows(loaded: Loaded, config: EngineConfig, pools: list[KVPool], hidden_TX: torch.Tensor | None, max_blocks: int) -> Rows:
     model = loaded.model
     states = tuple(RowStates(group, config.max_num_seqs, model.device, config.proposals.max_tokens) for group in model.cache_spec.states)
     return Rows(
@@ -181,7 +181,7 @@ def make_rows(loaded: Loaded, config: EngineConfig, pools: list[KVPool], hidden_
         max_top_k=loaded.sampling.max_top_k,
         states=states,
         snapshots=Snapshots(pools, states) if states else None,
-        hidden_TD=hidden_TD,
+        hidden_TX=hidden_TX,
         scratch_block=pools[0][0].shape[0] - 1,
         transfers=loaded.backend.transfers,
     )
@@ -268,6 +268,8 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
         init_dummy_weights(model, seed=0)
     else:
         load_weights(model, Path(child.runtime.model_folder), make_progress())
+        if model.config.text.eagle3 is not None:
+            load_eagle3(model, Path(child.runtime.draft_folder), make_progress())
     model.finish()
     if model.predictor is not None and backend.runs("float8"):
         model.predictor.round_output_matrix()

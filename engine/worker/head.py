@@ -24,14 +24,14 @@ class DraftHead:
     """Draft head. It only launches work, and its attention is not part of a captured graph."""
 
     def __init__(self, model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> None:
-        assert model.predictor is not None and rows.hidden_TD is not None
-        self._model, self._predictor, self._hidden_TD = model, model.predictor, rows.hidden_TD
+        assert model.predictor is not None and rows.hidden_TX is not None
+        self._model, self._predictor, self._hidden_TX = model, model.predictor, rows.hidden_TX
         self._attention, self._rows, self._staging = attention, rows, staging
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run passes of one and of two tokens in the scratch block, so that no request waits for a compiler."""
-        hidden_TD, one = self._hidden_TD[[0, 0]], np.ones(1, dtype=np.int32)
+        hidden_TX, one = self._hidden_TX[[0, 0]], np.ones(1, dtype=np.int32)
         for count in (1, 2):
             index = torch.arange(count, device=self._model.device)
             pages = (self._rows.scratch_block + index[:1]).int()
@@ -39,7 +39,7 @@ class DraftHead:
             layout = AttentionLayout(*lengths, pages, self._rows.scratch_slot + index, 0)
             self._attention.plan(layout)
             tokens = HeadTokens(index.expand(3, -1).contiguous(), layout.slot_mapping_T)
-            found_SD = self._predictor.predict(hidden_TD[:count], hidden_TD[:count], tokens, self._attention, index)
+            found_SD = self._predictor.predict(self._predictor.embed(index), hidden_TX[:count], tokens, self._attention, index)
             self._predictor.top_tokens(found_SD)
 
     def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
@@ -53,25 +53,25 @@ class DraftHead:
             passes.append((put(positions), self._staged(layout)))
         self._staging.copy()
         next_T[sampled_S] = tokens_S
-        embedded_TD = self._model.embed(next_T)
+        embedded_TD = self._predictor.embed(next_T)
         starts = {int(start) for start in step.attention.qo_indptr_cpu}
         for item in step.visual:
             rest_ND = item.embedding[0, item.offset + 1 : item.offset + item.length + 1]  # next tokens of the same image
             embedded_TD[item.start : item.start + len(rest_ND)] = rest_ND
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]
-        hidden_TD, wanted_S = self._hidden_TD[hidden_T], sampled_S if count else sampled_S[:0]
+        hidden_TX, wanted_S = self._hidden_TX[hidden_T], sampled_S if count else sampled_S[:0]
         is_last_S = rows_S != self._rows.scratch_row
         head_drafts: list[torch.Tensor] = []
         for positions_3T, layout in passes:
             slots_T = layout.slot_mapping_T
             if head_drafts:
-                embedded_TD, wanted_S = self._model.embed(head_drafts[-1]), sampled_S
+                embedded_TD, wanted_S = self._predictor.embed(head_drafts[-1]), sampled_S
                 slots_T = torch.where(is_last_S, slots_T, self._rows.scratch_slot)
             self._attention.plan(layout)
-            hidden_TD = self._predictor.predict(embedded_TD, hidden_TD, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
+            hidden_TX = self._predictor.predict(embedded_TD, hidden_TX, HeadTokens(positions_3T, slots_T), self._attention, wanted_S)
             if len(wanted_S):
-                head_drafts.append(self._predictor.top_tokens(hidden_TD))
+                head_drafts.append(self._predictor.top_tokens(hidden_TX))
                 self._model.tp.broadcast_(head_drafts[-1])
         return torch.stack(head_drafts, dim=1) if head_drafts else tokens_S[:, None][:, :0]
 
@@ -107,7 +107,7 @@ def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, sta
 def run_head(model: LanguageModel, batch: ForwardBatch, attention: AttentionBackend) -> None:
     """Run the head, if there is one, on the tokens of a step: it takes a little more memory than a layer of the step."""
     if model.predictor is not None:
-        shape = len(batch.input_ids_T), model.config.text.hidden_size
-        hidden_TD = torch.empty(shape, dtype=model.dtype, device=model.device)
+        shape = len(batch.input_ids_T), model.config.text.head_input_size
+        hidden_TX = torch.empty(shape, dtype=model.dtype, device=model.device)
         tokens = HeadTokens(batch.positions_3T, batch.attention.slot_mapping_T)
-        model.predictor.predict(model.embed(batch.input_ids_T), hidden_TD, tokens, attention, batch.logits_indices)
+        model.predictor.predict(model.predictor.embed(batch.input_ids_T), hidden_TX, tokens, attention, batch.logits_indices)

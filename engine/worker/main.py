@@ -75,7 +75,7 @@ def main() -> None:
     plans: Inbox[ToWorker] = Inbox(child.run_dir, child.role, ToWorker)
     results: Outbox[WorkerReady | StepResult] = Outbox(child.run_dir, "scheduler")
     try:
-        model_config = read_config(Path(child.runtime.model_folder), with_head=child.config.proposals.reads_head)
+        model_config = read_config(Path(child.runtime.model_folder), child.config.draft == "mtp", child.runtime.draft_folder)
         device = take_device(child, rank)
         runner, handlers, ready = build_runner(child, model_config, rank, device)
     except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives

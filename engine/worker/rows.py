@@ -93,7 +93,7 @@ class Rows:
         max_top_k: int = 0,  # see `SamplingOps`
         states: tuple[RowStates, ...] = (),
         snapshots: Snapshots | None = None,  # of the states, if any
-        hidden_TD: torch.Tensor | None = None,
+        hidden_TX: torch.Tensor | None = None,
         scratch_block: int = 0,
         transfers: Transfers | None = None,
     ):
@@ -105,7 +105,7 @@ class Rows:
         self.proposing = Stopwatch(self.last_tokens.is_cuda)  # ends with the last copy of proposed tokens to the host
         self.states = states
         self.transfers = transfers or Transfers()
-        self.hidden_TD = hidden_TD
+        self.hidden_TX = hidden_TX
         self.scratch_block, self.scratch_slot = scratch_block, scratch_block * block_size
         self._snapshots = snapshots
         self._geometry = geometry
@@ -190,7 +190,7 @@ class Rows:
         if len(step.gather):
             ids_T[num_prefill:] = self.last_tokens[gather_D]
         batch = ForwardBatch(ids_T, positions_3T, attention, step.visual, logits_indices, self.states, rows)
-        batch = replace(batch, hidden_TD=self.hidden_of(len(ids_T)), adapters_T=adapters_T if len(adapters_T) else None)
+        batch = replace(batch, hidden_TX=self.hidden_of(len(ids_T)), adapters_T=adapters_T if len(adapters_T) else None)
         return StepInputs(batch, samples, gather_indices, scored_2N)
 
     def state_arrays(self, step: HostStep) -> tuple[npt.NDArray[np.integer], ...]:
@@ -214,7 +214,7 @@ class Rows:
 
     def hidden_of(self, num_tokens: int) -> torch.Tensor | None:
         """Return the output buffer for the hidden states of so many tokens, if they are needed."""
-        return None if self.hidden_TD is None else self.hidden_TD[:num_tokens]
+        return None if self.hidden_TX is None else self.hidden_TX[:num_tokens]
 
     def remember(self, known: torch.Tensor) -> None:
         """Write `HostStep.known` on the device before anything reads it."""

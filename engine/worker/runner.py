@@ -74,7 +74,7 @@ class LaunchedStep:
 
 class Head(Protocol):
     def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
-        """Return (S, count) tokens after each sample. The step's hidden states are at `indices_T` of `Rows.hidden_TD`; `rows_S`: see
+        """Return (S, count) tokens after each sample. The step's hidden states are at `indices_T` of `Rows.hidden_TX`; `rows_S`: see
         `Rows.deliver`."""
 
 

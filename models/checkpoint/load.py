@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from models.checkpoint.names import CheckpointPart, CheckpointTensor, Stored
-from models.config.registry import Architecture
+from models.config.registry import EAGLE3, Architecture
 from models.decoders.contract import LanguageModel
 from models.layers.linear import FusedColumnParallelLinear
 from models.weights.matrix import matrices_of
@@ -47,7 +47,17 @@ def fill(model: LanguageModel, source: Mapping[str, Stored], progress: Progress)
     if OUTPUT_MATRIX not in source and not model.config.tie_word_embeddings:
         logger.warning("the checkpoint has no %s (an embedding model?): logits are computed from the input embeddings", OUTPUT_MATRIX)
         model.tie_embeddings()
-    slots = [slot for part in model.checkpoint_tensors() for slot in present(part, source)]
+    _fill(model.checkpoint_tensors(), source, progress)
+
+
+def load_eagle3(model: LanguageModel, folder: Path, progress: Progress) -> None:
+    """Load the EAGLE-3 head of the folder. ValueError as of `load_weights`."""
+    with opened(folder, EAGLE3) as tensors:
+        _fill(model.head_tensors(tensors.keys()), tensors, progress)
+
+
+def _fill(parts: Iterable[CheckpointPart], source: Mapping[str, Stored], progress: Progress) -> None:
+    slots = [slot for part in parts for slot in present(part, source)]
     expected = {slot.name: slot.shape for slot in slots}
     found = source.keys() - ({OUTPUT_MATRIX} - expected.keys())
     demand_none("misses", expected.keys() - found)

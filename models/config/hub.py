@@ -10,7 +10,7 @@ import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from models.config.registry import architecture_of
+from models.config.registry import EAGLE3, architecture_of
 from models.demo import CHECKPOINT
 from models.scaffold import SHAPES, write_model_folder
 
@@ -58,6 +58,20 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     if load_format != "dummy":
         folder = _download(hub_id, CONFIG_PATTERNS + _weight_patterns(folder))
     return ResolvedModel(folder, model)
+
+
+def resolve_eagle3(model: str | None, cache_dir: Path) -> Path:
+    """Return the folder of an EAGLE-3 head; without a name one whose sizes follow from the model, for dummy weights. ValueError as of
+    `resolve`."""
+    if model is None:
+        folder = cache_dir / "eagle3"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}", encoding="utf-8")
+        return folder
+    if (path := Path(model).expanduser()).is_dir():
+        return path
+    _demand_hub_id(model)
+    return _download(model, (*EAGLE3.weight_files, *INDEX_PATTERNS, "config.json"))
 
 
 def hub_id_of(model: str) -> str:

@@ -11,7 +11,17 @@ from typing import Any
 from models.config.formats import FORMATS, read_quantization
 from models.config.registry import Architecture, architecture_of
 from models.config.schemes import Quantization
-from models.config.types import MEDIA_KINDS, DeltaConfig, MediaKind, ModelConfig, MoeConfig, SamplingDefaults, TextConfig, VisionConfig
+from models.config.types import (
+    MEDIA_KINDS,
+    DeltaConfig,
+    Eagle3Config,
+    MediaKind,
+    ModelConfig,
+    MoeConfig,
+    SamplingDefaults,
+    TextConfig,
+    VisionConfig,
+)
 from models.media.geometry import VisionGeometry
 
 Json = Mapping[str, Any]
@@ -24,14 +34,18 @@ UNREAD = r"\.(weight_shape|g_idx|input_scale|input_global_scale|[kv]_scale)$"  #
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
-def read_config(folder: Path, with_head: bool = False) -> ModelConfig:
+def read_config(folder: Path, with_head: bool = False, eagle3: str = "") -> ModelConfig:
     """Read config.json, generation_config.json and the preprocessors' files. ValueError names unsupported or missing
     values.
 
-    `with_head`: also read the prediction head.
+    `with_head`: also read the prediction head. `eagle3`: the folder of an EAGLE-3 head, if there is one.
     """
     try:
-        return _read(folder, with_head)
+        model = _read(folder, with_head)
+        if not eagle3:
+            return model
+        folder = Path(eagle3)
+        return replace(model, text=replace(model.text, eagle3=_eagle3(read_json(folder / "config.json", is_required=True), model.text)))
     except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, re.error) as problem:
         raise ValueError(f"{folder.name}: a JSON file has a value of an unexpected type or size ({problem})") from problem
 
@@ -277,3 +291,39 @@ def _sampling(generation: Json) -> SamplingDefaults:
         min_p=float(generation.get("min_p") or 0.0),
         repetition_penalty=float(generation.get("repetition_penalty") or 1.0),
     )
+
+
+def _eagle3(config: Json, model: TextConfig) -> Eagle3Config:
+    """Read the published layouts: the layer's entries nested or not. Sizes that it must share with the model are the model's; entries that
+    are missing, too."""
+    layer = config.get("transformer_layer_config") or config
+    for name, supported in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if (found := layer.get(name, supported)) != supported:
+            raise ValueError(f"{name} of an EAGLE-3 head must be {supported!r}, got {found!r}")
+    nested = config.get("eagle_config") or {}
+    taps = config.get("eagle_aux_hidden_state_layer_ids") or [1 + i for i in nested.get("eagle_aux_hidden_state_layer_ids") or ()]
+    taps = taps or [2, model.num_layers // 2, model.num_layers - 3]
+    if len(taps) != 3 or not all(type(tap) is int and 0 <= tap < model.num_layers for tap in taps):
+        raise ValueError(f"eagle_aux_hidden_state_layer_ids must name three layers of the model, got {taps}")
+    rope = _rotary(layer, model.rope_theta)
+    section = tuple(rope.get("mrope_section") or (model.head_dim // 2, 0, 0))  # one axis
+    if len(section) != 3 or sum(section) != model.head_dim // 2 or not rope.get("mrope_interleaved", True):
+        raise ValueError(f"mrope_section of an EAGLE-3 head must be interleaved and sum to {model.head_dim // 2}, got {section}")
+    text = replace(
+        model,
+        intermediate_size=_size({"intermediate_size": model.intermediate_size or 3 * model.hidden_size, **layer}, "intermediate_size"),
+        vocab_size=_size({"draft_vocab_size": config.get("vocab_size", min(32_000, model.vocab_size)), **config}, "draft_vocab_size"),
+        rms_norm_eps=float(layer.get("rms_norm_eps", model.rms_norm_eps)),
+        rope_theta=float(rope["rope_theta"]),
+        rotary_dim=model.head_dim,
+        mrope_section=section,
+        llama3=rope["llama3"],
+        has_qk_norm=layer.get("model_type") == "qwen3",
+        format="plain",
+        plain_modules=(),
+        rules=(),
+        quantized_to=None,
+        moe=None,
+        head_path="eagle3",
+    )
+    return Eagle3Config(tuple(taps), text, bool(config.get("norm_before_residual", False)))

@@ -46,6 +46,9 @@ TEXT_ONLY = Architecture(
     renames=((r"^model\.", ""), (r"^(layers|embed_tokens|norm)\.", r"model.language_model.\1.")),  # embedding models lack `model.`
     has_tower=False,
 )
+EAGLE3 = Architecture(  # a head alone
+    "", ("*.safetensors",), renames=((r"^(model\.)?", "eagle3."), (r"^eagle3\.midlayer\.", "eagle3.layers.0.")), dropped=r"^t2d$"
+)
 QWEN3_VL = Architecture("models.decoders.qwen3_vl:Qwen3VL", renames=((r"^(language_model|visual)\.", r"model.\1."),))
 
 ARCHITECTURES: Mapping[str, Architecture] = {

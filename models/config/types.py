@@ -77,10 +77,16 @@ class TextConfig:
     delta: DeltaConfig | None = None
     delta_layers: frozenset[int] = frozenset()  # its layers; the others have attention with a gated output
     head_path: str = ""  # of the prediction head, one more attention layer (`layers.head`), in the checkpoint; empty: there is none
+    eagle3: "Eagle3Config | None" = None  # a head of another checkpoint
 
     @property
     def has_head(self) -> bool:
-        return self.head_path != ""
+        return self.head_path != "" or self.eagle3 is not None
+
+    @property
+    def head_input_size(self) -> int:
+        """Return the values per token that the head reads from the model."""
+        return self.hidden_size * (1 if self.eagle3 is None else len(self.eagle3.taps))
 
     @property
     def has_fusable_heads(self) -> bool:
@@ -137,6 +143,15 @@ class TextConfig:
             return CacheSpec(paged)
         sizes = self.delta.state_bytes(tp, dtype_bytes), self.delta.replay_bytes(tp, dtype_bytes)
         return CacheSpec(paged, (StateGroup(len(self.delta_layers), *sizes),))
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """EAGLE-3 head, see `layers.eagle3`."""
+
+    taps: tuple[int, ...]  # layers of the model whose inputs it reads
+    layer: TextConfig  # configuration of its layer; `vocab_size` is that of the draft vocabulary
+    norm_before_residual: bool  # the norm of the hidden state precedes the residual stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class ForwardBatch:
     states: tuple[RowStates, ...] = ()  # one for each state group
     rows: StateRows | None = None  # only for models with states
     padding_slot: int | None = None  # KV slot of padding tokens; None: there are none
-    hidden_TD: torch.Tensor | None = None  # receives the final hidden states of all tokens for the model's prediction head
+    hidden_TX: torch.Tensor | None = None  # receives what the head reads of all tokens: final hidden states, or inputs of some layers
     row_class: RowClass | None = None  # of all products; None: that of the step's tokens
     adapters_T: torch.Tensor | None = None  # int32 on the device: slots of the tokens' adapters, -1: none; None: no token has one
 

@@ -1,6 +1,6 @@
 """Decoder and output head without a vision tower: Llama, Qwen3."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import torch
 from torch import nn
@@ -10,14 +10,16 @@ from models.checkpoint.names import CheckpointPart, module_tensors
 from models.config.types import ModelConfig, TextConfig
 from models.decoders.batch import ForwardBatch
 from models.decoders.contract import Predictor, Tower
-from models.decoders.head import HeadPredictor
+from models.decoders.head import Eagle3Predictor, HeadPredictor
 from models.decoders.text import TextModel
 from models.kernels.backend import Backend
 from models.kernels.paged import AttentionBackend
 from models.kernels.stream import RowClass
 from models.layers.decoder import DecoderLayer, SelfAttention
+from models.layers.eagle3 import Eagle3Head
 from models.layers.head import PredictionHead
 from models.layers.linear import Setup, VocabParallelEmbedding
+from models.layers.rotary import MRope
 from models.parallel.group import TensorParallel
 from models.weights.matrix import matrices_of
 
@@ -35,14 +37,19 @@ class CausalLM(nn.Module):
         self.device = backend.device
         setup = Setup.on(backend, tp, dtype, self.norm_offset)
         self.language_model = TextModel(config, setup, self.make_layer)
-        self.head = PredictionHead(config.text, setup, self.make_layer) if config.text.has_head else None
+        self.head = PredictionHead(config.text, setup, self.make_layer) if config.text.head_path else None
+        self.eagle3 = None if config.text.eagle3 is None else Eagle3Head(config.text.eagle3, Setup.on(backend, tp, dtype))
         self.lm_head = self.language_model.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
         self.tower: Tower | None = None
         self.predictor: Predictor | None = None
+        embedding = self.language_model.embed_tokens
         if self.head is not None:
-            self.predictor = HeadPredictor(self.head, self.language_model.rope, self.lm_head, tp)
+            self.predictor = HeadPredictor(self.head, self.language_model.rope, embedding, self.lm_head, tp)
+        elif self.eagle3 is not None:
+            rope = MRope(self.eagle3.config.layer, setup.ops, setup.place.device)
+            self.predictor = Eagle3Predictor(self.eagle3, rope, embedding, config.text.vocab_size, tp)
 
     @staticmethod
     def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
@@ -85,6 +92,10 @@ class CausalLM(nn.Module):
             yield self.head, self.config.text.head_path
         if self.lm_head.weight is not self.language_model.embed_tokens.weight:
             yield self.lm_head, "lm_head"
+
+    def head_tensors(self, names: Set[str]) -> Iterator[CheckpointPart]:
+        assert self.eagle3 is not None
+        yield from self.eagle3.tensors(names, self.config.text.vocab_size)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         for module, path in self.checkpoint_modules():

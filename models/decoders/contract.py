@@ -3,7 +3,7 @@
 A `LanguageModel` has a `Tower` if it accepts images, and a `Predictor` if its prediction head was loaded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -44,12 +44,15 @@ class Tower(Protocol):
 
 
 class Predictor(Protocol):
-    """Prediction head of a model, see `layers.head`."""
+    """Prediction head of a model, see `layers.head` and `layers.eagle3`."""
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the (T, D) embeddings of token ids for `predict`."""
 
     def predict(
-        self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
+        self, embedded_TD: torch.Tensor, hidden_TX: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
     ) -> torch.Tensor:
-        """Return (S, D), the input of `top_tokens`, from the final hidden states of tokens and the embeddings of the next tokens. The
+        """Return (S, D), the input of `top_tokens`, from `ForwardBatch.hidden_TX` of tokens and the embeddings of the next tokens. The
         result replaces the hidden states in the next call. `attention` has been planned for the tokens."""
 
     def top_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
@@ -71,6 +74,9 @@ class LanguageModel(Protocol):
     device: torch.device
     tower: Tower | None
     predictor: Predictor | None
+
+    def head_tensors(self, names: Set[str]) -> Iterator[CheckpointPart]:
+        """Return the target of each tensor of an EAGLE-3 head, whose checkpoint has these tensors by the names of the model."""
 
     @property
     def cache_spec(self) -> CacheSpec:

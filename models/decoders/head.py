@@ -1,4 +1,4 @@
-"""Prediction head with the rotary positions and the output matrix that it shares with the model."""
+"""Prediction head with its rotary positions, embedding and output matrix, which a head of the same checkpoint shares with the model."""
 
 import torch
 
@@ -6,6 +6,7 @@ from models.decoders.batch import HeadTokens
 from models.kernels.paged import AttentionBackend
 from models.kernels.stream import RowClass
 from models.layers.decoder import LayerContext
+from models.layers.eagle3 import Eagle3Head
 from models.layers.head import PredictionHead
 from models.layers.linear import VocabParallelEmbedding
 from models.layers.rotary import MRope
@@ -18,17 +19,28 @@ ROUNDED = "float8"  # output matrix for `top_tokens`
 class HeadPredictor:
     """See `Predictor`."""
 
-    def __init__(self, head: PredictionHead, rope: MRope, lm_head: VocabParallelEmbedding, tp: TensorParallel) -> None:
-        self._head, self._rope, self._lm_head = head, rope, lm_head
+    def __init__(
+        self,
+        head: PredictionHead | Eagle3Head,
+        rope: MRope,
+        embedding: VocabParallelEmbedding,
+        lm_head: VocabParallelEmbedding,
+        tp: TensorParallel,
+    ) -> None:
+        self._head, self._rope, self._embedding, self._lm_head = head, rope, embedding, lm_head
         self._tp = tp
         self._rounded: Matrix | None = None
 
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        embedded_TD: torch.Tensor = self._embedding(ids_T)
+        return embedded_TD
+
     def predict(
-        self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
+        self, embedded_TD: torch.Tensor, hidden_TX: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
     ) -> torch.Tensor:
-        rows = RowClass.of(len(hidden_TD)), RowClass.of(len(wanted_S))
+        rows = RowClass.of(len(hidden_TX)), RowClass.of(len(wanted_S))
         context = LayerContext(attention, None, *rows, self._rope.rows(tokens.positions_3T), tokens.slots_T, None)
-        hidden_SD: torch.Tensor = self._head(embedded_TD, hidden_TD, context, wanted_S)
+        hidden_SD: torch.Tensor = self._head(embedded_TD, hidden_TX, context, wanted_S)
         return hidden_SD
 
     def top_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
@@ -46,3 +58,27 @@ class HeadPredictor:
     def finish(self) -> None:
         if self._rounded is not None:
             self._rounded.storage.quantize_(self._lm_head.weight.data)  # in place: an update has no memory for another one
+
+
+class Eagle3Predictor(HeadPredictor):
+    """Predictor of the draft vocabulary, whose ids are mapped to the model's."""
+
+    def __init__(self, head: Eagle3Head, rope: MRope, embedding: VocabParallelEmbedding, vocab_size: int, tp: TensorParallel) -> None:
+        super().__init__(head, rope, embedding, head.lm_head, tp)
+        self._eagle3, self._vocab_size = head, vocab_size
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return super().embed(ids_T) if self._eagle3.embed_tokens is None else self._eagle3.embed_tokens(ids_T)
+
+    def top_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        tokens_S: torch.Tensor = self._eagle3.d2t(super().top_tokens(self._eagle3.normed(hidden_SD)))
+        return tokens_S
+
+    def finish(self) -> None:
+        """Also share the model's embedding if the head's is equal. ValueError if a draft token is not in the vocabulary."""
+        super().finish()
+        ids_V = self._eagle3.d2t(torch.arange(self._eagle3.config.layer.vocab_size, device=self._eagle3.d2t.offsets.device))
+        if not 0 <= int(ids_V.min()) <= int(ids_V.max()) < self._vocab_size:
+            raise ValueError("tensor d2t of the EAGLE-3 head names tokens outside the vocabulary")
+        if (own := self._eagle3.embed_tokens) is not None and own.weight.equal(self._embedding.weight):
+            self._eagle3.embed_tokens = None

@@ -21,6 +21,7 @@ class TextModel(nn.Module):
         self.ops = setup.ops
         self._is_sparse = text.moe is not None
         self.num_deepstack_levels = config.num_visual_levels - 1
+        self._taps = text.eagle3.taps if text.eagle3 is not None else ()
         assert text.num_layers > self.num_deepstack_levels, "DeepStack follows a layer whose tokens are all computed"
         self.rope = MRope(text, setup.ops, setup.place.device)
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, setup)
@@ -43,15 +44,26 @@ class TextModel(nn.Module):
         context = LayerContext(attention, fused, *rows, self.rope.rows(batch.positions_3T), slots_T, valid_T, states, batch.rows)
         *layers, last = self._layers
         for i, layer in enumerate(layers):
+            self._tap(i, residual, batch.hidden_TX)
             layer(residual, context)
             for item in batch.visual if i < self.num_deepstack_levels else ():
                 residual.sum_TD[item.tokens] += item.level(1 + i)
         wanted_S = batch.logits_indices
-        if batch.hidden_TD is not None:
+        self._tap(len(layers), residual, batch.hidden_TX)
+        if batch.hidden_TX is not None and not self._taps:
             last(residual, context)
-            return batch.hidden_TD.copy_(self.ops.norm(self.norm(residual)))[wanted_S]
+            return batch.hidden_TX.copy_(self.ops.norm(self.norm(residual)))[wanted_S]
         if len(wanted_S) == 0:
             last.store(residual, context)
             return hidden_TD[:0]
         last(residual, context, wanted_S if len(wanted_S) < len(hidden_TD) else None)
         return self.ops.norm(self.norm(residual))
+
+    def _tap(self, layer: int, residual: Residual, hidden_TX: torch.Tensor | None) -> None:
+        """Copy the input of a layer that the EAGLE-3 head reads."""
+        width = residual.sum_TD.shape[1]
+        for i, tap in enumerate(self._taps if hidden_TX is not None else ()):
+            if tap == layer and hidden_TX is not None:
+                own_TD = hidden_TX[:, i * width : (i + 1) * width].copy_(residual.sum_TD)
+                if residual.parts_STD is not None:
+                    own_TD += residual.parts_STD.sum(0)

@@ -12,7 +12,7 @@ from models.checkpoint.names import CheckpointTensor
 from models.config.types import TextConfig
 from models.kernels.ops import NewHeads, StateRows
 from models.kernels.paged import AttentionBackend, FusedAttention
-from models.kernels.stream import Normed, Residual, RowClass
+from models.kernels.stream import Activation, Normed, Residual, RowClass
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part
 from models.layers.moe import MLP, SparseMoe
 from models.parallel.group import kv_heads_of
@@ -70,7 +70,9 @@ class SelfAttention(Mixer):
     """Projections around the paged attention; this rank's heads. If `is_gated`, each head's output is multiplied by the sigmoid of a gate,
     whose rows follow those of the head's query in the checkpoint."""
 
-    def __init__(self, layer: int, config: TextConfig, setup: Setup, is_gated: bool = False) -> None:
+    def __init__(
+        self, layer: int, config: TextConfig, setup: Setup, is_gated: bool = False, input_size: int | None = None
+    ) -> None:
         super().__init__()
         self.layer = config.ordinal(layer)
         self.ops = setup.ops
@@ -84,7 +86,8 @@ class SelfAttention(Mixer):
         parts = *queries, Part("k_proj", *kv_rows), Part("v_proj", *kv_rows), *gates
         self._gate_width = sum(part.rows for part in gates)
         path = f"{config.layer_path(layer)}.self_attn"
-        self.qkv_proj = FusedColumnParallelLinear(config.hidden_size, parts, config.format_of(path, "q_proj", "k_proj", "v_proj"), setup)
+        format = config.format_of(path, "q_proj", "k_proj", "v_proj")
+        self.qkv_proj = FusedColumnParallelLinear(input_size or config.hidden_size, parts, format, setup)
         self._norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = None, None, 0.0
         if config.has_qk_norm:
             self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, setup)
@@ -92,7 +95,7 @@ class SelfAttention(Mixer):
             self._norms = self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.format_of(path, "o_proj"), setup)
 
-    def forward(self, x_TD: Normed, context: LayerContext) -> torch.Tensor:
+    def forward(self, x_TD: Activation, context: LayerContext) -> torch.Tensor:
         """Return (T, H * K), the input of `o_proj`."""
         heads, gate_TX = self._new_heads(x_TD, context)
         if context.fused is not None and gate_TX is None:
@@ -102,13 +105,13 @@ class SelfAttention(Mixer):
             self.ops.gate_(attended_TX, gate_TX)
         return attended_TX
 
-    def store(self, x_TD: Normed, context: LayerContext) -> None:
+    def store(self, x_TD: Activation, context: LayerContext) -> None:
         self._store(self._new_heads(x_TD, context)[0], context)
 
     def add_(self, residual: Residual, mixed_TX: torch.Tensor, rows: RowClass) -> None:
         self.o_proj.add_(residual, mixed_TX, rows)
 
-    def _new_heads(self, x_TD: Normed, context: LayerContext) -> tuple[NewHeads, torch.Tensor | None]:
+    def _new_heads(self, x_TD: Activation, context: LayerContext) -> tuple[NewHeads, torch.Tensor | None]:
         """Also return the gates (T, H * K), if there are any."""
         qkv_TX, gate_TX = self.qkv_proj.weight.product(x_TD, context.row_class), None
         if self._gate_width:
@@ -143,7 +146,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, residual: Residual, context: LayerContext, wanted_S: torch.Tensor | None = None) -> None:
         """residual += mixed tokens, then residual += MLP. With `wanted_S`, only these tokens continue after their keys are stored."""
-        mixed_TX, valid_T, rows = self.self_attn(self.input_layernorm(residual), context), context.valid_T, context.row_class
+        self.run(residual, self.input_layernorm(residual), context, wanted_S)
+
+    def run(self, residual: Residual, x_TX: Activation, context: LayerContext, wanted_S: torch.Tensor | None) -> None:
+        """As `forward`, with the mixer's input."""
+        mixed_TX, valid_T, rows = self.self_attn(x_TX, context), context.valid_T, context.row_class
         if wanted_S is not None:
             rows, valid_T = context.wanted_class, None if valid_T is None else valid_T[wanted_S]
             mixed_TX = mixed_TX[wanted_S]

@@ -3,16 +3,20 @@
 `tests/unit/worker/test_drafts.py` shows it for each sampling parameter, and `tests/unit/scheduler` for each load.
 """
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from models.demo import CHECKPOINT
 from tests.e2e.serving import Engine, image_part, picture, serve, text_part
 from tests.e2e.test_pressure import force_preemption
+from tests.unit.models.eagle3_checkpoints import Eagle3
 
 pytestmark = pytest.mark.e2e
 
@@ -67,3 +71,13 @@ def test_answers_are_those_without_drafts(demo: Engine, drafting: Engine) -> Non
     proposed, accepted = (drafting.metric(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted"))
     assert accepted > 50 and proposed - accepted > 10, (proposed, accepted)
     assert drafting.metric("vllm:prefix_cache_hits_total") > 0
+
+
+def test_a_head_of_another_checkpoint_changes_no_answer(demo: Engine, tmp_path: Path) -> None:
+    """Red if ranks verify different draft tokens, or load other parts of the head than they need."""
+    Eagle3(AutoConfig.from_pretrained(CHECKPOINT).text_config, is_nested=False).save(tmp_path / "head")
+    head = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
+    with serve(CHECKPOINT, "--tp", "2", "--speculative-config", json.dumps(head)) as drafting:
+        for _ in range(2):
+            assert ask_all(drafting, {}) == ask_all(demo, {})
+        assert drafting.metric("vllm:spec_decode_num_draft_tokens_total") > 0

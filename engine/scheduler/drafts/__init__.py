@@ -9,7 +9,7 @@ from engine.scheduler.proposer import Proposer
 
 logger = logging.getLogger(__name__)
 
-DRAFTERS: dict[str, Callable[[int], Proposer]] = {"lookup": LookupDrafter, "mtp": HeadDrafter}
+DRAFTERS: dict[str, Callable[[int], Proposer]] = {"lookup": LookupDrafter, "mtp": HeadDrafter, "eagle3": HeadDrafter}
 
 
 def make_drafter(name: str, verify_rows: int) -> Proposer | None:

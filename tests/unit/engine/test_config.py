@@ -142,10 +142,21 @@ def test_scripts_for_sglang_start_as_they_are() -> None:
     )  # fmt: skip
 
 
+def test_flags_of_eagle3_heads() -> None:
+    for flags in (
+        ["--speculative-config", '{"method": "eagle3", "model": "x", "num_speculative_tokens": 3}'],
+        ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "x", "--speculative-num-steps", "3"],
+    ):
+        assert parse_args(flags) == EngineConfig(draft="eagle3", draft_model="x")
+    assert parse_args(["--speculative-config", '{"method": "mtp", "model": "x"}']) == EngineConfig(draft="mtp")
+
+
 def test_refused_flags_name_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, instead in (
         (["--kv-cache-dtype", "fp8"], "--quantization fp8"),
-        (["--speculative-config", '{"method": "eagle3", "model": "x"}'], "use --draft lookup or mtp"),
+        (["--speculative-config", '{"method": "medusa", "model": "x"}'], "use --draft lookup, mtp or eagle3"),
+        (["--draft", "eagle3"], "needs --draft-model"),
+        (["--draft-model", "x"], "--draft-model needs --draft eagle3"),
         (["--no-enable-chunked-prefill"], "--max-num-batched-tokens"),
         (["--limit-mm-per-prompt", "lots"], '{"image": 4}'),
         (["--limit-mm-per-prompt.image=lots"], "not a whole number"),

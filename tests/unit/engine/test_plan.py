@@ -34,9 +34,14 @@ from models.cache.states import RowStates
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.kernels.choose import Choice, Gpu
-from models.scaffold import SHAPES
+from models.kernels.reference.ops import TorchOps
+from models.layers.eagle3 import Eagle3Head
+from models.layers.linear import Setup
+from models.parallel.group import TensorParallel
+from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.configs import config_json, generation_config_json, image_processor_json
 from models.scaffold.video import video_processor_json
+from models.weights.matrix import Place, matrices_of
 
 H200, H100 = 139.3, 78.7  # GiB that were free on those that the figures below are of
 
@@ -193,3 +198,17 @@ def test_the_table_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     title, headers, line = done.stdout.strip().splitlines()
     assert "float8" in title and "--backend portable" in title and headers.split()[0] == "GPU" and line.split()[0] == "24"
+
+
+def test_the_weights_of_a_head_are_counted(tmp_path: Path) -> None:
+    """Red if a head of another checkpoint is left out, which takes 0.8 GB of bfloat16 for 8B."""
+    (tmp_path / "config.json").write_text('{"intermediate_size": 12288, "draft_vocab_size": 32000}')
+    write_model_folder(tmp_path / "8B", SHAPES["8B"], weights="none", seed=0)
+    plain, model = (read_config(tmp_path / "8B", eagle3=folder) for folder in ("", str(tmp_path)))
+    assert model.text.eagle3 is not None
+    for tp in (1, 2):
+        setup = Setup(TensorParallel(0, tp, None), TorchOps(), Place("torch", torch.device("meta"), torch.bfloat16))
+        head = Eagle3Head(model.text.eagle3, setup)
+        matrices = sum(each.tensor.nbytes for _, matrix in matrices_of(head) for each in matrix.storage.stored)
+        expected = matrices + head.lm_head.weight.nbytes * 3 // 2  # also in float8, with scales
+        assert weight_bytes(model, tp, "plain") - weight_bytes(plain, tp, "plain") == pytest.approx(expected, rel=1e-3)

@@ -11,7 +11,7 @@ from torch import nn
 
 from models.cache.layout import AttentionLayout
 from models.cache.states import RowStates
-from models.checkpoint.load import load_weights
+from models.checkpoint.load import load_eagle3, load_weights
 from models.checkpoint.update import InMemory
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
@@ -45,10 +45,12 @@ def make(config: ModelConfig, tp: TensorParallel) -> Qwen3VL:
     return cast(Qwen3VL, make_model(config, tp, TORCH, torch.float32))
 
 
-def load(folder: Path, with_head: bool = False, quantized_to: str | None = None) -> Qwen3VL:
-    config = read_config(folder, with_head)
+def load(folder: Path, with_head: bool = False, quantized_to: str | None = None, eagle3: str = "") -> Qwen3VL:
+    config = read_config(folder, with_head, eagle3)
     model = make(replace(config, text=replace(config.text, quantized_to=quantized_to)), TensorParallel.single())
     load_weights(model, folder, lambda done, total: None)
+    if eagle3:
+        load_eagle3(model, Path(eagle3), lambda done, total: None)
     model.finish()
     return model
 

@@ -148,8 +148,8 @@ class Engine:
         tp = TensorParallel.single()
         pools = allocate_pools(spec.paged, num_blocks + 1, 16, torch.float32, CPU)
         states = tuple(RowStates(group, merged.max_num_seqs, CPU, MAX_PROPOSED) for group in spec.states)
-        hidden_TD = torch.zeros((merged.max_num_batched_tokens + 256, config.text.hidden_size)) if config.text.has_head else None
-        kept = states, Snapshots(pools, states) if states else None, hidden_TD, num_blocks
+        hidden_TX = torch.zeros((merged.max_num_batched_tokens + 256, config.text.head_input_size)) if config.text.has_head else None
+        kept = states, Snapshots(pools, states) if states else None, hidden_TX, num_blocks
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, 0, *kept)
         slots, recorder = slots, (run_again, num_slots > 0)
         images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, adapters=slots)

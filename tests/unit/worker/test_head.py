@@ -4,6 +4,7 @@ change no answer."""
 import json
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 
 from engine.scheduler.drafts.mtp import HeadDrafter
 from engine.scheduler.request import Request
@@ -29,6 +31,7 @@ from models.demo import CHECKPOINT
 from models.scaffold import SHAPES, write_model_folder
 from models.weights.float8 import BlockScaled
 from tests.unit.models import harness, qwen3_5_checkpoints, reference
+from tests.unit.models.eagle3_checkpoints import TAPS, Eagle3
 from tests.unit.models.harness import Prompt
 from tests.unit.scheduler.simulation import Key, key_of
 from tests.unit.worker.in_process import Engine, Picture, make_picture
@@ -78,9 +81,52 @@ class Both:
         return tokens
 
 
-@pytest.fixture(scope="module", params=["dense", pytest.param("sparse", marks=NIGHTLY)])
+@dataclass
+class BothEagle3(Both):
+    """With a head of another checkpoint, which reads the inputs of three layers."""
+
+    head: Eagle3
+
+    @torch.inference_mode()
+    def expected(self, prompt: Prompt, count: int) -> list[int]:
+        model, seen = self.theirs.model.language_model, {}
+        handles = [
+            model.layers[tap].register_forward_pre_hook(lambda _, args, tap=tap: seen.update({tap: args[0][0]})) for tap in TAPS
+        ]
+        handles += [
+            model.layers[0].register_forward_pre_hook(lambda _, args: seen.update(embedded=args[0][0])),
+            model.rotary_emb.register_forward_pre_hook(
+                lambda _, args, named: seen.update(positions=[*args, *named.values()][-1]), with_kwargs=True
+            ),
+        ]
+        reference.logits(self.theirs, self.ours.config, prompt)
+        for handle in handles:
+            handle.remove()
+        head, ids, own = self.head, torch.tensor(prompt.ids), self.head.embed_tokens
+        table = model.embed_tokens if head.is_nested else own
+        is_text_T1 = (ids != self.ours.config.placeholder_ids["image"])[:, None]
+        embedded_TD = torch.where(is_text_T1, table(ids), seen["embedded"])[1:]
+        hidden_TD, positions_31T = head.fc(torch.cat([seen[tap] for tap in TAPS], dim=-1))[:-1], seen["positions"]
+        tokens: list[int] = []
+        for _ in range(count):
+            used = positions_31T[..., : len(hidden_TD)]
+            angles = model.rotary_emb(hidden_TD[None], used[:1].expand(3, -1, -1) if head.is_nested else used)
+            last_D = head(embedded_TD, hidden_TD, angles)[-1]
+            tokens.append(int(head.ids[head.lm_head(head.norm(last_D)).argmax()]))
+            embedded_TD = torch.cat((embedded_TD, table(torch.tensor(tokens[-1:]))))
+            hidden_TD = torch.cat((hidden_TD, last_D[None]))
+            positions_31T = torch.cat((positions_31T, positions_31T[..., -1:] + 1), dim=-1)
+        return tokens
+
+
+@pytest.fixture(scope="module", params=["dense", pytest.param("sparse", marks=NIGHTLY), "eagle3", "eagle3 nested"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("head")
+    if "eagle3" in request.param:
+        target = Qwen3VLForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+        eagle3 = Eagle3(target.config.text_config, "nested" in request.param)
+        eagle3.save(folder / "head")
+        return BothEagle3(harness.load(CHECKPOINT, eagle3=str(folder / "head")), target, eagle3)
     demo = json.loads((CHECKPOINT / "config.json").read_text())  # whose grammars count its tokens
     ids = {name: demo[name] for name in qwen3_5_checkpoints.IDS}
     theirs = qwen3_5_checkpoints.write(folder, request.param == "sparse", ids=ids, vocab_size=demo["text_config"]["vocab_size"])
@@ -246,3 +292,33 @@ def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:
     qwen3_5_checkpoints.write(tmp_path)
     with pytest.raises(ValueError, match="prediction head"):
         read_config(tmp_path, with_head=True)
+
+
+def changed_head(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    Eagle3(Qwen3VLForConditionalGeneration.config_class.from_pretrained(CHECKPOINT).text_config, is_nested=False).save(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: change(tensors[name])}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("fc.weight", lambda x: x[:, 3:].contiguous(), r"tensor eagle3\.fc\.weight has shape \(192, 573\)"),
+        ("midlayer.self_attn.k_proj.weight", lambda x: x[:128].contiguous(), r"k_proj\.weight has shape \(128, 384\)"),
+        ("d2t", lambda x: x + 700, "tensor d2t .* outside the vocabulary"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(
+    tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor], reason: str
+) -> None:
+    folder = changed_head(tmp_path / "head", name, change)
+    with pytest.raises(ValueError, match=reason):
+        harness.load(CHECKPOINT, eagle3=str(folder))
+
+
+def test_an_embedding_that_is_the_models_is_not_kept(tmp_path: Path) -> None:
+    own = load_file(CHECKPOINT / "model.safetensors")["model.language_model.embed_tokens.weight"].float()
+    for change, is_kept in ((lambda _: own, False), (lambda x: x, True)):
+        model = harness.load(CHECKPOINT, eagle3=str(changed_head(tmp_path / str(is_kept), "embed_tokens.weight", change)))
+        assert model.eagle3 is not None and (model.eagle3.embed_tokens is not None) == is_kept
