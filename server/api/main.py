@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -88,11 +88,10 @@ class Api:
             return Response(await asyncio.to_thread(document), media_type=JSON)
 
         routes.append(DescribedRoute("/openapi.json", description))
-        app = Starlette(routes=routes, exception_handlers={
+        app = FastAPI(routes=routes, openapi_url=None, redirect_slashes=False, exception_handlers={
             RequestError: self._on_request_error, ClientDisconnect: self._on_disconnect, HTTPException: _on_http_error,
             Exception: self._on_bug,
         })  # fmt: skip
-        app.router.redirect_slashes = False
         guarded: ASGIApp = PacedBodies(JsonGuard(app), config.body_timeout)
         if keys := read_api_keys(config):
             guarded = ApiKeyGuard(guarded, keys)
