@@ -294,25 +294,27 @@ def _sampling(generation: Json) -> SamplingDefaults:
 
 
 def _eagle3(config: Json, model: TextConfig) -> Eagle3Config:
-    """Read the published layouts: the layer's entries nested or not. Sizes that it must share with the model are the model's; entries that
-    are missing, too."""
+    """Read a published layout; the layer's entries may be nested. What is missing is the model's, as are sizes that both share."""
     layer = config.get("transformer_layer_config") or config
     for name, supported in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if (found := layer.get(name, supported)) != supported:
             raise ValueError(f"{name} of an EAGLE-3 head must be {supported!r}, got {found!r}")
-    nested = config.get("eagle_config") or {}
-    taps = config.get("eagle_aux_hidden_state_layer_ids") or [1 + i for i in nested.get("eagle_aux_hidden_state_layer_ids") or ()]
+    name, rope = "eagle_aux_hidden_state_layer_ids", _rotary(layer, model.rope_theta)
+    taps = config.get(name) or [1 + i for i in (config.get("eagle_config") or {}).get(name) or ()]
     taps = taps or [2, model.num_layers // 2, model.num_layers - 3]
     if len(taps) != 3 or not all(type(tap) is int and 0 <= tap < model.num_layers for tap in taps):
-        raise ValueError(f"eagle_aux_hidden_state_layer_ids must name three layers of the model, got {taps}")
-    rope = _rotary(layer, model.rope_theta)
-    section = tuple(rope.get("mrope_section") or (model.head_dim // 2, 0, 0))  # one axis
-    if len(section) != 3 or sum(section) != model.head_dim // 2 or not rope.get("mrope_interleaved", True):
-        raise ValueError(f"mrope_section of an EAGLE-3 head must be interleaved and sum to {model.head_dim // 2}, got {section}")
+        raise ValueError(f"{name} must name three layers of the model, got {taps}")
+    half = model.head_dim // 2
+    section = tuple(rope.get("mrope_section") or (half, 0, 0))  # one axis
+    if len(section) != 3 or sum(section) != half or not rope.get("mrope_interleaved", True):
+        raise ValueError(f"mrope_section of an EAGLE-3 head must be interleaved and sum to {half}, got {section}")
+    sizes = {"intermediate_size": model.intermediate_size or 3 * model.hidden_size}
+    sizes["draft_vocab_size"] = layer.get("vocab_size") or min(32_000, model.vocab_size)
+    sizes |= {**layer, **config}
     text = replace(
         model,
-        intermediate_size=_size({"intermediate_size": model.intermediate_size or 3 * model.hidden_size, **layer}, "intermediate_size"),
-        vocab_size=_size({"draft_vocab_size": config.get("vocab_size", min(32_000, model.vocab_size)), **config}, "draft_vocab_size"),
+        intermediate_size=_size(sizes, "intermediate_size"),
+        vocab_size=_size(sizes, "draft_vocab_size"),
         rms_norm_eps=float(layer.get("rms_norm_eps", model.rms_norm_eps)),
         rope_theta=float(rope["rope_theta"]),
         rotary_dim=model.head_dim,

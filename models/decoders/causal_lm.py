@@ -38,7 +38,7 @@ class CausalLM(nn.Module):
         setup = Setup.on(backend, tp, dtype, self.norm_offset)
         self.language_model = TextModel(config, setup, self.make_layer)
         self.head = PredictionHead(config.text, setup, self.make_layer) if config.text.head_path else None
-        self.eagle3 = None if config.text.eagle3 is None else Eagle3Head(config.text.eagle3, Setup.on(backend, tp, dtype))
+        self.eagle3: Eagle3Head | None = None
         self.lm_head = self.language_model.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
@@ -47,9 +47,9 @@ class CausalLM(nn.Module):
         embedding = self.language_model.embed_tokens
         if self.head is not None:
             self.predictor = HeadPredictor(self.head, self.language_model.rope, embedding, self.lm_head, tp)
-        elif self.eagle3 is not None:
-            rope = MRope(self.eagle3.config.layer, setup.ops, setup.place.device)
-            self.predictor = Eagle3Predictor(self.eagle3, rope, embedding, config.text.vocab_size, tp)
+        elif (eagle3 := config.text.eagle3) is not None:
+            self.eagle3 = Eagle3Head(eagle3, config.text.vocab_size, Setup.on(backend, tp, dtype))
+            self.predictor = Eagle3Predictor(self.eagle3, MRope(eagle3.layer, setup.ops, self.device), embedding, tp)
 
     @staticmethod
     def make_layer(layer: int, config: TextConfig, setup: Setup) -> DecoderLayer:
@@ -94,8 +94,7 @@ class CausalLM(nn.Module):
             yield self.lm_head, "lm_head"
 
     def head_tensors(self, names: Set[str]) -> Iterator[CheckpointPart]:
-        assert self.eagle3 is not None
-        yield from self.eagle3.tensors(names, self.config.text.vocab_size)
+        return iter(()) if self.eagle3 is None else self.eagle3.tensors(names)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointPart]:
         for module, path in self.checkpoint_modules():

@@ -63,22 +63,16 @@ class HeadPredictor:
 class Eagle3Predictor(HeadPredictor):
     """Predictor of the draft vocabulary, whose ids are mapped to the model's."""
 
-    def __init__(self, head: Eagle3Head, rope: MRope, embedding: VocabParallelEmbedding, vocab_size: int, tp: TensorParallel) -> None:
+    def __init__(self, head: Eagle3Head, rope: MRope, embedding: VocabParallelEmbedding, tp: TensorParallel) -> None:
         super().__init__(head, rope, embedding, head.lm_head, tp)
-        self._eagle3, self._vocab_size = head, vocab_size
-
-    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        return super().embed(ids_T) if self._eagle3.embed_tokens is None else self._eagle3.embed_tokens(ids_T)
+        self._eagle3 = head
 
     def top_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        tokens_S: torch.Tensor = self._eagle3.d2t(super().top_tokens(self._eagle3.normed(hidden_SD)))
-        return tokens_S
+        return self._eagle3.model_ids(super().top_tokens(self._eagle3.normed(hidden_SD)))
 
     def finish(self) -> None:
-        """Also share the model's embedding if the head's is equal. ValueError if a draft token is not in the vocabulary."""
         super().finish()
-        ids_V = self._eagle3.d2t(torch.arange(self._eagle3.config.layer.vocab_size, device=self._eagle3.d2t.offsets.device))
-        if not 0 <= int(ids_V.min()) <= int(ids_V.max()) < self._vocab_size:
-            raise ValueError("tensor d2t of the EAGLE-3 head names tokens outside the vocabulary")
-        if (own := self._eagle3.embed_tokens) is not None and own.weight.equal(self._embedding.weight):
-            self._eagle3.embed_tokens = None
+        self._eagle3.check_ids()
+        own, self._eagle3.embed_tokens = self._eagle3.embed_tokens, None
+        if own is not None and not own.weight.equal(self._embedding.weight):
+            self._embedding = own

@@ -1,10 +1,10 @@
 """EAGLE-3 head (arXiv 2503.01840): a layer of another checkpoint that predicts the token after the next one.
 
-    next token's embedding ────────────────────── norm ─┐
-                                                        ├─▶ attention, MLP ──▶ replaces the hidden state for the following token
-    inputs of three layers ─ fc ──▶ hidden state ─ norm ─┘            └─ norm ──▶ logits of the draft vocabulary
+    next token's embedding ──────────────────────── norm ─┐
+                                                          ├─▶ attention, MLP ──▶ replaces the hidden state for the following token
+    inputs of three layers ── fc ──▶ hidden state ─ norm ─┘           └─ norm ──▶ logits of the draft vocabulary
 
-Queries, keys and values read twice the width. The layer has its own keys and values, after those of the model's layers, with as many heads.
+Queries, keys and values read both halves. The layer has its own keys and values, after those of the model's layers, with as many heads.
 """
 
 from collections.abc import Iterator, Set
@@ -29,44 +29,28 @@ class Eagle3Layer(DecoderLayer):
         self.hidden_norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
 
 
-class DraftIds(nn.Module):
-    """What is added to an id of the draft vocabulary to get that of the model's."""
-
-    def __init__(self, size: int, setup: Setup) -> None:
-        super().__init__()
-        self.offsets = torch.zeros(size, dtype=torch.int64, device=setup.place.device)
-        self.is_stored = True
-
-    def forward(self, ids_S: torch.Tensor) -> torch.Tensor:
-        return ids_S + self.offsets[ids_S]
-
-    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        if self.is_stored:
-            yield CheckpointTensor(prefix, tuple(self.offsets.shape), (slice(None),), self.offsets)
-
-
 class Eagle3Head(nn.Module):
-    """The head's module. `fc` and the norms are replicated on every rank; `embed_tokens` is None if it is the model's."""
+    """The head's module. `fc` and the norms are whole on every rank; `embed_tokens` is None if it is the model's."""
 
-    def __init__(self, config: Eagle3Config, setup: Setup) -> None:
+    def __init__(self, config: Eagle3Config, vocab_size: int, setup: Setup) -> None:
         super().__init__()
         text = config.layer
-        self.config, self.ops, self._setup = config, setup.ops, setup
-        width = text.hidden_size
+        self.config, self.ops, self._setup, self._vocab_size, width = config, setup.ops, setup, vocab_size, text.hidden_size
         self.fc = FusedColumnParallelLinear(len(config.taps) * width, [Part("fc", width, 0, width)], PLAIN, setup)
         self._layers = [Eagle3Layer(config, setup)]
         self.layers = nn.ModuleList(self._layers)  # typed alias of the module list
         self.norm = RMSNorm(width, text.rms_norm_eps, setup)
         self.lm_head = VocabParallelEmbedding(text.vocab_size, width, setup)
-        self.d2t = DraftIds(text.vocab_size, setup)
         self.embed_tokens: VocabParallelEmbedding | None = None
+        self.d2t = torch.zeros(text.vocab_size, dtype=torch.int64, device=setup.place.device)  # what is added to a draft token's id
 
-    def tensors(self, names: Set[str], vocab_size: int) -> Iterator[CheckpointPart]:
+    def tensors(self, names: Set[str]) -> Iterator[CheckpointPart]:
         """See `LanguageModel.head_tensors`. A head without `d2t` has the model's vocabulary."""
         if "eagle3.embed_tokens.weight" in names:
-            self.embed_tokens = VocabParallelEmbedding(vocab_size, self.config.layer.hidden_size, self._setup)
-        self.d2t.is_stored = "eagle3.d2t" in names or self.config.layer.vocab_size != vocab_size
-        return module_tensors(self, "eagle3")
+            self.embed_tokens = VocabParallelEmbedding(self._vocab_size, self.config.layer.hidden_size, self._setup)
+        yield from module_tensors(self, "eagle3")
+        if "eagle3.d2t" in names or len(self.d2t) != self._vocab_size:
+            yield CheckpointTensor("eagle3.d2t", (len(self.d2t),), (slice(None),), self.d2t)
 
     def forward(self, embedded_TD: torch.Tensor, hidden_TX: torch.Tensor, context: LayerContext, wanted_S: torch.Tensor) -> torch.Tensor:
         """Return (S, D) of the wanted tokens, not normalised, from the inputs (T, 3 * D) of the model's layers or results (T, D) of this
@@ -76,10 +60,10 @@ class Eagle3Head(nn.Module):
         (layer,) = self._layers
         normed_TD = self.ops.norm(layer.hidden_norm(Residual(hidden_TX)))
         joined_TX = torch.cat((self.ops.norm(layer.input_layernorm(Residual(embedded_TD))), normed_TD), dim=1)
-        residual = Residual(normed_TD if self.config.norm_before_residual else hidden_TX)
         if len(wanted_S) == 0:
             layer.self_attn.store(joined_TX, context)
             return embedded_TD[:0]
+        residual = Residual(normed_TD if self.config.norm_before_residual else hidden_TX)
         layer.run(residual, joined_TX, context, wanted_S if len(wanted_S) < len(embedded_TD) else None)
         if residual.parts_STD is not None:
             self.ops.norm(self.norm(residual))  # adds them
@@ -88,3 +72,12 @@ class Eagle3Head(nn.Module):
     def normed(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return the input of the output matrix."""
         return self.ops.norm(self.norm(Residual(hidden_SD)))
+
+    def model_ids(self, ids_S: torch.Tensor) -> torch.Tensor:
+        return ids_S + self.d2t[ids_S]
+
+    def check_ids(self) -> None:
+        """ValueError if a draft token is not in the model's vocabulary."""
+        ids_V = self.model_ids(torch.arange(len(self.d2t), device=self.d2t.device))
+        if not 0 <= int(ids_V.min()) <= int(ids_V.max()) < self._vocab_size:
+            raise ValueError("tensor d2t of the EAGLE-3 head names tokens outside the vocabulary")

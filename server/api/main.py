@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from engine.wire.arena import Arena
@@ -75,7 +76,7 @@ class Api:
 
     def build(self) -> ASGIApp:
         config = self._child.config
-        routes: list[DescribedRoute] = [BodyRoute(path, endpoint(self._service), endpoint.kinds) for path, endpoint in ENDPOINTS.items()]
+        routes: list[BaseRoute] = [BodyRoute(path, endpoint(self._service), endpoint.kinds) for path, endpoint in ENDPOINTS.items()]
         routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service), *self._status.routes()]
         routes += [*updates.weight_routes(self._child, self.registry), page_route()]
 

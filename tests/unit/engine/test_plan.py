@@ -208,7 +208,7 @@ def test_the_weights_of_a_head_are_counted(tmp_path: Path) -> None:
     assert model.text.eagle3 is not None
     for tp in (1, 2):
         setup = Setup(TensorParallel(0, tp, None), TorchOps(), Place("torch", torch.device("meta"), torch.bfloat16))
-        head = Eagle3Head(model.text.eagle3, setup)
+        head = Eagle3Head(model.text.eagle3, model.text.vocab_size, setup)
         matrices = sum(each.tensor.nbytes for _, matrix in matrices_of(head) for each in matrix.storage.stored)
         expected = matrices + head.lm_head.weight.nbytes * 3 // 2  # also in float8, with scales
         assert weight_bytes(model, tp, "plain") - weight_bytes(plain, tp, "plain") == pytest.approx(expected, rel=1e-3)
