@@ -148,7 +148,7 @@ def test_flags_of_eagle3_heads() -> None:
         ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "x", "--speculative-num-steps", "3"],
     ):
         assert parse_args(flags) == EngineConfig(draft="eagle3", draft_model="x")
-    assert parse_args(["--speculative-config", '{"method": "mtp", "model": "x"}']) == EngineConfig(draft="mtp")
+    assert parse_args(["--speculative-config", '{"method": "mtp", "model": "x"}']).draft == "mtp"
 
 
 def test_refused_flags_name_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
