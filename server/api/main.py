@@ -35,7 +35,7 @@ from server.api.chat.status import StatusRoutes
 from server.api.dialects import anthropic, generate, pooling, responses, updates
 from server.api.http.body import PacedBodies
 from server.api.http.connection import connection_limit
-from server.api.http.guards import ApiKeyGuard, ErrorDialects, JsonGuard, error_response
+from server.api.http.guards import ErrorDialects, Guard, check_key, check_type, error_response
 from server.api.http.listen import BACKLOG, make_server, url_of
 from server.api.http.log import RequestLog, record_of
 from server.api.http.metrics import Metrics
@@ -77,7 +77,7 @@ class Api:
     def build(self) -> ASGIApp:
         config = self._child.config
         routes: list[BaseRoute] = [BodyRoute(path, endpoint(self._service), endpoint.kinds) for path, endpoint in ENDPOINTS.items()]
-        routes += [*generate.Native(self._service).routes(), *adapter_routes(self._service), *self._status.routes()]
+        routes += [*adapter_routes(self._service), *self._status.routes()]
         routes += [*updates.weight_routes(self._child, self.registry), page_route()]
 
         @functools.cache
@@ -93,9 +93,9 @@ class Api:
             RequestError: self._on_request_error, ClientDisconnect: self._on_disconnect, HTTPException: _on_http_error,
             Exception: self._on_bug,
         })  # fmt: skip
-        guarded: ASGIApp = PacedBodies(JsonGuard(app), config.body_timeout)
+        guarded: ASGIApp = PacedBodies(Guard(app, check_type), config.body_timeout)
         if keys := read_api_keys(config):
-            guarded = ApiKeyGuard(guarded, keys)
+            guarded = Guard(guarded, functools.partial(check_key, [key.encode() for key in keys]))
         if config.allowed_hosts:
             guarded = TrustedHostMiddleware(guarded, _listed(config.allowed_hosts), www_redirect=False)
         if config.allowed_origins:  # outside the key check: a preflight request has no key
@@ -109,19 +109,12 @@ class Api:
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
         """Pass the processor's events to the clients. The first heartbeat marks the server as ready."""
-        had_leaked = False
         while True:
             message = await inbox.recv()
             is_first = not self.registry.health.heartbeat
             self.registry.dispatch(message)
             if is_first and self.registry.health.heartbeat:
                 self._child.ready(url)
-            if message.stats is not None:
-                self._metrics.note_stats(message.stats)
-                has_leaked = not (self.registry.has_bodies or self.arena.is_empty())
-                if has_leaked and not had_leaked:
-                    logger.error("a request body was never released")
-                had_leaked = has_leaked
 
     async def report_to_launcher(self) -> None:
         while True:

@@ -19,7 +19,6 @@ from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, M
 from server import proxy
 from server.api.chat.adapters import AdapterRoutes
 from server.api.chat.status import StatusRoutes
-from server.api.dialects.generate import Native
 from server.api.dialects.updates import WeightUpdates
 from server.api.http.body import MAX_TEXT_BYTES
 from server.api.http.connection import HEAD_SECONDS, MAX_HEAD_BYTES
@@ -199,7 +198,7 @@ def test_every_endpoint_is_on_the_api_page() -> None:
     nothing: Any = None
     status = [route for route in StatusRoutes(nothing).routes()]
     routes = {route.path for route in status} | set(ENDPOINTS) | {"/", "/openapi.json"}
-    annexes = Native, WeightUpdates, AdapterRoutes
+    annexes = WeightUpdates, AdapterRoutes
     routes |= {route.path for annex in annexes for route in annex.__new__(annex).routes()}
     assert told == {path.replace("{name:path}", "NAME").replace("{name}", "ID") for path in routes}
 

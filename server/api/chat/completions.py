@@ -1,7 +1,6 @@
 """`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
 
 import functools
-import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from engine.wire.messages import ChatPrompt, Event, Submit
 from engine.wire.params import Temperature, TopP
 from server.api.chat.conversation import read_conversation
-from server.api.chat.endpoint import Endpoint, GenerationEndpoint, MakeFormat, Service, counted, json_response
+from server.api.chat.endpoint import Endpoint, GenerationEndpoint, MakeFormat, counted, json_response
 from server.api.chat.format import ChatFormat, CompletionFormat
 from server.api.http.body import Body
 from server.api.http.reply import Reply, Show
@@ -28,17 +27,11 @@ class ChatEndpoint(GenerationEndpoint):
     takes: Any = ChatRequest
     prompt_field = "messages"
 
-    def __init__(self, service: Service):
-        super().__init__(service)
-        self._names = frozenset(re.findall(r"\w+", service.checkpoint.chat_template))
-
     def read(self, value: dict[str, Any], body: Body) -> Reply:
         return self.chat(self.check(ChatRequest, value), body, ChatFormat)
 
     def chat(self, request: ChatRequest, body: Body, format: MakeFormat) -> Reply:
         messages, media = read_conversation(request, request.messages, body)
-        for name in (request.chat_template_kwargs or {}).keys() - self._names:
-            self._log.note(f"requests set {name[:100]!r} in chat_template_kwargs, which the chat template does not use")
         reply = self.reply_to(
             request,
             body,

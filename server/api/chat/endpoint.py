@@ -107,10 +107,9 @@ class Endpoint(ABC):
         service = self.service
         header = request.headers.get("content-length")
         length = int(header) if header else None
-        with service.registry.reading():
-            body = await read_body(request.receive, length, arena=service.arena, config=service.config, registry=service.registry)
-            body.credentials = credentials_of(request.scope)
-            return await self._submit(body)
+        body = await read_body(request.receive, length, arena=service.arena, config=service.config, registry=service.registry)
+        body.credentials = credentials_of(request.scope)
+        return await self._submit(body)
 
     async def _submit(self, body: Body) -> Reply:
         """Parse the body, pass it to the processor and return the response. After a RequestError the body has been released."""

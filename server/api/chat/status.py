@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.wire.config import VERSION
 from engine.wire.messages import Forget
+from engine.wire.updates import FIRST_VERSION
 from server.api.chat.endpoint import Service
 from server.api.chat.routes import TEXT, DescribedRoute
 
@@ -30,7 +31,8 @@ class StatusRoutes:
             DescribedRoute("/health/live", self.live),
             DescribedRoute("/metrics", self.metrics, kinds=[TEXT]),
             DescribedRoute("/version", self.version),
-            DescribedRoute("/server_info", self.server_info),
+            *(DescribedRoute(path, self.server_info) for path in ("/server_info", "/get_server_info")),
+            *(DescribedRoute(path, self.model_info) for path in ("/model_info", "/get_model_info")),
             DescribedRoute("/load", self.load),
             DescribedRoute("/tokenizer_info", self.tokenizer_info),
             DescribedRoute("/reset_prefix_cache", self.reset_prefix_cache, "POST", kinds=[]),
@@ -77,11 +79,20 @@ class StatusRoutes:
         self._service.registry.send(Forget(images=True))
         return Response("Cache flushed.\n", media_type="text/plain")
 
+    async def model_info(self) -> Json:
+        """The served model, in SGLang's form."""
+        model, version = self._service.config.model, self._service.registry.weight_version or FIRST_VERSION
+        can = {"is_generation": True, "has_image_understanding": True, "has_audio_understanding": False}
+        return {"model_path": model, "tokenizer_path": model, "weight_version": version, "preferred_sampling_params": None, **can}
+
     async def server_info(self) -> Json:
-        """The settings, without secrets, and the latest numbers of the engine."""
-        settings = {name: value for name, value in msgspec.structs.asdict(self._service.config).items() if name not in SECRETS}
-        stats = msgspec.to_builtins(self._service.registry.stats)
-        return {"version": VERSION, "model": self._service.model_names[0], "settings": settings, "stats": stats}
+        """The settings, without secrets, and the latest numbers of the engine, also in the form that SGLang's benchmark reads."""
+        config, stats = self._service.config, self._service.registry.stats
+        settings = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in SECRETS}
+        state = {"avg_spec_accept_length": stats.tokens_per_verified_row}
+        state |= {"num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}
+        shown = {"settings": settings, "stats": msgspec.to_builtins(stats), "internal_states": [state]}
+        return {"version": VERSION, **await self.model_info(), **shown, "max_total_num_tokens": stats.num_blocks * config.block_size}
 
     async def tokenizer_info(self) -> Json:
         """The tokenizer's settings as the checkpoint has them, and the chat template that is used."""

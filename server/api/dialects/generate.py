@@ -10,13 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from engine.wire.config import VERSION
 from engine.wire.messages import Event
 from engine.wire.params import NumLogprobs
 from engine.wire.updates import FIRST_VERSION
-from server.api.chat.endpoint import Endpoint, GenerationEndpoint, Service
+from server.api.chat.endpoint import Endpoint, GenerationEndpoint
 from server.api.chat.format import CompletionFormat
-from server.api.chat.routes import DescribedRoute
 from server.api.http.body import Body
 from server.api.http.reply import Reply
 from server.api.http.streaming import Choice, ReplyOptions, Usage, encode
@@ -167,31 +165,3 @@ class GenerateEndpoint(GenerationEndpoint):
 
 
 ROUTES: dict[str, type[Endpoint]] = {"/generate": GenerateEndpoint}
-
-
-class Native:
-    """Endpoints that SGLang's clients request."""
-
-    def __init__(self, service: Service):
-        self._service = service
-
-    def routes(self) -> list[DescribedRoute]:
-        return [
-            DescribedRoute("/get_model_info", self.model_info),
-            DescribedRoute("/model_info", self.model_info),
-            DescribedRoute("/get_server_info", self.server_info),
-        ]
-
-    async def model_info(self) -> Json:
-        """The served model, in SGLang's form."""
-        model, version = self._service.config.model, self._service.registry.weight_version or FIRST_VERSION
-        can = {"is_generation": True, "has_image_understanding": True, "has_audio_understanding": False}
-        return {"model_path": model, "tokenizer_path": model, "weight_version": version, "preferred_sampling_params": None, **can}
-
-    async def server_info(self) -> Json:
-        """Statistics for SGLang's benchmark."""
-        stats, block_size = self._service.registry.stats, self._service.config.block_size
-        state = {"avg_spec_accept_length": stats.tokens_per_verified_row}
-        state |= {"num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}
-        sizes = {"max_total_num_tokens": stats.num_blocks * block_size}
-        return {**await self.model_info(), "version": VERSION, **sizes, "internal_states": [state]}

@@ -1,7 +1,6 @@
 """ASGI middleware that rejects forbidden clients and bodies."""
 
 import hmac
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 from starlette._utils import get_route_path
@@ -57,49 +56,34 @@ def is_authorised(scope: Scope, keys: list[bytes]) -> bool:
     return any([hmac.compare_digest(word, start + key) for word, start in pairs for key in keys])  # compare all keys, in constant time
 
 
-class Guard(ABC):
-    def __init__(self, app: ASGIApp):
-        self._app = app
+class Guard:
+    """Middleware that sends the response of `check` to a request, unless it is None."""
 
-    @abstractmethod
-    def problem_of(self, scope: Scope) -> Response | None: ...
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], Response | None]):
+        self._app, self._check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self.problem_of(scope) or self._app)(scope, receive, send)
+        await (self._check(scope) or self._app)(scope, receive, send)
 
 
-class ApiKeyGuard(Guard):
-    """Requires `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of the keys, for all paths except OPEN_PATHS."""
-
-    def __init__(self, app: ASGIApp, api_keys: list[str]):
-        super().__init__(app)
-        self._keys = [key.encode() for key in api_keys]
-
-    def problem_of(self, scope: Scope) -> Response | None:
-        if is_open(scope) or is_authorised(scope, self._keys):
-            return None
-        response = _refusal(401, "A valid API key is required.", "invalid_api_key", scope)
-        response.headers["WWW-Authenticate"] = "Bearer"
-        return response
+def check_key(keys: list[bytes], scope: Scope) -> Response | None:
+    """Require `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of the keys, for all paths except OPEN_PATHS."""
+    if is_open(scope) or is_authorised(scope, keys):
+        return None
+    response = error_response(ErrorInfo(401, "A valid API key is required.", code="invalid_api_key"), scope)
+    response.headers["WWW-Authenticate"] = "Bearer"
+    return response
 
 
-class JsonGuard(Guard):
-    """Requires a body to be uncompressed and declared as JSON: a web page cannot send this without a CORS preflight. A request without a
-    body needs no Content-Type unless a web page sends it."""
-
-    def problem_of(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        if scope["method"] != "POST" or not (has_body or "content-type" in headers or "origin" in headers):
-            return None
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            return _refusal(415, "The Content-Type of a request must be application/json.", "unsupported_media_type", scope)
-        if headers.get("content-encoding", "identity").strip().lower() == "identity":
-            return None
-        words = "The Content-Encoding of a request must be identity: compressed bodies are not read."
-        return _refusal(415, words, "unsupported_media_type", scope)
-
-
-def _refusal(status: int, words: str, code: str, scope: Scope) -> Response:
-    return error_response(ErrorInfo(status, words, code=code), scope)
+def check_type(scope: Scope) -> Response | None:
+    """Require a body to be declared as JSON: a web page cannot send this without a CORS preflight. A request without a body needs no
+    Content-Type unless a web page sends it."""
+    headers = Headers(scope=scope)
+    has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    if scope["method"] != "POST" or not (has_body or "content-type" in headers or "origin" in headers):
+        return None
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return None
+    words = "The Content-Type of a request must be application/json."
+    return error_response(ErrorInfo(415, words, code="unsupported_media_type"), scope)

@@ -10,6 +10,8 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.http.guards import address_of
+
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -22,11 +24,6 @@ POLLS = frozenset({"/health", "/health/live", "/health_generate", "/ping", "/met
 class Record:
     request_id: str
     status: int = 0
-    num_prompt: int = 0
-    num_cached: int = 0
-    num_generated: int = 0
-    num_images: int = 0
-    first_token: float = 0.0  # clock reading
     reason: str = ""  # error message sent to the client
 
 
@@ -59,18 +56,6 @@ class RequestLog:
         finally:
             level = logging.DEBUG if get_route_path(scope) in POLLS else logging.INFO
             if not self._is_silent and logger.isEnabledFor(level):
-                self._write(level, scope, record, started)
-
-    @staticmethod
-    def _write(level: int, scope: Scope, record: Record, started: float) -> None:
-        client = scope.get("client") or ("-", 0)
-        words = [f"{record.request_id} {client[0]} {scope['method']} {scope['path'][:200]!r} {record.status or 'left'}"]
-        if record.num_prompt:
-            words.append(f"{record.num_prompt} prompt, {record.num_cached} cached, {record.num_generated} completion tokens")
-            words.append(f"{record.num_images} images")
-        if record.first_token:
-            words.append(f"first token after {1e3 * (record.first_token - started):.0f} ms")
-        words.append(f"{1e3 * (time.monotonic() - started):.0f} ms")
-        if record.reason:
-            words.append(repr(record.reason))
-        logger.log(level, "%s", ", ".join(words))
+                asked, milliseconds = f"{scope['method']} {scope['path'][:200]!r}", 1e3 * (time.monotonic() - started)
+                words = f"{record.request_id} {address_of(scope) or '-'} {asked} {record.status or 'left'}, {milliseconds:.0f} ms"
+                logger.log(level, "%s", words + f", {record.reason!r}" * bool(record.reason))

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from engine.wire.messages import ErrorInfo
-from engine.wire.stats import METRICS, EngineStats, Gauge, Stages, Total
+from engine.wire.stats import METRICS, Gauge, Stages, Total
 from server.api.http.registry import RequestRegistry
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -23,16 +23,12 @@ HISTOGRAMS = {  # buckets, and texts by name
         "request_queue_time_seconds": "from the complete prompt to the first plan",
         "request_prefill_time_seconds": "from the first plan to the first token",
         "request_decode_time_seconds": "from the first token to the end of the answer",
-        "request_inference_time_seconds": "from the first plan to the end of the answer",
     },
     TOKEN_SECONDS: {"inter_token_latency_seconds": "between two tokens of a choice"},
     TOKENS: {
         "request_prompt_tokens": "tokens of all prompts of one request",
         "request_generation_tokens": "tokens of all answers of one request",
         "request_max_num_generation_tokens": "tokens of the longest answer of one request",
-        "request_params_max_tokens": "limit of one request on the tokens of an answer",
-        "request_params_n": "choices requested by one request",
-        "iteration_tokens_total": "tokens per batch, averaged between two heartbeats",
     },
 }
 ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # finish reasons with another name in vLLM
@@ -41,7 +37,6 @@ ENDINGS = {"tool_calls": "stop", "disconnect": "abort"}  # finish reasons with a
 class Metrics(Collector):
     def __init__(self, requests: RequestRegistry, model_name: str, block_size: int):
         self._requests, self._name, self._block_size = requests, model_name, block_size
-        self._stats = EngineStats()  # those of the previous heartbeat
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._responses = self._counter("engine_responses", "answers by HTTP status", "status")
@@ -102,23 +97,14 @@ class Metrics(Collector):
     def note_error(self, info: ErrorInfo) -> None:
         self._refusals.labels(self._name, info.code or str(info.status)).inc()
 
-    def note_finish(self, reason: str, seconds: float, n: int, max_tokens: int | None) -> None:
+    def note_finish(self, reason: str, seconds: float) -> None:
         self._finished.labels(self._name, ENDINGS.get(reason, reason)).inc()
-        self._observe(e2e_request_latency_seconds=seconds, request_params_n=n)
-        if max_tokens is not None:
-            self._observe(request_params_max_tokens=max_tokens)
-
-    def note_stats(self, stats: EngineStats) -> None:
-        num_steps, num_tokens = stats.steps - self._stats.steps, stats.computed_tokens - self._stats.computed_tokens
-        self._stats = stats
-        for _ in range(num_steps):
-            self._observe(iteration_tokens_total=num_tokens / num_steps)
+        self._observe(e2e_request_latency_seconds=seconds)
 
     def note_work(self, num_prompt: int, lengths: list[int], stages: Stages, now: float) -> None:
         self._observe(
             request_prompt_tokens=num_prompt, request_generation_tokens=sum(lengths), request_max_num_generation_tokens=max(lengths),
             request_prefill_time_seconds=stages.first_token - stages.admitted, request_decode_time_seconds=now - stages.first_token,
-            request_inference_time_seconds=now - stages.admitted,
         )  # fmt: skip
 
     def note_first_token(self, seconds: float, stages: dict[str, float]) -> None:

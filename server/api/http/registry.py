@@ -1,11 +1,9 @@
 """The api process's bookkeeping: which client waits for which request, and which bodies are in use."""
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -100,7 +98,6 @@ class RequestRegistry:
         self._max_requests = max_requests
         self.stats = EngineStats()
         self._num_readers: Counter[int] = Counter()  # requests for which the processor owns a body, by its offset
-        self.num_reading = 0  # bodies that the api is reading
         self._outbox, self._arena = outbox, arena
         self._rids = itertools.count(1)
         self._streams: dict[int, Stream] = {}  # streams with unfinished answers
@@ -112,10 +109,6 @@ class RequestRegistry:
     def num_streams(self) -> int:
         return len(self._streams)
 
-    @property
-    def has_bodies(self) -> bool:
-        return bool(self._num_readers or self.num_reading)
-
     def new_rid(self) -> int:
         return next(self._rids)
 
@@ -126,14 +119,6 @@ class RequestRegistry:
     def abandon(self, rid: int, body: int) -> None:
         self._outbox.send(Abort(rid, body))
         self._num_readers[body] += 1
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        self.num_reading += 1
-        try:
-            yield
-        finally:
-            self.num_reading -= 1
 
     def submit(self, messages: list[Submit]) -> Stream:
         """Send one client's requests. RequestError as in `check_open` and `check_prompts_bytes`, or 400; the caller then still owns the
@@ -193,11 +178,8 @@ class RequestRegistry:
             self._streams.pop(rid, None)
 
     def _drop_unread(self) -> None:
-        excess = sum(stream.num_unread for stream in self.replies) - MAX_UNREAD_EVENTS
-        for stream in sorted(self.replies, key=lambda stream: -stream.num_unread) if excess > 0 else ():
-            if excess > 0:
-                excess -= stream.num_unread
-                stream.disconnect()
+        if sum(stream.num_unread for stream in self.replies) > MAX_UNREAD_EVENTS:
+            max(self.replies, key=lambda stream: stream.num_unread).disconnect()
 
     def refuse_new(self, error: ErrorInfo) -> None:
         self.health.refusal = error

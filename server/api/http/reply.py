@@ -80,7 +80,6 @@ class Reply(ABC):
         finally:
             watcher.cancel()
             self._registry.close(self._stream)
-            self.finish()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await self.respond(send)
@@ -92,9 +91,6 @@ class Reply(ABC):
             self._metrics.note_response(200)
         if response is not None:
             await response(scope, receive, send)
-
-    def finish(self) -> None:
-        self._record.num_images = self.num_images
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -123,15 +119,18 @@ class GeneratedReply(Reply):
             return None
         return await self._gather(events)
 
-    def finish(self) -> None:
-        super().finish()
-        now, total = time.monotonic(), self._total()
-        self._metrics.note_finish(self._reason, now - self._options.received, self._options.n, self._options.params.max_tokens)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._note_end()
+
+    def _note_end(self) -> None:
+        now = time.monotonic()
+        self._metrics.note_finish(self._reason, now - self._options.received)
         if self._has_first_token:
             lengths = [choice.usage.num_generated for choice in self._choices.values()]
-            self._metrics.note_work(total.num_prompt, lengths, self._stages, now)
-        self._record.num_prompt, self._record.num_cached = total.num_prompt, total.num_cached
-        self._record.num_generated = total.num_generated
+            self._metrics.note_work(self._total().num_prompt, lengths, self._stages, now)
 
     async def _write_stream(self, events: list[Event], send: Send) -> None:
         self._metrics.note_response(200)
@@ -232,7 +231,6 @@ class GeneratedReply(Reply):
                 self._metrics.note_tokens(num_tokens, now - choice.last_time)
             elif num_tokens > 0 and not self._has_first_token:
                 self._has_first_token = True
-                self._record.first_token = now
                 self._stages = next((event.stages for event in events if event.stages is not None), self._stages)
                 self._stages.sent = now
                 self._metrics.note_first_token(now - self._options.received, stage_times(self._stages, self._options.started))
@@ -246,7 +244,7 @@ class GeneratedReply(Reply):
         if not self._options.timings:
             return extra
         last = max(choice.last_time for choice in self._choices.values())
-        generation = max(0.0, last - self._record.first_token) if self._has_first_token else 0.0
+        generation = max(0.0, last - self._stages.sent) if self._has_first_token else 0.0
         return extra | {"timings": {**timings_json(self._stages, self._options.started), "generation_ms": round(1000 * generation, 3)}}
 
 
@@ -264,7 +262,6 @@ class GatheredReply(Reply):
                 if event.error is not None or event.finish_reason == "abort":
                     return event.error or ABORTED
                 found[self._stream.choices[event.rid, event.index]] = event
-        self._record.num_prompt = sum(event.num_prompt_tokens for event in found.values())
         ordered = [found[number] for number in range(len(found))]
         size = sum((event.report.size if event.report else 0) + len(event.prompt_ids) + len(event.text) for event in ordered)
         return await asyncio.to_thread(self._show, ordered) if size > LARGE_NUMBERS else self._show(ordered)

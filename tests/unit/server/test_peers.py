@@ -1,9 +1,7 @@
 """Requests as vLLM, SGLang and OpenAI document and test them, and the keys that their answers must have."""
 
-import logging
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.serving import data_uri, picture
@@ -86,14 +84,9 @@ def test_errors_that_help(stack: Stack) -> None:
         assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
 
 
-def test_variables_of_the_template(stack: Stack, caplog: pytest.LogCaptureFixture, tokenizer: Tokenizer) -> None:
-    """Red if one that the template does not use is refused, or logged more than once."""
-    caplog.set_level(logging.INFO)
-    for _ in range(2):
-        assert (
-            stack.chat("x", chat_template_kwargs={"frobnicate": [{"a": "<|im_end|>"}], "add_generation_prompt": False}).status_code == 200
-        )
-    assert len([line for line in caplog.messages if "frobnicate" in line]) == 1
+def test_variables_of_the_template(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Red if one that the template does not use is refused."""
+    assert stack.chat("x", chat_template_kwargs={"frobnicate": [{"a": "<|im_end|>"}], "add_generation_prompt": False}).status_code == 200
     assert tokenizer.decode(stack.prompt(), skip_special_tokens=False).endswith("<|im_start|>assistant\n")
 
 
@@ -109,7 +102,7 @@ def test_routes_and_metrics(stack: Stack) -> None:
     stack.chat("x", n=2, max_tokens=5)
     stack.settle()
     text = stack.http.get("/metrics").text
-    names = "iteration_tokens_total_count mm_cache_queries_total mm_cache_hits_total request_params_n_sum request_params_max_tokens_sum"
+    names = "mm_cache_queries_total mm_cache_hits_total request_decode_time_seconds_sum"
     assert 'vllm:num_requests_waiting_by_reason{model_name="test-model",reason="deferred"} 0.0' in text
     assert all(f"vllm:{name}{{" in text for name in names.split()) and 'vllm:cache_config_info{block_size="' in text
 

@@ -46,7 +46,7 @@ def sent(stack: Stack, body: bytes, length: int | None = None) -> socket.socket:
 
 
 def await_bodies(stack: Stack, count: int) -> None:
-    eventually(lambda: stack.local.api.registry.num_reading == count, f"{count} bodies arrive")
+    eventually(lambda: len(stack.local.api.arena._allocated) == count, f"{count} bodies arrive")
 
 
 def test_a_client_that_leaves_aborts_its_request(stack: Stack) -> None:
