@@ -68,7 +68,6 @@ def test_what_is_valid_is_no_fault_of_the_server(published: Any, engine: Engine,
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_what_is_broken_is_refused(published: Any, path: str) -> None:
-
     def check(case: Any) -> None:
         response = case.call(timeout=60)
         assert 400 <= response.status_code < 500, (response.status_code, response.text[:500], json.dumps(case.body)[:1500])

@@ -4,10 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
-from models.lora.adapter import read_adapter
-from models.lora.slots import read_weights
 from models.scaffold import SHAPES, write_model_folder
 from tests.e2e.serving import serve
 from tests.unit.models import adapters
@@ -22,10 +19,7 @@ NUM_TOKENS = 12
 def merged_tokens(folder: Path, adapter: Path | None) -> list[int]:
     model = load(folder)
     if adapter is not None:
-        weights = read_weights(read_adapter(adapter, model.config, 64), torch.float32)
-        for part in model.checkpoint_tensors():
-            if (found := weights.get(part.name.removesuffix(".weight"))) and part.name.endswith(".weight"):
-                part.target.add_((found[1] @ found[0])[part.index])
+        adapters.merge_(model, adapter)
     return PagedRunner(model).greedy(Prompt.build(model.config, [IDS]), NUM_TOKENS)
 
 

@@ -35,6 +35,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_installed_command_serves_the_demo(installed: Path, tmp_path: Path) -> None:
+    for needed in ("models/kernels/hopper/flash_decoding.cu", "models/kernels/hopper/hopper_attention.cuh", "bench/load.py"):
+        assert (installed / needed).exists(), needed
+    assert not [name for name in ("tests", "docs", "deploy", "bench/results", "bench/demo_training") if (installed / name).exists()]
     for name in NAMES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(DECOY)

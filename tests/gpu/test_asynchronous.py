@@ -34,7 +34,6 @@ FIELDS: list[dict[str, Any]] = [
 
 
 def ask_all(engine: Engine, **fields: Any) -> None:
-
     def ask(i: int) -> None:
         images = [image_part(picture(100 * i + j, 320, 448), "JPEG") for j in range(i % 5)]
         content = [*images, text_part(f"{i} " + "word " * (50 * (i % 7)))]

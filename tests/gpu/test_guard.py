@@ -31,7 +31,6 @@ def assert_well(engine: Engine) -> None:
 
 
 def test_files_that_are_not_what_they_claim(engine: Engine) -> None:
-
     def ask(name: str) -> tuple[str, int]:
         data, allowed = CORPUS[name]
         url = f"data:image/png;base64,{base64.b64encode(data).decode()}"

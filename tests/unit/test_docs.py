@@ -156,40 +156,23 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert len(links) > 100 and not [(page.parent.name, link) for page, link in links if not (page.parent / link).exists()]
 
 
-def limits() -> dict[str, str]:
-    """The first two cells of each row of the limits in docs/api.md."""
-    section = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Limits")[2].partition("\n## ")[0]
-    return {cells[0]: cells[1] for cells in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)}
-
-
 def test_limits_of_the_api_page_are_those_of_the_code() -> None:
-    config, page = EngineConfig(), limits()
-    times = f"1 s for its header, {DECODE_CPU_S} s and 1 s for each {PIXELS_PER_CPU_S >> 20} megapixels for its pixels"
-    waits = f"{config.download_connect_timeout} s to connect, {config.download_timeout} s in all"
-    download = f"{config.max_download_bytes >> 20} MiB, {MAX_REDIRECTS} redirects, {waits}"
-    answers = f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens"
-    counts = schema.MAX_MESSAGES, parts.MAX_TOOLS, schema.MAX_STOPS, MAX_STOP_IDS, schema.MAX_PROMPTS
-    listed = "; ".join(f"{count:,}" for count in counts)
-    expected = {
-        "body": f"{config.max_body_bytes >> 20} MiB",
-        "JSON of a body, without images": f"{MAX_TEXT_BYTES >> 20} MiB",
-        "prompts of a list (documents, inputs), each with the text that they share": f"{MAX_PROMPTS_BYTES >> 20} MiB",
-        "lists, objects and members in it, brackets and colons in texts included": f"{MAX_VALUES:,}",
-        "head of a request, its URL included": f"{MAX_HEAD_BYTES >> 10} KiB, checked after each read; {HEAD_SECONDS:.0f} s",
-        "connections; a pause between two requests": f"{config.max_connections:,}; {config.idle_timeout} s",
-        "images of a request": f"{config.max_images_per_request}",
-        "pixels of an image": f"{config.max_image_pixels // 10**6} million",
-        "an image other than a baseline JPEG": f"{config.decode_timeout} s; of processor time {times}",
-        f"images of more than {LARGE_PIXELS >> 20} megapixels that are decoded at once": f"{LARGE_AT_ONCE}, each with 8 bytes per pixel",
-        "tokens of an image": f"{config.max_num_encoder_tokens:,}",
-        "a download": f"{download}, {MAX_PER_HOST} at once from a host",
-        "requests in the engine": f"{config.max_queued_requests:,}",
-        "log-probabilities of a request's prompts: tokens and alternatives": f"{MAX_PROMPT_SCORES:,}",
-        "answers (`n`); log-probabilities per token; biased tokens; bad words": answers,
-        "messages; tools; stop strings; stop tokens; prompts of a text completion": listed,
-    }
-    assert {name: page.get(name) for name in expected} == expected
-    assert page["time of a body, of every route"].startswith(f"{config.body_timeout} s")
+    section = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Limits")[2].partition("\n## ")[0]
+    config = EngineConfig()
+    sizes = MAX_TEXT_BYTES, MAX_PROMPTS_BYTES, config.max_body_bytes, config.max_download_bytes
+    numbers = [
+        *(f"{size >> 20} MiB" for size in sizes),
+        *(f"{count:,}" for count in (MAX_VALUES, config.max_connections, config.max_queued_requests, config.max_num_encoder_tokens)),
+        *(f"{seconds} s" for seconds in (int(HEAD_SECONDS), config.idle_timeout, config.body_timeout, config.decode_timeout, DECODE_CPU_S)),
+        *(f"{pixels >> 20} megapixels" for pixels in (PIXELS_PER_CPU_S, LARGE_PIXELS)),
+        f"{MAX_HEAD_BYTES >> 10} KiB", f"{config.max_image_pixels // 10**6} million", f"| {config.max_images_per_request} |",
+        f"| {LARGE_AT_ONCE}, each", f"{MAX_PROMPT_SCORES:,}",
+        f"{MAX_REDIRECTS} redirects, {config.download_connect_timeout} s to connect, {config.download_timeout} s in all",
+        f"{MAX_PER_HOST} at once from a host",
+        f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens",
+        f"{schema.MAX_MESSAGES:,}; {parts.MAX_TOOLS:,}; {schema.MAX_STOPS}; {MAX_STOP_IDS}; {schema.MAX_PROMPTS}",
+    ]  # fmt: skip
+    assert not [number for number in numbers if number not in section]
 
 
 def test_every_endpoint_is_on_the_api_page() -> None:

@@ -1,11 +1,7 @@
 """What `pip install` carries: the engine and its demo, neither the demo's training nor tests nor results; one version; one command."""
 
-import shutil
-import subprocess
 import sys
-import tarfile
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -30,45 +26,6 @@ def test_the_wheel_carries_neither_training_nor_tests_nor_results() -> None:
     backwards = "def backward", ".backward()", "torch.optim", "class Optimiser"
     for path in (path for package in SHIPPED for path in modules_of(package)):
         assert not [word for word in backwards if word in path.read_text()], path.relative_to(ROOT)
-
-
-BUILD = "import sys; from setuptools import build_meta as b; print(b.build_sdist('dist')); print(b.build_wheel('dist'))"
-
-
-@pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
-    """Names in the source distribution and in the wheel, built from a copy, the wheel last: it sees the list of sources of the other."""
-    tree = tmp_path_factory.mktemp("clone")
-    for name in ("engine", "server", "models", "bench", "tests", "docs", "deploy"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md"):
-        shutil.copy(ROOT / name, tree / name)
-    run = subprocess.run([sys.executable, "-c", BUILD], cwd=tree, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    with tarfile.open(next((tree / "dist").glob("*.tar.gz"))) as archive:
-        sources = [name.partition("/")[2] for name in archive.getnames()]
-    with zipfile.ZipFile(next((tree / "dist").glob("*.whl"))) as wheel:
-        return sources, wheel.namelist()
-
-
-@pytest.mark.packaging
-def test_what_is_built_carries_what_it_runs_with(distributions: tuple[list[str], list[str]]) -> None:
-    """Weights, fonts, kernels and the page; neither training, tests nor results."""
-    for names in distributions:
-        for needed in (
-            "models/demo/checkpoint/model.safetensors",
-            "models/demo/checkpoint/tokenizer.json",
-            "models/demo/fonts/DejaVuSans.ttf",
-            "models/kernels/hopper/flash_decoding.cu",
-            "models/kernels/hopper/hopper_attention.cuh",
-            "server/api/page/page.html",
-            "server/api/page/vendor/purify.min.js",
-            "engine/serve.py",
-            "bench/load.py",
-        ):
-            assert needed in names
-        assert not [name for name in names if name.startswith(("tests/", "bench/results/", "bench/demo_training/", "docs/", "deploy/"))]
-        assert any(name.endswith("LICENSE") for name in names)
 
 
 def test_the_version_stands_in_one_place() -> None:

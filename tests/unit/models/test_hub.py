@@ -8,7 +8,6 @@ from models.config import hub
 
 @pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.ReadTimeout("slow")])
 def test_a_connection_that_breaks_is_a_value_error(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-
     def download(*arguments: object, **options: object) -> str:
         raise failure
 

@@ -105,25 +105,6 @@ def test_hybrid_model_equals_peft(tmp_path: Path, is_sparse: bool) -> None:
     assert relative(every_logit(AdaptedRunner(model, slots), 0, prompt, 64), expected) < 1e-4
 
 
-def test_rows_with_other_adapters_do_not_see_each_other(tiny_folder: Path, tmp_path: Path) -> None:
-    folders = [adapters.write(tmp_path / str(i), tiny_folder, i, rank=(4, 16, 24)[i], takes=of_both) for i in range(3)]
-    model, slots = adapt(tiny_folder, *folders)
-    few = adapters.write(tmp_path / "few", tiny_folder, 7, takes=lambda module: module.endswith((".5.o_proj", "o_proj", "gate_proj")))
-    slots.load(1, read_weights(read_adapter(few, model.config, MAX_RANK), model.dtype))
-    runner, prompts = AdaptedRunner(model, slots), [Prompt.build(model.config, parts) for parts in (TEXT, ONE_IMAGE, TEXT, ONE_IMAGE)]
-    sessions = [runner.start_with(slot, prompt) for slot, prompt in zip((-1, 0, 1, 2), prompts, strict=True)]
-    for session in sessions[2:]:
-        runner.step([(session, len(session.ids) - 1)], 1)
-    counts = [len(sessions[0].ids), 60, 1, 1]
-    together = runner.step(list(zip(sessions, counts, strict=True)), num_prefill_rows=2)
-    for row, (session, slot, prompt) in enumerate(zip(sessions, (-1, 0, 1, 2), prompts, strict=True)):
-        sources = [folders[0], few, folders[2]]
-        alone, own = adapt(tiny_folder, *([sources[slot]] if slot >= 0 else []))
-        other = AdaptedRunner(alone, own)
-        expected = other.step([(other.start_with(min(slot, 0), prompt), session.computed)], 1)
-        assert relative(together[row], expected[0]) < 1e-4
-
-
 def rank_logits(rank: int, size: int, folder: Path, adapter: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)

@@ -1,12 +1,8 @@
-"""What must not grow: the cost of a plan and of failing images, copies of log-probabilities, and memory of ended requests."""
+"""What must not grow: the cost of a plan, and memory of ended requests."""
 
 import gc
-import operator
 import random
-import sys
 from collections import OrderedDict
-from types import FrameType
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,49 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduler.blocks import FreeList
-from engine.scheduler.core import SchedulerCore
 from engine.scheduler.policy import MOST_FOUND
 from engine.scheduler.request import Request
 from engine.wire.messages import StepResult
-from engine.wire.reports import PromptLogprobs, joined
 from tests.unit.scheduler.invariants import check_core
-from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+from tests.unit.scheduler.simulation import Simulation, make_core, make_request
 
 NUM_ROWS = 32
-
-TraceFunction = Any
-
-
-def num_instructions_of_a_plan(core: SchedulerCore) -> int:
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> TraceFunction:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    sys.settrace(trace)
-    step = core.next_step()
-    sys.settrace(None)
-    assert step is not None and len(step.plan.chunks) == NUM_ROWS and all(chunk.length == 1 for chunk in step.plan.chunks)
-    return count
-
-
-def decoding_core(num_images: int) -> SchedulerCore:
-    core = make_core(num_blocks=400, image_tokens=1000, max_num_seqs=NUM_ROWS, max_num_batched_tokens=600, max_num_encoder_tokens=600)
-    sim = Simulation(core)
-    prompt = [PLACEHOLDER, 20] * num_images + [20]
-    sim.ask(0, prompt, [(2 * i, 1, b"%d" % i) for i in range(num_images)], 1)
-    sim.run()
-    for rid in range(1, NUM_ROWS + 1):
-        sim.ask(rid, [20 + rid], [], 9, ignore_eos=True)
-    assert sim.step() and core.state.images.used_bytes == num_images * core.state.limits.bytes_per_image_token
-    return core
-
-
-def test_a_decode_costs_the_same_however_many_images_are_cached() -> None:
-    assert num_instructions_of_a_plan(decoding_core(250)) == num_instructions_of_a_plan(decoding_core(0))
 
 
 def test_many_long_cached_prompts_do_not_start_in_one_plan() -> None:
@@ -76,28 +36,6 @@ def test_many_long_cached_prompts_do_not_start_in_one_plan() -> None:
         assert step is not None
         found.append(sum(chunk.start for chunk in step.plan.chunks if chunk.length > 1))
     assert max(found) <= MOST_FOUND and sum(found) > 11 * length, found
-
-
-NUM_TOP = 2
-
-
-def part_of(values: np.ndarray, start: int, end: int) -> PromptLogprobs:
-    tops = np.repeat(values[start:end], NUM_TOP)
-    return PromptLogprobs(start, NUM_TOP, values[start:end].tobytes(), tops.astype(np.int32).tobytes(), tops.tobytes())
-
-
-def test_log_probabilities_of_a_prompt_are_copied_once_and_of_one_computation() -> None:
-    previous, values, parts = np.zeros(1000, np.float32), np.arange(1000, dtype=np.float32), list[Any]()
-    for start, end in ((1, 400), (400, 500)):
-        part_of(previous, start, end).add_to(parts)
-    sent = [part_of(values, *bounds) for bounds in ((1, 300), (300, 600), *((at, at + 1) for at in range(600, 1000)))]
-    for part in sent:
-        part.add_to(parts)
-    assert len(parts) == len(sent) and all(map(operator.is_, parts, sent))
-    found = joined(parts)
-    assert isinstance(found, PromptLogprobs) and found.start == 1
-    assert np.array_equal(np.frombuffer(found.logprobs, np.float32), values[1:])
-    assert np.array_equal(np.frombuffer(found.top_ids, np.int32).reshape(-1, NUM_TOP)[:, 1], values[1:].astype(np.int32))
 
 
 NUM_BLOCKS = 40

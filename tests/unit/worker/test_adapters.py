@@ -7,17 +7,13 @@ from threading import Event
 from typing import Any
 
 import pytest
-import torch
 
 from engine.wire.adapters import AdapterRead, AdapterRef
 from engine.worker import adapters as worker_adapters
 from engine.worker import graphs
 from engine.worker.adapters import WorkerAdapters
 from engine.worker.rows import HostStep
-from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
-from models.lora.adapter import read_adapter
-from models.lora.slots import read_weights
 from models.scaffold import SHAPES, write_model_folder
 from tests.eventually import HANG_GUARD_S
 from tests.unit.models import adapters
@@ -48,10 +44,7 @@ def ref(folder: Path, number: int) -> AdapterRef | None:
 def merged(folder: Path) -> list[Qwen3VL]:
     models = [load_model(folder / "model") for _ in range(4)]
     for i, model in enumerate(models[1:], 1):
-        weights = read_weights(read_adapter(folder / str(i), read_config(folder / "model"), MAX_RANK), torch.float32)
-        for part in model.checkpoint_tensors():
-            if (found := weights.get(part.name.removesuffix(".weight"))) and part.name.endswith(".weight"):
-                part.target.add_((found[1] @ found[0])[part.index])
+        adapters.merge_(model, folder / str(i))
     return models
 
 

@@ -123,6 +123,7 @@ def free(model: Qwen3VL) -> list[int]:
 def plain(model: Qwen3VL, regex: bytes, free: list[int]) -> Engine:
     engine = Engine(model, max_num_seqs=17)
     ask_everything(engine, regex, free)
+    assert set(engine.tokens[10]) <= set(range(40, 80)), "allowed_token_ids"
     assert free[7] in engine.tokens[12] and len({tuple(tokens) for tokens in engine.tokens.values()}) == 17
     return engine
 

@@ -139,7 +139,6 @@ def test_a_grammar_that_takes_too_long_ends_its_request_only(
 
 
 def test_time_of_masks_is_limited_per_step(clock: Counter[MaskThread]) -> None:
-
     def sessions(count: int) -> list[StuckSession]:
         return [StuckSession(None, None, []) for _ in range(count)]  # type: ignore[arg-type]
 
@@ -197,24 +196,6 @@ def test_a_thinking_budget_that_ends_among_drafts() -> None:
     session.fill()
     assert session.words[:, 0].tolist() == [-1, 1 << 9, -1, -1] and session.places == [1]
     assert (session.after, session.left) == (9, 1)
-
-
-def test_allowed_tokens(model: Qwen3VL, tokenizer: Tokenizer, compiled: dict[str, bytes]) -> None:
-    ids = [tokenizer.encode(letter, add_special_tokens=False).ids[0] for letter in "abc"]
-    engine, plain = Engine(model, num_blocks=8, prefix_cache=False), Engine(model)
-    free = {**PARAMS, "ignore_eos": True, "max_tokens": 40}
-    for rid in range(3):
-        engine.add(rid, [[rid, 2]], allowed_token_ids=tuple(ids), seed=rid, **free)
-        engine.add(10 + rid, [[rid, 3]], seed=rid, **free)
-        plain.add(10 + rid, [[rid, 3]], seed=rid, **free)
-    both = (*ids, *tokenizer.encode("-0!", add_special_tokens=False).ids, *model.config.eos_token_ids)
-    engine.add(20, [[7]], grammar=compiled["regex"], allowed_token_ids=both, **PARAMS)
-    tokens = engine.run()
-    others = plain.run()
-    assert engine.core.state.counters.preemptions > 0
-    assert all(set(tokens[rid]) <= set(ids) and len(set(tokens[rid])) > 1 for rid in range(3))
-    assert {rid: tokens[rid] for rid in others} == others
-    assert re.fullmatch("[abc]{3}-0{2,4}!", text_of(tokenizer, model, tokens[20]))
 
 
 def test_a_step_without_grammars_waits_for_nothing(model: Qwen3VL, compiled: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,6 @@ def test_graphs_change_nothing(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_pooled_rows_are_replayed(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
-
     def pooled(*wanted: tuple[int, ...], streams: int, replayed: bool = False) -> list[torch.Tensor]:
         engine = Engine(model, graphs=replayed, sizes=SIZES)
         with monkeypatch.context() as patch:

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-from models.kernels.ops import NewHeads
-from models.kernels.reference.ops import TorchOps
-
 
 class SplitKernel:
     """What `flash_decoding.cu` does, unit by unit."""
@@ -23,21 +20,6 @@ class SplitKernel:
             total[tokens] += weights.sum(-1).T[:, :, None]
         planned = total[:, 0, 0] > 0
         out[planned] = (values / total)[planned].to(out.dtype)
-
-
-class FusedKernel:
-    """What `fused_decoding.cu` does, row by row."""
-
-    def run(self, qkv, k, v, rows, pages, out, page_size, splits, warps, *made) -> None:  # type: ignore[no-untyped-def]
-        pool = tuple(x.unflatten(0, (-1, page_size)) for x in (k, v))
-        q = TorchOps().norm_rope_store_(NewHeads(qkv.flatten(1).clone(), *made), pool)
-        group = q.shape[1] // k.shape[1]
-        for row, (length, first_page) in enumerate(rows.tolist()):
-            key = torch.arange(length)
-            slots = pages[first_page + key // page_size].long() * page_size + key % page_size
-            keys, values = (x[slots].repeat_interleave(group, dim=1).double() for x in (k, v))
-            weights = (torch.einsum("hk,shk->hs", q[row].double(), keys) * q.shape[2] ** -0.5).softmax(-1)
-            out[row] = torch.einsum("hs,shk->hk", weights, values).to(out.dtype)
 
 
 class PrefillKernel:
@@ -78,5 +60,5 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from models.kernels.hopper import flash_decoding, fused_decoding, prefill_attention  # need triton
 
     monkeypatch.setattr(flash_decoding, "load_kernel", lambda name, head_dim: SplitKernel())
-    monkeypatch.setattr(fused_decoding, "load_kernel", lambda name, head_dim: FusedKernel())
+    monkeypatch.setattr(fused_decoding, "load_kernel", lambda name, head_dim: None)
     monkeypatch.setattr(prefill_attention, "load_kernel", lambda name, head_dim: PrefillKernel())

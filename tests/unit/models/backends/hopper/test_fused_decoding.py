@@ -1,13 +1,10 @@
-"""What is planned for the kernel of very few decode rows, through its arithmetic in torch; the kernel itself is tested on GPUs."""
-
-from dataclasses import replace
+"""Which steps the kernel of very few decode rows computes; the kernel itself is tested on GPUs."""
 
 import pytest
 import torch
 
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.ops import NewHeads
-from models.kernels.paged import FusedAttention
 from models.kernels.reference.attention import TorchAttention
 from models.kernels.reference.ops import TorchOps
 from tests.unit.models.backends.hopper.attention_step import Step
@@ -20,33 +17,8 @@ from models.kernels.hopper.attention import fixed_attention_factory
 from models.kernels.hopper.fused_decoding import FusedDecoding
 
 
-@pytest.fixture
-def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_steps_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     use_torch_kernels(monkeypatch)
-
-
-def slots_of(step: Step, page: int) -> torch.Tensor:
-    last = step.layout.kv_lens_cpu.long() - 1
-    return step.layout.pages[step.layout.page_indptr_cpu[:-1].long() + last // page].long() * page + last % page
-
-
-def test_rows(torch_kernels: None) -> None:
-    lengths = [9, 16, 17, 700, 1]
-    step = Step.build(lengths, heads=(4, 2), head_dim=128)
-    backend = FusedDecoding([step.pool], 4, len(lengths), max_pages=100)
-    assert isinstance(backend, FusedAttention)
-    backend.plan(step.layout)
-    slots, weight, angles = slots_of(step, 16), torch.rand(128), torch.rand(len(lengths), 128)
-    new = NewHeads(torch.randn(len(lengths), 8 * 128), weight, weight + 1, 1e-6, angles, slots)
-    theirs = step.pool[0].clone(), step.pool[1].clone()
-    q = TorchOps().norm_rope_store_(replace(new, qkv_TX=new.qkv_TX.clone()), theirs)
-    expected = replace(step, pool=theirs, q=q).expected()
-    torch.testing.assert_close(backend.run_fused(0, new).double(), expected, rtol=1e-5, atol=1e-5)
-    for mine, other in zip(step.pool, theirs, strict=True):
-        torch.testing.assert_close(mine, other, equal_nan=True)
-
-
-def test_which_steps_it_is_for(torch_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decoding, "FUSED_ROWS", 2)
 
     def is_fused(

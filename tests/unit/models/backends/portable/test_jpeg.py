@@ -9,7 +9,6 @@ from models.kernels.triton.jpeg import NvImageCodecDecoder
 
 
 def test_a_rejected_header_fails_its_own_image_only(monkeypatch: pytest.MonkeyPatch) -> None:
-
     def decode(self: NvImageCodecDecoder, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         if any(payload[0] == 0 for payload in payloads):
             raise RuntimeError("BAD_CODESTREAM")

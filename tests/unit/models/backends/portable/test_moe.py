@@ -1,10 +1,7 @@
 """The experts' Triton kernels in Triton's interpreter against plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,11 +12,7 @@ from models.kernels.reference.ops import TorchOps
 from models.kernels.stream import Residual, RowClass
 from models.weights.float8 import GroupScaled
 from models.weights.matrix import Matrix
-from models.weights.plain import Plain
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
-
-if TYPE_CHECKING:
-    from models.kernels.triton.routing import SortedChoices
 
 NUM_EXPERTS, CHOSEN = 8, 2
 MANY = 24  # choices; with more they are sorted
@@ -45,7 +38,6 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bool = False) -> Experts:
-
     def normal(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns) * columns**-0.5
 
@@ -141,49 +133,3 @@ def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPat
         matrix.storage.scales.mul_(torch.rand_like(matrix.storage.scales) + 0.5)
     found, expected = ours(x, experts, None), torch_sparse_swiglu(x, experts, None)
     assert float((found - expected).norm() / expected.norm()) < 1e-2  # what lies between two float8 values may go either way
-
-
-class TorchExperts:
-    """`ExpertProducts` as a library of sorted blocks would compute them: it reads no other choices than those of blocks up to the end, and
-    skips those beyond the last one."""
-
-    def __init__(self, num_experts: int, rows: dict[int, int]) -> None:
-        self._num_experts, self._rows = num_experts, rows  # rows of a block by width of the matrices
-
-    def rows_of(self, matrices: Plain, num_slots: int) -> int:
-        return self._rows[matrices.shape[1]]
-
-    def of_choices(self, x: torch.Tensor, matrices: Plain, blocks: SortedChoices, per_input: int) -> torch.Tensor:
-        assert blocks.rows == self._rows[matrices.shape[1]] and len(blocks.end_1) == 1 and int(blocks.end_1) % blocks.rows == 0
-        each = matrices.values.unflatten(0, (self._num_experts, -1))
-        out_SN = torch.full((len(x) * per_input, each.shape[1]), torch.nan)
-        for block in range(int(blocks.end_1) // blocks.rows):
-            slots = blocks.slots[block * blocks.rows : (block + 1) * blocks.rows].long()
-            slots = slots[slots < len(out_SN)]
-            assert len(slots) and (slots >= 0).all()
-            out_SN[slots] = x[slots // per_input] @ each[blocks.experts_B[block]].t()
-        return out_SN
-
-
-@interpreted
-@pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize(
-    ("num_tokens", "skew", "has_shared"), [(1, evenly, True), pytest.param(13, to_one, True, marks=in_gate), (70, evenly, False)]
-)
-def test_products_of_a_library(num_tokens: int, skew: Skew, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.kernels.triton import plain
-
-    torch.manual_seed(num_tokens)
-    x, whole = torch.randn(num_tokens, 64), make_experts(64, 32, has_shared=has_shared)
-    skew(x, whole)
-    real = torch.arange(num_tokens) % 3 != 1
-    x[~real] = torch.nan
-    found = torch.zeros(num_tokens, 64)
-    for first, count in ((0, 3), (3, 5 + has_shared)):
-        end = first + count
-        gate_up, down = whole.gate_up.rows(first * 64, end * 64), whole.down.rows(first * 64, end * 64)
-        monkeypatch.setattr(plain.TritonPlain, "expert_products", lambda *_, count=count: TorchExperts(count, {64: 24, 32: 16}))
-        parts_STD = ours(x, replace(whole, gate_up=gate_up, down=down, first=first, count=count), real)
-        assert parts_STD.shape == (1, num_tokens, 64)
-        found += parts_STD[0]
-    torch.testing.assert_close(found, torch_sparse_swiglu(x.nan_to_num(0), whole, real).sum(0), rtol=1e-4, atol=1e-5)
