@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config.formats import FORMATS, read_quantization
-from models.config.registry import Architecture, architecture_of
+from models.config.registry import MIXTURES, Architecture, architecture_of
 from models.config.schemes import Quantization
 from models.config.types import (
     MEDIA_KINDS,
@@ -75,7 +75,7 @@ def _read(folder: Path, with_head: bool) -> ModelConfig:
     return ModelConfig(
         text=decoder,
         vision=vision,
-        architecture=_renamed(replace(architecture, dropped=None) if with_head else architecture, quantized),
+        architecture=_renamed(architecture if with_head else _without_head(architecture), quantized),
         geometry=_geometry(read_json(folder / "preprocessor_config.json"), vision),
         sampling=_sampling(generation),
         dtype=str(_first((config, text), ("dtype", "torch_dtype"), "bfloat16")),
@@ -85,6 +85,11 @@ def _read(folder: Path, with_head: bool) -> ModelConfig:
         vision_end_token_id=-1 if vision is None else _value(config, "vision_end_token_id"),
         eos_token_ids=_all_ids(generation, config, text),
     )
+
+
+def _without_head(architecture: Architecture) -> Architecture:
+    unread = rf"^{architecture.head}\." if architecture.head else None
+    return replace(architecture, dropped="|".join(filter(None, (architecture.dropped, unread))) or None)
 
 
 def _renamed(architecture: Architecture, quantized: Quantization) -> Architecture:
@@ -134,7 +139,7 @@ def _all_ids(*sources: Json) -> tuple[int, ...]:
 
 
 def _reject_unsupported(text: Json, model_type: str) -> None:
-    if model_type.endswith("_moe") != bool(_num_experts(text)):
+    if (model_type in MIXTURES) != bool(_num_experts(text)):
         raise ValueError(f"text_config.num_experts is not valid for model_type {model_type!r}")
     for name, default, supported in (
         ("hidden_act", "silu", "silu"),

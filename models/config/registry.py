@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -40,7 +40,7 @@ class Architecture:
 
 
 # A layer has one token mixer of either kind. The prediction head is read only if it is used.
-QWEN3_5 = Architecture("models.decoders.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), dropped=r"^mtp\.", head="mtp")
+QWEN3_5 = Architecture("models.decoders.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), head="mtp")
 TEXT_ONLY = Architecture(
     "models.decoders.causal_lm:CausalLM",
     renames=((r"^model\.", ""), (r"^(layers|embed_tokens|norm)\.", r"model.language_model.\1.")),  # embedding models lack `model.`
@@ -56,10 +56,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl_moe": QWEN3_VL,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
+    "intern_s2_preview": replace(QWEN3_5, dropped=r"^(model\.)?time_series"),  # an encoder of time series
     "llama": TEXT_ONLY,
     "qwen3": TEXT_ONLY,
     "cosmos3_omni": Architecture("models.decoders.qwen3_vl:Qwen3VL", COSMOS3_FILES, COSMOS3_RENAMES, COSMOS3_DROPPED),
 }
+MIXTURES = ("qwen3_vl_moe", "qwen3_5_moe", "intern_s2_preview")
 
 
 def imported(path: str) -> Any:

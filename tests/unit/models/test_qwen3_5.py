@@ -1,10 +1,12 @@
 """Qwen3.5 against transformers with the same weights, float32 on the CPU: whole, in chunks, from states of other rows, with pictures."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
@@ -15,13 +17,14 @@ from tests.unit.models.harness import (
     SEVERAL_TURNS,
     VIDEOS,
     Prompt,
+    assert_same,
     check_a_step_without_wanted_tokens,
     check_rows_of_one_step,
     every_logit,
     load,
     relative,
 )  # fmt: skip
-from tests.unit.models.qwen3_5_checkpoints import write
+from tests.unit.models.qwen3_5_checkpoints import add_head, write
 
 PROMPTS = {"text": [list(range(5, 2500, 13))], "one image": ONE_IMAGE, "several turns": SEVERAL_TURNS, "videos": VIDEOS}
 KINDS = ("dense", "sparse")
@@ -69,6 +72,18 @@ def test_chunked_equals_recurrent(length: int, is_equal: bool) -> None:
     arguments = [x.float() for x in (q, k, v, decay, beta, torch.randn(3, 16, 16, generator=generator))]
     for ours, theirs in zip(chunked(*arguments), recurrent(*arguments), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_intern_s2_is_the_mixture_without_its_time_series(tmp_path: Path) -> None:
+    add_head(tmp_path, write(tmp_path, is_sparse=True))
+    mixture = load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "intern_s2_preview", "ts_config": {}}))
+    series = ["model.time_series.encoder.weight", "time_series.x", "time_series_forecaster.head.weight"]
+    save_file({name: torch.ones(2) for name in series}, tmp_path / "model-series.safetensors")
+    assert_same(load(tmp_path), mixture)
+    names = read_config(tmp_path, with_head=True).architecture.names_of(["mtp.fc.weight", *series])
+    assert names == {"mtp.fc.weight": "mtp.fc.weight"}
 
 
 def test_what_the_configuration_says(both: dict[str, tuple[Qwen3VL, Any]], tmp_path: Path) -> None:
