@@ -134,6 +134,7 @@ def join(name: str, backend: str, address: str, port: int, rank: int, size: int)
     store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     group, _ = _new_process_group_helper(size, rank, [], backend, dist.PrefixStore(name, store), GroupName(name), timeout=TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)  # for a member
     dist.distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}  # for the functions of torch.distributed
     return group
 
