@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from engine.worker.jpeg import apply_orientation
+from engine.worker.rows import Rows
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.reference import jpeg
 from models.kernels.reference.jpeg import PillowDecoder
@@ -128,3 +129,19 @@ def test_the_worker_has_no_limit_of_its_own_on_pixels(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
     runpy.run_path(jpeg.__file__)
     assert Image.MAX_IMAGE_PIXELS is None
+
+
+@pytest.mark.parametrize("longest", [3, 900])
+def test_a_layout_has_the_pages_and_slots_of_its_rows(model: Qwen3VL, longest: int) -> None:
+    """For rows of about equal and of very different lengths."""
+    rows = Rows(8, 1024, 16, model.config.geometry, CPU)
+    tables = np.random.default_rng(0).integers(0, 9999, (8, 1024)).astype(np.int32)
+    rows._tables[:] = tables
+    which, starts, lengths = np.asarray([5, 0, 7, 2]), np.asarray([0, 16 * longest - 1, 17, 40]), np.asarray([20, 1, 1, 3])
+    layout = rows.layout(which, starts, lengths, 1)
+    pages, slots = [], []
+    for row, start, length in zip(which, starts, lengths, strict=True):
+        pages += tables[row, : -(-(start + length) // 16)].tolist()
+        slots += [int(tables[row, place // 16]) * 16 + place % 16 for place in range(start, start + length)]
+    assert layout.pages.tolist() == pages and layout.slot_mapping_T.tolist() == slots
+    assert layout.page_indptr_cpu.tolist()[-1] == len(pages) and layout.kv_lens_cpu.tolist() == (starts + lengths).tolist()
