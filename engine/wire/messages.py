@@ -84,7 +84,6 @@ class Submit(msgspec.Struct, tag=True):
     grammar_field: str = ""  # field of the client's request, for errors
     prompt_field: str = "messages"  # field of the client's request, for errors
     truncated_to: int | None = None  # number of tokens of the prompt to keep, from its end; -1: as many as leave space for the answer
-    keeps_beginning: bool = False  # keep the first tokens instead
     deadline: float | None = None  # time after which no client waits for an answer
     prediction: str = ""  # the client's predicted answer
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt

@@ -34,9 +34,8 @@ from server.api.chat.routes import JSON, BodyRoute, DescribedRoute, describe
 from server.api.chat.status import StatusRoutes
 from server.api.dialects import anthropic, generate, pooling, responses, updates
 from server.api.http.body import PacedBodies
-from server.api.http.connection import connection_limit
-from server.api.http.guards import ErrorDialects, Guard, check_key, check_type, error_response
-from server.api.http.listen import BACKLOG, make_server, url_of
+from server.api.http.connection import BACKLOG, connection_limit, make_server, url_of
+from server.api.http.guards import ERROR_BODIES, Guard, check_key, check_type, error_response
 from server.api.http.log import RequestLog, record_of
 from server.api.http.metrics import Metrics
 from server.api.http.registry import RequestRegistry
@@ -46,7 +45,7 @@ from server.errors import INTERNAL_ERROR, RequestError
 
 # Registration of the dialects: routes, and error bodies that differ from OpenAI's, by path prefix.
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
-ERROR_BODIES = {anthropic.MESSAGES_PATH: anthropic.message_error_body, updates.UPDATE_PATHS: updates.refusal_body}
+ERROR_BODIES |= {anthropic.MESSAGES_PATH: anthropic.message_error_body, updates.UPDATE_PATHS: updates.refusal_body}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", code="shutting_down", retry_after=5)
 TITLE = "A small serving engine for Qwen3-VL"
 LICENCE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
@@ -105,7 +104,7 @@ class Api:
             from server.api.http.tracing import traced  # with the extra of that name alone
 
             guarded = traced(guarded, config.otlp_traces_endpoint)
-        return RequestLog(ErrorDialects(guarded, ERROR_BODIES), is_silent=not config.access_log)
+        return RequestLog(guarded, is_silent=not config.access_log)
 
     async def pump(self, inbox: AsyncInbox[Events], url: str) -> None:
         """Pass the processor's events to the clients. The first heartbeat marks the server as ready."""

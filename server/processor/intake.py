@@ -287,7 +287,7 @@ class Intake:
             raise RequestError(400, f"{name}: is for prompts without images.", name, "invalid_value")
         if limit < 0:
             limit = self.max_model_len - max(1, min(submit.params.max_tokens or 1, self.max_model_len - 1))
-        return ids[:limit] if submit.keeps_beginning else ids[-limit:]
+        return ids[-limit:]
 
     async def _hand_over(self, request: Request, task: asyncio.Task[Prepared], strays: list[Image]) -> None:
         """Send a prepared request to the scheduler, or release it if it failed or was aborted. Also release `strays`: payloads elsewhere in

@@ -21,7 +21,7 @@ OPERATIONS += [(route.method.upper(), route.path_format) for route in ROUTES]
 OPERATIONS += [("GET", "/openapi.json"), ("GET", "/")]
 # What an answer must follow: no schema tells what a schema, a regular expression or a grammar is. And what makes answers long.
 REMOVED = (
-    "model", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf",
+    "model", "response_format", "structured_outputs", "regex", "ebnf",
     "json_schema", "output_config", "text", "timeout", "min_tokens", "max_completion_tokens",
 )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
 
 import functools
+import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -8,16 +9,25 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import JSONResponse, Response
 
-from engine.wire.messages import ChatPrompt, Event, Submit
+from engine.wire.messages import AnyRef, ChatPrompt, Event, Submit
 from engine.wire.params import Temperature, TopP
-from server.api.chat.conversation import read_conversation
 from server.api.chat.endpoint import Endpoint, GenerationEndpoint, MakeFormat, counted, json_response
 from server.api.chat.format import ChatFormat, CompletionFormat
 from server.api.http.body import Body
 from server.api.http.reply import Reply, Show
 from server.api.http.scan import Scanner
 from server.api.http.streaming import encode
-from server.api.schema.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from server.api.schema.media import MediaRefs
+from server.api.schema.parts import MEDIA, Message, ProcessorKwargs, RefusalPart, TextPart
+from server.api.schema.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    MediaRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)  # fmt: skip
+from server.api.schema.tools import ToolCall
 from server.api.schema.validate import Open, check
 
 
@@ -166,3 +176,43 @@ def counted_chat(request: ChatRequest, body: Body, show: Show, token_ids: bool =
     reply = counted(request, body, [chat_prompt(request, messages)], "messages", show, token_ids)
     reply.submits[0].media = media
     return reply
+
+
+def read_conversation(request: MediaRequest, messages: list[Message], body: Body) -> tuple[list[dict[str, object]], list[AnyRef]]:
+    """Return the messages for the chat template, where a medium is an index into the second list, that of all media. RequestError 400."""
+    refs, media = MediaRefs(body, request.cache_salt), list[AnyRef]()
+    limits = request.mm_processor_kwargs or ProcessorKwargs()
+
+    def read(part: Any, name: str) -> dict[str, object]:
+        if isinstance(part, TextPart | RefusalPart):
+            return {"type": "text", "text": part.text}
+        kind, reference = MEDIA[type(part)]
+        media.append(reference(part, name, refs, limits))
+        return {"type": kind, "media": len(media) - 1}
+
+    shown: list[dict[str, object]] = []
+    for i, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        content: object = message.content or ""
+        if isinstance(message.content, list):
+            content = [read(part, f"messages.{i}.content.{j}") for j, part in enumerate(message.content)]
+        entry: dict[str, object] = {"role": role, "content": content}
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning is not None:
+            entry["reasoning_content"] = reasoning
+        if message.tool_calls:
+            entry["tool_calls"] = [_read_call(call) for call in message.tool_calls]
+        shown.append(entry)
+    return shown, media
+
+
+def _read_call(call: ToolCall) -> dict[str, object]:
+    """Return a call for the template: its arguments as an object, or as text if they are not valid JSON."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        arguments = value if isinstance(value, dict) else arguments
+    return {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -159,7 +159,7 @@ class GenerationEndpoint(Endpoint):
         submits = submits_of(
             body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,
             priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
-            truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
+            truncated_to=request.truncate_prompt_tokens,
             prediction=request.prediction.text if request.prediction else "",
         )  # fmt: skip
         wanted = request.stream_options or StreamOptions()

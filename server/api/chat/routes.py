@@ -68,7 +68,7 @@ def describe(routes: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
 
 
 class Command:
-    """ASGI application that calls `run` with the body as its type of `asked`; parameters of the query are members, too."""
+    """ASGI application that calls `run` with the body as its type of `asked`."""
 
     def __init__(self, run: Run, max_bytes: int = 1 << 20):
         self.run, self._max_bytes = run, max_bytes
@@ -81,7 +81,7 @@ class Command:
             data += part
             if len(data) > self._max_bytes:
                 raise RequestError(413, f"The body is larger than {self._max_bytes >> 20} MiB: send several requests.")
-        value = dict(request.query_params) | (await asyncio.to_thread(read_object, bytes(data)) if data.strip() else {})
+        value = await asyncio.to_thread(read_object, bytes(data)) if data.strip() else {}
         await _response(await self.run(check(self.takes, value)))(scope, receive, send)
 
 

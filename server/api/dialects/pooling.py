@@ -19,7 +19,7 @@ from starlette.responses import Response
 from engine.wire.messages import ChatPrompt, Event
 from engine.wire.params import OutputOptions, SamplingParams, TokenCount
 from engine.wire.reports import Numbers
-from server.api.chat.conversation import read_conversation
+from server.api.chat.completions import read_conversation
 from server.api.chat.endpoint import Endpoint, json_response, submits_of
 from server.api.http.body import Body
 from server.api.http.registry import check_prompts_bytes
@@ -96,7 +96,7 @@ class PoolingEndpoint(Endpoint):
         submits = submits_of(
             body, prompts, field, pooled_words=self.words, cache_salt=request.cache_salt or "",
             params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), output=OutputOptions(),
-            truncated_to=request.truncate_prompt_tokens, keeps_beginning=request.truncation_side == "right",
+            truncated_to=request.truncate_prompt_tokens,
         )  # fmt: skip
         num_bytes = 0
         for submit, prompt in zip(submits, prompts, strict=True):

@@ -1,16 +1,22 @@
-"""uvicorn's HTTP protocol with the limits for which uvicorn has no option: size and time of a head, number of connections, refused bodies.
+"""HTTP servers of the api and the proxy: uvicorn's, with the limits for which it has no option: size and time of a head, number of
+connections, refused bodies.
 
 The protocol's parser (httptools) reads heads and chunks. Limits per client and of slow transfers belong to a reverse proxy.
 """
 
 import asyncio
+import contextlib
 import functools
+import logging
 import re
 import resource
+import socket
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import httptools
+import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -24,6 +30,7 @@ MAX_HEAD_BYTES = 1 << 16  # also of a chunk's extension and of trailers; checked
 HEAD_SECONDS = 20.0
 MAX_PIPELINED = 8  # requests that wait for the answers before theirs
 LINGER_S = 1.0  # before a connection with unread bytes is closed, so that its client can read the error
+BACKLOG = 2048
 NUM_RESERVED = 64  # connections beyond the limit, for /health only
 NUM_OTHER_FILES = 256  # file descriptors of the api other than connections
 EXTENSION = "connection"
@@ -182,3 +189,36 @@ def connection_of(scope: Scope) -> LimitedProtocol:
 
 async def show_health_only(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     await (app if is_open(scope) else error_response(FULL, scope))(scope, receive, send)
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handling: the process decides when it stops."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def listen(self, listener: socket.socket) -> None:
+        if listener.family != socket.AF_UNIX:  # its connections inherit it: the kernel closes one whose client reads nothing
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * self.config.timeout_keep_alive)
+        await self.serve(sockets=[listener])
+
+
+def make_server(app: ASGIApp, max_connections: int, config: EngineConfig, grace: int, is_proxy: bool = False) -> Server:
+    """Return a listener's server. Running requests have `grace` seconds at shutdown. A proxy adds no headers to responses and trusts none
+    of the request's."""
+    http: Any = functools.partial(LimitedProtocol, max_connections)
+    return Server(uvicorn.Config(
+        app, loop="uvloop", http=http, ws="none", lifespan="off", access_log=False, log_config=None,
+        log_level=logging.ERROR, server_header=False,  # any client can cause any number of warnings
+        date_header=not is_proxy, proxy_headers=not is_proxy, timeout_keep_alive=config.idle_timeout, timeout_graceful_shutdown=grace,
+        backlog=BACKLOG, root_path=config.root_path, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+    ))  # fmt: skip
+
+
+def url_of(listener: socket.socket, is_tls: bool) -> str:
+    name = listener.getsockname()
+    if isinstance(name, str):  # a Unix socket
+        return f"unix:{name}"
+    host, port, *_ = name
+    return f"http{'s' * is_tls}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

@@ -1,7 +1,7 @@
 """ASGI middleware that rejects forbidden clients and bodies."""
 
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
@@ -11,21 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.wire.messages import ErrorInfo
 from server.errors import error_body
 
-ERROR_BODY = "engine.error_body"
+ERROR_BODIES: dict[str, Callable[[ErrorInfo], bytes]] = {}  # by prefix of paths whose errors are not in OpenAI's form
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
-
-
-class ErrorDialects:
-    """Middleware that selects the error format: errors of paths with a prefix in `bodies` are formatted by its value."""
-
-    def __init__(self, app: ASGIApp, bodies: Mapping[str, Callable[[ErrorInfo], bytes]]):
-        self._app, self._bodies = app, bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        for beginning, body in self._bodies.items():
-            if get_route_path(scope).startswith(beginning):
-                scope[ERROR_BODY] = body
-        await self._app(scope, receive, send)
 
 
 def is_open(scope: Scope) -> bool:
@@ -45,7 +32,8 @@ def credentials_of(scope: Scope) -> bytes:
 def error_response(info: ErrorInfo, scope: Scope) -> Response:
     """Return an error before the headers are sent, in the dialect of the path."""
     headers = {} if info.retry_after is None else {"Retry-After": str(info.retry_after)}
-    return Response(scope.get(ERROR_BODY, error_body)(info), info.status, headers, "application/json")
+    bodies = (body for beginning, body in ERROR_BODIES.items() if get_route_path(scope).startswith(beginning))
+    return Response(next(bodies, error_body)(info), info.status, headers, "application/json")
 
 
 def is_authorised(scope: Scope, keys: list[bytes]) -> bool:

@@ -107,7 +107,6 @@ class AnyRequest(Open):
     cache_salt: Salt | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave space for the answer
-    truncation_side: Literal["left", "right"] | None = None
 
     @property
     def ignored(self) -> list[str]:
@@ -127,9 +126,7 @@ class MediaRequest(MediaOptions, AnyRequest):
 
 # Fields that hold a grammar: its kind, and the type.
 GRAMMARS: dict[str, tuple[str, Any]] = {
-    "guided_json": ("json_schema", JsonObject), "guided_regex": ("regex", NotEmpty), "guided_choice": ("choice", Choices),
-    "guided_grammar": ("ebnf", NotEmpty), "regex": ("regex", NotEmpty), "ebnf": ("ebnf", NotEmpty),
-    "json_schema": ("json_schema", JsonObject),
+    "regex": ("regex", NotEmpty), "ebnf": ("ebnf", NotEmpty), "json_schema": ("json_schema", JsonObject),
 }  # fmt: skip
 TYPES = {name: parameter.json for name, parameter in PARAMETERS.items()} | {name: json for name, (_, json) in GRAMMARS.items()}
 LISTED: dict[str, Any] = {name: (json | None, None) for name, json in TYPES.items()}
@@ -141,7 +138,6 @@ class GenerationRequest(ListedFields):
 
     stop: Stop = Field(default=[])
     include_stop_str_in_output: bool | None = None
-    no_stop_trim: bool | None = None  # another name for it
     skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     response_format: AnswerFormat = None
@@ -175,7 +171,7 @@ class GenerationRequest(ListedFields):
     def output_options(self, **others: Any) -> OutputOptions:
         return OutputOptions(
             stop=self.stop, min_tokens=self.min_tokens or 0, bad_words=self.bad_words or [],
-            include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
+            include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False, token_ids=bool(self.return_token_ids),
             prompt_logprobs=self.prompt_logprobs is not None, **others,
         )  # fmt: skip

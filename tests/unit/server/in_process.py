@@ -25,8 +25,7 @@ from engine.wire.child import Child, Runtime
 from engine.wire.config import EngineConfig
 from engine.wire.messages import Abort, Event, Events, MediaRef, Payload, Submit, ToProcessor, VideoRef
 from engine.wire.stats import EngineStats
-from server.api.http.connection import LimitedProtocol, connection_limit
-from server.api.http.listen import make_server
+from server.api.http.connection import LimitedProtocol, connection_limit, make_server
 from server.api.main import Api
 from tests.eventually import HANG_GUARD_S
 from tests.unit.engine.arenas import check_arena

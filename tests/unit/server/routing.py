@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.wire.config import EngineConfig
 from server import proxy
-from server.api.http.listen import make_server, url_of
+from server.api.http.connection import make_server, url_of
 from server.proxy import Proxy
 from tests.eventually import HANG_GUARD_S, eventually_async
 

@@ -15,7 +15,7 @@ import uvloop
 from engine.wire.child import Child, Runtime, Status
 from engine.wire.ipc import AsyncInbox
 from engine.wire.messages import Events
-from server.api.http.listen import BACKLOG, make_server, url_of
+from server.api.http.connection import BACKLOG, make_server, url_of
 from server.api.main import Api
 from server.processor.main import Processor
 from tests.eventually import HANG_GUARD_S

@@ -20,8 +20,7 @@ from engine.wire.messages import Event, Submit
 from engine.wire.params import OutputOptions, SamplingParams
 from engine.wire.stats import Stages
 from server.api.http import registry as registry_module
-from server.api.http.connection import HEAD_SECONDS, LINGER_S, MAX_HEAD_BYTES, NUM_RESERVED, LimitedProtocol, connection_limit
-from server.api.http.listen import make_server
+from server.api.http.connection import HEAD_SECONDS, LINGER_S, MAX_HEAD_BYTES, NUM_RESERVED, LimitedProtocol, connection_limit, make_server
 from server.api.http.registry import RequestRegistry
 from server.api.http.reply import WRITE_S
 from tests.eventually import eventually_async
@@ -31,9 +30,9 @@ from tests.unit.server.stack import ROOT
 
 LISTENING = re.compile(r"\.(listen|create_server|start_server|serve_forever|AppRunner|TCPSite|Config|run_app)\(")
 PLACES = {
-    "server/api/http/listen.py: Config": "the limited server",
-    "server/api/main.py: listen": "the api's port and that of metrics, by listen.py",
-    "server/proxy.py: listen": "the proxy's, by listen.py",
+    "server/api/http/connection.py: Config": "the limited server",
+    "server/api/main.py: listen": "the api's port, by connection.py",
+    "server/proxy.py: listen": "the proxy's, by connection.py",
     "server/proxy.py: create_server": "its socket",
     "engine/launch/fleet.py: create_server": "asks for free ports",
 }

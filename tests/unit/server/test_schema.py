@@ -12,7 +12,7 @@ import pytest
 from engine.wire.grammar import Grammar
 from engine.wire.messages import API_ARENA, ErrorInfo, MediaRef, Region
 from engine.wire.params import MAX_BAD_WORDS, MAX_BIASED, MAX_LOGIT_EDITS, MAX_STOP_IDS, PARAMETERS
-from server.api.chat.conversation import read_conversation
+from server.api.chat.completions import read_conversation
 from server.api.chat.endpoint import sampling_params
 from server.api.dialects import anthropic, responses
 from server.api.http.scan import Scanner
@@ -272,17 +272,18 @@ CHOICE, REGEX = Grammar("choice", '["a", "b"]'), Grammar("regex", "a+")
 OBJECT = Grammar("json_schema", '{"type": "object"}')
 GRAMMARS: list[tuple[Grammar | None, dict[str, object]]] = [
     (HELD, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}),
-    *((HELD, {"guided_json": one}) for one in (SCHEMA, json.dumps(SCHEMA))), (HELD, {"json_schema": json.dumps(SCHEMA)}),
+    (HELD, {"json_schema": SCHEMA}), (HELD, {"json_schema": json.dumps(SCHEMA)}),
     (HELD, {"structured_outputs": {"json": SCHEMA, "regex": None}}), (CHOICE, {"structured_outputs": {"choice": ["a", "b"]}}),
-    (OBJECT, {"response_format": {"type": "json_object"}}), (CHOICE, {"guided_choice": ["a", "b"]}),
+    (OBJECT, {"response_format": {"type": "json_object"}}),
     (REGEX, {"structured_outputs": {"regex": "a+", "disable_any_whitespace": True, "disable_fallback": True}}),
-    (Grammar("ebnf", 'root ::= "a"'), {"guided_grammar": 'root ::= "a"'}), (REGEX, {"response_format": {"type": "text"}, "regex": "a+"}),
+    (Grammar("ebnf", 'root ::= "a"'), {"ebnf": 'root ::= "a"'}), (REGEX, {"response_format": {"type": "text"}, "regex": "a+"}),
     (None, {"response_format": {"type": "text"}}), (None, {}),
 ]  # fmt: skip
 BAD_GRAMMARS: list[tuple[str, dict[str, object]]] = [
     ("response_format", {"response_format": {"type": "xml"}}), ("response_format", {"response_format": "json"}),
-    ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}), ("guided_json", {"guided_json": "{"}),
-    ("guided_choice[1]", {"guided_choice": ["a", 5]}), ("regex", {"regex": ""}), ("structured_outputs", {"structured_outputs": {"xml": 1}}),
+    ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}), ("json_schema", {"json_schema": "{"}),
+    ("structured_outputs.choice[1]", {"structured_outputs": {"choice": ["a", 5]}}), ("regex", {"regex": ""}),
+    ("structured_outputs", {"structured_outputs": {"xml": 1}}),
     ("structured_outputs", {"structured_outputs": {"json": {}, "regex": "a"}}),
     ("response_format", {"regex": "a", "response_format": {"type": "json_object"}}),
 ]  # fmt: skip

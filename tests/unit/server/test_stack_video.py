@@ -9,7 +9,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from engine.wire.messages import EngineRequest, MediaRef, VideoRef
-from server.api.chat.conversation import read_conversation
+from server.api.chat.completions import read_conversation
 from server.api.http.scan import Scanner
 from server.api.schema.requests import ChatRequest
 from server.errors import RequestError
