@@ -102,10 +102,7 @@ class Scheduler:
         return SchedulerCore(state, config.tp, longest, ends, proposer)
 
     def _receive(self, core: SchedulerCore, control: UpdateControl) -> None:
-        message = None
-        while (message := self._inbox.recv_ready()) is None and core.proposer.use_spare_time():
-            pass
-        message = message or self._inbox.recv(timeout=HEARTBEAT_S)
+        message = self._inbox.recv_ready() or self._inbox.recv(timeout=HEARTBEAT_S)
         while message is not None:
             match message:
                 case EngineRequest():

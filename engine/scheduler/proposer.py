@@ -23,7 +23,3 @@ class Proposer:
 
     def release(self, request: Request) -> None:
         """Release the state of a request that has ended."""
-
-    def use_spare_time(self) -> bool:
-        """Do a small part of the pending work. Return False if there is none."""
-        return False

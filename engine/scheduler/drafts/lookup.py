@@ -1,10 +1,5 @@
-"""Prompt lookup, `--draft lookup`: propose what followed the last tokens earlier in the request's prompt, output and prediction.
-
-The longest known context, of a few lengths, is found by its hash. Reading a token takes one operation per length.
-"""
-
-from array import array
-from collections.abc import Iterable
+"""Prompt lookup, `--draft lookup`: propose what followed the longest earlier occurrence of the last tokens in the request's prompt, output
+and prediction."""
 
 import numpy as np
 
@@ -12,107 +7,58 @@ from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Proposal, 
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
+from models.kernels.paged import Int32s
 
-CONTEXTS = (16, 8, 4, 2, 1)  # lengths in tokens of the contexts looked up, the longest first
-FACTOR, PRIME = 1_000_003, (1 << 61) - 1  # of the rolling hash of a context
-_LEAVING = [pow(FACTOR, length, PRIME) for length in CONTEXTS]  # factor of the token that leaves a context
-_NOTHING = [sum(pow(FACTOR, i, PRIME) for i in range(length)) % PRIME for length in CONTEXTS]  # hash of token ids 0: the hash uses id + 1
+CONTEXTS = (1, 2, 4, 8, 16)  # lengths in tokens
+LONGEST = CONTEXTS[-1]
+MAX_PLACES = 64  # latest occurrences of the last two tokens that are compared
 UNSURE = 0.6  # pseudo-count of other tokens after a context of one token
-MIN_PATH = 0.05  # least probability of all tokens of a draft
-
 MAX_IN_FLIGHT = 3  # most tokens of a row in flight when a draft is made
-MAX_TEXT = 1 << 14  # tokens kept: the last of a prompt, the first of a prediction, the last of a sequence once the text is full
-MAX_LAG = 16  # most tokens read before a draft; if more are unread, they wait for spare time
-SLICE = 128  # tokens read between two checks for messages: 0.2 ms
+MAX_TEXT = 1 << 14  # tokens kept: the last of a prompt, the first of a prediction
 HEAD = 8  # tokens before an answer that identify its beginning
 
 
-class Contexts:
-    """Text, and the majority token after each context by a majority vote: the same token adds a vote, another one removes it. Each negative
-    id is a unique separator that no context crosses."""
-
-    def __init__(self) -> None:
-        self._tokens = array("i", [0] * (1 + CONTEXTS[0]))
-        self._hashes = list(_NOTHING)  # of the last tokens; a context's hash differs from that of a shorter one after zeros
-        self._followers: dict[int, tuple[int, int, int]] = {}  # hash of a context -> token, its votes, occurrences of the context
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        followers = self._followers
-        for token in tokens:
-            first = token, 1, 1  # shared by all new contexts
-            for key in self._hashes:
-                if (known := followers.get(key)) is None:
-                    followers[key] = first
-                elif known[0] == token or known[1] == 1:
-                    followers[key] = token, known[1] + (known[0] == token), known[2] + 1
-                else:
-                    followers[key] = known[0], known[1] - 1, known[2] + 1
-            self._tokens.append(token)
-            _roll(self._hashes, self._tokens)
-
-    def propose(self, most: int) -> Proposal:
-        """Propose at most `most` tokens: repeatedly the one that followed the longest known context."""
-        hashes, tokens = self._hashes.copy(), self._tokens[-1 - CONTEXTS[0] :]
-        found: Proposal = []
-        path = 1.0
-        while len(found) < most:
-            length, key = next(((length, key) for length, key in zip(CONTEXTS, hashes, strict=True) if key in self._followers), (0, 0))
-            if not length:
-                break
-            token, votes, total = self._followers[key]
-            path *= (share := votes / (total + UNSURE / length))
-            if token < 0 or path < MIN_PATH:
-                break
-            found.append((token, share))
-            tokens.append(token)
-            _roll(hashes, tokens)
-        return found
-
-
-def _roll(hashes: list[int], tokens: "array[int]") -> None:
-    token = tokens[-1]
-    for i, length in enumerate(CONTEXTS):
-        hashes[i] = (hashes[i] * FACTOR + token + 1 - (tokens[-1 - length] + 1) * _LEAVING[i]) % PRIME
-
-
 class Source:
+    """Text of a request: its prediction, the end of its prompt and its output. Negative ids are separators."""
+
     def __init__(self, request: Request):
         self.trust = Trust()
         self._request = request
-        self._contexts = Contexts()
-        self._unread = _text_of(request)
-        self._position = 0  # in `_unread`
-        self._num_read = request.num_prompt  # tokens of the sequence already read
-
-    @property
-    def lag(self) -> int:
-        return len(self._unread) - self._position + self._request.num_known - self._num_read
+        before = _text_before(request)
+        self._end = len(before) - request.num_prompt  # plus a position of the sequence: its index in the text
+        self._text = np.empty(len(before) + len(request.token_ids) - request.num_prompt, dtype=np.int32)
+        self._text[: len(before)] = before
+        self._num_read = request.num_prompt
 
     def propose(self, most: int) -> Proposal:
-        if self._request.num_known != self.trust.num_known:
-            self.trust.score(self._request)
-            self.trust.proposal = []
-            if self.lag <= MAX_LAG:
-                self.read(MAX_LAG)
-                self.trust.proposal = self._find(most)
+        request = self._request
+        if request.num_known != self.trust.num_known:
+            self.trust.score(request)
+            self._text[self._end + self._num_read : self._end + request.num_known] = request.known_ids()[self._num_read :]
+            self._num_read = request.num_known
+            self.trust.proposal = find(self._text[: self._end + request.num_known], most)
         return self.trust.proposal
 
-    def _find(self, most: int) -> Proposal:
-        return self._contexts.propose(most)
 
-    def read(self, num_tokens: int) -> None:
-        if len(self._contexts) >= 3 * MAX_TEXT:
-            self._contexts, self._unread, self._position = Contexts(), array("i"), 0
-            self._num_read = max(self._request.num_prompt, self._request.num_known - MAX_TEXT)
-        self._contexts.extend(self._unread[self._position : self._position + num_tokens])
-        self._position = min(len(self._unread), self._position + num_tokens)
-        if self._position == len(self._unread):
-            more = self._request.known_ids()[self._num_read :][:num_tokens].tolist()
-            self._contexts.extend(more)
-            self._num_read += len(more)
+def find(text: Int32s, most: int) -> Proposal:
+    """Return at most `most` tokens, each of which mostly followed the longest context of CONTEXTS that occurs earlier in the text, which
+    begins with LONGEST separators."""
+    is_last = text[1:-1] == text[-1]
+    pairs = np.flatnonzero(is_last & (text[:-2] == text[-2]))
+    ends = 1 + (pairs if len(pairs) else np.flatnonzero(is_last))[-MAX_PLACES:]
+    tail = text[: -LONGEST - 1 : -1]
+    lengths = np.logical_and.accumulate((text[ends[:, None] - np.arange(LONGEST)] == tail) & (tail >= 0), axis=1).sum(axis=1)
+    length = max((each for each in CONTEXTS if each <= lengths.max(initial=0)), default=LONGEST)
+    followers = [text[end + 1 : end + 1 + most].tolist() for end in ends[lengths >= length][::-1].tolist()]  # the latest first
+    proposal: Proposal = []
+    while followers:
+        tokens = [each[0] for each in followers]
+        token = max(tokens, key=tokens.count)
+        if token < 0:
+            break
+        proposal.append((token, tokens.count(token) / (len(followers) + UNSURE / (length + len(proposal)))))
+        followers = [each[1:] for each in followers if each[0] == token and len(each) > 1]
+    return proposal
 
 
 class LookupDrafter(Proposer):
@@ -132,12 +78,6 @@ class LookupDrafter(Proposer):
 
     def release(self, request: Request) -> None:
         self._sources.pop(request, None)
-
-    def use_spare_time(self) -> bool:
-        late = next((source for source in self._sources.values() if source.lag > 0), None)
-        if late is not None:
-            late.read(SLICE)
-        return late is not None
 
     def _offer(self, request: Request, most: int) -> Offer:
         """Return drafts after the tokens in flight, which must match the proposal, too. A request's last token is always sampled."""
@@ -159,15 +99,15 @@ class LookupDrafter(Proposer):
         return offer
 
 
-def _text_of(request: Request) -> "array[int]":
+def _text_before(request: Request) -> Int32s:
     """Return the prediction as if it were the answer, then the prompt's last MAX_TEXT tokens, with one separator per image."""
     prompt = request.token_ids[: request.num_prompt].copy()
     text_start = request.images[-1].end if request.images else 0
-    for i, span in enumerate(request.images):
-        prompt[span.start : span.end] = -2 - i
+    for span in request.images:
+        prompt[span.start : span.end] = -1
     is_text = prompt >= 0
-    is_text[[span.start for span in request.images]] = True  # one separator per image
-    parts = [prompt[is_text][-MAX_TEXT:]]
+    is_text[[span.start for span in request.images]] = True
+    parts = [np.full(LONGEST, -1), prompt[is_text][-MAX_TEXT:]]
     if request.prediction is not None:
-        parts = [prompt[max(text_start, request.num_prompt - HEAD) :], request.prediction[:MAX_TEXT], np.array([-1], np.int32), *parts]
-    return array("i", np.concatenate(parts).astype(np.int32).tobytes())
+        parts[:1] = [parts[0], prompt[max(text_start, request.num_prompt - HEAD) :], request.prediction[:MAX_TEXT], parts[0]]
+    return np.concatenate(parts).astype(np.int32)

@@ -338,8 +338,6 @@ class Simulation:
         for request in self.core.state.running:
             if not request.proposed and self.rng.random() < self.draft_rate:
                 request.proposed = self.sequences[key_of(request.rid, request.index)].propose(self.rng)
-        while self.core.proposer.use_spare_time() and self.rng.random() < 0.9:
-            pass
         while self.core.num_in_flight < self.core.depth and (planned := self._plan()) is not None:
             step, num_waiting = planned
             failed = [image_id for image_id, digest in step.made.items() if digest in self.bad_images]

@@ -4,11 +4,11 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduler.drafts import lookup
-from engine.scheduler.drafts.lookup import CONTEXTS, Contexts, Source
+from engine.scheduler.drafts.lookup import CONTEXTS, LONGEST, Source
 from engine.wire.config import MAX_HEAD_DRAFTS
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 
@@ -98,57 +98,47 @@ def test_many_rows_get_fewer_drafts_and_at_last_none() -> None:
         assert len(sim.core.state.counters.accepted_by_position) == most
 
 
+def source_of(prompt: list[int], images: list[tuple[int, int, bytes]], prediction: list[int] | None = None) -> Source:
+    core = make_core(num_blocks=2000, verify_rows=32)
+    ids = None if prediction is None else np.asarray(prediction, dtype=np.int32)
+    core.add(make_request(0, prompt, images, 9), np.asarray(prompt, dtype=np.int32), ids)
+    return Source(core.state.waiting[0])
+
+
+def text_of(source: Source) -> list[int]:
+    return source._text[: source._end + source._request.num_known].tolist()
+
+
 def test_a_context_does_not_reach_across_an_image() -> None:
     prompt = [30, 31, 32, *[PLACEHOLDER] * 5, 33, 34, 30, 31, 32, 33, *[PLACEHOLDER] * 5, 31, 32]
-    core = make_core(num_blocks=64, verify_rows=32)
-    wire = make_request(0, prompt, [(3, 5, b"a"), (14, 5, b"b")], 9)
-    core.add(wire, np.asarray(prompt, dtype=np.int32))
-    source = Source(core.state.waiting[0])
-    assert source._unread.tolist() == [30, 31, 32, -2, 33, 34, 30, 31, 32, 33, -3, 31, 32]
+    source = source_of(prompt, [(3, 5, b"a"), (14, 5, b"b")])
+    assert text_of(source) == [-1] * LONGEST + [30, 31, 32, -1, 33, 34, 30, 31, 32, 33, -1, 31, 32]
     assert [token for token, _ in source.propose(7)] == [33]
 
 
-def test_a_long_prompt_is_read_in_spare_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "MAX_TEXT", 2000)
-    prompt = [i % 5000 for i in range(6000)]
-    core = make_core(num_blocks=2000, verify_rows=32)
-    core.add(make_request(0, prompt, [], 9), np.asarray(prompt, dtype=np.int32))
-    request = core.state.waiting[0]
-    source = Source(request)
-    assert source.propose(7) == [] and len(source._contexts) == len(Contexts())
-    while source.lag > 0:
-        source.read(64)
-    assert len(source._contexts) - len(Contexts()) == 2000
-    monkeypatch.setattr(lookup, "MAX_TEXT", 100)
-    for token in range(20_000, 20_008):
-        request.append(token)
-        source.propose(7)
-    while source.lag > 0:
-        source.read(64)
-    assert len(source._contexts) <= 300
+def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "MAX_TEXT", 20)
+    source = source_of(list(range(100)), [], list(range(500, 600)))
+    assert text_of(source) == [-1] * LONGEST + [*range(92, 100), *range(500, 520)] + [-1] * LONGEST + [*range(80, 100)]
 
 
-@given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60))
-@example(text=[2, 1, 2, 0, 1, 1, 2, 3, 1])  # 0, 1 is another context than 1
-@example(text=[0, 0, 1, 0, 0, 0, 0, 0])  # the beginning of the text is a long context of 0
+@given(text=st.lists(st.integers(-1, 3), min_size=2, max_size=60))
 def test_a_proposal_follows_the_longest_context_that_was_seen(text: list[int]) -> None:
-    """Red if a shorter context is preferred, if a token is proposed that never followed it, or one that another follows more than half of
-    the time; compared with a search of the whole text."""
-    contexts = Contexts()
-    contexts.extend(text)
-    known = [0] * CONTEXTS[0] + text
-    for token, _ in contexts.propose(7):
-        found = (followers(text, known[-length:]) for length in CONTEXTS)
-        seen = next(tokens for tokens in found if tokens)
-        most = max(seen, key=seen.count)
-        assert token == most if 2 * seen.count(most) > len(seen) else token in seen
-        known.append(token)
+    """Red if a shorter context is preferred, or one across a separator, or if a token is proposed that followed it less often than another;
+    compared with a search of the whole text."""
+    text[-1] = abs(text[-1])
+    padded = [-1] * LONGEST + text
+    proposal = lookup.find(np.asarray(padded, dtype=np.int32), 7)
+    contexts = (padded[-length:] for length in reversed(CONTEXTS) if min(padded[-length:]) >= 0)
+    seen = next((tokens for context in contexts if (tokens := followers(padded, context))), [])
+    assert bool(seen) or not proposal
+    if seen:
+        assert seen.count(proposal[0][0] if proposal else -1) == max(map(seen.count, seen))
 
 
 def followers(text: list[int], context: list[int]) -> list[int]:
-    padded, length = [0] * (1 + CONTEXTS[0]) + text, len(context)
-    places = range(1 + CONTEXTS[0], len(padded))
-    return [padded[place] for place in places if padded[place - length : place] == context]
+    length = len(context)
+    return [text[end] for end in range(length, len(text)) if text[end - length : end] == context]
 
 
 def test_a_preempted_request_has_no_proposed_tokens() -> None:
