@@ -1,8 +1,4 @@
-"""Base of endpoints with a body: it is read, validated, submitted and answered.
-
-body ──▶ small JSON ──▶ schema ──▶ one Submit a prompt ──▶ processor
-                                        events ──▶ Reply ──▶ client
-"""
+"""Base of endpoints with a body: it is read, validated, submitted as one Submit per prompt, and answered."""
 
 import asyncio
 import contextlib
@@ -32,7 +28,6 @@ from server.api.http.metrics import Metrics
 from server.api.http.registry import RequestRegistry
 from server.api.http.reply import GatheredReply, GeneratedReply, Reply, Show
 from server.api.http.streaming import Format, ReplyOptions
-from server.api.schema.fields import LogOnce
 from server.api.schema.grammar import read_grammar
 from server.api.schema.requests import AnyRequest, GenerationRequest, StreamOptions
 from server.api.schema.validate import check, read_object
@@ -81,7 +76,6 @@ class Endpoint(ABC):
 
     def __init__(self, service: Service):
         self.service = service
-        self._log = LogOnce()
 
     @abstractmethod
     def read(self, value: dict[str, Any], body: Body) -> Reply:
@@ -90,8 +84,6 @@ class Endpoint(ABC):
     def check(self, model: type[Checked], value: dict[str, Any]) -> Checked:
         request = check(model, value)
         request.check_together(self.service.checkpoint.model.text.vocab_size)
-        for words in request.ignored:
-            self._log.note(words)
         return request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,8 +1,5 @@
-"""Reader of a request body into the api's arena. Space is reserved before the first byte is read.
-
-socket ─▶ region ─▶ scanner ─▶ small JSON
-                       └─────▶ every image of a large body, as soon as it is complete ─▶ processor
-"""
+"""Reader of a request body into the api's arena. Space is reserved before the first byte is read; the processor learns of each image of a
+large body as soon as it is complete."""
 
 import asyncio
 import contextlib

@@ -28,7 +28,6 @@ from server.errors import error_body, overloaded
 
 MAX_HEAD_BYTES = 1 << 16  # also of a chunk's extension and of trailers; checked after each read
 HEAD_SECONDS = 20.0
-MAX_PIPELINED = 8  # requests that wait for the answers before theirs
 LINGER_S = 1.0  # before a connection with unread bytes is closed, so that its client can read the error
 BACKLOG = 2048
 NUM_RESERVED = 64  # connections beyond the limit, for /health only
@@ -87,10 +86,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def on_headers_complete(self) -> None:
-        """Refuse what httptools accepts and another server on the way may understand differently, and too many pipelined requests."""
+        """Refuse what httptools accepts and another server on the way may understand differently."""
         codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
         has_hosts = sum(name == b"host" for name, _ in self.headers) > 1
-        if codings not in ([], [b"chunked"]) or has_hosts or self.parser.should_upgrade() or len(self.pipeline) >= MAX_PIPELINED:
+        if codings not in ([], [b"chunked"]) or has_hosts or self.parser.should_upgrade():
             raise httptools.HttpParserError
         self._awaits_head, self._num_silent = False, 0
         self._stop_timer()

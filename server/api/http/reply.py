@@ -1,8 +1,4 @@
-"""Response to one accepted request: waits for its events and writes SSE or JSON. If the client disconnects, the request is aborted.
-
-first event ──▶ error: JSON with its status
-           └──▶ headers ──▶ one chunk a token, all that have gathered in one write ──▶ usage, [DONE]
-"""
+"""Response to one accepted request: waits for its events and writes SSE or JSON. If the client disconnects, the request is aborted."""
 
 import asyncio
 import functools

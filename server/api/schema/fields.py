@@ -1,13 +1,9 @@
-"""Fields that the schemas do not read: those of REFUSED would change the answer, all others are ignored and logged once."""
+"""Fields that the schemas do not read: those of REFUSED would change the answer, all others are ignored."""
 
-import logging
 from typing import Any
 
 from server.api.schema.validate import UNSUPPORTED, bad_value
 
-logger = logging.getLogger(__name__)
-
-MAX_LOGGED = 100
 Refused = dict[str, tuple[object, ...]]
 OFF: tuple[object, ...] = (None, False, [], {})
 NAMES = """audio audio_data background chat_template container conversation custom_logit_processor documents echo functions
@@ -33,15 +29,3 @@ def check_refused(fields: dict[str, Any], refused: Refused = REFUSED, prefix: st
     for name in fields.keys() & refused.keys():
         if fields[name] not in (*OFF, *refused[name]):
             raise bad_value(prefix + name, "this server does not support this field", UNSUPPORTED)
-
-
-class LogOnce:
-    """Log of lines about requests: each is logged once, and at most MAX_LOGGED, since clients choose the names in them."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def note(self, words: str) -> None:
-        if words not in self._seen and len(self._seen) < MAX_LOGGED:
-            self._seen.add(words)
-            logger.info("%s", words)

@@ -3,16 +3,15 @@
 None means the checkpoint's default. `fields.py` handles all other fields.
 """
 
-import itertools
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 from pydantic_core import from_json
 
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
-from server.api.schema.fields import MAX_LOGGED, check_refused
+from server.api.schema.fields import check_refused
 from server.api.schema.parts import FIRST, MediaOptions, Message, TextPart, ToolList
-from server.api.schema.tools import AllowedTools, AnyTool, HostedTool, NamedTool, Tool
+from server.api.schema.tools import AllowedTools, AnyTool, NamedTool, Tool
 from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value
 
 MAX_MESSAGES = 10_000
@@ -107,11 +106,6 @@ class AnyRequest(Open):
     cache_salt: Salt | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave space for the answer
-
-    @property
-    def ignored(self) -> list[str]:
-        """Return lines for the log about parts of the request that have no effect."""
-        return [f"requests have the unknown field {name[:100]!r}" for name in itertools.islice(self.model_extra or (), MAX_LOGGED)]
 
     def check_together(self, vocab_size: int) -> None:
         """Check fields against each other and against the vocabulary, and unsupported fields. RequestError 400."""
@@ -234,11 +228,6 @@ class ChatRequest(GenerationRequest, MediaRequest):
     @property
     def functions(self) -> list[Tool]:
         return [tool for tool in self.tools or () if isinstance(tool, Tool)]
-
-    @property
-    def ignored(self) -> list[str]:
-        kinds = dict.fromkeys(tool.type[:64] for tool in self.tools or () if isinstance(tool, HostedTool))
-        return [*(f"requests have tools that only their vendor runs: {kind!r}" for kind in kinds), *super().ignored]
 
     @property
     def called(self) -> str | None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from server.api.chat.completions import read_conversation
 from server.api.chat.endpoint import sampling_params
 from server.api.dialects import anthropic, responses
 from server.api.http.scan import Scanner
-from server.api.schema.fields import OFF, REFUSED, LogOnce
+from server.api.schema.fields import OFF, REFUSED
 from server.api.schema.grammar import read_grammar
 from server.api.schema.requests import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 from server.api.schema.validate import check, read_object
@@ -143,16 +142,6 @@ def test_fields_that_change_nothing_are_accepted() -> None:
         assert parse(stop=given).stop == stops
     for prompt, prompts in (("x", ["x"]), (["x", "y"], ["x", "y"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])):
         assert parse_body(json.dumps({"prompt": prompt}).encode(), CompletionRequest).prompts == prompts
-
-
-def test_an_unknown_field_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    log, ignored = LogOnce(), parse(frobnicate=1, **{f"field{i}": 1 for i in range(1000)}).ignored
-    assert len(ignored) == 100 and "frobnicate" in ignored[0]
-    with caplog.at_level(logging.INFO):
-        for words in (*ignored * 3, *map(str, range(1000))):
-            log.note(words)
-        assert caplog.text.count("frobnicate") == 1
-    assert len(caplog.records) <= 100
 
 
 def test_defaults_come_from_the_checkpoint() -> None:
