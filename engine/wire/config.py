@@ -157,7 +157,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: 1/16 of the host's, at most 1G, on CPUs 64M"] = None
     processor_arena_bytes: Annotated[int | None, "the same for media and token ids; default: 1/8, at most 2G, on CPUs 192M"] = None
     max_body_bytes: Annotated[int, "maximum size of a request body"] = 512 * MIB
-    max_connections: Annotated[int, "maximum number of connections; beyond it only /health is answered"] = 4096
+    max_connections: Annotated[int, "maximum number of connections; others are closed"] = 4096
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
     max_images_per_request: Annotated[int, "maximum number of images per request"] = 128
     min_pixels: Annotated[int | None, "minimum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None

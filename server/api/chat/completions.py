@@ -3,11 +3,10 @@
 import functools
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from engine.wire.messages import AnyRef, ChatPrompt, Event, Submit
 from engine.wire.params import Temperature, TopP
@@ -83,16 +82,6 @@ class TranslatedChat(ChatEndpoint):
     def read(self, value: dict[str, Any], body: Body) -> Reply:
         request: DialectRequest = check(self.takes, value)
         return self.chat(self.check(ChatRequest, request.chat_body(body.scanner)), body, self.format_of(request))
-
-
-class TranslatedCount(Endpoint):
-    """The length of the prompt of such a request, images included."""
-
-    head: Mapping[str, str] = {}
-
-    def read(self, value: dict[str, Any], body: Body) -> Reply:
-        request = self.check(ChatRequest, check(self.takes, value).chat_body(body.scanner))
-        return counted_chat(request, body, lambda events: JSONResponse({**self.head, "input_tokens": len(events[0].prompt_ids)}))
 
 
 class CompletionEndpoint(GenerationEndpoint):

@@ -6,19 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 from pydantic_core import from_json
+from starlette.responses import JSONResponse
 
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NotEmpty, TokenCount, TopK
 from models.config.types import MEDIA_KINDS, MediaKind
-from server.api.chat.completions import DialectRequest, TranslatedChat, TranslatedCount, assistant_message
+from server.api.chat.completions import DialectRequest, TranslatedChat, assistant_message, counted_chat
 from server.api.chat.endpoint import Endpoint, MakeFormat
+from server.api.http.body import Body
+from server.api.http.reply import Reply
 from server.api.http.scan import Scanner
 from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 from server.api.schema.media import check_url
 from server.api.schema.parts import FIRST, ToolList
-from server.api.schema.requests import MAX_STOPS, Effort, MessageList, SchemaFormat
+from server.api.schema.requests import MAX_STOPS, ChatRequest, Effort, MessageList, SchemaFormat
 from server.api.schema.tools import FunctionDefinition, Hosted, HostedTool, Parameters
-from server.api.schema.validate import BY_TYPE, Strict, bad_value, tag_of
+from server.api.schema.validate import BY_TYPE, Strict, bad_value, check, tag_of
 
 MESSAGES_PATH = "/v1/messages"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
@@ -267,10 +270,14 @@ class MessagesEndpoint(TranslatedChat):
         return MessageFormat
 
 
-class CountMessageTokens(TranslatedCount):
+class CountMessageTokens(Endpoint):
     """The number of tokens of such a prompt, images included."""
 
     takes = CountRequest
+
+    def read(self, value: dict[str, Any], body: Body) -> Reply:
+        request = self.check(ChatRequest, check(CountRequest, value).chat_body(body.scanner))
+        return counted_chat(request, body, lambda events: JSONResponse({"input_tokens": len(events[0].prompt_ids)}))
 
 
 ROUTES: dict[str, type[Endpoint]] = {MESSAGES_PATH: MessagesEndpoint, f"{MESSAGES_PATH}/count_tokens": CountMessageTokens}

@@ -13,7 +13,7 @@ from pydantic import Field, Tag
 
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NumLogprobs, TokenCount
-from server.api.chat.completions import DialectRequest, TranslatedChat, TranslatedCount, assistant_message
+from server.api.chat.completions import DialectRequest, TranslatedChat, assistant_message
 from server.api.chat.endpoint import Endpoint, MakeFormat
 from server.api.chat.format import logprobs_json
 from server.api.http.scan import Scanner
@@ -323,10 +323,4 @@ class ResponsesEndpoint(TranslatedChat):
         return functools.partial(ResponseFormat, repeated=repeated, tools=[*request.flat_tools()])
 
 
-class CountResponseTokens(TranslatedCount):
-    """The number of tokens of such a prompt, images included."""
-
-    takes, head = ResponsesRequest, {"object": "response.input_tokens"}
-
-
-ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint, "/v1/responses/input_tokens": CountResponseTokens}
+ROUTES: dict[str, type[Endpoint]] = {"/v1/responses": ResponsesEndpoint}

@@ -23,35 +23,30 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from engine.wire.config import EngineConfig
 from engine.wire.messages import ErrorInfo
-from server.api.http.guards import error_response, is_open
-from server.errors import error_body, overloaded
+from server.errors import error_body
 
 MAX_HEAD_BYTES = 1 << 16  # also of a chunk's extension and of trailers; checked after each read
 HEAD_SECONDS = 20.0
 LINGER_S = 1.0  # before a connection with unread bytes is closed, so that its client can read the error
 BACKLOG = 2048
-NUM_RESERVED = 64  # connections beyond the limit, for /health only
 NUM_OTHER_FILES = 256  # file descriptors of the api other than connections
 EXTENSION = "connection"
 # httptools drops the body of a request that offers an upgrade, as Java's client does.
 UPGRADE = re.compile(rb"\A((?:[^\r\n]++\r\n)+?)upgrade:", re.IGNORECASE)
 
-FULL = overloaded("The server's connection limit is reached.", retry_after=5).info
-
 
 def connection_limit(config: EngineConfig, num_other_files: int = NUM_OTHER_FILES, files_per_client: int = 1) -> int:
     """Return the maximum number of connections, which the limit on open files also bounds."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(config.max_connections, (num_files - num_other_files - NUM_RESERVED) // files_per_client))
+    return max(1, min(config.max_connections, (num_files - num_other_files) // files_per_client))
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Protocol of one connection. Connections beyond `max_connections` may only request /health, once."""
+    """Protocol of one connection. Connections beyond `max_connections` are closed."""
 
     def __init__(self, max_connections: int, **of_uvicorn: Any):
         super().__init__(**of_uvicorn)
         self._max_connections = max_connections
-        self._is_reserve = False
         self._is_refused = False  # further bytes are not read
         self._awaits_head = True
         self._num_silent = 0  # bytes since the last complete head or piece of a body
@@ -60,11 +55,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        excess = len(self.connections) - self._max_connections
-        self._is_reserve = excess > 0
-        if self._is_reserve:
-            self.app = functools.partial(show_health_only, self.app)
-        if excess > NUM_RESERVED:
+        if len(self.connections) > self._max_connections:
             transport.abort()
         self._start_timer()
 
@@ -127,7 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
         async def send_last(message: Message) -> None:
             """Announce that the connection will be closed if the body is not complete. uvicorn would close it without `_linger`."""
             if message["type"] == "http.response.start":
-                cycle.keep_alive &= not (cycle.more_body or self._is_reserve)
+                cycle.keep_alive &= not cycle.more_body
             elif cycle.more_body and not message.get("more_body"):
                 cycle.keep_alive = True
             await send(message)
@@ -135,17 +126,14 @@ class LimitedProtocol(HttpToolsProtocol):
         await app(scope, receive, send_last)  # type: ignore[arg-type]
 
     def _refuse(self, status: int, message: str) -> None:
-        """Stop reading, and send an error unless a response has begun. A request whose body is complete is still answered."""
+        """Stop reading, end the running request, and send an error unless its response has begun."""
         if self._is_refused:
             return
         running = self._running
-        if running is not None and not running.response_complete:
-            running.keep_alive = False
-            if not running.more_body:
-                self._is_refused = True
-                return self.transport.pause_reading()
+        is_idle = running is None or running.response_complete
+        if running is not None and not is_idle:
             self._end(running)
-        if running is None or running.response_complete or not running.response_started:
+        if running is None or is_idle or not running.response_started:
             body = error_body(ErrorInfo(status, message))
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
@@ -162,18 +150,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _on_late_head(self) -> None:
-        if self._num_silent:
-            self._refuse(408, "The request's headers arrived too slowly.")
-        else:
-            self.transport.abort()
 
     @staticmethod
     def _end(request: RequestResponseCycle) -> None:
@@ -184,10 +166,6 @@ class LimitedProtocol(HttpToolsProtocol):
 def connection_of(scope: Scope) -> LimitedProtocol:
     connection: LimitedProtocol = scope["extensions"][EXTENSION]
     return connection
-
-
-async def show_health_only(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    await (app if is_open(scope) else error_response(FULL, scope))(scope, receive, send)
 
 
 class Server(uvicorn.Server):

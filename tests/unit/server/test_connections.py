@@ -20,7 +20,7 @@ from engine.wire.messages import Event, Submit
 from engine.wire.params import OutputOptions, SamplingParams
 from engine.wire.stats import Stages
 from server.api.http import registry as registry_module
-from server.api.http.connection import HEAD_SECONDS, LINGER_S, MAX_HEAD_BYTES, NUM_RESERVED, LimitedProtocol, connection_limit, make_server
+from server.api.http.connection import HEAD_SECONDS, LINGER_S, MAX_HEAD_BYTES, LimitedProtocol, connection_limit, make_server
 from server.api.http.registry import RequestRegistry
 from server.api.http.reply import WRITE_S
 from tests.eventually import eventually_async
@@ -96,9 +96,7 @@ async def test_an_unfinished_head_times_out() -> None:
             wire.send(b"x" * bool(sent))
         assert not wire.is_closed and not wire.received
         await asyncio.sleep(1.1)
-        assert wire.statuses == [408] * bool(sent)
-        await asyncio.sleep(LINGER_S)
-        assert wire.is_closed
+        assert wire.is_closed and not wire.received
 
 
 @virtual
@@ -217,25 +215,19 @@ async def test_a_client_that_leaves_with_two_requests_ends_the_first(model_folde
 
 
 @virtual
-async def test_health_is_answered_when_all_connections_are_in_use() -> None:
+async def test_connections_beyond_the_limit_are_closed() -> None:
     server = HttpServer(wait_if_posted, EngineConfig(max_connections=4))
     busy = [await server.ask(request_of(SMALL)) for _ in range(4)]
-    for request, status in ((GET_HEALTH, 200), (request_of(SMALL), 503), (GET_HEALTH, 200)):
-        wire = await server.ask(request)
-        assert wire.statuses == [status] and wire.is_closed
-    reserve = [server.connect() for _ in range(NUM_RESERVED)]
-    assert not any(wire.received or wire.is_closed for wire in (*busy, *reserve)) and server.connect().is_aborted
+    assert server.connect().is_aborted and not any(wire.received or wire.is_closed for wire in busy)
     busy[0].leave()
-    for wire in reserve:
-        wire.leave()
     await settle()
-    assert not (await server.ask(request_of(SMALL))).received  # accepted in its place
+    assert (await server.ask(GET_HEALTH)).statuses == [200]  # accepted in its place
 
 
 def test_connections_fit_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each client of the proxy takes a connection to a replica too."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
-    assert connection_limit(EngineConfig(), 64, 2) == (1000 - 64 - 64) // 2
+    assert connection_limit(EngineConfig(), 64, 2) == (1000 - 64) // 2
     assert connection_limit(EngineConfig(max_connections=5), 64, 2) == 5
     monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
     assert connection_limit(EngineConfig(), 64, 2) == 1
