@@ -62,9 +62,8 @@ class GrammarCompiler:
             compiled = msgspec.msgpack.decode(await self.pool.ask(job, WALL_S, self._seconds), type=Compiled)
         except GuestKilled:
             raise
-        except GuestDied as death:
-            limit = f"the grammar exceeds the compiler's limit of {self._seconds:g} s CPU time"
-            compiled = Compiled(error=limit if death.is_late else "the grammar is too deep or too large to compile")
+        except GuestDied:
+            compiled = Compiled(error=f"the grammar exceeds the compiler's limits of {self._seconds:g} s CPU time, memory or depth")
         with contextlib.suppress(ValueError):  # it is larger than the cache
             self._cache[key] = compiled
         return compiled

@@ -45,7 +45,6 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
         "json_schema": schema_grammar,
         "regex": xgrammar.Grammar.from_regex,
         "ebnf": ebnf_of,
-        "choice": lambda text: "root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text)),  # valid EBNF
         "structural_tag": lambda text: json_ebnf(xgrammar.Grammar.from_structural_tag(json.dumps(without_lark(json.loads(text))))),
     }
     try:

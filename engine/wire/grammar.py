@@ -8,9 +8,9 @@ from engine.wire.media import Region
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """Grammar of an answer. `text` of a "choice" is a JSON list of strings."""
+    """Grammar of an answer. An "ebnf" may be Lark."""
 
-    kind: Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
     text: str
 
 

@@ -24,11 +24,7 @@ START_S, END_S = 120.0, 5.0
 
 
 class GuestDied(RuntimeError):
-    """A guest ended without an answer. `is_late`: the job exceeded its CPU time."""
-
-    def __init__(self, code: int | None):
-        super().__init__(f"the process ended with code {code}")
-        self.is_late = code == -signal.SIGPROF
+    """A guest ended without an answer, or the job exceeded its CPU time."""
 
 
 class GuestKilled(GuestDied):
@@ -127,7 +123,7 @@ class GuestPool:
 
 
 def death(code: int | None) -> GuestDied:
-    return (GuestKilled if code in (-signal.SIGKILL, -signal.SIGTERM) else GuestDied)(code)
+    return (GuestKilled if code in (-signal.SIGKILL, -signal.SIGTERM) else GuestDied)(f"the process ended with code {code}")
 
 
 async def _receive(process: Process) -> bytes:

@@ -31,7 +31,6 @@ class Stages(msgspec.Struct):
     forward_ms: float = 0.0  # and decoder
     images_encoded: int = 0  # and frame pairs, for this request, not from a cache
     weight_version: str = ""  # that computed the first token
-    counts: dict[str, int] = {}  # of its media, by name: shown with the times
 
 
 class TokenDetails(msgspec.Struct, array_like=True):

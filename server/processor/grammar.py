@@ -15,8 +15,8 @@ from engine.wire.guests import GuestKilled
 from engine.wire.ipc import Outbox
 from engine.wire.params import OutputOptions
 from server.errors import RequestError, overloaded
-from server.processor.media.allocator import RegionAllocator, wire
 from server.processor.request import Request, tools_of
+from server.region import RegionAllocator
 
 Json = dict[str, Any]
 XML_MARK = "<function="  # in a template: the coder models' notation of calls
@@ -50,7 +50,7 @@ class AnswerGrammars:
         region = request.regions["grammar"] = self._allocator.allocate(len(data))
         region.append(data)
         loaded = self._loading[region.offset] = asyncio.Event()
-        self._worker.send(LoadGrammar(wire(region)))
+        self._worker.send(LoadGrammar(region.wire()))
         await loaded.wait()
 
     def loaded(self, message: GrammarLoaded) -> None:
@@ -61,7 +61,7 @@ class AnswerGrammars:
         region = request.regions.get("grammar")
         if region is None:
             return None
-        return CompiledGrammar(wire(region), self._think_end if request.answers[0].text.is_thinking else None)
+        return CompiledGrammar(region.wire(), self._think_end if request.answers[0].text.is_thinking else None)
 
 
 def answer_grammar(request_grammar: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:
@@ -106,6 +106,4 @@ def _format_of(grammar: Grammar) -> Json:
             return {"type": "regex", "pattern": grammar.text}
         case "ebnf":
             return {"type": "grammar", "grammar": grammar.text}
-        case "choice":
-            return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in json.loads(grammar.text)]}
     raise RequestError(400, "tools: excluded by a structural tag, which defines the calls.", "tools", "unsupported_value")

@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -40,16 +40,15 @@ from engine.wire.params import Prompt
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, check_prompt_scores, error_of, forget_frames, overloaded
 from server.processor.grammar import AnswerGrammars
-from server.processor.media.allocator import RegionAllocator, wire
-from server.processor.media.early import EarlyReads
-from server.processor.media.image import Image
+from server.processor.media.image import EarlyReads, Image
 from server.processor.media.video import Medium, Videos, release_all
 from server.processor.request import AnswerState, Prepared, Request, tools_of
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.output_text import OutputText, ThinkTokens
 from server.processor.text.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.text.scores import PromptScores
-from server.region import GrowingRegion
+from server.processor.threads import together
+from server.region import GrowingRegion, RegionAllocator
 
 LARGE_MESSAGES_BYTES = 1 << 14  # larger prompts are tokenised in a thread
 LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take seconds and up to 2 GB each
@@ -193,17 +192,14 @@ class Intake:
         rendered and tokenised."""
         submit, media = request.submit, request.media
         size = self._prompts.size(submit.prompt) + len(submit.prediction)
-        encoded = None if size >= LARGE_MESSAGES_BYTES else self._encode(request)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for medium in media:
-                    group.create_task(medium.load())
-                group.create_task(self.grammars.prepare(request))
-                if encoded is None:
-                    encoded = await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, request)
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        ids, predicted, echo = encoded
+
+        async def encode() -> tuple[list[int], list[int], str]:
+            if size < LARGE_MESSAGES_BYTES:
+                return self._encode(request)
+            return await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, request)
+
+        works: list[Coroutine[Any, Any, Any]] = [encode(), self.grammars.prepare(request), *(medium.load() for medium in media)]
+        (ids, predicted, echo), *_ = await together(*works)
         ids = self._truncate(submit, ids)
         for answer in request.answers:
             answer.echo = echo
@@ -232,15 +228,14 @@ class Intake:
         if submit.pooled_words is not None:
             changes |= {"max_tokens": 1, "pooled_ids": self._prompts.first_tokens(submit.pooled_words)}
         submit.stages.submitted = time.monotonic()
-        submit.stages.counts = dict(sum((Counter(medium.counts) for medium in media), Counter[str]()))
         spans = [span for medium, starts in zip(media, prompt.starts, strict=True) for span in medium.spans(starts)]
         return EngineRequest.of(
             submit,
-            prompt=wire(request.regions["prompt"]),
+            prompt=request.regions["prompt"].wire(),
             images=spans,
             params=msgspec.structs.replace(submit.params, **changes),
             grammar=self.grammars.of(request),
-            prediction=wire(request.regions["prediction"]) if predicted else None,
+            prediction=request.regions["prediction"].wire() if predicted else None,
         )
 
     def _put(self, ids: "array[int]") -> GrowingRegion:

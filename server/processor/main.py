@@ -30,15 +30,14 @@ from engine.wire.messages import (
 )
 from server.checkpoint import read_checkpoint
 from server.processor.intake import Intake
-from server.processor.media.allocator import RegionAllocator
 from server.processor.media.decoders import Decoders
-from server.processor.media.early import EarlyReads
-from server.processor.media.image import Image
+from server.processor.media.image import EarlyReads, Image
 from server.processor.media.inspect import Inspector
 from server.processor.media.sources import Sources
 from server.processor.media.video import Videos
 from server.processor.output import Output
 from server.processor.request import Request
+from server.region import RegionAllocator
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from engine.wire.messages import (
 )
 from engine.wire.reports import Numbers
 from server.errors import ABORTED, error_of
-from server.processor.media.allocator import RegionAllocator
 from server.processor.request import AnswerState, Request
+from server.region import RegionAllocator
 
 
 @dataclass(slots=True)

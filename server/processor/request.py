@@ -11,12 +11,11 @@ import numpy as np
 from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, ImageSource, RequestOutput, Submit
 from engine.wire.stats import TokenDetails
 from server.errors import PROMPT, error_of, forget_frames
-from server.processor.media.allocator import RegionAllocator
 from server.processor.media.video import Medium, release_all
 from server.processor.text.output_text import OutputText
 from server.processor.text.scores import PromptScores, named, spelling_of
 from server.processor.threads import together
-from server.region import GrowingRegion
+from server.region import GrowingRegion, RegionAllocator
 
 Prepared = EngineRequest | Event | ErrorInfo  # for the scheduler; the only event of a request that is only counted; or its error
 

@@ -16,8 +16,8 @@ from server.api.http.body import Body
 from server.api.http.reply import Reply, Show
 from server.api.http.scan import Scanner
 from server.api.http.streaming import encode
-from server.api.schema.media import MediaRefs
-from server.api.schema.parts import MEDIA, Message, ProcessorKwargs, RefusalPart, TextPart
+from server.api.schema.media import ImagePart, MediaRefs
+from server.api.schema.parts import Message, ProcessorKwargs, RefusalPart, TextPart
 from server.api.schema.requests import (
     ChatRequest,
     CompletionRequest,
@@ -28,6 +28,7 @@ from server.api.schema.requests import (
 )  # fmt: skip
 from server.api.schema.tools import ToolCall
 from server.api.schema.validate import Open, check
+from server.api.schema.video import video_reference
 
 
 class ChatEndpoint(GenerationEndpoint):
@@ -175,9 +176,9 @@ def read_conversation(request: MediaRequest, messages: list[Message], body: Body
     def read(part: Any, name: str) -> dict[str, object]:
         if isinstance(part, TextPart | RefusalPart):
             return {"type": "text", "text": part.text}
-        kind, reference = MEDIA[type(part)]
-        media.append(reference(part, name, refs, limits))
-        return {"type": kind, "media": len(media) - 1}
+        is_image = isinstance(part, ImagePart)
+        media.append(part.reference(name, refs, limits) if isinstance(part, ImagePart) else video_reference(part, name, refs, limits))
+        return {"type": "image" if is_image else "video", "media": len(media) - 1}
 
     shown: list[dict[str, object]] = []
     for i, message in enumerate(messages):

@@ -61,7 +61,7 @@ def timings_json(stages: Stages, started: float) -> dict[str, float]:
     and counts of media."""
     timings = {f"{name}_ms": round(1000 * seconds, 3) for name, seconds in stage_times(stages, started).items()}
     device = {"device_decode_ms": stages.decode_ms, "device_encode_ms": stages.encode_ms, "device_forward_ms": stages.forward_ms}
-    return timings | {name: round(value, 3) for name, value in device.items()} | {"images_encoded": stages.images_encoded} | stages.counts
+    return timings | {name: round(value, 3) for name, value in device.items()} | {"images_encoded": stages.images_encoded}
 
 
 class Call:

@@ -47,13 +47,7 @@ def _of_response_format(request: GenerationRequest) -> dict[str, Grammar]:
 
 
 def _grammar_of(kind: Any, value: Any) -> Grammar:
-    if kind == "structural_tag" and "structures" in value:
-        value = _present_form(value)
+    if kind == "choice":
+        texts = (json.dumps(one, ensure_ascii=False) for one in value)  # JSON strings are valid EBNF
+        return Grammar("ebnf", "root ::= " + " | ".join(texts))
     return Grammar(kind, value if isinstance(value, str) else json.dumps(value))
-
-
-def _present_form(tag: dict[str, Any]) -> dict[str, Any]:
-    structures: list[Any] = tag["structures"] if isinstance(tag["structures"], list) else []
-    tags = [{"begin": one.get("begin"), "content": {"type": "json_schema", "json_schema": one.get("schema", {})}, "end": one.get("end")}
-            for one in structures if isinstance(one, dict)]  # fmt: skip
-    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}}

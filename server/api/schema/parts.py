@@ -1,15 +1,13 @@
-"""Messages of chat completions and their parts, as strict types. Kinds of media are registered here."""
+"""Messages of chat completions and their parts, as strict types."""
 
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from engine.wire.messages import AnyRef
 from server.api.schema.media import ImagePart, PixelSizes
 from server.api.schema.tools import ToolCall
 from server.api.schema.validate import BY_TYPE, Open, Strict
-from server.api.schema.video import FramesPart, VideoOptions, VideoPart, reference
+from server.api.schema.video import FramesPart, VideoOptions, VideoPart
 
 MAX_TOOLS = 1024
 
@@ -55,9 +53,6 @@ def _usual(part: object) -> object:
     return {"type": "image_url", "image_url": file["file_data"]} if isinstance(file, dict) and file.get("file_data") else part
 
 
-MEDIA: dict[type, tuple[str, Callable[..., AnyRef]]] = {  # kinds of parts, and how their references are made
-    ImagePart: ("image", ImagePart.reference), VideoPart: ("video", reference), FramesPart: ("video", reference),
-}  # fmt: skip
 Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart | FramesPart, BY_TYPE, BeforeValidator(_usual)]
 Content = Annotated[list[Part], FIRST] | str
 

@@ -54,7 +54,7 @@ class FramesPart(VideoOptions, Open):
     uuid: Uuid | None = None
 
 
-def reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: VideoOptions) -> VideoRef:
+def video_reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, limits: VideoOptions) -> VideoRef:
     """Return the reference for the processor. Options next to the URL take precedence, then the part's, then `limits`."""
     own: list[VideoOptions] = [part]
     if isinstance(part, FramesPart):

@@ -6,31 +6,68 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+import threading
+from collections.abc import Iterator, Sequence
 
 import msgspec
+from cachetools import LRUCache
 
-from engine.wire.messages import PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef, Region
+from engine.wire.ipc import Outbox
+from engine.wire.messages import MAX_EARLY_TOKENS, PROCESSOR_ARENA, ImageSource, ImageSpan, MediaRef, Prefetch, Region
 from models.config.types import MediaKind
-from models.media.geometry import Grid
+from models.media.geometry import Grid, VisionGeometry
 from server.errors import PROMPT, RequestError
-from server.processor.media.allocator import wire
 from server.processor.media.decoders import Decoders
-from server.processor.media.early import EarlyReads
 from server.processor.media.inspect import Header, Inspector
 from server.processor.media.sources import File, Sources
 from server.processor.text.prompt import Visual
 from server.region import GrowingRegion
 
+NUM_REMEMBERED = 4096  # images seen before, which are usually encoded
+MAX_PIXELS, MAX_BYTES = 1 << 24, 1 << 25  # held by a worker in addition to its planned memory
+TAIL_BYTES = 64  # with the length they identify an image well enough for a hint
 AT_ONCE_BYTES = 1 << 20  # of base64 that the event loop decodes itself (in 0.3 ms) while the device is idle
+
+
+class EarlyReads:
+    """Hint to `worker`, rank 0's inbox (None if no GPU decodes): while the engine is idle, encode the first new JPEG of a request while it
+    is hashed and its prompt is built. It affects no decision: a worker that has not encoded the image when a plan names it, or to another
+    size, does so then. As a request's own size limits arrive later, `geometry` is that of the last request."""
+
+    def __init__(self, worker: Outbox[Prefetch] | None, geometry: VisionGeometry):
+        self.geometry = geometry
+        self.is_urgent = False  # the device is idle until the first image is announced
+        self._worker = worker
+        self._is_armed = False
+        self._seen: LRUCache[tuple[int, bytes], None] = LRUCache(NUM_REMEMBERED)
+        self._num_sent = 0
+        self._lock = threading.Lock()  # also protects the socket
+
+    def arm(self, is_idle: bool) -> None:
+        with self._lock:
+            self._is_armed = self.is_urgent = is_idle and self._worker is not None
+
+    def announce(self, data: memoryview, source: ImageSource) -> int:
+        """Return the ticket under which rank 0 encodes this baseline JPEG now, or 0. May be called from any thread."""
+        with self._lock, contextlib.suppress(ValueError):  # a shape that will be rejected
+            key = len(data), bytes(data[-TAIL_BYTES:])
+            is_new = key not in self._seen
+            self._seen[key] = None
+            grid = self.geometry.grid(source.height, source.width)
+            is_small = source.height * source.width <= MAX_PIXELS and len(data) <= MAX_BYTES
+            is_small = is_small and self.geometry.num_tokens(grid) <= MAX_EARLY_TOKENS
+            if self._worker is not None and self._is_armed and is_new and is_small:
+                self._is_armed = False
+                self._num_sent += 1
+                self._worker.send(Prefetch(msgspec.structs.replace(source, ticket=self._num_sent), grid))
+                return self._num_sent
+        return 0
 
 
 class Image:
     """One image of one request. Its interface is that of all media."""
 
     kind: MediaKind = "image"
-    counts: Mapping[str, int] = MappingProxyType({})  # for `Stages.counts`
     header: Header  # after `encode`
     # After `load`:
     hash: bytes  # hash of its encoded bytes and every processing parameter
@@ -124,10 +161,10 @@ class Image:
             self.source = self._jpeg_source(header, encoded)
         else:
             size = inspector.size_for_workers(geometry, header.height, header.width)
-            self.source = ImageSource("file", wire(encoded), *size)
+            self.source = ImageSource("file", encoded.wire(), *size)
 
     def _jpeg_source(self, header: Header, encoded: GrowingRegion) -> ImageSource:
-        return ImageSource("jpeg", wire(encoded), header.height, header.width, header.orientation, self._ticket)
+        return ImageSource("jpeg", encoded.wire(), header.height, header.width, header.orientation, self._ticket)
 
 
 @contextlib.contextmanager

@@ -16,11 +16,10 @@ from engine.wire.arena import ALIGNMENT, ArenaFull, ArenaTooSmall, ArenaView
 from engine.wire.config import EngineConfig
 from engine.wire.messages import MediaRef, Region
 from server.errors import RequestError, invalid_image
-from server.processor.media.allocator import RegionAllocator
 from server.processor.media.fetch import Fetcher
 from server.processor.media.inspect import Header, Inspector
 from server.processor.threads import result_of, run, settled
-from server.region import GrowingRegion
+from server.region import GrowingRegion, RegionAllocator
 
 FIRST_DOWNLOAD_BYTES = 1 << 20
 NAMED_BYTES = 256 << 20  # bytes of media with names, on the heap

@@ -6,7 +6,7 @@ A pair's identity is that of its frames: their encoded bytes, or the file and th
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,11 +121,6 @@ class Video:
     index = 0  # in its request
     plan: VideoPlan
     hashes: list[bytes]
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Return the number of frames that the model gets; the last one may be repeated."""
-        return {"video_frames": len(self.plan.indices)}
 
     @property
     def visual(self) -> Visual:

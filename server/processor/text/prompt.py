@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from engine.wire.params import MAX_BAD_WORD_TOKENS, ChatPrompt, Prompt
-from models.config.types import MEDIA_KINDS, MediaKind
+from models.config.types import MediaKind
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError, no_vision
 from server.processor.text.template import ChatTemplate, Rendered
@@ -80,14 +80,9 @@ class PromptBuilder:
             self._check_size(prompt, limit)
             ids = [*self._frame[0], *self._encode_piece(prompt)]
         shown = [self._kinds[token_id] for token_id in ids if token_id in self._kinds]
-        if len(shown) > len(kinds) == 0 and not is_chat:
-            raise RequestError(400, "The prompt contains an image placeholder, which only messages can add.", PROMPT, "invalid_value")
-        if shown != list(kinds) and not is_chat:
-            words = f"The prompt has {len(kinds)} images and {len(shown)} image placeholders."
-            raise RequestError(400, words, PROMPT, "invalid_value")
         if shown != list(kinds):
-            kind = next((kind for kind in MEDIA_KINDS[::-1] if shown.count(kind) != kinds.count(kind)), "image")
-            raise RequestError(400, f"The chat template does not render every {kind} of these messages.", PROMPT)
+            words = f"The prompt shows {len(shown)} images and videos, the request has {len(kinds)}: see its chat template."
+            raise RequestError(400, words, PROMPT, "invalid_value")
         return [*self._frame[0], *ids, *self._frame[1]] if is_framed and is_chat else ids
 
     def _shortened(self, ids: list[int]) -> list[int]:

@@ -10,6 +10,7 @@ import xgrammar
 from engine.grammar.compile import compiled, read_vocabulary
 from engine.wire.grammar import Grammar
 from models.demo import CHECKPOINT
+from server.api.schema.grammar import _grammar_of
 
 TOKENS = read_vocabulary(Path(CHECKPOINT))
 COMPILER = xgrammar.GrammarCompiler(TOKENS, cache_enabled=False)
@@ -31,7 +32,7 @@ def refusal(kind: Any, text: str) -> str:
 
 @pytest.mark.parametrize("choice", ["👍", 'a "quoted" \\ text', "Grüße", "two\nlines"])
 def test_a_choice_is_written_as_it_is(choice: str) -> None:
-    assert accepts(Grammar("choice", json.dumps([choice, "b"])), choice)
+    assert accepts(_grammar_of("choice", [choice, "b"]), choice)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,12 @@ from engine.wire.config import EngineConfig
 from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media.allocator import RegionAllocator
 from server.processor.media.decoders import Decoders
-from server.processor.media.early import EarlyReads
-from server.processor.media.image import Image
+from server.processor.media.image import EarlyReads, Image
 from server.processor.media.inspect import Inspector
 from server.processor.media.sources import Sources
 from server.processor.media.video import FrameList, Medium, VideoFile, Videos, release_all
-from server.region import GrowingRegion
+from server.region import GrowingRegion, RegionAllocator
 from tests.unit.engine.arenas import check_arena
 
 SIZE = 16 << 20

@@ -19,7 +19,7 @@ from engine.wire.messages import MediaRef
 from models.kernels.reference.ops import TorchOps
 from models.vision.preprocess import Preprocessor
 from server.checkpoint import Checkpoint
-from server.processor.media.allocator import RegionAllocator
+from server.region import RegionAllocator
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.in_process import settle, virtual
 from tests.unit.server.loading import Loading

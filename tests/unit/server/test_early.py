@@ -17,7 +17,7 @@ from engine.wire.messages import API_ARENA, ImageSource, Prefetch, Region
 from models.media.geometry import VisionGeometry
 from server.api.http.body import Body, read_body
 from server.api.http.scan import Scanner
-from server.processor.media.early import MAX_BYTES, EarlyReads
+from server.processor.media.image import MAX_BYTES, EarlyReads
 from tests.eventually import eventually
 from tests.unit.server.conftest import StackOf
 from tests.unit.server.raw_http import JPEG, body_of, connect, head_of, large_image, read_answer, request_of, text_body

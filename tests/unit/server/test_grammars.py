@@ -112,7 +112,7 @@ CASES = [
     ("named", options(must_call=True, called="g"), None, [G], [F, f"{G}\n{G}", "hello"]),
     ("auto, strict", options(), None, ["hello", f"hello {F}", F, G, "a <tool", f"{F}\n{G}"], [BAD, f"hello {BAD}"]),
     ("auto, a format", options(), OBJECT, ['{"a":1}', F, f"{F}\n{G}"], ["hello", BAD, f'{{"a":1}}{F}']),
-    ("auto, choices", options(), Grammar("choice", '["yes", "no"]'), ["yes", "no", G], ["maybe", "hello"]),
+    ("auto, choices", options(), Grammar("ebnf", 'root ::= "yes" | "no"'), ["yes", "no", G], ["maybe", "hello"]),
     ("auto, a pattern", options(), Grammar("regex", "a+"), ["aa", G], ["b"]),
     ("auto, rules", options(), Grammar("ebnf", 'root ::= "ab"'), ["ab", G], ["a"]),
 ]  # fmt: skip

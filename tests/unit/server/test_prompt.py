@@ -161,7 +161,7 @@ def test_a_template_that_refuses_is_a_400(checkpoint: Checkpoint) -> None:
     for template, words in (
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{{ messages.nothing.at_all }}", "raised an error"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "raised an error"), ("{{ messages.append(1) }}", "raised an error"),
-        ("{{ '%(name)s' % {} }}", "raised an error"), ("{{ 1 // 0 }}", "raised an error"), ("<|image_pad|>", "every image"),
+        ("{{ '%(name)s' % {} }}", "raised an error"), ("{{ 1 // 0 }}", "raised an error"), ("<|image_pad|>", "shows 1 images"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=words) as caught:
             encode(with_template(checkpoint, template), [{"role": "user", "content": "x"}])

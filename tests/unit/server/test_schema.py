@@ -257,7 +257,7 @@ def test_bad_completions() -> None:
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 HELD = Grammar("json_schema", json.dumps(SCHEMA))
-CHOICE, REGEX = Grammar("choice", '["a", "b"]'), Grammar("regex", "a+")
+CHOICE, REGEX = Grammar("ebnf", 'root ::= "a" | "b"'), Grammar("regex", "a+")
 OBJECT = Grammar("json_schema", '{"type": "object"}')
 GRAMMARS: list[tuple[Grammar | None, dict[str, object]]] = [
     (HELD, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}),
