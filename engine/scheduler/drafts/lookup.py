@@ -2,12 +2,12 @@
 and prediction."""
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Proposal, Trust, give_drafts
 from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
-from models.kernels.paged import Int32s
 
 CONTEXTS = (1, 2, 4, 8, 16)  # lengths in tokens
 LONGEST = CONTEXTS[-1]
@@ -40,7 +40,7 @@ class Source:
         return self.trust.proposal
 
 
-def find(text: Int32s, most: int) -> Proposal:
+def find(text: npt.NDArray[np.int32], most: int) -> Proposal:
     """Return at most `most` tokens, each of which mostly followed the longest context of CONTEXTS that occurs earlier in the text, which
     begins with LONGEST separators."""
     is_last = text[1:-1] == text[-1]
@@ -99,7 +99,7 @@ class LookupDrafter(Proposer):
         return offer
 
 
-def _text_before(request: Request) -> Int32s:
+def _text_before(request: Request) -> npt.NDArray[np.int32]:
     """Return the prediction as if it were the answer, then the prompt's last MAX_TEXT tokens, with one separator per image."""
     prompt = request.token_ids[: request.num_prompt].copy()
     text_start = request.images[-1].end if request.images else 0
