@@ -32,6 +32,7 @@ PYTHON = {  # packages, the first of which gives the version, and the file of te
     "instructor": (["instructor"], "test_instructor.py"),
     "outlines": (["outlines", "openai"], "test_outlines.py"),
     "guidance": (["guidance", "openai"], "test_guidance.py"),
+    "openapi-python-client": (["openapi-python-client"], "test_generated.py"),
 }
 SEE = "function see(text) { if (text.trim() !== '472') throw new Error(text); }\n"
 OPENAI = """
