@@ -1,13 +1,11 @@
-"""Settings of all tests: threads, Hypothesis profiles, which files are collected, and which tests run in one process.
+"""Settings of all tests: threads, Hypothesis profiles, and which tests run in one process.
 
 With `pytest -n 2`, tests that share a server run in one process, so that the server starts once. The groups are listed in `GROUPS`.
 """
 
 import functools
-import itertools
 import json
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -22,8 +20,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the e
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
-MODULE_MARKS = re.compile(r"^pytestmark = (.*(?:\n    .*)*)", re.MULTILINE)
-MARK = re.compile(r"\bmark\.(\w+)")
 # Users of one of these fixtures run in one process, sorted by the fixtures. Those of `SHARED` are servers of `tests/shared.py`.
 SHARED = {"demo": "demo", "chunked": "demo", "tiny_engine": "tiny", "tight": "tiny"}
 GROUPS = {"stack_of": "stack", "running_processes": "processes", "llm": "demo", **SHARED}
@@ -38,31 +34,9 @@ settings.register_profile("nightly", deadline=None, max_examples=1000, suppress_
 settings.load_profile("gate")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files none of whose tests can be selected: their imports may take seconds."""
-    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_") or is_named(collection_path, config):
-        return None
-    if not HAS_GPU and "gpu" in collection_path.parts:
-        return True
-    return None if may_be_selected(collection_path.read_text(encoding="utf-8"), config.option.markexpr) else True
-
-
-def is_named(path: Path, config: pytest.Config) -> bool:
-    """Whether the command line names this file."""
-    return any(path == (config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args)
-
-
-def may_be_selected(source: str, expression: str) -> bool:
-    """Whether a mark expression selects a test that has the marks of its module and any of the other marks in the source."""
-    names = set(re.findall(r"\w+", expression)) - {"and", "or", "not"}
-    module = MODULE_MARKS.search(source)
-    always = set(MARK.findall(module[1])) if module else set()
-    others = (set(MARK.findall(source)) | ({"hypothesis"} if "hypothesis" in source else set())) & names - always
-    for size in range(len(others) + 1):
-        for some in itertools.combinations(others, size):
-            if not expression or eval(expression, {"__builtins__": {}}, {name: name in always.union(some) for name in names}):
-                return True
-    return False
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Skip the tests of GPUs on a machine without one."""
+    return True if not HAS_GPU and "gpu" in collection_path.parts else None
 
 
 def fixtures_of(item: pytest.Item) -> list[str]:

@@ -1,4 +1,4 @@
-"""`tests/conftest.py`: which files are collected, and which tests run in one process."""
+"""`tests/conftest.py`: which tests run in one process."""
 
 import os
 import re
@@ -6,12 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import may_be_selected
-
 ROOT = Path(__file__).parents[1]
-GATE = "gate or not (e2e or kernels)"
 TESTS = """
 import pytest
 
@@ -37,19 +32,3 @@ def test_users_of_a_server_and_tests_of_a_file_run_in_one_process(tmp_path: Path
     assert len(ran) == 18, output
     assert len({process for process, _, test in ran if test == "test_shared"}) == 1, output
     assert len({(process, file) for process, file, test in ran if test == "test_alone"}) == 3, output
-
-
-@pytest.mark.parametrize(
-    ("source", "expression", "expected"),
-    [
-        ("def test(): pass", GATE, True),
-        ("def test(): pass", "", True),
-        ("pytestmark = pytest.mark.e2e", GATE, False),
-        ("pytestmark = pytest.mark.e2e\n\n@pytest.mark.gate\ndef test(): pass", GATE, True),
-        ("pytestmark = [\n    pytest.mark.timeout(9),\n    pytest.mark.e2e,\n]", GATE, False),
-        ("@pytest.mark.kernels\ndef test(): pass", GATE, True),
-        ("from hypothesis import given", "nightly or hypothesis", True),
-    ],
-)
-def test_files_without_selected_tests_are_not_imported(source: str, expression: str, expected: bool) -> None:
-    assert may_be_selected(source, expression) == expected

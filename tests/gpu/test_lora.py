@@ -1,4 +1,4 @@
-"""Adapters on one GPU at the sizes of 8B: kernels in a CUDA graph against plain torch, and a model against merged weights."""
+"""Adapters on one GPU at the sizes of 8B: a model against merged weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.config.registry import imported
 from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
 from models.lora.adapter import read_adapter
-from models.lora.low_rank import OPS, LowRank, LowRankOps, TokenSlots, TorchLowRank, make_low_rank
 from models.lora.slots import AdapterSlots, read_weights
 from models.parallel.group import TensorParallel
 from models.scaffold.adapters import write_adapter
@@ -22,55 +20,7 @@ from tests.unit.models.harness import PagedRunner, Prompt, Session, Want, relati
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
 DEVICE = torch.device("cuda")
-NUM_SLOTS, MAX_RANK = 16, 64
-QKV = (4096, ((0, 4096, 0), (4096, 5120, 1), (5120, 6144, 2)))
-
-
-def random_low_rank(inputs: int, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
-    """Slots of all ranks; values beyond a rank are not numbers."""
-    made = make_low_rank(NUM_SLOTS, MAX_RANK, inputs, ranges, DEVICE, torch.bfloat16)
-    made.a_SGRK.normal_(std=inputs**-0.5)
-    made.b_SNR.normal_(std=0.3)
-    for slot in range(NUM_SLOTS):
-        rank = (16, 32, 64, 0)[slot % 4]
-        made.ranks_SG[slot] = rank
-        made.a_SGRK[slot, :, rank:] = torch.nan
-        made.b_SNR[slot, :, rank:] = torch.nan
-    return made
-
-
-def random_slots(num_tokens: int, kinds: int) -> torch.Tensor:
-    slots = torch.randint(0, kinds, (num_tokens,), dtype=torch.int32, device=DEVICE)
-    slots[1::16] = -1
-    return slots
-
-
-def add_(ops: LowRankOps, out_TN: torch.Tensor, x_TK: torch.Tensor, low_rank: LowRank, slots_T: torch.Tensor) -> None:
-    slots = TokenSlots(slots_T)
-    ops.expand_(out_TN, ops.shrink(x_TK, low_rank, slots), low_rank, slots)
-
-
-def close(ours: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((ours.float() - expected.float()).norm() < 1e-2 * expected.float().norm())
-
-
-def test_graphs_read_slots_and_ranks_as_data(backend: Backend) -> None:
-    (inputs, ranges), ours = QKV, imported(OPS[backend.name])()
-    low_rank = random_low_rank(inputs, ranges)
-    x, slots = torch.randn((64, inputs), dtype=torch.bfloat16, device=DEVICE), torch.full((64,), -1, dtype=torch.int32, device=DEVICE)
-    out = torch.zeros((64, ranges[-1][1]), dtype=torch.bfloat16, device=DEVICE)
-    add_(ours, out, x, low_rank, slots)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        add_(ours, out, x, low_rank, slots)
-    for kinds in (1, 16):
-        slots.copy_(random_slots(64, kinds))
-        low_rank.ranks_SG.copy_(low_rank.ranks_SG.roll(4, 0))
-        out.zero_()
-        graph.replay()
-        expected = torch.zeros_like(out)
-        add_(TorchLowRank(), expected, x, low_rank, slots)
-        assert close(out, expected)
+MAX_RANK = 64
 
 
 class AdaptedRunner(PagedRunner):

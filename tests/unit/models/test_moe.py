@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3VLMoeForConditionalGeneration
 
-from models.checkpoint.load import fill, load_weights
+from models.checkpoint.load import fill
 from models.config.formats import PLAIN, MatrixFormat
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
@@ -28,6 +28,8 @@ from tests.unit.models.harness import (
     TensorSource,
     assert_same,
     every_logit,
+    load,
+    make,
     relative,
     stored_tensors,
 )  # fmt: skip
@@ -44,25 +46,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 def empty(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
-    return Qwen3VL(read_config(folder), tp or TensorParallel.single(), TORCH, torch.float32)
-
-
-def load(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
-    model = empty(folder, tp)
-    load_weights(model, folder, lambda done, total: None)
-    return model
+    return make(read_config(folder), tp or TensorParallel.single())
 
 
 def transformers_model(folder: Path) -> Qwen3VLMoeForConditionalGeneration:
     return Qwen3VLMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def logits_of(model: Qwen3VL, parts: list[object], chunk: int = 1 << 30) -> torch.Tensor:
-    return every_logit(model, Prompt.build(model.config, parts), chunk)  # type: ignore[arg-type]
-
-
-def expected_logits(theirs: Qwen3VLMoeForConditionalGeneration, model: Qwen3VL, parts: list[object]) -> torch.Tensor:
-    return reference.logits(theirs, model.config, Prompt.build(model.config, parts))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -79,20 +67,15 @@ def float8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-# ---- parity ------------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_every_token_equal_the_reference(tmp_path: Path, variant: str) -> None:
     write_model_folder(tmp_path, VARIANTS[variant], weights="random", seed=2)
     model, theirs = load(tmp_path), transformers_model(tmp_path)
     for parts in PROMPTS.values() if variant == "tiny" else (ONE_IMAGE,):
-        expected = expected_logits(theirs, model, parts)  # type: ignore[arg-type]
+        prompt = Prompt.build(model.config, parts)
+        expected = reference.logits(theirs, model.config, prompt)
         for chunk in (1 << 30, 64, 7):
-            assert relative(logits_of(model, parts, chunk), expected) < 1e-4, f"chunks of {chunk}"  # type: ignore[arg-type]
-
-
-# ---- layouts of checkpoints --------------------------------------------------------------------------------------------------------
+            assert relative(every_logit(model, prompt, chunk), expected) < 1e-4, f"chunks of {chunk}"
 
 
 def resaved(tensors: Tensors) -> Tensors:
@@ -157,9 +140,6 @@ FIRST = "model.language_model.layers.0.mlp.experts."
 def test_what_fits_no_layout_or_two_is_refused(folder: Path, change: Callable[[Tensors], Tensors], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fill(empty(folder), TensorSource(change(load_file(folder / "model.safetensors"))), lambda done, total: None)
-
-
-# ---- several ranks -----------------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_divide_is_a_value_error(folder: Path, float8_folder: Path) -> None:

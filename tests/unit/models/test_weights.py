@@ -13,15 +13,15 @@ from models.decoders.qwen3_vl import Qwen3VL
 from models.parallel.group import TensorParallel, kv_heads_of
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.weights import write_random_weights
-from tests.unit.models.harness import TORCH, TensorSource, assert_same, load
+from tests.unit.models.harness import TensorSource, assert_same, load, make
 
 
 def silent(done: int, total: int) -> None:
     assert 0 < done <= total
 
 
-def empty_model(folder: Path, tp: TensorParallel | None = None) -> Qwen3VL:
-    return Qwen3VL(read_config(folder), tp or TensorParallel.single(), TORCH, torch.float32)
+def empty_model(folder: Path) -> Qwen3VL:
+    return make(read_config(folder), TensorParallel.single())
 
 
 def test_shards_equal_one_file(tiny: Qwen3VL, tiny_folder: Path, tmp_path: Path) -> None:
