@@ -27,7 +27,7 @@ from engine.launch.supervise import ChildDied, Supervisor
 from engine.wire.adapters import named_adapters
 from engine.wire.arena import create_memfd, memory_limit
 from engine.wire.child import Runtime, setup_logging
-from engine.wire.config import GIB, MIB, UNIX_HOST, VERSION, EngineConfig, read_api_keys
+from engine.wire.config import GIB, MIB, UNIX_HOST, VERSION, EngineConfig
 from engine.wire.memory import cuts, describe, fit
 from models.config.hub import DEMO, SIZES, resolve, resolve_eagle3
 from models.config.huggingface import read_config
@@ -105,7 +105,7 @@ def serve_one(config: EngineConfig) -> int:
             _on_interrupt(_interrupt)
             start_all(supervisor, runtime)
         url = supervisor.wait_ready()
-        write_out(url if is_unix else ready_text(url, runtime, time.monotonic() - started))
+        write_out(url if is_unix else f"ready after {time.monotonic() - started:.1f} s: {url} serves {runtime.model_names[0]}")
         while True:
             supervisor.check(config.wedge_timeout)
     except Interrupted:
@@ -237,13 +237,6 @@ def start_all(supervisor: Supervisor, runtime: Runtime) -> None:
     supervisor.start("api", "server.api.main", runtime, fds=(runtime.listener_fd,))
     for fd in runtime.arena_fds:
         os.close(fd)
-
-
-def ready_text(url: str, runtime: Runtime, seconds: float) -> str:
-    body = f'{{"model": "{runtime.model_names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if read_api_keys(runtime.config) else ""
-    example = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-    return f"ready after {seconds:.1f} s: {url} serves {runtime.model_names[0]}\n  {example}"
 
 
 def write_out(text: str) -> None:

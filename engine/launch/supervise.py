@@ -1,6 +1,5 @@
 """Supervision of an engine's processes: start, detection of a death, stop."""
 
-import contextlib
 import logging
 import os
 import shutil
@@ -75,9 +74,8 @@ class Supervisor:
 
     def _dump(self) -> None:
         for role, child in self._children.items():
-            logger.error("%s, process %d, is in state %s", role, child.pid, _state_of(child.pid))
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(DUMP_SIGNAL)
+            logger.error("stacks of %s, process %d:", role, child.pid)
+            child.send_signal(DUMP_SIGNAL)  # no effect if it has ended
             time.sleep(DUMP_S)  # so that the stacks are not interleaved
 
     def drain(self, timeout: float) -> None:
@@ -129,10 +127,3 @@ def how_it_ended(code: int) -> str:
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL, probably out of memory)"
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-
-def _state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/status").read_text().partition("State:")[2].split("\n")[0].strip()
-    except OSError:
-        return "gone"

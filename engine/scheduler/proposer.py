@@ -7,11 +7,6 @@ from engine.scheduler.state import State
 class Proposer:
     """Interface for the core. This class proposes no tokens; others override its methods."""
 
-    @property
-    def num_sources(self) -> int:
-        """Number of requests with state; 0 when all have ended."""
-        return 0
-
     def offer(self, state: State) -> None:
         """Before a plan: set `Request.proposed` where the results are complete, and hold back rows that should get some later."""
 

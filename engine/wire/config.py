@@ -36,12 +36,6 @@ def num_cpus() -> int:
 
 MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
 
-DraftName = Annotated[
-    Literal["off", "lookup", "mtp", "eagle3"],
-    "speculative decoding: 'lookup' proposes what followed the same context earlier in the request or in"
-    " its field `prediction`; 'mtp' uses the model's own prediction head (Qwen3.5 and later); 'eagle3' uses the head of --draft-model",
-]
-
 
 class DraftMode(NamedTuple):
     max_tokens: int = 0  # per row and step
@@ -74,43 +68,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_video_file_frames: ClassVar[int] = 500_000
     download_connect_timeout: ClassVar[int] = 5  # seconds to connect, and to wait for the next bytes
 
-    model: Annotated[str, "alias (Qwen3-VL-8B), hub id or local folder; 'demo' is the small checkpoint that comes with the project"] = (
-        "demo"
-    )
-    served_model_name: Annotated[
-        str | None,
-        "model names that the API accepts and reports, separated by commas or spaces; default: the value of --model",
-    ] = None
-    chat_template: Annotated[str | None, "file with a Jinja template to use instead of the checkpoint's"] = None
-    default_chat_template_kwargs: Annotated[
-        str | None, 'JSON object with the template variables for requests without `chat_template_kwargs`, e.g. {"enable_thinking": false}'
-    ] = None
-    load_format: Annotated[Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks; an alias then needs no network"] = (
-        "auto"
-    )
+    model: Annotated[str, "alias (Qwen3-VL-8B), hub id or folder; 'demo' comes with the project"] = "demo"
+    served_model_name: Annotated[str | None, "names of the model in the API, separated by commas or spaces; default: --model"] = None
+    chat_template: Annotated[str | None, "file with a Jinja template instead of the checkpoint's"] = None
+    default_chat_template_kwargs: Annotated[str | None, "template variables for requests without them, as JSON"] = None
+    load_format: Annotated[Literal["auto", "dummy"], "'dummy' fills random weights, for benchmarks"] = "auto"
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], "'auto': bfloat16 on GPUs, float32 on CPUs"] = "auto"
-    quantization: Annotated[
-        Literal["auto", "fp8"], "'fp8' rounds the decoder's matrices and their inputs to float8 (lossy); 'auto' follows the checkpoint"
-    ] = "auto"
+    quantization: Annotated[Literal["auto", "fp8"], "'fp8' rounds the decoder's matrices and their inputs to float8 (lossy)"] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], "'auto' uses GPUs if there are any"] = "auto"
-    backend: Annotated[
-        Literal["auto", "hopper", "portable", "torch"], "kernels: 'auto' is the fastest set for this machine; 'torch' is the slow reference"
-    ] = "auto"
+    backend: Annotated[Literal["auto", "hopper", "portable", "torch"], "kernels: 'auto' is the fastest set, 'torch' the reference"] = "auto"
     seed: Annotated[int | None, "seed from which requests without a seed get theirs, in order of arrival; default: random"] = None
-    generation_config: Annotated[
-        Literal["auto", "vllm"], "defaults of sampling parameters: those of the checkpoint's generation_config.json ('auto'), or vLLM's"
-    ] = "auto"
+    generation_config: Annotated[Literal["auto", "vllm"], "default sampling parameters: the checkpoint's ('auto') or vLLM's"] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
-    dp: Annotated[int, "engines, each with --tp GPUs and its share of CPUs and memory, on the next ports behind an affinity proxy"] = 1
+    dp: Annotated[int, "engines, each with --tp GPUs and a share of CPUs and memory, behind an affinity proxy"] = 1
     ep: Annotated[bool, "expert parallelism: give each --tp worker whole experts instead of slices of all"] = False
     symmetric_memory: Annotated[bool, "reduce small steps over the --tp GPUs in symmetric memory where supported, else by NCCL"] = True
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 picks a free one"] = 8000
-    api_key: Annotated[str | None, "require this bearer token; prefer ENGINE_API_KEY, which process lists do not show; default: none"] = (
-        None
-    )
-    api_key_file: Annotated[str | None, "file with more bearer tokens, one per line; lines that begin with # are comments"] = None
-    allowed_hosts: Annotated[str | None, "comma-separated Host names that requests may use, such as *.example.org; default: any"] = None
+    api_key: Annotated[str | None, "required bearer token; prefer ENGINE_API_KEY, which process lists do not show"] = None
+    api_key_file: Annotated[str | None, "file with more bearer tokens, one per line; # begins a comment"] = None
+    allowed_hosts: Annotated[str | None, "comma-separated Host names of requests, such as *.example.org; default: any"] = None
     allowed_origins: Annotated[str | None, "comma-separated origins of web pages that may call this server, or *; default: none"] = None
     ssl_certfile: Annotated[str | None, "serve https with this certificate (PEM); default: http"] = None
     ssl_keyfile: Annotated[str | None, "private key, if the certificate file does not contain it"] = None
@@ -118,38 +95,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_force_include_usage: Annotated[bool, "end every stream with its usage, as `stream_options.include_usage` does"] = False
     return_tokens_as_token_ids: Annotated[bool, "name tokens in log-probabilities by id, as the field of requests does"] = False
     access_log: Annotated[bool, "log one line per request"] = True
-    enable_weight_updates: Annotated[bool, "serve routes that pause the engine and replace its weights, for trainers; needs a key"] = False
-    otlp_traces_endpoint: Annotated[str | None, "URL of an OpenTelemetry collector that gets a span per request; default: none"] = None
+    enable_weight_updates: Annotated[bool, "serve routes that replace the weights, for trainers; needs a key"] = False
+    otlp_traces_endpoint: Annotated[str | None, "URL of an OpenTelemetry collector that gets a span per request"] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], "debug logs every step"] = "info"
-    shutdown_timeout: Annotated[int, "seconds that running requests get after SIGTERM or Ctrl-C; a second signal stops at once"] = 30
-    wedge_timeout: Annotated[int, "seconds without progress after which the engine exits, so that a supervisor restarts it; 0: never"] = 120
+    shutdown_timeout: Annotated[int, "seconds that running requests get after SIGTERM; a second signal stops at once"] = 30
+    wedge_timeout: Annotated[int, "seconds without progress after which the engine exits; 0: never"] = 120
 
     max_model_len: Annotated[int | None, "maximum tokens of prompt and output; default: the model's, or what the KV pool holds"] = None
     max_num_seqs: Annotated[int, "maximum number of running requests"] = 128
     max_num_batched_tokens: Annotated[int, "maximum number of tokens per step"] = 8192
-    max_num_mixed_tokens: Annotated[
-        int | None,
-        "maximum prefill tokens of a step that also decodes; bounds how long streams stall; default: tuned for the device and the model",
-    ] = None
+    max_num_mixed_tokens: Annotated[int | None, "maximum prefill tokens of a step that also decodes; default: tuned"] = None
     max_num_encoder_tokens: Annotated[int, "maximum image tokens encoded per step; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "maximum number of requests, running and waiting; further ones get 503"] = 1024
-    request_timeout: Annotated[int | None, "seconds that a request may take, until its answer is read; default: its field `timeout`"] = None
-    draft: DraftName = "off"
+    request_timeout: Annotated[int | None, "seconds that a request may take, until its answer is read"] = None
+    draft: Annotated[
+        Literal["off", "lookup", "mtp", "eagle3"], "drafts: 'lookup' searches the text, 'mtp' is the model's head, 'eagle3' --draft-model"
+    ] = "off"
     draft_model: Annotated[str | None, "folder or hub id of an EAGLE-3 head for --draft eagle3"] = None
-    lora_modules: Annotated[
-        str | None,
-        "LoRA adapters in PEFT's format as name=folder, separated by spaces; a request selects one by its field `model`",
-    ] = None
+    lora_modules: Annotated[str | None, "LoRA adapters in PEFT's format, name=folder, separated by spaces"] = None
     max_loras: Annotated[int, "maximum number of adapters in GPU memory; requests for further ones wait"] = 4
     max_lora_rank: Annotated[int, "maximum rank of an adapter"] = 64
-    lora_root: Annotated[
-        str | None,
-        "serve /v1/load_lora_adapter and /v1/unload_lora_adapter for adapters below this folder; needs a key; default: none",
-    ] = None
+    lora_root: Annotated[str | None, "serve routes that load adapters from below this folder; needs a key"] = None
     prefix_cache: Annotated[bool, "reuse the KV blocks of finished requests for prompts with the same prefix"] = True
     image_cache_bytes: Annotated[int | None, "budget of the image-embedding cache; default: 4G on GPUs, 256M on CPUs"] = None
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
-    gpu_memory: Annotated[int | None, "memory per GPU to plan with; default: the GPU's own, with --plan that of common cards"] = None
+    gpu_memory: Annotated[int | None, "memory per GPU to plan with; default: the GPU's own, with --plan common sizes"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: the rest of the GPU's share, 512M on CPUs"] = None
     plan: Annotated[bool, "print what fits on GPUs (context, images, step sizes) and exit; needs no GPU"] = False
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
@@ -160,17 +130,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: Annotated[int, "maximum number of connections; others are closed"] = 4096
     idle_timeout: Annotated[int, "seconds that a connection without a request is kept"] = 75
     max_images_per_request: Annotated[int, "maximum number of images per request"] = 128
-    min_pixels: Annotated[int | None, "minimum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None
-    max_pixels: Annotated[int | None, "maximum pixels of a resized image, unless the request sets it; default: the checkpoint's"] = None
+    min_pixels: Annotated[int | None, "minimum pixels of a resized image; default: the checkpoint's"] = None
+    max_pixels: Annotated[int | None, "maximum pixels of a resized image; default: the checkpoint's"] = None
     max_image_pixels: Annotated[int, "maximum pixels of an image before resizing"] = 179_000_000
     max_video_bytes: Annotated[int, "maximum size of a video file"] = 256 * MIB
     max_video_frames: Annotated[int, "maximum number of frames sampled from a video"] = 2048
     max_download_bytes: Annotated[int, "maximum size of a fetched media item"] = 64 * MIB
     download_timeout: Annotated[int, "seconds for one item in total, redirects included"] = 30
     allowed_local_media_path: Annotated[str | None, "serve file:// images below this folder; default: none"] = None
-    allowed_media_domains: Annotated[str | None, "comma-separated host names that images may be fetched from; default: any public one"] = (
-        None
-    )
+    allowed_media_domains: Annotated[str | None, "comma-separated hosts that images may be fetched from; default: any public one"] = None
     allow_private_media: Annotated[bool, "also fetch images from addresses that are not globally routable"] = False
 
     @property

@@ -222,9 +222,8 @@ def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Pl
     left = min(int(free * config.gpu_memory_utilization), free - decoder) - sum(needs)
     block_bytes = spec.block_bytes(config.block_size)
     fixed = config.kv_cache_memory_bytes
-    share = left // IMAGE_CACHE_SHARE if needs.tower else 0
-    rest = share if fixed is None or not needs.tower else max(left - fixed, min(share, LARGEST_IMAGE_BYTES))
-    image_cache = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, rest))
+    rest = left // IMAGE_CACHE_SHARE if fixed is None else max(left - fixed, min(left // IMAGE_CACHE_SHARE, LARGEST_IMAGE_BYTES))
+    image_cache = config.image_cache_bytes or max(0, min(GPU_IMAGE_CACHE_BYTES, rest if needs.tower else 0))
     kv_pool = left - image_cache if fixed is None else fixed
     return Plan(needs, image_cache, kv_pool, block_bytes, left - image_cache - kv_pool)
 
@@ -243,9 +242,8 @@ def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free
     if 0 < plan.kv_pool < block_bytes and (fixed or free == sys.maxsize):
         raise ValueError(f"a KV pool of {plan.kv_pool:,} bytes holds no block of {block_bytes:,}: raise --kv-cache-memory-bytes")
     if plan.num_blocks < 1 or plan.image_cache + plan.kv_pool > free - sum(needs):  # may exceed --gpu-memory-utilization only
-        first = "lower --kv-cache-memory-bytes" if fixed else "raise --gpu-memory-utilization"
-        others = "--image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
-        raise ValueError(f"there is no memory for the KV pool: {first}, or lower {others}")
+        flags = "--kv-cache-memory-bytes, --image-cache-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
+        raise ValueError(f"there is no memory for the KV pool: raise --gpu-memory-utilization, or lower {flags}")
     return plan
 
 

@@ -1,13 +1,9 @@
-"""One-line explanation of a worker's failed start, with a remedy; the traceback is in the debug log."""
-
-import re
+"""One-line explanation of a worker's failed start, with a remedy; the debug log has the traceback."""
 
 import torch
 import torch.distributed
 
 MAX_CHARACTERS = 300
-COMPILER_ERROR = re.compile(r"^.*\berror\b.*$", re.IGNORECASE | re.MULTILINE)
-LIBRARIES = re.compile(r"\blib\w+\.so\S*")
 
 
 def explain(problem: Exception) -> str:
@@ -15,16 +11,13 @@ def explain(problem: Exception) -> str:
     if isinstance(problem, ModuleNotFoundError):
         return f"the package {problem.name} is missing: install the extra with `pip install -e '.[cuda]'`, or serve with --device cpu"
     if isinstance(problem, ImportError):
-        library = LIBRARIES.search(text)
-        return f"{library[0] if library else 'a package'} cannot be loaded: is the driver or CUDA another version? {_line(text)}"
+        return f"a library cannot be loaded: is the driver or CUDA another version? {_line(text)}"
     if isinstance(problem, torch.OutOfMemoryError):
         return f"the GPU's memory is too small: lower --gpu-memory-utilization, or stop other programs on the GPU. {_line(text)}"
     if isinstance(problem, torch.distributed.DistError):
         return f"the GPUs cannot reach each other (NCCL_DEBUG=INFO logs details; try --no-symmetric-memory): {_line(text)}"
     if "building extension" in text or "ninja" in text.lower() or "nvcc" in text:
-        cause = COMPILER_ERROR.search(text.partition("\n")[2])
-        reason = _line(cause[0] if cause else text)
-        return f"kernels could not be compiled: are nvcc and a C++ compiler of its CUDA version installed? {reason}"
+        return f"kernels could not be compiled: are nvcc and a C++ compiler of its CUDA version installed? {_line(text)}"
     return _line(text) or type(problem).__name__
 
 

@@ -45,7 +45,7 @@ from server.errors import INTERNAL_ERROR, RequestError
 
 # Registration of the dialects: routes, and error bodies that differ from OpenAI's, by path prefix.
 ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
-ERROR_BODIES |= {anthropic.MESSAGES_PATH: anthropic.message_error_body, updates.UPDATE_PATHS: updates.refusal_body}
+ERROR_BODIES |= {anthropic.MESSAGES_PATH: anthropic.message_error_body}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", code="shutting_down", retry_after=5)
 TITLE = "A small serving engine for Qwen3-VL"
 LICENCE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}

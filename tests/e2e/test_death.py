@@ -78,7 +78,7 @@ def test_a_wedge_ends_the_engine_and_its_log_has_all_stacks(tiny: Path, victim: 
         outcome = answer.join()
         engine.assert_gone()
         log = engine.log()
-    assert "the engine has made no progress for 2 s" in log and f"process {stopped}, is in state T (stopped)" in log
+    assert "the engine has made no progress for 2 s" in log and f"process {stopped}:" in log
     assert log.count("most recent call first") >= 3, "the stacks of the others"
     assert outcome in ("error", "broken")
 

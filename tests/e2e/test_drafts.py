@@ -38,9 +38,9 @@ BLOCK_BYTES = 163_840  # of all ranks
 
 @pytest.fixture(params=[pytest.param("1", marks=pytest.mark.gate), "2"])
 def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """An engine with drafts and few KV blocks, on one rank or two. `suffix` is another name of `lookup`."""
+    """An engine with drafts and few KV blocks, on one rank or two."""
     tight = ["--kv-cache-memory-bytes", str(40 * BLOCK_BYTES // int(request.param)), "--max-num-batched-tokens", "256"]
-    with serve(CHECKPOINT, *tight, "--draft", "suffix", "--tp", request.param) as running:
+    with serve(CHECKPOINT, *tight, "--draft", "lookup", "--tp", request.param) as running:
         yield running
 
 

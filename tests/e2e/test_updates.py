@@ -111,7 +111,7 @@ def test_all_sources_on_two_ranks(altered: Path) -> None:
             eventually(lambda: engine.metric("vllm:num_requests_waiting") == 1, "a request that waits")
             assert give(engine, "/update_weights_from_disk", {"model_path": str(altered), "weight_version": "1"})["success"]
             refused = give(engine, "/update_weights_from_disk", {"model_path": str(altered.parent)}, 400)
-            assert not refused["success"] and "no safetensors" in refused["message"] and str(altered.parent) not in refused["message"]
+            assert "no safetensors" in refused["error"]["message"] and str(altered.parent) not in refused["error"]["message"]
             assert not held
             give(engine, "/continue_generation")
         assert held[0]["choices"][0]["logprobs"] == logprobs(engine) == expected

@@ -66,10 +66,6 @@ class LookupDrafter(Proposer):
         self._verify_rows = verify_rows
         self._sources: dict[Request, Source] = {}
 
-    @property
-    def num_sources(self) -> int:
-        return len(self._sources)
-
     def offer(self, state: State) -> None:
         give_drafts(state, self._verify_rows, self._offer)
 

@@ -16,10 +16,6 @@ class HeadDrafter(Proposer):
         self._verify_rows = verify_rows
         self._trust: dict[Request, Trust] = {}
 
-    @property
-    def num_sources(self) -> int:
-        return len(self._trust)
-
     def offer(self, state: State) -> None:
         """Also set the number of drafts of the next step: at least one, to notice an improvement."""
         give_drafts(state, self._verify_rows, self._offer)

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from engine.wire.child import Child
 from engine.wire.ipc import AsyncInbox, Outbox
-from engine.wire.messages import ErrorInfo
 from engine.wire.updates import (
     FIRST_VERSION,
     UPDATES_INBOX,
@@ -25,11 +24,10 @@ from engine.wire.updates import (
 from server.api.chat.routes import BodyRoute, Command, DescribedRoute, Run
 from server.api.http.registry import RequestRegistry
 from server.api.schema.validate import Strict, bad_value
-from server.errors import RequestError, error_body
+from server.errors import RequestError
 
 Json = dict[str, Any]
 MAX_BYTES = 64 << 20  # limit of a body, enough for tens of thousands of tensors
-UPDATE_PATHS = "/update_weights_from_"
 POLL_S = 1.0  # interval of checks whether the server stops
 
 
@@ -150,8 +148,3 @@ class WeightUpdates:
 def weight_routes(child: Child, registry: RequestRegistry) -> list[DescribedRoute]:
     """Return all routes; none without the flag."""
     return WeightUpdates(child, registry).routes() if child.config.enable_weight_updates else []
-
-
-def refusal_body(info: ErrorInfo) -> bytes:
-    """Return an error in SGLang's form, which also has the members of OpenAI's."""
-    return msgspec.json.encode({"success": False, "message": info.message, **msgspec.json.decode(error_body(info))})

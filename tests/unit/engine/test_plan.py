@@ -119,7 +119,7 @@ def test_advice_fits_the_cause() -> None:
     spec, needs = config_of("8B").text.cache_spec(1, 2), Needs(weights=20 * GIB)
     for flags, of_gpu, advice in (
         ({"kv_cache_memory_bytes": 4096}, None, "holds no block.* raise --kv-cache-memory-bytes"),
-        ({"kv_cache_memory_bytes": 8 * GIB}, needs, ": lower --kv-cache-memory-bytes"),
+        ({"kv_cache_memory_bytes": 8 * GIB}, needs, "or lower --kv-cache-memory-bytes"),
         ({}, needs, ": raise --gpu-memory-utilization"),
     ):
         with pytest.raises(ValueError, match=advice):

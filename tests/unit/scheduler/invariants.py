@@ -18,7 +18,7 @@ def check_core(core: SchedulerCore) -> None:
     if not core.num_requests:
         assert is_idle(state) and not core.num_in_flight and not state.waiting
         assert state.blocks.num_free == state.blocks.num_blocks and state.images.num_pinned == 0
-        assert not core.proposer.num_sources
+        assert not any(vars(core.proposer).get(name) for name in ("_sources", "_trust"))
 
 
 def check_state(state: State) -> None:

@@ -86,15 +86,12 @@ def test_float8_is_refused_where_it_does_not_run(child: Child, config: ModelConf
             load_model(child, model, TensorParallel.single(), backend(torch.device("cpu")), torch.float32)
 
 
-NINJA = """Error building extension 'attention': [1/3] nvcc -c attention.cu
-attention.cu(12): error: identifier "foo" is undefined
-ninja: build stopped: subcommand failed."""
 CASES = [
     (ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer"), ["flashinfer", "pip install", "--device cpu"]),
     (ImportError("libnvjpeg.so.13: cannot open shared object file: No such file or directory"), ["libnvjpeg.so.13", "driver"]),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB"), ["--gpu-memory-utilization", "Tried to allocate"]),
     (torch.distributed.DistBackendError("NCCL error in: x.cpp:3, system error\nLast error:\nno route"), ["NCCL_DEBUG", "system error"]),
-    (RuntimeError(NINJA), ["nvcc", 'identifier "foo" is undefined']),
+    (RuntimeError("Error building extension 'attention'\nninja: build stopped"), ["nvcc", "extension 'attention'"]),
     (RuntimeError(), ["RuntimeError"]),
 ]
 
