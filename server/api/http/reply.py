@@ -25,8 +25,6 @@ from server.errors import ABORTED, MAX_PROMPT_SCORES, check_prompt_scores, error
 Show = Callable[[list[Event]], Response]  # makes a response of one event per choice, in order
 
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-LARGE_LOGPROBS = 1024  # documents with more are serialised in a thread
-LARGE_NUMBERS = 1 << 14  # the same limit for numbers, and for characters of a text
 WRITE_S = 5
 PING_S = 10  # without a chunk
 CLIENT_CLOSED_REQUEST = 499  # for metrics only: the client has disconnected
@@ -195,10 +193,9 @@ class GeneratedReply(Reply):
             events = await self._stream.next()
         choices = list(self._choices.values())
         self._reason = choices[-1].finish_reason or "error"
-        is_large = sum(choice.num_reported for choice in choices) > LARGE_LOGPROBS
         document = functools.partial(self._format.document, choices, self._total(), self._extra())
-        body = await asyncio.to_thread(document) if is_large else document()
-        return Response(body, media_type="application/json")
+        has_scores = any(choice.logprobs or choice.prompt_scores for choice in choices)  # serialised in a thread, as they may be many
+        return Response(await asyncio.to_thread(document) if has_scores else document(), media_type="application/json")
 
     def _shown(self, event: Event) -> Event:
         hides = event.is_reasoning and self._options.hides_reasoning
@@ -245,7 +242,7 @@ class GeneratedReply(Reply):
 
 
 class GatheredReply(Reply):
-    """Response made by `show` from the single events of all choices, in order. An error is returned immediately."""
+    """Response made by `show`, in a thread, from the single events of all choices, in order. An error is returned immediately."""
 
     def __init__(self, request: Asked, submits: list[Submit], show: Show):
         super().__init__(request, submits)
@@ -258,6 +255,4 @@ class GatheredReply(Reply):
                 if event.error is not None or event.finish_reason == "abort":
                     return event.error or ABORTED
                 found[self._stream.choices[event.rid, event.index]] = event
-        ordered = [found[number] for number in range(len(found))]
-        size = sum((event.report.size if event.report else 0) + len(event.prompt_ids) + len(event.text) for event in ordered)
-        return await asyncio.to_thread(self._show, ordered) if size > LARGE_NUMBERS else self._show(ordered)
+        return await asyncio.to_thread(self._show, [found[number] for number in range(len(found))])

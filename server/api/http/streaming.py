@@ -84,7 +84,6 @@ class Scores:
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self.size = 0  # tokens and their alternatives
 
     def __bool__(self) -> bool:
         return bool(self._pieces)
@@ -96,7 +95,6 @@ class Scores:
     def add(self, entries: list[Logprob]) -> None:
         if entries:
             self._pieces.append(msgspec.msgpack.encode(entries))
-            self.size += size_of(entries)
 
 
 def size_of(entries: list[Logprob]) -> int:
@@ -138,10 +136,6 @@ class Choice:
         self.token_ids += event.token_ids
         if isinstance(event.report, TokenScores):
             self.prompt_scores.add(event.report.entries)
-
-    @property
-    def num_reported(self) -> int:
-        return self.logprobs.size + self.prompt_scores.size
 
     def blocks(self) -> Iterator[tuple[str, str, Call | None]]:
         """Yield kind, text and call of each block: `thinking`, `text`, then each `call` with its arguments as text."""

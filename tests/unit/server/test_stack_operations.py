@@ -4,11 +4,9 @@ import http.client
 import json
 import re
 import socket
-import ssl
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
@@ -17,7 +15,6 @@ from engine.wire.messages import RequestOutput
 from server.api.http.log import POLLS
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN
-from tests.unit.server.raw_http import large_image
 from tests.unit.server.stack import Stack, StackOf, hold, hold_silently
 from tests.unit.server.test_stack import chunks_of, ids_of, image, metrics_of, uri, user
 from tests.unit.server.test_stack_fields import ended, tell
@@ -73,17 +70,6 @@ def test_pages_of_other_origins(stack: Stack, stack_of: StackOf, model_folder: P
         assert (response.headers.get("access-control-allow-origin") == origin) == (origin != "https://c.example")
     response = open_to.http.get("/v1/models", headers={"Origin": "https://a.example"})
     assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, "https://a.example")
-
-
-def test_https_with_a_large_body(stack_of: StackOf, model_folder: Path, certificate: Path) -> None:
-    stack = stack_of(model_folder, ssl_certfile=str(certificate))
-    assert stack.url.startswith("https://")
-    with httpx.Client(base_url=stack.url, verify=ssl.create_default_context(cafile=certificate), timeout=HANG_GUARD_S) as http:
-        pictures = [large_image(1_500_000) for _ in range(3)]
-        body = {"messages": user([image(uri(picture)) for picture in pictures]), "stream": True}
-        assert chunks_of(http.post("/v1/chat/completions", json=body).text)
-        assert [stack.scheduler.image(stack.last, i) for i in range(3)] == pictures
-    stack.settle()
 
 
 def test_behind_a_proxy(stack_of: StackOf, model_folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
