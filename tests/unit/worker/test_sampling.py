@@ -30,10 +30,10 @@ def filter_logits(logits_SV: torch.Tensor, params: SampleParams) -> torch.Tensor
 
 
 def test_filters_are_those_of_transformers() -> None:
-    logits = torch.randn((4, VOCAB), generator=torch.Generator().manual_seed(0)) * 3
-    settings = [(0.7, 10, 0.8, 0.0), (1.3, 0, 0.5, 0.0), (1.0, 5, 1.0, 0.1), (2.0, 0, 1.0, 0.05)]
+    logits = torch.randn((5, VOCAB), generator=torch.Generator().manual_seed(0)) * 3
+    settings = [(0.7, 10, 0.8, 0.0), (1.3, 0, 0.5, 0.0), (1.0, 5, 1.0, 0.1), (2.0, 0, 1.0, 0.05), (1.0, 7, 1.0, 0.0)]
     params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in settings]
-    ours = filter_logits(logits, stage(params, [0] * 4).params)
+    ours = filter_logits(logits, stage(params, [0] * 5).params)
     for row, (temperature, top_k, top_p, min_p) in enumerate(settings):
         scores = TemperatureLogitsWarper(temperature)(None, logits[row : row + 1])
         scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores

@@ -10,6 +10,7 @@ from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParam
 from engine.worker.sampling import prompt as prompt_scores
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.reference.sampling import TorchSampling
 from tests.unit.worker.in_process import Engine
 
 PROMPT = [5, 9, 9, 13, 20, 250, 250, 250, 7]
@@ -68,6 +69,13 @@ def test_penalties_and_biases_are_the_formulas(model: Qwen3VL, raw: list[np.ndar
         output = run_alone(model, params)
         expected = [best_by_formula(logits, output[:i], SamplingParams(**params)) for i, logits in enumerate(raw)]
         assert output == expected and output != greedy, params
+
+
+def test_penalties_of_negative_logits() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, -1.0]])
+    index, counts, penalties = torch.tensor([0]), torch.tensor([[1, 1, 0, 0]], dtype=torch.int32), torch.tensor([[2.0, 0.0, 0.0]])
+    TorchSampling().penalise_(logits, index, counts, torch.tensor([0]), penalties)
+    assert logits.tolist() == [[1.0, -4.0, 1.0, -1.0]]
 
 
 def test_rows_share_steps_and_survive_a_preemption(model: Qwen3VL) -> None:
