@@ -1,10 +1,7 @@
-"""The start of a worker, its staging buffers and its memory for steps."""
+"""The start of a worker, and its staging buffers."""
 
-import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,32 +10,16 @@ import torch.distributed
 
 from engine.wire.child import Child
 from engine.wire.config import EngineConfig
-from engine.worker.build import compiling, load_model
+from engine.worker.build import load_model
 from engine.worker.failure import explain
 from engine.worker.staging import Staging, staged_bytes
 from models.config.huggingface import read_config
 from models.config.schemes import Rule
 from models.config.types import ModelConfig
-from models.kernels.heads import Heads
 from models.kernels.reference.backend import TorchBackend
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.worker.in_process import CPU
-
-
-class SlowBackend:
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.heads = None
-        self.problem = None
-
-    def load(self, heads: Heads, vision_head_dim: int) -> None:
-        self.go.wait(10)
-        self.heads = heads, vision_head_dim
-        if self.problem is not None:
-            raise self.problem
 
 
 @pytest.fixture
@@ -53,16 +34,6 @@ def config(tmp_path: Path) -> ModelConfig:
     folder = tmp_path / "model"
     write_model_folder(folder, SHAPES["tiny"], weights="none", seed=0)
     return read_config(folder)
-
-
-@pytest.mark.parametrize("problem", [None, RuntimeError("nvcc fails")])
-def test_kernels_are_compiled_meanwhile(child: Child, config: ModelConfig, problem: Exception | None) -> None:
-    backend = SlowBackend()
-    backend.problem = problem
-    with pytest.raises(RuntimeError, match="nvcc fails") if problem else nullcontext(), compiling(child, cast(Any, backend), config):
-        assert backend.heads is None
-        backend.go.set()
-    assert backend.heads == (config.text.heads(1), config.vision.head_dim)
 
 
 class OldBackend(TorchBackend):
