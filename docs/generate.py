@@ -39,8 +39,6 @@ WHEN = {
     "chat_template": "The checkpoint's template lacks a feature, such as tools.",
     "device": "`cpu` to leave a GPU unused.",
     "port": "Another service uses it.",
-    "ssl_certfile": "No proxy terminates TLS.",
-    "ssl_keyfile": "With the above.",
     "root_path": "A proxy serves the API under a path prefix and strips it.",
     "access_log": "Off if the proxy logs requests.",
     "log_level": "`debug` for a bug report.",

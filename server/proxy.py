@@ -49,7 +49,7 @@ FILES_PER_CLIENT = 2  # file descriptors: its connection, and one to a replica
 HOP_BY_HOP = set(b"connection expect keep-alive proxy-authorization proxy-connection te trailer transfer-encoding upgrade".split())
 DIED = RequestError(502, "The replica that had this request is gone.", code="replica_gone").info
 NONE_LEFT = overloaded("No replica can be reached right now.").info
-FLAGS = ("host", "port", "max_connections", "ssl_certfile", "ssl_keyfile", "idle_timeout")
+FLAGS = ("host", "port", "max_connections", "idle_timeout")
 
 
 @dataclass(slots=True, eq=False)
@@ -287,7 +287,7 @@ async def serve(args: argparse.Namespace) -> None:
     listener = socket.socket(fileno=args.fd) if args.fd else socket.create_server((config.host, config.port))
     async with proxy.running():
         listener.listen(BACKLOG)
-        print(f"routing on {url_of(listener, bool(config.ssl_certfile))} to {len(proxy.balancer.backends)} backends", flush=True)
+        print(f"routing on {url_of(listener)} to {len(proxy.balancer.backends)} backends", flush=True)
         await server.listen(listener)
 
 

@@ -58,6 +58,7 @@ REFUSED = """
 --download-dir --hf-token | set HF_HOME, HF_TOKEN
 --hf-overrides --json-model-override-args --rope-scaling --rope-theta | edit config.json in a copy of the folder
 --override-generation-config | edit generation_config.json in a copy of the folder
+--ssl-certfile --ssl-keyfile | a reverse proxy terminates TLS: SECURITY.md
 --enable-sleep-mode --enable-memory-saver | stop and start the server
 --enable-per-request-metrics | the field `timings: true` of requests
 --logprobs-mode | log-probabilities are those of the raw logits

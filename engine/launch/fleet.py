@@ -27,7 +27,7 @@ from models.kernels.choose import Gpu
 
 logger = logging.getLogger(__name__)
 
-OF_THE_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile", "dp")  # fields for the proxy instead of the engines
+OF_THE_PROXY = ("host", "port", "dp")  # fields for the proxy instead of the engines
 RESTART_S = 5.0
 PROXY_GRACE_S = 20
 POLL_S = 0.05

@@ -43,7 +43,7 @@ class ServerProcess:
 
     def __init__(self, config: EngineConfig, cpus: frozenset[int] | None = None, gpus: int | None = None, index: int | None = None):
         if index is None:
-            config = msgspec.structs.replace(config, host=UNIX_HOST, ssl_certfile=None, ssl_keyfile=None)
+            config = msgspec.structs.replace(config, host=UNIX_HOST)
         self._config, self._index = config, index
         self._command = command_of(cpus or frozenset(os.sched_getaffinity(0)), "engine.serve")
         self._environment = server_environment(config, gpus)

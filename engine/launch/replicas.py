@@ -101,8 +101,8 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, EngineConf
     own.max_replicas = own.max_replicas or own.replicas
     if own.replicas < 1 or own.max_replicas < own.replicas:
         parser.error("--replicas must be at least 1, and --max-replicas at least that")
-    if config.dp != 1 or config.ssl_certfile or config.port == 0:
-        parser.error("--dp, --ssl-certfile and --port 0 cannot be combined with replicas")
+    if config.dp != 1 or config.port == 0:
+        parser.error("--dp and --port 0 cannot be combined with replicas")
     return own, config
 
 

@@ -19,7 +19,7 @@ MAY_BE_ZERO = frozenset(  # all other numbers must be at least 1
     {"port", "seed", "shutdown_timeout", "wedge_timeout", "max_images_per_request"}
 )
 
-FILES = ("chat_template", "ssl_certfile", "ssl_keyfile", "api_key_file")
+FILES = ("chat_template", "api_key_file")
 
 CHILD_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # no fragmentation by image sizes
@@ -89,8 +89,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[str | None, "file with more bearer tokens, one per line; # begins a comment"] = None
     allowed_hosts: Annotated[str | None, "comma-separated Host names of requests, such as *.example.org; default: any"] = None
     allowed_origins: Annotated[str | None, "comma-separated origins of web pages that may call this server, or *; default: none"] = None
-    ssl_certfile: Annotated[str | None, "serve https with this certificate (PEM); default: http"] = None
-    ssl_keyfile: Annotated[str | None, "private key, if the certificate file does not contain it"] = None
     root_path: Annotated[str, "path prefix that a proxy in front strips, such as /llm"] = ""
     enable_force_include_usage: Annotated[bool, "end every stream with its usage, as `stream_options.include_usage` does"] = False
     return_tokens_as_token_ids: Annotated[bool, "name tokens in log-probabilities by id, as the field of requests does"] = False

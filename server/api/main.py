@@ -172,7 +172,7 @@ async def serve(child: Child) -> None:
     draining: list[asyncio.Task[None]] = []  # the event loop keeps only weak references to tasks
     loop.add_signal_handler(signal.SIGUSR1, lambda: draining.append(asyncio.create_task(drain())))
     child.on_orphaned(lambda: loop.call_soon_threadsafe(stop), grace=GRACE_S + 5)
-    pump = asyncio.create_task(api.pump(inbox, url_of(listener, bool(child.config.ssl_certfile))))
+    pump = asyncio.create_task(api.pump(inbox, url_of(listener)))
     pump.add_done_callback(lambda task: stop())
     reports = asyncio.create_task(api.report_to_launcher())
     await server.listen(listener)

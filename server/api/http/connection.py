@@ -189,13 +189,13 @@ def make_server(app: ASGIApp, max_connections: int, config: EngineConfig, grace:
         app, loop="uvloop", http=http, ws="none", lifespan="off", access_log=False, log_config=None,
         log_level=logging.ERROR, server_header=False,  # any client can cause any number of warnings
         date_header=not is_proxy, proxy_headers=not is_proxy, timeout_keep_alive=config.idle_timeout, timeout_graceful_shutdown=grace,
-        backlog=BACKLOG, root_path=config.root_path, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+        backlog=BACKLOG, root_path=config.root_path,
     ))  # fmt: skip
 
 
-def url_of(listener: socket.socket, is_tls: bool) -> str:
+def url_of(listener: socket.socket) -> str:
     name = listener.getsockname()
     if isinstance(name, str):  # a Unix socket
         return f"unix:{name}"
     host, port, *_ = name
-    return f"http{'s' * is_tls}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return "http://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

@@ -40,8 +40,7 @@ def test_hyperthreads_of_a_core_go_to_one_engine(monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines_get_what_was_told_but_for_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TLS ends at the proxy, and each engine counts its own threads."""
-    config = EngineConfig(dp=2, tp=2, host="0.0.0.0", port=8000, api_key="k", prefix_cache=False, ssl_certfile="c", api_arena_bytes=GIB)
+    config = EngineConfig(dp=2, tp=2, host="0.0.0.0", port=8000, api_key="k", prefix_cache=False, api_arena_bytes=GIB)
     _, settings = shares(config, 4, monkeypatch)
     common = {"tp": 2, "api_key": "k", "prefix_cache": False, "api_arena_bytes": GIB}
     assert settings == [EngineConfig(**common, port=8001), EngineConfig(**common, port=8002)]

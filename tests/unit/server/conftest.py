@@ -1,7 +1,5 @@
 """Model folders and running stacks that the tests of the server share."""
 
-import shutil
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -90,16 +88,3 @@ async def loading(checkpoint: Checkpoint) -> AsyncIterator[Loading]:
     made = Loading(checkpoint)
     yield made
     await made.close()
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key and a certificate of 127.0.0.1 in one file."""
-    if shutil.which("openssl") is None:
-        pytest.skip("makes its certificate with openssl")
-    path = tmp_path_factory.mktemp("tls") / "certificate.pem"
-    subject = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, "-keyout", path, "-out", "/dev/stdout"]
-    made = subprocess.run(command, check=True, capture_output=True).stdout
-    path.write_bytes(path.read_bytes() + made)
-    return path

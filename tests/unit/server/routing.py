@@ -98,7 +98,7 @@ async def routed(*replicas: Replica) -> AsyncIterator[Routed]:
     async with proxy.running():
         serving = asyncio.create_task(server.listen(listener))
         async with aiohttp.ClientSession() as client:
-            yield Routed(proxy, list(replicas), url_of(listener, is_tls=False), client)
+            yield Routed(proxy, list(replicas), url_of(listener), client)
         server.should_exit = True
         await serving
     for replica in replicas:

@@ -101,7 +101,7 @@ class InProcess:
             processor._intake.start = lambda: None  # type: ignore[method-assign]  # helpers start when they are needed
             children["processor"].ready()
             serving = [
-                tasks.create_task(self.api.pump(inbox, url_of(self._listener, is_tls=bool(config.ssl_certfile)))),
+                tasks.create_task(self.api.pump(inbox, url_of(self._listener))),
                 tasks.create_task(processor.run()),
             ]
 
