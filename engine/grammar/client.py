@@ -9,7 +9,7 @@ import msgspec
 from cachetools import LRUCache
 
 from engine.wire.grammar import Grammar
-from engine.wire.guests import GuestDied, GuestKilled, GuestPool
+from engine.wire.guests import GuestDied, GuestPool
 
 WALL_S = 70.0  # wall-clock limit of a compilation, reached only on a busy machine
 MEMORY_BYTES = 4 << 30  # exceeding it fails the compilation
@@ -40,8 +40,8 @@ class GrammarCompiler:
         self._num_waiting = 0
 
     async def compile(self, grammar: Grammar) -> bytes:
-        """Return the compiled grammar for rank 0. Raises GrammarError; GuestKilled or TimeoutError, after which another attempt may
-        succeed; or RuntimeError if no process starts."""
+        """Return the compiled grammar for rank 0. Raises GrammarError; TimeoutError, after which another attempt may succeed; or
+        RuntimeError if no process starts."""
         job = msgspec.msgpack.encode(grammar)
         key = hashlib.sha256(job).digest()
         if (compiled := self._cache.get(key)) is None:
@@ -60,10 +60,9 @@ class GrammarCompiler:
     async def _compile(self, key: bytes, job: bytes) -> Compiled:
         try:
             compiled = msgspec.msgpack.decode(await self.pool.ask(job, WALL_S, self._seconds), type=Compiled)
-        except GuestKilled:
-            raise
         except GuestDied:
-            compiled = Compiled(error=f"the grammar exceeds the compiler's limits of {self._seconds:g} s CPU time, memory or depth")
+            words = f"the grammar exceeds the compiler's limits of {self._seconds:g} s CPU time, memory or depth"
+            raise GrammarError(words) from None
         with contextlib.suppress(ValueError):  # it is larger than the cache
             self._cache[key] = compiled
         return compiled

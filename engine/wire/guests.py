@@ -20,15 +20,11 @@ from engine.wire.config import child_environment, python_command
 
 HEADER = struct.Struct("<Ii")  # length of the data, number
 NICENESS = 19  # the engine's own processes have priority
-START_S, END_S = 120.0, 5.0
+START_S = 120.0
 
 
 class GuestDied(RuntimeError):
-    """A guest ended without an answer, or the job exceeded its CPU time."""
-
-
-class GuestKilled(GuestDied):
-    """A guest was killed from outside, often for lack of memory. This says nothing about the job."""
+    """A guest ended without an answer: the job crashed it or exceeded its CPU time, or the guest was killed."""
 
 
 class Guest:
@@ -50,10 +46,8 @@ class Guest:
                 await process.stdin.drain()
                 return await _receive(process)
         except (asyncio.IncompleteReadError, ConnectionError) as problem:
-            with contextlib.suppress(TimeoutError):  # wait for the exit code
-                await asyncio.wait_for(process.wait(), END_S)
             await self.close()
-            raise death(process.returncode) from problem
+            raise GuestDied from problem
         except (TimeoutError, asyncio.CancelledError):
             await self.close()
             raise
@@ -120,10 +114,6 @@ class GuestPool:
             return await guest.ask(job, timeout, cpu_seconds)
         finally:
             self.idle.append(guest)
-
-
-def death(code: int | None) -> GuestDied:
-    return (GuestKilled if code in (-signal.SIGKILL, -signal.SIGTERM) else GuestDied)(f"the process ended with code {code}")
 
 
 async def _receive(process: Process) -> bytes:

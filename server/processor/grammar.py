@@ -11,7 +11,6 @@ from typing import Any
 
 from engine.grammar.client import GrammarCompiler, GrammarError
 from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
-from engine.wire.guests import GuestKilled
 from engine.wire.ipc import Outbox
 from engine.wire.params import OutputOptions
 from server.errors import RequestError, overloaded
@@ -44,7 +43,7 @@ class AnswerGrammars:
             data = await self.compiler.compile(grammar)
         except GrammarError as error:
             raise RequestError(400, f"{field}: {error}", field, "invalid_value") from None
-        except (TimeoutError, GuestKilled):
+        except TimeoutError:
             raise overloaded(f"{field}: the compilation of the grammar was interrupted because the server is busy") from None
 
         region = request.regions["grammar"] = self._allocator.allocate(len(data))

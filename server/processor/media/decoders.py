@@ -9,9 +9,9 @@ from cachetools import LRUCache
 
 from engine.wire.arena import Arena
 from engine.wire.config import EngineConfig
-from engine.wire.guests import GuestDied, GuestKilled, GuestPool
+from engine.wire.guests import GuestDied, GuestPool
 from engine.wire.messages import ErrorInfo
-from server.errors import RequestError, invalid_image, overloaded
+from server.errors import RequestError, invalid_image
 from server.processor.media.decoder import MEMORY_BYTES, Clip, Job, VideoJob, VideoLimits, invalid_video
 from server.processor.media.inspect import Header
 from server.region import GrowingRegion
@@ -81,8 +81,6 @@ class Decoders:
             answer = await pool.ask(msgspec.msgpack.encode(job), timeout, cpu_seconds)
         except TimeoutError:
             raise invalid(f"decoding it takes longer than {timeout} s") from None
-        except GuestKilled:
-            raise overloaded("the decoder was killed, probably because the machine is out of memory") from None
         except GuestDied:
             raise invalid("the decoder crashed on it, or it takes more time or memory than a file of its size may") from None
         result, error = msgspec.msgpack.decode(answer, type=tuple[msgspec.Raw, ErrorInfo | None])

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from engine.wire.arena import ArenaView, create_memfd
-from engine.wire.guests import GuestPool, death
+from engine.wire.guests import GuestDied, GuestPool
 from engine.wire.jpeg import parse_plain_jpeg
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
@@ -33,44 +33,34 @@ CLIP = Clip(1, 1.0, 2, 2)
 
 
 class ScriptedGuest:
-    """Ends with these codes, one per job, and then answers. 0: it does not answer in time."""
+    """Fails so, one failure per job, and then answers."""
 
-    def __init__(self, answer: object, *codes: int):
-        self.codes = list(codes)
+    def __init__(self, answer: object, *failures: Exception):
+        self.failures = list(failures)
         self._answer = msgspec.msgpack.encode((answer, None))
 
     async def ask(self, *_: object) -> bytes:
-        if self.codes:
-            code = self.codes.pop(0)
-            raise death(code) if code else TimeoutError
+        if self.failures:
+            raise self.failures.pop(0)
         return self._answer
 
 
 async def test_a_decoder_that_crashes_or_hangs_is_the_files_fault() -> None:
     for is_video in (True, False):
-        for code in (-signal.SIGSEGV, 0):
+        for failure in (GuestDied(), TimeoutError()):
             with pytest.raises(RequestError) as caught:
-                await ask(is_video, code)
+                await ask(is_video, failure)
             assert caught.value.info.status == 422
+        assert await ask(is_video)
 
 
-async def ask(is_video: bool, *codes: int) -> object:
-    """What a decoder returns for a file whose processes end so."""
-    guest: Any = ScriptedGuest(CLIP if is_video else (2, 2, 1), *codes)
+async def ask(is_video: bool, *failures: Exception) -> object:
+    guest: Any = ScriptedGuest(CLIP if is_video else (2, 2, 1), *failures)
     pool, made = GuestPool(1, "", memory=0), Decoders.__new__(Decoders)
     pool.guests, pool.idle = [guest], [guest]
     made._images = made._videos = pool
     made._timeout, made._video_timeout = 60, 60
     return await (made.look(ENCODED) if is_video else made.read_header(ENCODED))
-
-
-async def test_a_killed_decoder_is_a_503() -> None:
-    for is_video in (True, False):
-        with pytest.raises(RequestError, match="was killed") as caught:
-            await ask(is_video, -signal.SIGKILL)
-        assert (caught.value.info.status, caught.value.info.code) == (503, "overloaded")
-        assert caught.value.info.retry_after
-        assert await ask(is_video)
 
 
 def num_lines(work: Callable[[], object]) -> int:
