@@ -1,7 +1,7 @@
 """Writes the generated tables of pages: `python docs/generate.py`. `tests/unit/test_docs.py` checks that they are current.
 
 flags.md has `engine/wire/config.py` with advice on when to change a flag; moving.md has `engine/launch/compat.py`;
-fields.md has `engine/wire/params.py`, `server/api/schema/requests.py` and `server/api/schema/fields.py`;
+fields.md has `engine/wire/params.py`, `server/api/schema/requests.py` and `server/api/schema/validate.py`;
 guides/fit.md has the output of `--plan`.
 """
 
@@ -30,8 +30,8 @@ from models.config.types import ModelConfig  # noqa: E402
 from models.scaffold.configs import config_json, generation_config_json, image_processor_json  # noqa: E402
 from models.scaffold.shapes import SHAPES  # noqa: E402
 from models.scaffold.video import video_processor_json  # noqa: E402
-from server.api.schema.fields import REFUSED, REFUSED_IN_IMAGES  # noqa: E402
 from server.api.schema.requests import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
+from server.api.schema.validate import REFUSED, REFUSED_IN_IMAGES  # noqa: E402
 
 WHEN = {
     "model": "Always: the default is a demo.",

@@ -27,7 +27,7 @@ from engine.launch.flags import add_flags, variable_words
 from engine.wire.child import raise_file_limit
 from engine.wire.config import EngineConfig
 from server.api.http.connection import BACKLOG, connection_limit, connection_of, make_server, url_of
-from server.api.http.guards import address_of, error_response
+from server.api.http.middleware import address_of, error_response
 from server.errors import RequestError, error_body, overloaded
 
 logger = logging.getLogger(__name__)

@@ -35,9 +35,8 @@ from server.api.chat.status import StatusRoutes
 from server.api.dialects import anthropic, generate, pooling, responses, updates
 from server.api.http.body import PacedBodies
 from server.api.http.connection import BACKLOG, connection_limit, make_server, url_of
-from server.api.http.guards import ERROR_BODIES, Guard, check_key, check_type, error_response
-from server.api.http.log import RequestLog, record_of
 from server.api.http.metrics import Metrics
+from server.api.http.middleware import ERROR_BODIES, Guard, RequestLog, check_key, check_type, error_response, record_of, traced
 from server.api.http.registry import RequestRegistry
 from server.api.page import page_route
 from server.checkpoint import read_checkpoint
@@ -101,8 +100,6 @@ class Api:
             origins = _listed(config.allowed_origins)
             guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
         if config.otlp_traces_endpoint:
-            from server.api.http.tracing import traced  # with the extra of that name alone
-
             guarded = traced(guarded, config.otlp_traces_endpoint)
         return RequestLog(guarded, is_silent=not config.access_log)
 

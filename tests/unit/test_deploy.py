@@ -28,8 +28,8 @@ from models.kernels.heads import Heads
 from models.kernels.hopper import compile
 from models.scaffold import SHAPES
 from server.api.chat.status import StatusRoutes
-from server.api.http.guards import OPEN_PATHS
 from server.api.http.metrics import Metrics
+from server.api.http.middleware import OPEN_PATHS
 from server.api.http.registry import RequestRegistry
 
 ROOT = Path(__file__).parents[2]

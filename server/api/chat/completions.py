@@ -17,7 +17,7 @@ from server.api.http.reply import Reply, Show
 from server.api.http.scan import Scanner
 from server.api.http.streaming import encode
 from server.api.schema.media import ImagePart, MediaRefs
-from server.api.schema.parts import Message, ProcessorKwargs, RefusalPart, TextPart
+from server.api.schema.parts import Message, ProcessorKwargs, RefusalPart, TextPart, ToolCall
 from server.api.schema.requests import (
     ChatRequest,
     CompletionRequest,
@@ -26,7 +26,6 @@ from server.api.schema.requests import (
     TokenizeChatRequest,
     TokenizeRequest,
 )  # fmt: skip
-from server.api.schema.tools import ToolCall
 from server.api.schema.validate import Open, check
 from server.api.schema.video import video_reference
 

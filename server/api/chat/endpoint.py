@@ -23,8 +23,8 @@ from engine.wire.stats import Stages
 from models.config.types import SamplingDefaults
 from server.api.chat.routes import EVENTS, JSON
 from server.api.http.body import Body, check_text_bytes, read_body
-from server.api.http.guards import credentials_of
 from server.api.http.metrics import Metrics
+from server.api.http.middleware import credentials_of
 from server.api.http.registry import RequestRegistry
 from server.api.http.reply import GatheredReply, GeneratedReply, Reply, Show
 from server.api.http.streaming import Format, ReplyOptions

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from server.api.http.guards import OPEN_PATHS
+from server.api.http.middleware import OPEN_PATHS
 from server.api.schema.validate import check, read_object
 from server.errors import RequestError
 

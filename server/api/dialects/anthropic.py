@@ -18,9 +18,8 @@ from server.api.http.reply import Reply
 from server.api.http.scan import Scanner
 from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 from server.api.schema.media import check_url
-from server.api.schema.parts import FIRST, ToolList
+from server.api.schema.parts import FIRST, FunctionDefinition, Hosted, HostedTool, Parameters, ToolList
 from server.api.schema.requests import MAX_STOPS, ChatRequest, Effort, MessageList, SchemaFormat
-from server.api.schema.tools import FunctionDefinition, Hosted, HostedTool, Parameters
 from server.api.schema.validate import BY_TYPE, Strict, bad_value, check, tag_of
 
 MESSAGES_PATH = "/v1/messages"

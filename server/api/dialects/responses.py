@@ -19,9 +19,19 @@ from server.api.chat.format import logprobs_json
 from server.api.http.scan import Scanner
 from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
 from server.api.schema.media import check_urls
-from server.api.schema.parts import FIRST, Content, RefusalPart, TextPart, ToolList
+from server.api.schema.parts import (
+    FIRST,
+    Content,
+    FunctionDefinition,
+    FunctionName,
+    Hosted,
+    HostedTool,
+    Name,
+    RefusalPart,
+    TextPart,
+    ToolList,
+)
 from server.api.schema.requests import AnswerFormat, MessageList, Reasoning
-from server.api.schema.tools import FunctionDefinition, FunctionName, Hosted, HostedTool, Name
 from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type, tag_of
 
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat

@@ -15,9 +15,8 @@ from starlette.types import Receive, Scope, Send
 from engine.wire.messages import ErrorInfo, Event, Submit
 from engine.wire.stats import Stages
 from server.api.http.connection import connection_of
-from server.api.http.guards import error_response
-from server.api.http.log import Record, record_of
 from server.api.http.metrics import Metrics
+from server.api.http.middleware import Record, error_response, record_of
 from server.api.http.registry import RequestRegistry, Stream
 from server.api.http.streaming import Choice, Format, ReplyOptions, Usage, size_of, stage_times, timings_json
 from server.errors import ABORTED, MAX_PROMPT_SCORES, check_prompt_scores, error_of

@@ -9,8 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from engine.wire.messages import API_ARENA, MediaRef, Region
 from server.api.http.body import Body
 from server.api.http.scan import Scanner
-from server.api.schema.fields import REFUSED_IN_IMAGES, check_refused
-from server.api.schema.validate import Open, Strict, bad_value
+from server.api.schema.validate import REFUSED_IN_IMAGES, Open, Strict, bad_value, check_refused
 
 LOW_DETAIL_PIXELS = 512 * 512
 URL_SCHEMES = ("http://", "https://", "file://", "data:")

@@ -1,6 +1,6 @@
 """Schema of chat and text completions: the supported fields as strict types. The other dialects build on it.
 
-None means the checkpoint's default. `fields.py` handles all other fields.
+None means the checkpoint's default. `validate.py` handles all other fields.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,10 +9,8 @@ from pydantic import BeforeValidator, Field, create_model
 from pydantic_core import from_json
 
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
-from server.api.schema.fields import check_refused
-from server.api.schema.parts import FIRST, MediaOptions, Message, TextPart, ToolList
-from server.api.schema.tools import AllowedTools, AnyTool, NamedTool, Tool
-from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value
+from server.api.schema.parts import FIRST, AllowedTools, AnyTool, MediaOptions, Message, NamedTool, TextPart, Tool, ToolList
+from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value, check_refused
 
 MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # every token is compared with all of them

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from engine.wire.messages import RequestOutput
-from server.api.http.log import POLLS
+from server.api.http.middleware import POLLS
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack, StackOf, hold, hold_silently
@@ -43,7 +43,7 @@ def test_one_line_per_request(stack_of: StackOf, model_folder: Path, caplog: pyt
         for path in POLLS:
             stack.http.get(path)
         stack.settle()
-        lines = [record.getMessage() for record in caplog.records if record.name == "server.api.http.log"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "server.api.http.middleware"]
         if access_log:
             answered, refused, counted = lines
             assert re.search(r"first 127.0.0.1 POST '/v1/chat/\S+' 200, \d+ ms$", answered)
@@ -253,7 +253,7 @@ def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
 def test_a_span_for_every_request(stack_of: StackOf, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It continues the client's trace; a token of a stream has none."""
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
-    monkeypatch.setattr("server.api.http.tracing.OTLPSpanExporter", lambda endpoint: memory)
+    monkeypatch.setattr("opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter", lambda endpoint: memory)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # ms, in which spans gather
     stack = stack_of(model_folder, otlp_traces_endpoint="http://collector/v1/traces")
     trace_id = "0af7651916cd43dd8448eb211c80319c"

@@ -1,18 +1,30 @@
-"""ASGI middleware that rejects forbidden clients and bodies."""
+"""ASGI middleware: rejection of forbidden clients and bodies, request ids, the access log, tracing; and errors before the headers."""
 
 import hmac
+import logging
+import re
+import secrets
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette._utils import get_route_path
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.wire.config import VERSION
 from engine.wire.messages import ErrorInfo
 from server.errors import error_body
 
+logger = logging.getLogger(__name__)
+
 ERROR_BODIES: dict[str, Callable[[ErrorInfo], bytes]] = {}  # by prefix of paths whose errors are not in OpenAI's form
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+HEADER = "x-request-id"
+KEY = "engine.record"
+POLLS = frozenset({"/health", "/health/live", "/health_generate", "/ping", "/metrics"})  # logged at DEBUG
 
 
 def is_open(scope: Scope) -> bool:
@@ -75,3 +87,60 @@ def check_type(scope: Scope) -> Response | None:
         return None
     words = "The Content-Type of a request must be application/json."
     return error_response(ErrorInfo(415, words, code="unsupported_media_type"), scope)
+
+
+@dataclass(slots=True)
+class Record:
+    request_id: str
+    status: int = 0
+    reason: str = ""  # error message sent to the client
+
+
+def record_of(scope: Scope) -> Record:
+    record: Record = scope[KEY]
+    return record
+
+
+class RequestLog:
+    """Assigns an id to every request (the client's own if it has one), returns it in a header, and logs the line unless `is_silent`."""
+
+    def __init__(self, app: ASGIApp, is_silent: bool):
+        self._app = app
+        self._is_silent = is_silent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get(HEADER, "")
+        record = scope[KEY] = Record(given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16))
+        started = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = headers["request-id"] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            level = logging.DEBUG if get_route_path(scope) in POLLS else logging.INFO
+            if not self._is_silent and logger.isEnabledFor(level):
+                asked, milliseconds = f"{scope['method']} {scope['path'][:200]!r}", 1e3 * (time.monotonic() - started)
+                words = f"{record.request_id} {address_of(scope) or '-'} {asked} {record.status or 'left'}, {milliseconds:.0f} ms"
+                logger.log(level, "%s", words + f", {record.reason!r}" * bool(record.reason))
+
+
+def traced(app: ASGIApp, endpoint: str) -> ASGIApp:
+    """Return the application with one OpenTelemetry span per request, sent by OTLP over HTTP, and none for single messages, which are
+    tokens. Needs the extra `tracing`."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create({"service.name": "mini-vlm-engine", "service.version": VERSION})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    middleware: ASGIApp = OpenTelemetryMiddleware(app, tracer_provider=provider, exclude_spans=["receive", "send"])
+    return middleware
