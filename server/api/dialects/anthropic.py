@@ -123,6 +123,7 @@ class CountRequest(DialectRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None  # an older name of `output_config.format`
 
     def chat_body(self, scanner: Scanner) -> dict[str, Any]:
         chat = self.as_chat({"max_tokens", "top_k", "stop"})
@@ -138,6 +139,8 @@ class CountRequest(DialectRequest):
             chat["enable_thinking"] = self.thinking.type == "enabled"
         if self.output_config:
             chat |= {"reasoning_effort": self.output_config.effort, "response_format": self.output_config.format}
+        if self.output_format:
+            chat["response_format"] = self.output_format
         return chat
 
 

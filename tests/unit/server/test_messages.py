@@ -41,8 +41,9 @@ def test_fields_of_a_request() -> None:
     }  # fmt: skip
     assert translated(thinking={"type": "enabled", "budget_tokens": 1024})["enable_thinking"] is True
     schema = {"type": "object"}
-    told = translated(output_config={"format": {"type": "json_schema", "schema": schema}})
-    assert told["response_format"] == {"type": "json_schema", "schema": schema}
+    shape = {"type": "json_schema", "schema": schema}
+    for fields in ({"output_config": {"format": shape}}, {"output_format": shape}):
+        assert translated(**fields)["response_format"] == shape
 
 
 def test_images_by_reference_by_text_and_by_url() -> None:
