@@ -35,7 +35,7 @@ class VideoOptions(PixelLimits):
 class VideoUrl(VideoOptions, Open):
     """Location of a video: a file, or `data:video/jpeg;base64,` with frames separated by commas."""
 
-    url: str | None
+    url: str | None = None
 
 
 class VideoPart(VideoOptions, Open):

@@ -93,6 +93,7 @@ BAD_INSIDE: list[tuple[str, dict[str, object]]] = [
     ("messages[0].content", user(5)), (PART, user(["x"])), (PART + ".text", user([{"type": "text"}])),
     (PART + ".video_url.url", user([{"type": "video_url", "video_url": "x"}])),
     (PART + ".image_url", image(None)), (PART + ".image_url", user([{"type": "image_url"}])),
+    (PART + ".image_url", image({})), (PART + ".video_url", user([{"type": "video_url", "video_url": {}}])),
     (PART + ".image_url.url", image({"url": 5})), (PART + ".min_pixels", image(URL, min_pixels="5")),
     (PART + ".image_url.max_pixels", image({"url": URL, "max_pixels": 0})),
     (PART + ".image_url.resized_height", image({"url": URL, "resized_height": 64})),
