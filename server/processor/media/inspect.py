@@ -39,11 +39,7 @@ class Inspector:
         self._max_jpeg_pixels = MAX_JPEG_PIXELS if gpu_decodes else MAX_JPEG_PIXELS_HOST
         model, self.geometry = checkpoint.model, checkpoint.model.geometry
         self._max_pixels = config.max_image_pixels
-        self.max_tokens = config.max_num_encoder_tokens
         self._has_vision = "image" in model.placeholder_ids
-        if config.image_cache_bytes is not None and self._has_vision:
-            token_bytes = model.num_visual_levels * model.text.hidden_size * (4 if config.dtype == "float32" else 2)
-            self.max_tokens = min(self.max_tokens, config.image_cache_bytes // token_bytes)
         geometry = self.geometry = self.geometry_of(MediaRef(min_pixels=config.min_pixels, max_pixels=config.max_pixels))
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
@@ -77,16 +73,11 @@ class Inspector:
         return dataclasses.replace(self.geometry, min_pixels=least, max_pixels=most)
 
     def grid(self, geometry: VisionGeometry, height: int, width: int) -> Grid:
-        """Return the patch grid. RequestError 400 for a shape that the model does not support, or for too many tokens; the transposed shape
-        gives the same result."""
+        """Return the patch grid; the transposed shape gives the same number of tokens. RequestError 400 for an unsupported shape."""
         try:
-            grid = geometry.grid(height, width)
+            return geometry.grid(height, width)
         except ValueError as error:
             raise RequestError(400, str(error), code="unsupported_image") from None
-        num_tokens = geometry.num_tokens(grid)
-        if num_tokens > self.max_tokens:
-            raise RequestError(400, f"it takes {num_tokens} tokens, the limit is {self.max_tokens}", code="image_too_large")
-        return grid
 
     def size_for_workers(self, geometry: VisionGeometry, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) to which the processor decodes an image: its own, or, if that is much larger, the size to which

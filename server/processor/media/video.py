@@ -97,20 +97,17 @@ class Videos:
             raise RequestError(400, words, code="video_too_large")
 
     def plan(self, video: VideoGeometry, indices: list[int], times: list[float], size: Size) -> VideoPlan:
-        """Return the plan for these frames of this size (height, width). RequestError 400 for an unsupported shape, or for too many frames
-        or tokens."""
-        num_frames, most = len(indices), self.inspector.max_tokens
+        """Return the plan for these frames of this size. RequestError 400 for an unsupported shape, or for too many frames."""
+        num_frames = len(indices)
         self.check_frames(num_frames)
         try:
             _, rows, columns = video.grid(num_frames, *size)
         except ValueError as error:
             raise RequestError(400, str(error), code="invalid_video") from None
-        num_tokens = self.inspector.geometry.num_tokens((1, rows, columns))
-        if num_tokens > most:
-            raise RequestError(400, f"a pair of its frames takes {num_tokens} tokens, the limit is {most}", code="video_too_large")
         return VideoPlan(
             indices=[*indices, *[indices[-1]] * (num_frames % PAIR)], size=(rows * video.patch_size, columns * video.patch_size),
-            grid=(1, rows, columns), num_tokens=num_tokens, times=video.pair_times(times),
+            grid=(1, rows, columns), num_tokens=self.inspector.geometry.num_tokens((1, rows, columns)),
+            times=video.pair_times(times),
         )  # fmt: skip
 
 

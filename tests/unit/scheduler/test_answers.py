@@ -78,3 +78,13 @@ def test_the_highest_priority_number_is_preempted() -> None:
     assert sim.core.state.counters.preemptions > 0
     finished = list(sim.terminal)
     assert finished[-1] == 0 and set(sim.terminal.values()) == {"length"}
+
+
+@pytest.mark.parametrize(("length", "limits"), [(17, {}), (6, {"image_tokens": 5})], ids=["encoder", "cache"])
+def test_an_image_that_can_never_be_encoded_is_refused(length: int, limits: dict[str, int]) -> None:
+    core = make_core(num_blocks=200, max_num_batched_tokens=64, **limits)
+    prompt = [20, *[PLACEHOLDER] * length, 21]
+    core.add(make_request(1, prompt, [(1, length, b"a")], 9), np.asarray(prompt, dtype=np.int32))
+    outputs = core.take_outputs(None, 0.0)
+    (error,) = (output.error for output in outputs.outputs)
+    assert error is not None and f"An image takes {length} tokens" in error.message and outputs.released == [1]

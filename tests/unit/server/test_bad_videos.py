@@ -43,7 +43,6 @@ BAD: dict[str, tuple[Callable[[], bytes], int, str]] = {
     "a codec that nobody sends": (lambda: encode(frames_of(3), "matroska", "ffv1"), 422, "it is damaged"),
     "a codec that nobody knows": (lambda: b"zzzz".join(CLIP.rsplit(b"avc1", 1)), 422, "its codec or the size"),
     "one frame": (lambda: encode(frames_of(1)), 400, "at least 2 frames"),
-    "too much for the cache": (lambda: encode(frames_of(2, 1000, 1000)), 400, "tokens, the limit is 400"),
 }
 
 
