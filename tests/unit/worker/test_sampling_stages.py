@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
-from engine.worker.sampling import prompt as prompt_scores
+from engine.worker.sampling import reports
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.reference.sampling import TorchSampling
@@ -154,7 +154,7 @@ def expected_prompt_logprobs(model: Qwen3VL, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("chunk", "num_blocks"), [pytest.param(8192, 256, marks=pytest.mark.nightly), (5, 256), (16, 12)])
 def test_prompt_logprobs(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, chunk: int, num_blocks: int) -> None:
-    monkeypatch.setattr(prompt_scores, "SLICE", 7)
+    monkeypatch.setattr(reports, "SLICE", 7)
     prompts = [[(7 * i * (rid + 3)) % 290 for i in range(37)] for rid in range(3)]
     engine = Engine(model, num_blocks=num_blocks, max_num_batched_tokens=chunk, max_num_mixed_tokens=chunk)
     plain = Engine(model)
