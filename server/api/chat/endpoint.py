@@ -159,7 +159,7 @@ class GenerationEndpoint(Endpoint):
             model=request.model or self.service.model_names[0], created=int(time.time()), started=body.started, received=body.received,
             is_streamed=bool(request.stream), timings=bool(request.timings),
             include_usage=bool(wanted.include_usage or config.enable_force_include_usage),
-            continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), n=request.n or 1, params=params,
+            continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), params=params,
             drops_empty=rules.calls != "none",
             hides_reasoning=request.include_reasoning is False,
         )  # fmt: skip

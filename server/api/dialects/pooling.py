@@ -72,11 +72,6 @@ class ScoreRequest(PoolingRequest):
     text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1", "query"))
     text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
-    def check_together(self, vocab_size: int) -> None:
-        super().check_together(vocab_size)
-        if "label_token_ids" in (self.model_extra or {}):
-            raise bad_value("label_token_ids", "is not supported: scores are the probability of yes against no (docs/api.md)")
-
 
 class PoolingEndpoint(Endpoint):
     """Base of endpoints that return logits of `words`, or hidden states."""

@@ -158,7 +158,6 @@ class ReplyOptions:
     include_usage: bool = False
     continuous_usage: bool = False
     timings: bool = False
-    n: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
     hides_reasoning: bool = False
     drops_empty: bool = False  # no chunk for a token with held-back text, such as the first thirty of a tool call

@@ -104,11 +104,11 @@ def _path(error: ErrorDetails, value: Any) -> str:
 
 Refused = dict[str, tuple[object, ...]]
 OFF: tuple[object, ...] = (None, False, [], {})
-NAMES = """audio audio_data background chat_template container conversation custom_logit_processor documents echo functions
-guided_choice guided_grammar guided_json guided_regex
-guided_whitespace_pattern input_embeds input_ids logits_processors logprob_token_ids lora_path max_pixels max_tokens_per_doc media_io_kwargs
-min_pixels output_format previous_response_id prompt prompt_embeds return_hidden_states return_routed_experts session_params stop_regex
-structural_tag suffix thinking token_ids_logprob use_beam_search video_data web_search_options"""
+NAMES = """audio audio_data background chat_template container conversation custom_logit_processor documents echo functions guided_choice
+guided_grammar guided_json guided_regex guided_whitespace_pattern input_embeds input_ids label_token_ids logits_processors
+logprob_token_ids lora_path max_pixels max_tokens_per_doc media_io_kwargs min_pixels output_format previous_response_id prompt
+prompt_embeds return_hidden_states return_routed_experts session_params stop_regex structural_tag suffix thinking token_ids_logprob
+use_beam_search video_data web_search_options"""
 IMAGE_NAMES = """frames_indices max_dynamic_patch max_frames max_tokens_per_frame min_dynamic_patch min_frames resized_height
 resized_width timestamps"""
 

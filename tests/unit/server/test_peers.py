@@ -72,7 +72,7 @@ def test_what_peers_accept(stack: Stack, tokenizer: Tokenizer) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (GENERATE, {"text": ["x", "y"], "rid": ["r1"]}, 400, "rid: must have an entry per prompt"),
-    ("/score", {"query": "x", "items": ["y"], "label_token_ids": [5]}, 400, "scores are the probability of yes against no"),
+    ("/score", {"query": "x", "items": ["y"], "label_token_ids": [5]}, 400, "label_token_ids: this server does not support"),
     (CHAT, {"model": "gpt-x"}, 404, "This server has: test-model, other-name"),
     (CHAT, {"messages": user({"type": "image_url", "image_url": {"url": "cat.jpg"}})}, 400, "such as 'data:image/jpeg;base64,/9j/4AAQ...'"),
     ("/v1/files", {}, 404, "There is no route /v1/files"),
