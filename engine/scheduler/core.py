@@ -214,7 +214,7 @@ class SchedulerCore:
     def _make_request(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], siblings: list[Request], index: int) -> Request:
         most = self._capacity - len(prompt_ids)
         params = wire.params.of_answer(index)
-        max_tokens = most if params.max_tokens is None else min(most, params.max_tokens)
+        max_tokens = most if params.max_tokens is None else min(most, max(1, params.max_tokens))
         token_ids = np.empty(len(prompt_ids) + max_tokens, dtype=np.int32)
         token_ids[: len(prompt_ids)] = prompt_ids
         hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.namespace)

@@ -219,10 +219,7 @@ class Intake:
         request.num_prompt_tokens = num_prompt
         for answer in request.answers:
             answer.text.read_prompt(prompt.ids)
-        changes = {
-            "max_tokens": self._max_tokens(request),
-            "bad_words": self._prompts.bad_words(submit.output.bad_words),
-        }
+        changes: dict[str, Any] = {"bad_words": self._prompts.bad_words(submit.output.bad_words)}
         if submit.params.thinking_token_budget is not None:
             changes |= self._thinking(request)
         if submit.pooled_words is not None:
@@ -259,10 +256,6 @@ class Intake:
         if isinstance(prompt, list):
             return self._tokens.text_of(prompt)
         return prompt if isinstance(prompt, str) else ""
-
-    def _max_tokens(self, request: Request) -> int:
-        limit, most = request.submit.params.max_tokens, self.max_model_len - request.num_prompt_tokens
-        return most if limit is None else max(1, min(limit, most))
 
     def _thinking(self, request: Request) -> dict[str, tuple[int | None, ...]]:
         """Return the parameters of a thinking budget. RequestError 400 if the model does not think."""

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -88,3 +89,11 @@ def test_an_image_that_can_never_be_encoded_is_refused(length: int, limits: dict
     outputs = core.take_outputs(None, 0.0)
     (error,) = (output.error for output in outputs.outputs)
     assert error is not None and f"An image takes {length} tokens" in error.message and outputs.released == [1]
+
+
+def test_max_tokens_are_those_that_the_context_leaves() -> None:
+    """An answer of no tokens has one, which its client does not see."""
+    for max_tokens, expected in ((0, 1), (5, 5), (None, 800 - 6)):
+        core = make_core(num_blocks=200, max_num_batched_tokens=64)
+        core.add(make_request(1, [20] * 6, [], cast(int, max_tokens)), np.full(6, 20, dtype=np.int32))
+        assert core.state.waiting[0].max_tokens == expected

@@ -101,7 +101,6 @@ def test_the_prompt_must_fit_the_context(stack: Stack) -> None:
     stack.chat("a")
     overhead = stack.last.prompt.length // 4 - 1
     assert stack.chat((" a" * (4095 - overhead)).lstrip()).status_code == 200
-    assert stack.last.params.max_tokens == 1
     response = stack.chat((" a" * (4096 - overhead)).lstrip())
     assert response.status_code == 400 and response.json()["error"]["message"].count("4096") == 2
 

@@ -142,7 +142,7 @@ def test_an_echo(stack: Stack, tokenizer: Tokenizer) -> None:
         usage = {"stream_options": {"include_usage": True}} if stream else {}
         parts = ask(stack, prompt="Hello you", echo=True, max_tokens=0, logprobs=2, stream=stream, **usage)
         choices = choices_of(parts)
-        assert stack.last.params.max_tokens == 1
+        assert stack.last.params.max_tokens == 0
         assert (text_of(choices), choices[-1]["finish_reason"]) == ("Hello you", "length")
         assert (parts[-1]["usage"]["prompt_tokens"], parts[-1]["usage"]["completion_tokens"]) == (len(ids_of(tokenizer, "Hello you")), 0)
         tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
