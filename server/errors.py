@@ -29,7 +29,6 @@ class RequestError(ValueError):
 
 
 invalid_image = functools.partial(RequestError, 422, code="invalid_image")
-no_vision = functools.partial(RequestError, 400, "this model does not support images", code="invalid_value")
 
 
 INTERNAL_ERROR = ErrorInfo(500, "The server failed to handle this request.", code="internal_error")

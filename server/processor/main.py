@@ -56,7 +56,7 @@ class Processor:
         self._has_leaked = False
         requests: dict[int, Request] = {}
         gpu_decodes = child.runtime.gpu_decodes_jpegs
-        worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes else None
+        worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes and checkpoint.model.placeholder_ids else None
         allocator = self._allocator = RegionAllocator(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
         inspector = Inspector(child.config, checkpoint, gpu_decodes)
         sources = Sources(child.config, bodies, allocator, inspector)

@@ -11,7 +11,7 @@ from engine.wire.jpeg import parse_plain_jpeg
 from engine.wire.messages import MediaRef
 from models.media.geometry import Grid, VisionGeometry
 from server.checkpoint import Checkpoint
-from server.errors import RequestError, no_vision
+from server.errors import RequestError
 from server.processor.media.decoder import read_orientation
 
 PROCESSING_VERSION = 1  # part of every image's identity: increment it when the same bytes give different pixels
@@ -37,9 +37,8 @@ class Header:
 class Inspector:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, gpu_decodes: bool):
         self._max_jpeg_pixels = MAX_JPEG_PIXELS if gpu_decodes else MAX_JPEG_PIXELS_HOST
-        model, self.geometry = checkpoint.model, checkpoint.model.geometry
+        self.geometry = checkpoint.model.geometry
         self._max_pixels = config.max_image_pixels
-        self._has_vision = "image" in model.placeholder_ids
         geometry = self.geometry = self.geometry_of(MediaRef(min_pixels=config.min_pixels, max_pixels=config.max_pixels))
         sizes = (geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size, geometry.min_pixels, geometry.max_pixels)
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, sizes))
@@ -47,8 +46,6 @@ class Inspector:
     def plain_header(self, data: memoryview) -> Header | None:
         """Return the header of a JPEG that stays encoded, None for other files. RequestError 400 or 422 with a text that follows "Image n:
         "."""
-        if not self._has_vision:  # before it is announced to the worker
-            raise no_vision()
         plain = parse_plain_jpeg(data)
         if plain is None or plain.height * plain.width > self._max_jpeg_pixels:
             return None

@@ -60,7 +60,6 @@ class Videos:
         self.inspector, self.sources, self.decoders, self.new_image = inspector, sources, decoders, new_image
         self.max_bytes = config.max_video_bytes
         self._max_frames = config.max_video_frames
-        self._takes_videos = "video" in checkpoint.model.placeholder_ids
         self._usual = read_video_geometry(checkpoint.folder, checkpoint.model.geometry)
         sizes = inspector.geometry.patch_size, inspector.geometry.merge_size, inspector.geometry.temporal_patch_size
         self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, *sizes))
@@ -74,8 +73,6 @@ class Videos:
 
     def geometry_of(self, ref: VideoRef) -> VideoGeometry:
         """Return the checkpoint's geometry with the request's limits; a rate replaces a number of frames. RequestError 400."""
-        if not self._takes_videos:
-            raise RequestError(400, "this model does not support videos", code="invalid_value")
         usual = self._usual
         least = ref.min_pixels or min(usual.min_pixels, ref.max_pixels or usual.min_pixels)
         most = ref.max_pixels or max(usual.max_pixels, least)

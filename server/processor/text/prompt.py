@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from engine.wire.params import MAX_BAD_WORD_TOKENS, ChatPrompt, Prompt
 from models.config.types import MediaKind
 from server.checkpoint import Checkpoint
-from server.errors import PROMPT, RequestError, no_vision
+from server.errors import PROMPT, RequestError
 from server.processor.text.template import ChatTemplate, Rendered
 
 MAX_TOKENS = 1 << 20  # limit of a prompt that is only counted
@@ -66,7 +66,7 @@ class PromptBuilder:
         """Return token ids with one placeholder per medium. `is_framed`: a chat gets the tokens that the tokenizer puts around a text.
         RequestError 400 if the template does not show every medium, or, early, for far more tokens than `limit`."""
         if kinds and not self._placeholders:
-            raise no_vision()
+            raise RequestError(400, "this model does not support images", PROMPT, "invalid_value")
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
             ids = self._encode_rendered(self.template.render(prompt), limit)
