@@ -56,7 +56,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: ClassVar[int] = 16  # tokens of one KV block
     snapshot_share: ClassVar[float] = 0.75  # maximum share of the KV pool for snapshots of recurrent states
-    body_timeout: ClassVar[int] = 30  # seconds that a request body may stall; in total it may take this plus 1 s per 32 KiB
     grammar_timeout: ClassVar[int] = 5  # seconds of CPU time that compiling a grammar may take
     media_pool_size: ClassVar[int] = max(2, min(16, num_cpus()))  # threads that fetch, decode base64 and hash
     processing_pool_size: ClassVar[int] = max(1, min(16, num_cpus()))  # processes for non-baseline images; threads for JPEGs on CPUs

@@ -33,7 +33,6 @@ from server.api.chat.endpoint import Endpoint, Service
 from server.api.chat.routes import JSON, BodyRoute, DescribedRoute, describe
 from server.api.chat.status import StatusRoutes
 from server.api.dialects import anthropic, generate, pooling, responses, updates
-from server.api.http.body import PacedBodies
 from server.api.http.connection import BACKLOG, connection_limit, make_server, url_of
 from server.api.http.metrics import Metrics
 from server.api.http.middleware import ERROR_BODIES, Guard, RequestLog, check_key, check_type, error_response, record_of, traced
@@ -91,7 +90,7 @@ class Api:
             RequestError: self._on_request_error, ClientDisconnect: self._on_disconnect, HTTPException: _on_http_error,
             Exception: self._on_bug,
         })  # fmt: skip
-        guarded: ASGIApp = PacedBodies(Guard(app, check_type), config.body_timeout)
+        guarded: ASGIApp = Guard(app, check_type)
         if keys := read_api_keys(config):
             guarded = Guard(guarded, functools.partial(check_key, [key.encode() for key in keys]))
         if config.allowed_hosts:

@@ -21,7 +21,7 @@ from server.api.chat.adapters import AdapterRoutes
 from server.api.chat.status import StatusRoutes
 from server.api.dialects.updates import WeightUpdates
 from server.api.http.body import MAX_TEXT_BYTES
-from server.api.http.connection import HEAD_SECONDS, MAX_HEAD_BYTES
+from server.api.http.connection import BODY_SECONDS, HEAD_SECONDS, MAX_HEAD_BYTES
 from server.api.http.registry import MAX_PROMPTS_BYTES
 from server.api.main import ENDPOINTS
 from server.api.schema import parts
@@ -163,7 +163,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
     numbers = [
         *(f"{size >> 20} MiB" for size in sizes),
         *(f"{count:,}" for count in (MAX_VALUES, config.max_connections, config.max_queued_requests, config.max_num_encoder_tokens)),
-        *(f"{seconds} s" for seconds in (int(HEAD_SECONDS), config.idle_timeout, config.body_timeout, config.decode_timeout, DECODE_CPU_S)),
+        *(f"{seconds} s" for seconds in (int(HEAD_SECONDS), config.idle_timeout, int(BODY_SECONDS), config.decode_timeout, DECODE_CPU_S)),
         *(f"{pixels >> 20} megapixels" for pixels in (PIXELS_PER_CPU_S, LARGE_PIXELS)),
         f"{MAX_HEAD_BYTES >> 10} KiB", f"{config.max_image_pixels // 10**6} million", f"| {config.max_images_per_request} |",
         f"| {LARGE_AT_ONCE}, each", f"{MAX_PROMPT_SCORES:,}",

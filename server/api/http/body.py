@@ -1,13 +1,12 @@
 """Reader of a request body into the api's arena. Space is reserved before the first byte is read; the processor learns of each image of a
 large body as soon as it is complete."""
 
-import asyncio
 import contextlib
 import secrets
 import time
 
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive
 
 from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall
 from engine.wire.config import EngineConfig
@@ -18,7 +17,6 @@ from server.errors import RequestError, overloaded
 from server.region import GrowingRegion
 
 FIRST_CAPACITY = 1 << 16  # reserved for a body without a Content-Length
-MAX_TIMEOUTS = 10  # multiple of the longest pause that a body may take in total
 MAX_SPARE_REFERENCES = 1024  # so that requests with slightly too many images get the right error
 MAX_TEXT_BYTES = 8 << 20  # limit of JSON without media: several times the largest context
 
@@ -56,32 +54,6 @@ class Body:
             self._registry.abandon(self.rid, self.region.offset)
         else:
             self.region.free()
-
-
-class PacedBodies:
-    """Middleware that limits the time of every body: `timeout` seconds per pause, MAX_TIMEOUTS times as long in total. `receive` raises
-    RequestError 408."""
-
-    def __init__(self, app: ASGIApp, timeout: float):
-        self._app, self._timeout = app, timeout
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop, more = asyncio.get_running_loop(), True
-        end = loop.time() + MAX_TIMEOUTS * self._timeout
-
-        async def receive_in_time() -> Message:
-            nonlocal more
-            if not more:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(min(end, loop.time() + self._timeout)):
-                    message = await receive()
-            except TimeoutError:
-                raise RequestError(408, "The request body arrived too slowly.") from None
-            more = message.get("more_body", False)
-            return message
-
-        await self._app(scope, receive_in_time, send)
 
 
 async def read_body(receive: Receive, length: int | None, arena: Arena, config: EngineConfig, registry: RequestRegistry) -> Body:

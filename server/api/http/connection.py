@@ -27,6 +27,7 @@ from server.errors import error_body
 
 MAX_HEAD_BYTES = 1 << 16  # also of a chunk's extension and of trailers; checked after each read
 HEAD_SECONDS = 20.0
+BODY_SECONDS = 30.0  # after the head, or twice that after a piece of the body, without a further piece
 LINGER_S = 1.0  # before a connection with unread bytes is closed, so that its client can read the error
 BACKLOG = 2048
 NUM_OTHER_FILES = 256  # file descriptors of the api other than connections
@@ -51,7 +52,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._awaits_head = True
         self._num_silent = 0  # bytes since the last complete head or piece of a body
         self._running: RequestResponseCycle | None = None  # the request that is answered; `cycle` may be the next one
-        self._timer: asyncio.TimerHandle | None = None  # of a head, or of the close after a refusal
+        self._timer: asyncio.TimerHandle | None = None  # of a head, of a body, or of the close after a refusal
+        self._is_stalled = False  # no piece of the body has arrived since the timer started
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -87,13 +89,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {EXTENSION: weakref.proxy(self)}  # weak, as the protocol refers to the scope
         super().on_headers_complete()
         self.headers = []  # of the trailers, which must not become headers
+        self._await_body()
 
     def on_body(self, body: bytes) -> None:
-        self._num_silent = 0
+        self._num_silent, self._is_stalled = 0, False
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._awaits_head, self._num_silent = True, 0
+        self._stop_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -151,6 +155,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def _start_timer(self) -> None:
         if self._timer is None:
             self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def _await_body(self) -> None:
+        self._is_stalled, self._timer = True, self.loop.call_later(BODY_SECONDS, self._on_silence)
+
+    def _on_silence(self) -> None:
+        if self._is_stalled and not self.flow.read_paused:
+            self._refuse(408, "The request body arrived too slowly.")
+        else:
+            self._await_body()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
