@@ -85,13 +85,9 @@ class Page:
     async def type(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
-    async def press(self, key: str, modifiers: int = 0) -> None:
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9}
-        text = {"text": "\r"} if key == "Enter" else {}
+    async def press_enter(self) -> None:
         for kind in ("keyDown", "keyUp"):
-            await self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, modifiers=modifiers, windowsVirtualKeyCode=codes[key], **text
-            )
+            await self.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
 
     async def choose_files(self, selector: str, paths: list[Path]) -> None:
         root = await self.call("DOM.getDocument")

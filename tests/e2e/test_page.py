@@ -51,7 +51,7 @@ async def attach(page: Page, *paths: Path) -> None:
 async def ask(page: Page, question: str) -> None:
     await page.click("#question")
     await page.type(question)
-    await page.press("Enter")
+    await page.press_enter()
     await page.wait(DONE)
 
 
@@ -86,7 +86,7 @@ async def test_errors_are_shown_in_words(page: Page) -> None:
     assert await page.wait(PROBLEM) == "notes.txt is not a readable picture or video."
     await page.click("#question")
     await page.type("What is in this picture?")
-    await page.press("Enter")
+    await page.press_enter()
     assert (await page.wait("$('#problem').textContent.includes('mage') && $('#problem').textContent")).startswith("Image 1")
     assert await page.evaluate("[$('#question').value, all('#attached .thumb').length, all('.turn').length]") == [
         "What is in this picture?", 1, 0,
@@ -112,11 +112,11 @@ async def test_api_key(tmp_path: Path) -> None:
             assert await page.evaluate("document.activeElement.id") == "key"
             await page.click("#question")
             await page.type("hello")
-            await page.press("Enter")
+            await page.press_enter()
             assert "API key" in await page.wait(PROBLEM)
             await page.click("#key")
             await page.type("open sesame")
-            await page.press("Enter")
+            await page.press_enter()
             await page.wait(READY)
             await page.click("#send")
             await page.wait(DONE)

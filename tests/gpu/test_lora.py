@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
 from models.lora.adapter import read_adapter
@@ -15,20 +14,12 @@ from models.parallel.group import TensorParallel
 from models.scaffold.adapters import write_adapter
 from tests.gpu.generated import config_of, fill_generated
 from tests.unit.models import adapters
-from tests.unit.models.harness import PagedRunner, Prompt, Session, Want, relative, smooth_image
+from tests.unit.models.harness import PagedRunner, Prompt, relative, smooth_image
+from tests.unit.models.test_lora import AdaptedRunner
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
-DEVICE = torch.device("cuda")
 MAX_RANK = 64
-
-
-class AdaptedRunner(PagedRunner):
-    slot_of: dict[int, int]
-
-    def batch(self, rows: list[tuple[Session, int]], num_prefill_rows: int, want: Want) -> ForwardBatch:
-        slots = [self.slot_of[id(session)] for session, count in rows for _ in range(count)]
-        return replace(super().batch(rows, num_prefill_rows, want), adapters_T=torch.tensor(slots, dtype=torch.int32, device=DEVICE))
 
 
 @pytest.mark.parametrize("quantized_to", [None, "float8"])
@@ -59,15 +50,9 @@ def test_logits_are_those_of_merged_weights(backend: Backend, tmp_path: Path, qu
         slots = AdapterSlots(model, backend, 4, MAX_RANK)
         for slot, found in enumerate(weights):
             slots.load(slot, found)
-        ours = AdaptedRunner(model, num_blocks=256, page_size=16, backend=backend)
-        ours.slot_of, sessions = {}, []
-        for slot in (-1, 0, 1):
-            with slots.tower(slot):
-                sessions.append(ours.start(prompt))
-            ours.slot_of[id(sessions[-1])] = slot
-        with slots.tower(1):
-            alone = ours.start(prompt)  # its last layer multiplies a single token
-        ours.slot_of[id(alone)] = 1
+        ours = AdaptedRunner(model, slots, num_blocks=256, page_size=16, backend=backend)
+        sessions = [ours.start_with(slot, prompt) for slot in (-1, 0, 1)]
+        alone = ours.start_with(1, prompt)  # its last layer multiplies a single token
         last = ours.step([(alone, len(prompt.ids))], 1)
         size = len(prompt.ids)
         first = ours.step([(session, size - 2) for session in sessions], 3, want="all").split(size - 2)

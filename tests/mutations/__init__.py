@@ -1,6 +1,6 @@
 """Faults that the tests must find: each entry breaks one line of production code.
 
-`python -m tests.mutations` puts each fault into a copy of the tree and reports which level of tests finds it. The gate checks the
+`python -m tests.mutations` puts each fault into a copy of the tree and reports whether the tests of its module find it. The gate checks the
 list: every text must occur exactly once in its file, so the list cannot go stale unnoticed.
 """
 

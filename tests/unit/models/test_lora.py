@@ -28,8 +28,8 @@ MIXED: dict[str, Any] = {"ranks": {"q_proj": 3, "layers.1.mlp.up_proj": 17}, "al
 
 
 class AdaptedRunner(PagedRunner):
-    def __init__(self, model: Qwen3VL, slots: AdapterSlots) -> None:
-        super().__init__(model)
+    def __init__(self, model: Qwen3VL, slots: AdapterSlots, **options: Any) -> None:
+        super().__init__(model, **options)
         self.slots, self.slot_of = slots, dict[int, int]()
 
     def start_with(self, slot: int, prompt: Prompt) -> Session:
@@ -40,7 +40,7 @@ class AdaptedRunner(PagedRunner):
 
     def batch(self, rows: Sequence[tuple[Session, int]], num_prefill_rows: int, want: Want) -> ForwardBatch:
         slots = [self.slot_of[id(session)] for session, count in rows for _ in range(count)]
-        slots_T = torch.tensor(slots, dtype=torch.int32) if max(slots) >= 0 else None
+        slots_T = torch.tensor(slots, dtype=torch.int32, device=self.model.device) if max(slots) >= 0 else None
         return replace(super().batch(rows, num_prefill_rows, want), adapters_T=slots_T)
 
 

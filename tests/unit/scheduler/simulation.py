@@ -116,7 +116,6 @@ class SimulatedWorker:
         self.rng = rng
         self.slots: dict[tuple[int, int], bytes] = {}
         self.images: dict[int, bytes] = {}
-        self.lengths: dict[bytes, int] = {}  # image tokens, by hash
         self.tables: dict[int, list[int]] = {}
         self.states: dict[int, State] = {}  # of rows
         self.saved: dict[int, tuple[int, int, State]] = {}  # by block: which part of how many, and of what
@@ -125,7 +124,6 @@ class SimulatedWorker:
         self.head_drafts: dict[int, tuple[Sequence, int, list[int]]] = {}  # by row: of which sequence, behind so many tokens, and which
         self.reported: list[list[list[int]]] = []  # by step: the head's drafts of its rows before it
         self.num_loaded = self.num_overwritten = 0
-        self.num_encoded: dict[bytes, int] = {}
         self.adapters: dict[int, int] = {-1: 0}  # numbers by slot
         self.row_slots: dict[int, int] = {}
         self.num_loads = 0
@@ -157,8 +155,6 @@ class SimulatedWorker:
             }
             assert self.adapters[encode.slot] in (of_tower or {0}), "encoded with another adapter"
             self.images[encode.image_id] = digest
-            self.lengths[digest] = encode.grid[2] // 2
-            self.num_encoded[digest] = self.num_encoded.get(digest, 0) + 1
         self._check_only_overlapping(plan)
         tokens, reported, sampled = [], [], []
         for request, chunk in pairs(step):

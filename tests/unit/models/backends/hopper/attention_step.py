@@ -27,11 +27,10 @@ class Step:
         heads: tuple[int, int],
         head_dim: int = 16,
         page: int = 16,
-        shared: int = 0,
         seed: int = 0,
         tokens: Sequence[int] | None = None,
     ) -> "Step":
-        """Prompt rows of these numbers of query tokens, or decode rows. The first `shared` pages of all rows are the same."""
+        """Prompt rows of these numbers of query tokens, or decode rows."""
         num_tokens = [1] * len(lengths) if tokens is None else tokens
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // page) for length in lengths]
@@ -40,7 +39,6 @@ class Step:
         pool = tuple(torch.full((len(free), page, kv_heads, head_dim), torch.nan) for _ in range(2))
         parts = [part.clone() for part in free[: sum(counts)].split(counts)]
         for part, length in zip(parts, lengths, strict=True):
-            part[:shared] = parts[0][:shared]
             for tensor in pool:
                 flat = tensor[part].flatten(0, 1)
                 flat[:length] = torch.randn((length, kv_heads, head_dim), generator=generator)

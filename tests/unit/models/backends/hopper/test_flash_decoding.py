@@ -37,7 +37,7 @@ def test_decode_rows() -> None:
     lengths = [1, 15, 16, 17, 64, 65, 1000, 5000]
     for length in lengths:
         assert check(Step.build([length], heads=(2, 1))) == -(-length // (MIN_TILES * TILE)), length
-    assert check(Step.build(lengths, heads=(4, 2), head_dim=32, page=128, shared=0), spare_groups=5) >= len(lengths)
+    assert check(Step.build(lengths, heads=(4, 2), head_dim=32, page=128), spare_groups=5) >= len(lengths)
 
 
 def test_chunks_of_a_padded_step() -> None:
