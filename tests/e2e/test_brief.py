@@ -221,7 +221,7 @@ def test_chunked_prefill_equals_unchunked(demo: Engine, chunked: Engine) -> None
     fields: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
     log_before = len(chunked.log())
     assert chunked.text(content, **fields) == demo.text(content, **fields)
-    steps = re.findall(r"(\d+) new tokens in \d+ rows, (\d+) images encoded", chunked.log()[log_before:])
+    steps = re.findall(r"(\d+) tokens in \d+ chunks, (\d+) images encoded", chunked.log()[log_before:])
     prefills = [(int(tokens), int(images)) for tokens, images in steps if int(tokens) > 1]
     assert len(prefills) >= 5 and all(tokens <= 64 for tokens, _ in prefills)
     assert sum(images for _, images in prefills) == 6 and max(images for _, images in prefills) <= 3
