@@ -28,8 +28,7 @@ from server.api.http.middleware import credentials_of
 from server.api.http.registry import RequestRegistry
 from server.api.http.reply import GatheredReply, GeneratedReply, Reply, Show
 from server.api.http.streaming import Format, ReplyOptions
-from server.api.schema.grammar import read_grammar
-from server.api.schema.requests import AnyRequest, GenerationRequest, StreamOptions
+from server.api.schema.requests import AnyRequest, GenerationRequest, StreamOptions, read_grammar
 from server.api.schema.validate import check, read_object
 from server.checkpoint import Checkpoint
 from server.errors import RequestError

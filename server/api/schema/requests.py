@@ -3,11 +3,13 @@
 None means the checkpoint's default. `validate.py` handles all other fields.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 from pydantic_core import from_json
 
+from engine.wire.grammar import Grammar
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.api.schema.parts import FIRST, AllowedTools, AnyTool, MediaOptions, Message, NamedTool, TextPart, Tool, ToolList
 from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value, check_refused
@@ -20,6 +22,14 @@ MAX_PROMPTS, MAX_ANSWERS = 128, 16
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 # Reasoning efforts of all dialects, and whether thinking is on: templates have a switch, not levels.
 EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
+
+# Kinds of grammars by members of `structured_outputs`.
+MEMBERS = {
+    "json_": "json_schema", "json_object": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}  # fmt: skip
+ANY_OBJECT = {"type": "object"}
+ALREADY = ("disable_any_whitespace", "disable_fallback")  # accepted: the default here, or not applicable
 
 MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
@@ -116,18 +126,16 @@ class MediaRequest(MediaOptions, AnyRequest):
     """Fields of requests with conversations."""
 
 
-# Fields that hold a grammar: its kind, and the type.
-GRAMMARS: dict[str, tuple[str, Any]] = {
-    "regex": ("regex", NotEmpty), "ebnf": ("ebnf", NotEmpty), "json_schema": ("json_schema", JsonObject),
-}  # fmt: skip
-TYPES = {name: parameter.json for name, parameter in PARAMETERS.items()} | {name: json for name, (_, json) in GRAMMARS.items()}
-LISTED: dict[str, Any] = {name: (json | None, None) for name, json in TYPES.items()}
+LISTED: dict[str, Any] = {name: (parameter.json | None, None) for name, parameter in PARAMETERS.items()}
 ListedFields: Any = create_model("ListedFields", __base__=AnyRequest, **LISTED)
 
 
 class GenerationRequest(ListedFields):
-    """Fields of chat and text completions: those of the tables `SamplingParams` and GRAMMARS, and these."""
+    """Fields of chat and text completions: those of the table `SamplingParams`, and these."""
 
+    regex: NotEmpty | None = None
+    ebnf: NotEmpty | None = None
+    json_schema: JsonObject | None = None
     stop: Stop = Field(default=[])
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -179,8 +187,6 @@ class GenerationRequest(ListedFields):
                 raise bad_value("logit_bias", f"'{name[:64]}' is not a token id below {vocab_size}")
         if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
             raise bad_value("min_tokens", "must not exceed the maximum number of tokens")
-        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
-            raise bad_value("stream_options", "is for requests with `stream: true` only")
         for name in UNSTREAMED if self.stream else ():
             if getattr(self, name) is not None:
                 raise bad_value(name, "is for requests without `stream: true`")
@@ -332,3 +338,40 @@ class DetokenizeRequest(GenerationRequest):
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
         check_ids(self.lists, "tokens", vocab_size)
+
+
+def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
+    """Return the grammar and the field that contains it. RequestError 400 for several grammars, or values that are none."""
+    values = {"regex": request.regex, "ebnf": request.ebnf, "json_schema": request.json_schema}
+    grammars = {kind: _grammar_of(kind, value) for kind, value in values.items() if value is not None}
+    if request.structured_outputs is not None:
+        members = {name: value for name, value in request.structured_outputs if value not in (None, False) and name not in ALREADY}
+        if len(members) != 1 or not members.keys() <= MEMBERS.keys():
+            raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar, json_object and structural_tag")
+        for name, value in members.items():
+            value = ANY_OBJECT if name == "json_object" else value
+            grammars[f"structured_outputs.{name.strip('_')}"] = _grammar_of(MEMBERS[name], value)
+    grammars |= _of_response_format(request)
+    if len(set(grammars.values())) > 1:  # the guidance library sends the same grammar in two fields
+        raise bad_value(list(grammars)[1], f"excludes {next(iter(grammars))}: an answer can follow one of them only")
+    return next(((grammar, name) for name, grammar in grammars.items()), (None, ""))
+
+
+def _of_response_format(request: GenerationRequest) -> dict[str, Grammar]:
+    shape = request.response_format
+    if shape is None or isinstance(shape, PlainFormat):
+        is_json = shape is not None and shape.type == "json_object"
+        return {"response_format": _grammar_of("json_schema", ANY_OBJECT)} if is_json else {}
+    if isinstance(shape, StructuralTag):
+        return {"response_format": _grammar_of("structural_tag", shape.model_dump())}
+    schema, path = shape.of if shape.json_schema is None else shape.json_schema.of, "response_format.json_schema.schema"
+    if schema is None:
+        raise bad_value(path, "is missing")
+    return {path: _grammar_of("json_schema", schema)}
+
+
+def _grammar_of(kind: Any, value: Any) -> Grammar:
+    if kind == "choice":
+        texts = (json.dumps(one, ensure_ascii=False) for one in value)  # JSON strings are valid EBNF
+        return Grammar("ebnf", "root ::= " + " | ".join(texts))
+    return Grammar(kind, value if isinstance(value, str) else json.dumps(value))

@@ -15,8 +15,7 @@ from server.api.chat.completions import read_conversation
 from server.api.chat.endpoint import sampling_params
 from server.api.dialects import anthropic, responses
 from server.api.http.scan import Scanner
-from server.api.schema.grammar import read_grammar
-from server.api.schema.requests import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
+from server.api.schema.requests import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest, read_grammar
 from server.api.schema.validate import OFF, REFUSED, check, read_object
 from server.checkpoint import SamplingDefaults
 from server.errors import RequestError
@@ -69,7 +68,7 @@ BAD: dict[str, list[object]] = {
     "temperature": ["hot", NAN, float("inf"), True], "max_tokens": [True, "5", 5.5, 1 << 64], "max_completion_tokens": [0, 1 << 63],
     "n": [0, 17, True], "stop": [["a"] * 129, 3], "stream": ["false", 1], "priority": ["high"], "logprobs": [0, 1],
     "top_logprobs": [5], "enable_thinking": ["no"], "chat_template_kwargs": ["x", {str(i): 1 for i in range(65)}],
-    "stream_options": [{"include_usage": True}], "continue_final_message": [True], "tools": [TOOLS * 2], "tool_choice": ["required"],
+    "continue_final_message": [True], "tools": [TOOLS * 2], "tool_choice": ["required"],
     "logit_bias": [{"x": 5}, {str(VOCAB_SIZE): 5}, [5]], "bad_words": ["x", ["x"] * 65], "messages": [[], "hello", HELLO * 10_001],
     "mm_processor_kwargs": [{"fps": 2.0, "num_frames": 3}], "prediction": ["text"],
 }  # fmt: skip
