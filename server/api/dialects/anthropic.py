@@ -17,7 +17,6 @@ from server.api.http.body import Body
 from server.api.http.reply import Reply
 from server.api.http.scan import Scanner
 from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
-from server.api.schema.media import check_url
 from server.api.schema.parts import FIRST, FunctionDefinition, Hosted, HostedTool, Parameters, ToolList
 from server.api.schema.requests import MAX_STOPS, ChatRequest, Effort, MessageList, SchemaFormat
 from server.api.schema.validate import BY_TYPE, Strict, bad_value, check, tag_of
@@ -158,44 +157,42 @@ def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
 def _messages(request: CountRequest, scanner: Scanner) -> Iterator[dict[str, Any]]:
     """Yield a message per turn, one per result of a tool in it, and one per run of blocks between these."""
     if request.system:
-        yield {"role": "system", "content": _content(request.system, "system", scanner)}
+        yield {"role": "system", "content": _content(request.system, scanner)}
     for i, turn in enumerate(request.messages):
         if isinstance(turn.content, str):
             yield {"role": turn.role, "content": turn.content}
             continue
         parts, thoughts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
         for j, block in enumerate(turn.content):
-            name = f"messages.{i}.content.{j}"
             if block.type not in OF_ROLES[turn.role]:
-                raise bad_value(name, f"a message of role '{turn.role}' has no blocks of type '{block.type}'")
+                raise bad_value(f"messages.{i}.content.{j}", f"a message of role '{turn.role}' has no blocks of type '{block.type}'")
             if block.type == "tool_result":
                 if parts:
                     yield {"role": turn.role, "content": parts}
                     parts = []
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content, f"{name}.content", scanner)}
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content, scanner)}
             elif block.type == "tool_use":
                 calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}})
             elif isinstance(block, ThinkingBlock):
                 thoughts.append(block.thinking)
             else:
-                parts.append(_part(block, name, scanner))
+                parts.append(_part(block, scanner))
         if turn.role == "assistant":
             yield assistant_message([part["text"] for part in parts], thoughts, calls)
         elif parts or not turn.content:
             yield {"role": turn.role, "content": parts or ""}
 
 
-def _content(content: Any, name: str, scanner: Scanner) -> Any:
-    return [_part(block, f"{name}.{k}", scanner) for k, block in enumerate(content)] if isinstance(content, list) else content
+def _content(content: Any, scanner: Scanner) -> Any:
+    return [_part(block, scanner) for block in content] if isinstance(content, list) else content
 
 
-def _part(block: Any, name: str, scanner: Scanner) -> dict[str, Any]:
+def _part(block: Any, scanner: Scanner) -> dict[str, Any]:
     if block.type == "text":
         return {"type": "text", "text": block.text}
     source = block.source
     if source.type == "url":
         url = source.url
-        check_url(url, scanner, f"{name}.source.url")
     else:
         url = source.data if scanner.index_of(source.data) is not None else f"data:{source.media_type};base64,{source.data}"
     return {"type": f"{block.type}_url", f"{block.type}_url": {"url": url}}

@@ -18,7 +18,6 @@ from server.api.chat.endpoint import Endpoint, MakeFormat
 from server.api.chat.format import logprobs_json
 from server.api.http.scan import Scanner
 from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
-from server.api.schema.media import check_urls
 from server.api.schema.parts import (
     FIRST,
     Content,
@@ -137,7 +136,7 @@ class ResponsesRequest(DialectRequest):
     def chat_body(self, scanner: Scanner) -> Json:
         chat = self.as_chat({"max_tokens", "top_logprobs", "parallel_tool_calls"})
         chat["logprobs"] = bool(self.top_logprobs) or LOGPROBS in (self.include or ()) or None
-        messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input, scanner)
+        messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input)
         chat["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *messages]
         hosted = [tool for tool in self.tools or () if isinstance(tool, HostedTool)]
         chat["tools"] = [*(tool.as_function(namespace) for namespace, tool in self.flat_tools()), *hosted] or None
@@ -173,7 +172,7 @@ def custom_text(arguments: str) -> str:
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else arguments  # an unpaired surrogate cannot be sent
 
 
-def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
+def _messages(items: list[Any]) -> Iterator[Json]:
     """Yield messages. Reasoning, the text after it and the calls after that form one message of the assistant."""
     texts, thoughts, calls = list[str](), list[str](), list[Json]()
     for i, item in enumerate([*items, None]):
@@ -189,7 +188,6 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
         elif isinstance(item, ReasoningItem):
             thoughts += [part.text for part in item.content or ()]
         elif isinstance(item, ResultItem):
-            check_urls(item.output, f"input.{i}.output", scanner)
             yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
         elif is_assistant:
             parts = [item.content] if isinstance(item.content, str) else item.content
@@ -197,7 +195,6 @@ def _messages(items: list[Any], scanner: Scanner) -> Iterator[Json]:
                 raise bad_value(f"input.{i}.content", "a message of role 'assistant' has no images")
             texts += [part if isinstance(part, str) else part.text for part in parts]
         elif item is not None:
-            check_urls(item.content, f"input.{i}.content", scanner)
             yield {"role": item.role, "content": item.content}
 
 

@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from engine.wire.messages import API_ARENA, MediaRef, Region
 from server.api.http.body import Body
-from server.api.http.scan import Scanner
 from server.api.schema.validate import REFUSED_IN_IMAGES, Open, Strict, bad_value, check_refused
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -19,26 +18,13 @@ Pixels = Annotated[int, Field(ge=1, lt=1 << 31)]
 Uuid = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
-def check_url(url: str, scanner: Scanner, path: str) -> None:
-    """Raise RequestError 400 for a URL that no loader supports."""
-    if scanner.index_of(url) is None and not url.lower().startswith(URL_SCHEMES):
-        raise bad_value(path, "expected a data:, http://, https:// or file:// URL, such as 'data:image/jpeg;base64,/9j/4AAQ...'")
-
-
-def check_urls(content: str | list[Any], name: str, scanner: Scanner) -> None:
-    """Check the URLs of all parts of the content in field `name`, as `check_url`."""
-    for j, part in enumerate(content if isinstance(content, list) else ()):
-        for kind in type(part).model_fields:
-            if kind.endswith("_url") and (url := getattr(part, kind).url) is not None:
-                check_url(url, scanner, f"{name}.{j}.{kind}")
-
-
 def media_ref(url: str, path: str, body: Body, name: bytes | None = None) -> MediaRef:
     """Return the reference to a medium in the field `path`: to a payload in the api's arena, which is marked as used, or to a URL.
-    RequestError 400 as `check_url`."""
-    check_url(url, body.scanner, path)
+    RequestError 400 for a URL that no loader supports."""
     index = body.scanner.index_of(url)
     if index is None:
+        if not url.lower().startswith(URL_SCHEMES):
+            raise bad_value(path, "expected a data:, http://, https:// or file:// URL, such as 'data:image/jpeg;base64,/9j/4AAQ...'")
         return MediaRef(url=url, name=name)
     body.scanner.used.add(index)
     reference = body.scanner.references[index]

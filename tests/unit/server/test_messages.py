@@ -80,7 +80,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (user([{"type": "document"}]), "messages[0].content[0]: "),
     ({"messages": [{"role": "assistant", "content": [image("AAAA")]}]}, "messages[0].content[0]: a message of role 'assistant' has"),
     (user([{"type": "image", "source": {"type": "file", "file_id": "x"}}]), "messages[0].content[0].source: "),
-    (user([{"type": "image", "source": {"type": "url", "url": "x"}}]), "messages[0].content[0].source.url"),
     (user(None), "messages[0].content: "),
     ({"tools": [{"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: needs tools"),
     ({"tools": [TOOL, {"type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice: names a function"),
