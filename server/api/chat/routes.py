@@ -11,13 +11,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from server.api.http.middleware import OPEN_PATHS
 from server.api.schema.validate import check, read_object
 from server.errors import RequestError
 
 Run = Callable[..., Awaitable[Any]]
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
-KEYS = {"HTTPBearer": {"type": "http", "scheme": "bearer"}, "APIKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
 
 
 class DescribedRoute(Route):
@@ -44,7 +42,7 @@ class DescribedRoute(Route):
             shown["parameters"] = [{"name": parameter, **text} for parameter in self.param_convertors]
         if body is not None:
             shown["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
-        return shown if self.path in OPEN_PATHS else {**shown, "security": [{}, *({key: list[str]()} for key in KEYS)]}
+        return shown
 
 
 class BodyRoute(DescribedRoute):
@@ -63,8 +61,7 @@ def describe(routes: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in described:
         paths.setdefault(route.path_format, {})[route.method] = route.describe(schemas.get((route.path, "validation")))
-    shared = {"schemas": components["$defs"], "securitySchemes": KEYS}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": shared}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components["$defs"]}}
 
 
 class Command:

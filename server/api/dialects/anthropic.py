@@ -116,9 +116,7 @@ class OutputConfig(Strict):
 class CountRequest(DialectRequest):
     messages: Annotated[list[Turn], MessageList]
     system: Annotated[list[TextBlock], FIRST] | str | None = None
-    tools: (
-        Annotated[list[Annotated[Annotated[ClientTool, Tag("custom")] | Hosted, tag_of("custom", default="custom")]], ToolList] | None
-    ) = None
+    tools: Annotated[list[AnyTool], ToolList] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
