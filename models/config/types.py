@@ -78,6 +78,7 @@ class TextConfig:
     delta_layers: frozenset[int] = frozenset()  # its layers; the others have attention with a gated output
     head_path: str = ""  # of the prediction head, one more attention layer (`layers.head`), in the checkpoint; empty: there is none
     eagle3: "Eagle3Config | None" = None  # a head of another checkpoint
+    has_float8_cache: bool = False  # keys and values of the layers with attention
 
     @property
     def has_head(self) -> bool:
@@ -138,7 +139,7 @@ class TextConfig:
     def cache_spec(self, tp: int, dtype_bytes: int) -> CacheSpec:
         """Return the cache specification of each of `tp` ranks."""
         num_paged = self.num_layers - len(self.delta_layers) + self.has_head
-        paged = PagedGroup(num_paged, self.heads(tp).num_kv, self.head_dim, dtype_bytes)
+        paged = PagedGroup(num_paged, self.heads(tp).num_kv, self.head_dim, 1 if self.has_float8_cache else dtype_bytes)
         if self.delta is None:
             return CacheSpec(paged)
         sizes = self.delta.state_bytes(tp, dtype_bytes), self.delta.replay_bytes(tp, dtype_bytes)

@@ -5,7 +5,7 @@ import torch
 from models.decoders.batch import HeadTokens
 from models.kernels.paged import AttentionBackend
 from models.kernels.stream import RowClass
-from models.layers.decoder import LayerContext
+from models.layers.decoder import LayerContext, order_of
 from models.layers.eagle3 import Eagle3Head
 from models.layers.head import PredictionHead
 from models.layers.linear import VocabParallelEmbedding
@@ -39,7 +39,8 @@ class HeadPredictor:
         self, embedded_TD: torch.Tensor, hidden_TX: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
     ) -> torch.Tensor:
         rows = RowClass.of(len(hidden_TX)), RowClass.of(len(wanted_S))
-        context = LayerContext(attention, None, *rows, self._rope.rows(tokens.positions_3T), tokens.slots_T, None)
+        order_T = order_of(tokens.slots_T, attention)
+        context = LayerContext(attention, None, *rows, self._rope.rows(tokens.positions_3T), tokens.slots_T, None, order_T)
         hidden_SD: torch.Tensor = self._head(embedded_TD, hidden_TX, context, wanted_S)
         return hidden_SD
 

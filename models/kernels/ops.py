@@ -9,6 +9,8 @@ import torch
 from models.kernels.stream import Normed, Residual, RowClass
 from models.weights.matrix import Matrix
 
+FLOAT8 = torch.float8_e4m3fn
+MOST_FLOAT8 = 448.0  # its largest value
 KVPool = tuple[torch.Tensor, torch.Tensor]  # k and v, each (num_blocks, page_size, KV heads, K), contiguous
 
 PIXEL_OFFSET = 128  # patches contain pixel - 128
@@ -147,6 +149,10 @@ class Ops(Protocol):
         `qkv_TX` (T, (H + 2 * KV heads) * K) may be overwritten; `cos_sin_TK`: see `rotary_rows`; token t goes to slot block * page_size +
         offset = `slots_T[t]`. Values that are not finite are stored as 0: kernels multiply values after a row's end by 0.
         """
+
+    def store_float8_(self, new: KVPool, pool: KVPool, slots_T: torch.Tensor, scales: tuple[float, float]) -> None:
+        """Store keys and values (T, 1, KV heads, K), divided by their scales, in a pool of float8. Larger values become the largest, NaN
+        becomes finite."""
 
     def gate_(self, x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
         """x *= sigmoid(gate), in float32; each gate applies to X / G neighbouring values. `gate_TG` may be a slice of columns."""

@@ -9,7 +9,7 @@ import torch
 
 from models.cache.layout import AttentionLayout
 from models.cache.spec import PagedGroup
-from models.kernels.ops import KVPool, NewHeads
+from models.kernels.ops import FLOAT8, KVPool, NewHeads
 from models.kernels.transfers import to_device
 
 Int32s = npt.NDArray[np.int32]
@@ -108,7 +108,9 @@ MakeFixed = Callable[[int, int, int], PagedAttention]  # by prompt tokens, decod
 
 
 def allocate_pools(group: PagedGroup, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[KVPool]:
-    """Return a zeroed (k, v) pair per layer of the group: pages that were never written must not contain NaN."""
+    """Return a zeroed (k, v) pair per layer of the group, in float8 if it has a byte per value: pages that were never written must not
+    contain NaN."""
+    dtype = FLOAT8 if group.dtype_bytes == 1 else dtype
     assert group.dtype_bytes == dtype.itemsize
     shape = num_blocks, page_size, group.num_kv_heads, group.head_dim
     pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * group.num_layers)]

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from models.kernels.ops import PIXEL_OFFSET, TAP_BITS, Experts, KVPool, NewHeads, Taps
+from models.kernels.ops import FLOAT8, MOST_FLOAT8, PIXEL_OFFSET, TAP_BITS, Experts, KVPool, NewHeads, Taps
 from models.kernels.reference.delta import delta_rule_
 from models.kernels.reference.moe import sparse_swiglu
 from models.kernels.reference.norms import rms_norm, values_of
@@ -43,6 +43,11 @@ class TorchOps:
         k_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = rotate(k_THK, heads.cos_sin_TK)
         v_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
         return rotate(q_THK, heads.cos_sin_TK)
+
+    def store_float8_(self, new: KVPool, pool: KVPool, slots_T: torch.Tensor, scales: tuple[float, float]) -> None:
+        for values, cache, scale in zip(new, pool, scales, strict=True):
+            rounded = (values.float() / scale).nan_to_num(nan=0.0).clamp(-MOST_FLOAT8, MOST_FLOAT8).to(FLOAT8)
+            cache.view(torch.uint8).flatten(0, 1)[slots_T] = rounded.view(torch.uint8).flatten(0, 1)
 
     def gate_(self, x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
         groups = x_TX.unflatten(1, (gate_TG.shape[1], -1))

@@ -70,16 +70,15 @@ def _attend(
         index = at + key
         slot = tl.load(pages + page_offset + index // PAGE).to(tl.int64) * PAGE + index % PAGE
         cached = (slot * KV_HEADS + kv_head)[:, None] * DIM + dim[None, :]
-        largest, total, result = _scores_update(
-            queries, tl.load(k + cached), tl.load(v + cached), end[:, None] > 0, largest, total, result, scale, False, EXACT
-        )
+        keys, values = tl.load(k + cached).to(queries.dtype), tl.load(v + cached).to(queries.dtype)
+        largest, total, result = _scores_update(queries, keys, values, end[:, None] > 0, largest, total, result, scale, False, EXACT)
     for at in tl.range(whole, stop, KEYS, num_stages=1):
         index = at + key
         slot = tl.load(pages + page_offset + index // PAGE, index < stop, 0).to(tl.int64) * PAGE + index % PAGE
         cached = (slot * KV_HEADS + kv_head)[:, None] * DIM + dim[None, :]
         there = (index < stop)[:, None]
         largest, total, result = _scores_update(
-            queries, tl.load(k + cached, there, 0.0), tl.load(v + cached, there, 0.0),
+            queries, tl.load(k + cached, there, 0.0).to(queries.dtype), tl.load(v + cached, there, 0.0).to(queries.dtype),
             index[None, :] < end[:, None], largest, total, result, scale, True, EXACT,
         )  # fmt: skip
     result = result / total[:, None]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.ops import KVPool, NewHeads
+from models.kernels.ops import MOST_FLOAT8, KVPool, NewHeads
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch, floats
 from models.weights.float8 import GroupScaled
 
@@ -253,6 +253,32 @@ def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: to
             HALF=half, TOKENS=ROTARY_TOKENS, **early_launch(out_TK),
         )  # fmt: skip
     return out_TK
+
+
+@triton.jit
+def _store_float8(
+    new: tensor, pool: tensor, slots: tensor, scales: tensor, SIZE: constexpr, PADDED: constexpr, MOST: constexpr, OVERLAP: constexpr
+) -> None:
+    """Program (t, i): keys (0) or values (1) of token t."""
+    token, which, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
+    inside = place < SIZE
+    await_previous_kernel(OVERLAP)
+    slot = tl.load(slots + token)
+    source, target, scale = new[0], pool[0], scales[0]
+    if which == 1:
+        source, target, scale = new[1], pool[1], scales[1]
+    values = floats(source + token * SIZE + place, inside) / scale
+    values = tl.where(values == values, tl.minimum(tl.maximum(values, -MOST), MOST), 0.0)
+    tl.store(target + slot * SIZE + place, values.to(target.dtype.element_ty), inside)
+
+
+def store_float8(new: KVPool, pool: KVPool, slots_T: torch.Tensor, scales: tuple[float, float]) -> None:
+    """Implement `Ops.store_float8_`."""
+    size = pool[0].shape[2] * pool[0].shape[3]
+    assert all(each.is_contiguous() for each in (*new, *pool))
+    _store_float8[(len(slots_T), 2)](
+        new, pool, slots_T, scales, SIZE=size, PADDED=triton.next_power_of_2(size), MOST=MOST_FLOAT8, num_warps=4, **early_launch(new[0])
+    )
 
 
 def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:

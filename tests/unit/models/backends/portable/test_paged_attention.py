@@ -55,6 +55,36 @@ def test_any_mix(tokens: tuple[int, ...], heads: tuple[int, int], context: int |
 
 
 @interpreted
+@pytest.mark.parametrize("tokens", [pytest.param((), marks=in_gate), (66, 9)])
+def test_keys_and_values_in_float8(tokens: tuple[int, ...]) -> None:
+    """As of the same values in float32; what does not fit becomes the largest value, and nothing NaN."""
+    from dataclasses import replace
+
+    from models.kernels.reference.ops import TorchOps
+    from models.kernels.triton.paged_attention import eager_attention
+    from models.kernels.triton.text import store_float8
+
+    step = step_of(tokens, MIXES[tokens], (8, 2))
+    slots_T = torch.randperm(len(step.pool[0]) * 16)
+    exact = (pool.to(torch.float8_e4m3fn).float() * scale for pool, scale in zip(step.pool, (0.5, 2.0), strict=True))
+    new = tuple(pool.reshape(-1, 1, *pool.shape[2:])[slots_T].contiguous() for pool in exact)  # the interpreter does not round
+    new[1][:2, 0, 0, :4] = torch.tensor([1e9, -torch.inf, torch.nan, 500.0])
+    pools = [tuple(torch.zeros_like(pool, dtype=torch.float8_e4m3fn) for pool in step.pool) for _ in range(2)]
+    for store, pool in zip((store_float8, TorchOps().store_float8_), pools, strict=True):
+        store(new, pool, slots_T, (0.5, 2.0))
+    plain = [tuple(each.float() for each in pool) for pool in pools]
+    for ours, expected in zip(*plain, strict=True):
+        assert ours.isfinite().all() and ours.abs().max() <= 448
+        assert ours.equal(expected)
+    found = []
+    for pool in (pools[0], plain[0]):
+        attention = eager_attention([pool], 8, small_tiles())  # type: ignore[arg-type]
+        attention.plan(replace(step.layout))
+        found.append(attention.run(0, step.q))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(0, 0), pytest.param(20, 3, marks=in_gate), (80, 3)])
 def test_a_fixed_shape(num_tokens: int, num_rows: int) -> None:
     from models.kernels.triton.paged_attention import fixed_attention_factory

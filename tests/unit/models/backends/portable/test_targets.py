@@ -217,14 +217,19 @@ def launch_sampling() -> None:
 
 def launch_attention(capability: int) -> None:
     from models.kernels.triton.paged_attention import eager_attention
+    from models.kernels.triton.text import store_float8
     from models.kernels.triton.tuned import attention_tiles
     from tests.unit.models.backends.hopper.attention_step import Step
 
     for heads, head_dim in (((32, 8), 128), ((24, 4), 256)):
         step = Step.build([300, 5000], heads, head_dim, tokens=[200, 1]).to(torch.device("cpu"), torch.bfloat16)
-        attention = eager_attention([step.pool], heads[0], attention_tiles((capability // 10, capability % 10), head_dim))
-        attention.plan(replace(step.layout, num_prefill_rows=1))
-        attention.run(0, step.q)
+        rounded = tuple(each.to(torch.float8_e4m3fn) for each in step.pool)
+        if capability >= FLOAT8_FROM:
+            store_float8((bf16(2, 1, heads[1], head_dim),) * 2, rounded, torch.zeros(2, dtype=torch.int64), (1.0, 1.0))
+        for pool in (step.pool, rounded) if capability >= FLOAT8_FROM else (step.pool,):
+            attention = eager_attention([pool], heads[0], attention_tiles((capability // 10, capability % 10), head_dim))
+            attention.plan(replace(step.layout, num_prefill_rows=1))
+            attention.run(0, step.q)
 
 
 def launch_hybrid() -> None:
