@@ -28,9 +28,8 @@ from engine.wire.adapters import named_adapters
 from engine.wire.arena import create_memfd, memory_limit
 from engine.wire.child import Runtime, setup_logging
 from engine.wire.config import GIB, MIB, UNIX_HOST, VERSION, EngineConfig
-from engine.wire.memory import cuts, describe, fit
+from engine.wire.memory import cuts, describe, fit, read_model
 from models.config.hub import DEMO, SIZES, resolve, resolve_eagle3
-from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.kernels.choose import Gpu, choose, gpu_decodes_jpegs, list_gpus, suit
 
@@ -73,7 +72,7 @@ def print_plan(config: EngineConfig) -> int:
     names = [config.model] if config.model != DEMO else [f"Qwen3-VL-{size}" for size in SIZES]
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            model, _ = read_model(config, resolve(name, "dummy", Path(folder)).folder, Path(folder))
+            model = read_model(config, resolve(name, "dummy", Path(folder)).folder, draft_folder_of(config, Path(folder)))
             write_out(describe(config, model, name, planned_backend(config, model, list_gpus())) + "\n")
     return 0
 
@@ -186,7 +185,8 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
         logger.warning("no GPU found: the model runs on the CPU, slowly")
     config = size_arenas(config, memory_limit(), choice.device == "cuda")
     resolved = resolve(config.model, config.load_format, supervisor.run_dir)
-    model, draft_folder = read_model(config, resolved.folder, supervisor.run_dir)
+    draft_folder = draft_folder_of(config, supervisor.run_dir)
+    model = read_model(config, resolved.folder, draft_folder)
     choice = suit(choice, config.backend, model.text.heads(config.tp), config.dtype)
     if choice.note:
         logger.warning("%s", choice.note)
@@ -215,10 +215,9 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     )
 
 
-def read_model(config: EngineConfig, folder: Path, cache_dir: Path) -> tuple[ModelConfig, str]:
-    """Return the model with the head of --draft, and the folder of --draft-model. ValueError or OSError."""
-    draft_folder = str(resolve_eagle3(config.draft_model, cache_dir)) if config.draft == "eagle3" else ""
-    return read_config(folder, config.draft == "mtp", draft_folder), draft_folder
+def draft_folder_of(config: EngineConfig, cache_dir: Path) -> str:
+    """Return the folder of --draft-model, empty without one. ValueError or OSError."""
+    return str(resolve_eagle3(config.draft_model, cache_dir)) if config.draft == "eagle3" else ""
 
 
 def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu], backend: str) -> EngineConfig:

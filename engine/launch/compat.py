@@ -46,7 +46,6 @@ NO_EFFECT = """
 # Names, then the nearest equivalent.
 REFUSED = """
 --tokenizer-mode --config-format | convert the checkpoint to Hugging Face's format
---kv-cache-dtype | --quantization fp8 or --tp leave more memory for the context
 --pipeline-parallel-size -pp --pp-size | --tp splits a model over GPUs
 --nnodes --node-rank --master-addr --master-port --headless --dist-init-addr | one engine per host: docs/scaling.md
 --distributed-executor-backend | engine.launch.replicas runs engines on Ray

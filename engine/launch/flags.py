@@ -27,7 +27,9 @@ GROUPS = {
 }
 HINTS, DEFAULTS = get_type_hints(EngineConfig, include_extras=True), EngineConfig()
 SEPARATORS = {"served_model_name": ",", "lora_modules": " "}  # of fields with several words
-SAME_VALUES = {("dtype", "float"): "float32", ("load_format", "safetensors"): "auto"}  # aliases of values
+SAME_VALUES = {  # aliases
+    ("dtype", "float"): "float32", ("load_format", "safetensors"): "auto", ("kv_cache_dtype", "bf16"): "bfloat16",
+}  # fmt: skip
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
 
 

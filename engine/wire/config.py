@@ -105,6 +105,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_encoder_tokens: Annotated[int, "maximum image tokens encoded per step; also the largest image accepted"] = 16384
     max_queued_requests: Annotated[int, "maximum number of requests, running and waiting; further ones get 503"] = 1024
     request_timeout: Annotated[int | None, "seconds that a request may take, until its answer is read"] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bfloat16", "fp8", "fp8_e4m3"],
+        "type of keys and values in the KV cache; fp8 holds twice as many tokens, with the checkpoint's scales if it has some",
+    ] = "auto"
     draft: Annotated[
         Literal["off", "lookup", "mtp", "eagle3"], "drafts: 'lookup' searches the text, 'mtp' is the model's head, 'eagle3' --draft-model"
     ] = "off"

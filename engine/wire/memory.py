@@ -9,6 +9,8 @@ A worker measures the first six (`engine/worker/profile.py`); formulas fitted to
 import logging
 import math
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +19,7 @@ from engine.wire.config import GIB, MIB, EngineConfig
 from engine.wire.messages import MAX_EARLY_TOKENS
 from models.cache.spec import SPARE_ROWS, CacheSpec
 from models.config.formats import Format, entry_of, final_format
+from models.config.huggingface import read_config
 from models.config.schemes import Scheme
 from models.config.types import Eagle3Config, ModelConfig, TextConfig, VisionConfig
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_SIZES
@@ -160,6 +163,12 @@ def dequantized_bytes(text: TextConfig, tp: int, format: Format) -> int:
     return VALUE_BYTES * 2 * inner * text.hidden_size // tp
 
 
+def read_model(config: EngineConfig, folder: Path, draft_folder: str) -> ModelConfig:
+    """Return the model with the configured head and cache. ValueError or OSError."""
+    model = read_config(folder, config.draft == "mtp", draft_folder)
+    return replace(model, text=replace(model.text, has_float8_cache=config.kv_cache_dtype.startswith("fp8")))
+
+
 def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     text = model.text
     of_token = 3 * text.intermediate_size // tp
@@ -168,6 +177,8 @@ def step_bytes(model: ModelConfig, tp: int, num_tokens: int) -> int:
     if text.delta is not None:
         delta = text.delta  # inputs before and after the convolution, changes and outputs of chunks of 64
         of_token = max(of_token, (2 * delta.conv_width + delta.num_value_heads * (5 * delta.value_dim + 64)) // tp)
+    if text.has_float8_cache:  # keys and values before they are rounded
+        of_token += 2 * text.heads(tp).num_kv * text.head_dim
     return VALUE_BYTES * (of_token + 3 * text.hidden_size) * num_tokens
 
 

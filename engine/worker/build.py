@@ -48,7 +48,7 @@ from engine.worker.sampling.samples import BYTES_PER_SAMPLE
 from engine.worker.staging import Staging
 from engine.worker.updates import UpdateWorker
 from models.cache.states import RowStates, Snapshots
-from models.checkpoint.load import init_dummy_weights, load_eagle3, load_weights
+from models.checkpoint.load import init_dummy_weights, load_cache_scales, load_eagle3, load_weights
 from models.config.formats import Format, entry_of, final_format
 from models.config.types import ModelConfig
 from models.decoders.contract import LanguageModel
@@ -260,7 +260,8 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
     started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
     format = decoder_format(child.config, model_config.text)
-    check_formats(backend, {format, *(final_format(rule.format) for rule in model_config.text.rules)}, dtype)
+    cache: set[Format] = {"float8"} if model_config.text.has_float8_cache else set()
+    check_formats(backend, cache | {format, *(final_format(rule.format) for rule in model_config.text.rules)}, dtype)
     text = replace(model_config.text, quantized_to=format)
     text = replace(text, format=format) if is_dummy else text
     model = make_model(replace(model_config, text=text), tp, backend, dtype)
@@ -268,6 +269,7 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
         init_dummy_weights(model, seed=0)
     else:
         load_weights(model, Path(child.runtime.model_folder), make_progress())
+        load_cache_scales(model, Path(child.runtime.model_folder))
         if model.config.text.eagle3 is not None:
             load_eagle3(model, Path(child.runtime.draft_folder), make_progress())
     model.finish()

@@ -16,11 +16,11 @@ import torch
 from engine.wire.child import Child, StopFlag, settle_heap
 from engine.wire.config import num_cpus
 from engine.wire.ipc import Inbox, Outbox
+from engine.wire.memory import read_model
 from engine.wire.messages import DEPTH, StepPlan, StepResult, ToWorker, WorkerReady
 from engine.worker.build import Handlers, build_runner
 from engine.worker.failure import explain
 from engine.worker.runner import LaunchedStep, Runner
-from models.config.huggingface import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def main() -> None:
     plans: Inbox[ToWorker] = Inbox(child.run_dir, child.role, ToWorker)
     results: Outbox[WorkerReady | StepResult] = Outbox(child.run_dir, "scheduler")
     try:
-        model_config = read_config(Path(child.runtime.model_folder), child.config.draft == "mtp", child.runtime.draft_folder)
+        model_config = read_model(child.config, Path(child.runtime.model_folder), child.runtime.draft_folder)
         device = take_device(child, rank)
         runner, handlers, ready = build_runner(child, model_config, rank, device)
     except (ValueError, OSError, ImportError, RuntimeError) as problem:  # RuntimeError: memory, compilers, collectives

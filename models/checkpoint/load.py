@@ -2,10 +2,12 @@
 
 import json
 import logging
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from safetensors import safe_open
 from models.checkpoint.names import CheckpointPart, CheckpointTensor, Stored
 from models.config.registry import EAGLE3, Architecture
 from models.decoders.contract import LanguageModel
+from models.layers.decoder import SelfAttention
 from models.layers.linear import FusedColumnParallelLinear
 from models.weights.matrix import matrices_of
 
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 OUTPUT_MATRIX = "lm_head.weight"
 INDEX = ".index.json"
+CACHE_SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale$")
 RESIDUAL = re.compile(r"\.(o_proj|out_proj|down_proj|experts\.down)(\.weight)?$")  # matrices that write to the residual stream
 
 Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
@@ -56,10 +60,29 @@ def load_eagle3(model: LanguageModel, folder: Path, progress: Progress) -> None:
         _fill(model.head_tensors(tensors.keys()), tensors, progress)
 
 
+def load_cache_scales(model: LanguageModel, folder: Path) -> None:
+    """Set the scales of keys and values in float8 where the checkpoint has some; with another cache only log that there are some.
+    ValueError for one that is not a positive number."""
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, SelfAttention)}
+    with opened(folder, replace(model.config.architecture, dropped=r"(?<!\.[kv]_scale)$")) as tensors:
+        found = {name: match for name in tensors if (match := CACHE_SCALE.search(name)) is not None}
+        if found and not model.config.text.has_float8_cache:
+            logger.info("the checkpoint has scales for a KV cache in float8: --kv-cache-dtype fp8 uses them")
+            return
+        for name, match in found.items():
+            stored = tensors[name]
+            scale = float(stored[(slice(None),) * len(stored.get_shape())])
+            if not 0 < scale < math.inf:
+                raise ValueError(f"tensor {name} must be a positive number, got {scale}")
+            module = modules[f"language_model.layers.{match[1]}.self_attn"]
+            keys, values = module.cache_scales
+            module.cache_scales = (scale, values) if match[2] == "k" else (keys, scale)
+
+
 def _fill(parts: Iterable[CheckpointPart], source: Mapping[str, Stored], progress: Progress) -> None:
     slots = [slot for part in parts for slot in present(part, source)]
     expected = {slot.name: slot.shape for slot in slots}
-    found = source.keys() - ({OUTPUT_MATRIX} - expected.keys())
+    found = {name for name in source if not CACHE_SCALE.search(name)} - ({OUTPUT_MATRIX} - expected.keys())
     demand_none("misses", expected.keys() - found)
     demand_none("has unexpected", found - expected.keys())
     total, done = sum(slot.target.nbytes for slot in slots), 0

@@ -153,7 +153,7 @@ def test_flags_of_eagle3_heads() -> None:
 
 def test_refused_flags_name_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, instead in (
-        (["--kv-cache-dtype", "fp8"], "--quantization fp8"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "not one of auto, bfloat16, fp8, fp8_e4m3"),
         (["--speculative-config", '{"method": "medusa", "model": "x"}'], "use --draft lookup, mtp or eagle3"),
         (["--draft", "eagle3"], "needs --draft-model"),
         (["--draft-model", "x"], "--draft-model needs --draft eagle3"),
