@@ -85,6 +85,8 @@ BAD_INSIDE: list[tuple[str, dict[str, object]]] = [
     ("stream_options.include_usage", {"stream_options": {"include_usage": 7}}), ("logit_bias[1]", {"logit_bias": {"1": 101}}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}), ("min_tokens", {"min_tokens": 6, "max_tokens": 5}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": ""}}]}),
+    *(("tools[0].function.parameters", {"tools": [{"type": "function", "function": {"name": "g", "parameters": {"properties": bad}}}]})
+      for bad in ([1], "x", True, {"a": 1})),
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}),
     ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
     ("mm_processor_kwargs.crop_size", {"mm_processor_kwargs": {"crop_size": 2}}),

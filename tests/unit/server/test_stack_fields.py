@@ -257,17 +257,15 @@ def test_log_probabilities_of_a_completion(stack: Stack, tokenizer: Tokenizer) -
 
 
 def test_only_json_is_read(stack: Stack) -> None:
-    """A web page can make a browser send other types without permission; compressed bytes are no JSON."""
+    """A web page can make a browser send other types without permission."""
     content = b'{"messages": [{"role": "user", "content": "x"}], "prompt": "x"}'
     for path in ("/v1/chat/completions", "/metrics", "/nowhere"):
-        for kind, coding, is_read in (
-            ("application/json", "", True), ("Application/JSON; charset=utf-8", "identity", True), ("application/vnd.api+json", "", True),
-            ("", "", False), ("text/plain", "", False), ("application/x-www-form-urlencoded", "", False),
-            ("multipart/form-data; boundary=x", "", False),
+        for kind, is_read in (
+            ("application/json", True), ("Application/JSON; charset=utf-8", True), ("application/vnd.api+json", True), ("", False),
+            ("text/plain", False), ("application/x-www-form-urlencoded", False), ("multipart/form-data; boundary=x", False),
         ):  # fmt: skip
-            headers = {"Content-Type": kind, **({"Content-Encoding": coding} if coding else {})}
-            response = stack.http.post(path, content=content, headers=headers)
-            assert (response.status_code != 415) == is_read, (path, kind, coding)
+            response = stack.http.post(path, content=content, headers={"Content-Type": kind})
+            assert (response.status_code != 415) == is_read, (path, kind)
             assert is_read or response.json()["error"]["code"] == "unsupported_media_type"
     for given, status in (({}, 200), ({"Origin": "https://example.org"}, 415)):  # tools flush the cache without a body, web pages do not
         assert httpx.post(f"{stack.url}/flush_cache", headers=given).status_code == status
