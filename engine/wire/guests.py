@@ -28,7 +28,7 @@ class GuestDied(RuntimeError):
 
 
 class Guest:
-    """A guest process, started by its first job, and by the first after its end."""
+    """A guest process, started by `GuestPool.start` or by a job that finds none."""
 
     def __init__(self, arguments: tuple[str, ...], fds: tuple[int, ...]):
         self._arguments, self._fds = arguments, fds
