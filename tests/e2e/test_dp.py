@@ -13,8 +13,8 @@ from tests.eventually import HANG_GUARD_S, eventually
 pytestmark = pytest.mark.faults
 
 
-def port_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes().partition(b"ENGINE_PORT=")[2].partition(b"\0")[0]
+def port_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_bytes().partition(b"ENGINE_PORT=")[2].partition(b"\0")[0].decode()
 
 
 class Fleet(Engine):
@@ -24,7 +24,8 @@ class Fleet(Engine):
         super().__init__(model, ["--dp", "2", *flags])
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in self.children}
         self.proxy = next(pid for pid, command in commands.items() if "server.proxy" in command)
-        self.engines = sorted((pid for pid in commands if pid != self.proxy), key=port_of)
+        urls = " ".join(commands[self.proxy])  # in the order of engines, unlike their ports
+        self.engines = sorted((pid for pid in commands if pid != self.proxy), key=lambda pid: urls.index(f"127.0.0.1:{port_of(pid)}"))
         self.run_dir = run_dir_of(children_of(self.engines[0])[0])
         self.children += [child for pid in self.engines for child in children_of(pid)]
 
