@@ -5,8 +5,10 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-MAX_LOGIT_EDITS = 1024  # `logit_bias`, bad words and, with `min_tokens`, end tokens
-MAX_BIASED, MAX_STOP_IDS, MAX_BAD_WORDS = 500, 256, 64  # together below MAX_LOGIT_EDITS
+MAX_LOGIT_EDITS = 1024  # `logit_bias`, bad words of one token and, with `min_tokens`, end tokens
+MAX_BIASED, MAX_STOP_IDS = 500, 256  # with the bad words they stay below MAX_LOGIT_EDITS
+MAX_BAD_WORDS = 128  # words of several tokens
+MAX_BAD_WORD_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_ALLOWED_TOKENS = 1024
 
@@ -56,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     `temperature` 0 is greedy. `max_tokens` None means up to the context. Penalties are as vLLM's: presence and frequency look at the
     output, repetition at the prompt too. Before `min_tokens` neither an end token nor one of `stop_token_ids` is sampled. `bad_words` are
-    never sampled. With `pooled_ids` the answer is the logits of these tokens after the prompt or, if there are none,
+    never completed within the output. With `pooled_ids` the answer is the logits of these tokens after the prompt or, if there are none,
     its last hidden state. If there are `allowed_token_ids`, no others are sampled. `logprobs` asks for the log-probability of each token
     sampled, and of so many most likely ones, by the raw logits; `prompt_logprobs` for those of the prompt, which is then not taken from the
     prefix cache.
@@ -75,7 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     presence_penalty: AdditivePenalty = 0.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], Limits(json=dict[str, Bias], max_length=MAX_BIASED)] = ()  # (token id, addend)
     min_tokens: Annotated[int, Limits(ge=0, lt=1 << 31)] = 0
-    bad_words: Annotated[tuple[int, ...], Limits(json=list[NotEmpty], is_text=True, max_length=MAX_BAD_WORDS)] = ()
+    bad_words: Annotated[tuple[tuple[int, ...], ...], Limits(json=list[NotEmpty], is_text=True, max_length=MAX_BAD_WORDS // 2)] = ()
     allowed_token_ids: Annotated[tuple[int, ...], Limits(json=list[TokenId], min_length=1, max_length=MAX_ALLOWED_TOKENS)] = ()
     prompt_logprobs: Annotated[int, Limits(ge=-1, le=MAX_TOP_LOGPROBS)] | None = None  # in requests -1 means the maximum
     logprobs: int | None = None  # each dialect has its own fields for it, of type `NumLogprobs`

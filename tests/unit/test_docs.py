@@ -15,7 +15,7 @@ from bench import tables
 from bench.flags import FLAGS
 from engine.launch.flags import make_parser
 from engine.wire.config import EngineConfig
-from engine.wire.params import MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
+from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from server import proxy
 from server.api.chat.adapters import AdapterRoutes
 from server.api.chat.status import StatusRoutes
@@ -169,7 +169,7 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
         f"| {LARGE_AT_ONCE}, each", f"{MAX_PROMPT_SCORES:,}",
         f"{MAX_REDIRECTS} redirects, {config.download_connect_timeout} s to connect, {config.download_timeout} s in all",
         f"{MAX_PER_HOST} at once from a host",
-        f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {MAX_BIASED}; {MAX_BAD_WORDS}",
+        f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens",
         f"{schema.MAX_MESSAGES:,}; {parts.MAX_TOOLS:,}; {schema.MAX_STOPS}; {MAX_STOP_IDS}; {schema.MAX_PROMPTS}",
     ]  # fmt: skip
     assert not [number for number in numbers if number not in section]

@@ -16,7 +16,7 @@ from models.kernels.paged import Int32s
 from models.kernels.sampling import SamplingOps
 from models.kernels.transfers import to_host
 
-WARM_UP = SamplingParams(presence_penalty=1.0, bad_words=(1,), logprobs=1)
+WARM_UP = SamplingParams(presence_penalty=1.0, bad_words=((1,), (1, 2)), logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)

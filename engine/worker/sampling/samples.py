@@ -32,7 +32,7 @@ LAST_SHIFT = np.uint64(31)
 NUM_PARAMS, KEY, TOP_K = len(RowParams._fields), RowParams._fields.index("key"), RowParams._fields.index("top_k")
 NUM_WORDS = NUM_PARAMS + 3
 BYTES_PER_SAMPLE = 4 * NUM_PARAMS + 8 * 8  # upper bound for `HostSamples.stage`: also row, position, six indices and ids
-PENALTIES, EDITS = 1, 2  # how a row changes its logits
+PENALTIES, EDITS, WORDS = 1, 2, 4  # how a row changes its logits
 # ENCODERS: conversion of a parameter's value for its kernel slot. NAMES: the parameter of each slot.
 ENCODERS: dict[str, Callable[[float], float]] = {
     "inverse_temperature": lambda value: 1 / max(value, MIN_TEMPERATURE),
@@ -49,7 +49,7 @@ class Samples:
 
     rows_S: torch.Tensor  # int64, permanent rows
     params: SampleParams
-    changes: int  # PENALTIES and EDITS that any row needs
+    changes: int  # PENALTIES, EDITS and WORDS that any row needs
     changed_A: torch.Tensor  # int64 indices of samples
     positions_A: torch.Tensor  # int64, of the tokens to sample, in their sequences
     reported_L: torch.Tensor  # int64 indices of samples
@@ -143,8 +143,8 @@ def samples_of(params: Sequence[SamplingParams], positions: Sequence[int], max_t
 
 def changes_of(params: SamplingParams) -> int:
     penalises = any(getattr(params, name) != PARAMETERS[name].default for name in PENALISING)
-    edits = bool(params.logit_bias or params.bad_words) or params.min_tokens > 0
-    return PENALTIES * penalises | EDITS * edits
+    edits = bool(params.logit_bias) or params.min_tokens > 0 or any(len(word) == 1 for word in params.bad_words)
+    return PENALTIES * penalises | EDITS * edits | WORDS * any(len(word) > 1 for word in params.bad_words)
 
 
 def sample_keys(seeds: npt.NDArray[np.uint64], positions: Int64s) -> Int32s:

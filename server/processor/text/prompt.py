@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from engine.wire.params import ChatPrompt, Prompt
+from engine.wire.params import MAX_BAD_WORD_TOKENS, ChatPrompt, Prompt
 from models.config.types import MediaKind
 from server.checkpoint import Checkpoint
 from server.errors import PROMPT, RequestError
@@ -101,14 +101,16 @@ class PromptBuilder:
         encoding = self._literal.encode_batch_fast([text[: limit * USUAL_CHARACTERS]], add_special_tokens=False)[0]
         return list(encoding.ids[:limit])
 
-    def bad_words(self, texts: list[str]) -> tuple[int, ...]:
-        """Return the token of each word, and of the word after a space. RequestError 400 for a word of several tokens."""
-        found: dict[int, None] = {}
+    def bad_words(self, texts: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token ids of each word, also after a space. RequestError 400 for one that is too long."""
+        found: dict[tuple[int, ...], None] = {}
         for bad in texts:
-            forms = [ids[0] for text in (bad, " " + bad.lstrip()) if len(ids := self._ids_of(text)) == 1]
-            if not forms:
-                raise RequestError(400, f"bad_words: '{bad[:100]}' is not a single token.", "bad_words", "invalid_value")
-            found |= dict.fromkeys(forms)
+            for text in (bad, " " + bad.lstrip()):
+                ids = self._ids_of(text)
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    words = f"bad_words: a word may have {MAX_BAD_WORD_TOKENS} tokens at most."
+                    raise RequestError(400, words, "bad_words", "invalid_value")
+                found[ids] = None
         return tuple(found)
 
     def _check_size(self, text: str, limit: int) -> None:

@@ -1,5 +1,6 @@
 """Draft tokens change the number of steps and nothing else: right, wrong and partly right ones, with every sampling parameter."""
 
+import itertools
 import json
 import random
 import shutil
@@ -75,7 +76,7 @@ IN_GATE = (("attention", FEW_BLOCKS, 0.8), ("Qwen3.5", GRAPHS, 0.8))
 
 def ask_everything(engine: Engine, regex: bytes, free: list[int]) -> None:
     """One request of each kind, all at once; some come while others decode. `free` is what a plain request samples."""
-    words = tuple(free[10:22])
+    words = (*itertools.pairwise(free), tuple(free[3:6]), tuple(free[10:22]))
     pictures = [make_picture(i, *size) for i, size in enumerate([(64, 64), (96, 160)])]
     asked: list[tuple[list[list[int] | Picture], dict[str, Any]]] = [
         ([text(20, 0)], {}),

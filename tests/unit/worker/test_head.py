@@ -90,7 +90,9 @@ class BothEagle3(Both):
     @torch.inference_mode()
     def expected(self, prompt: Prompt, count: int) -> list[int]:
         model, seen = self.theirs.model.language_model, {}
-        handles = [model.layers[tap].register_forward_pre_hook(lambda _, args, tap=tap: seen.update({tap: args[0][0]})) for tap in TAPS]
+        handles = [
+            model.layers[tap].register_forward_pre_hook(lambda _, args, tap=tap: seen.update({tap: args[0][0]})) for tap in TAPS
+        ]
         handles += [
             model.layers[0].register_forward_pre_hook(lambda _, args: seen.update(embedded=args[0][0])),
             model.rotary_emb.register_forward_pre_hook(

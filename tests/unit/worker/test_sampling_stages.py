@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.wire.params import SamplingParams
+from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from engine.worker.sampling import reports
 from engine.worker.sampling.sampler import Sampled, Sampler
 from models.decoders.qwen3_vl import Qwen3VL
@@ -79,7 +79,7 @@ def test_penalties_of_negative_logits() -> None:
 
 
 def test_rows_share_steps_and_survive_a_preemption(model: Qwen3VL) -> None:
-    words = tuple(run_alone(model, OTHERS[0])[20:30])
+    words = tuple((first, second) for first in run_alone(model, OTHERS[0])[20:30] for second in range(10))[:MAX_BAD_WORDS]
     settings = [*PENALISED, *OTHERS, {**OTHERS[0], "bad_words": words, "min_tokens": 30, "stop_token_ids": tuple(range(100))}]
     alone = [run_alone(model, params) for params in settings]
     engine = Engine(model, max_num_seqs=4, num_blocks=9, prefix_cache=False)
@@ -110,12 +110,23 @@ def test_the_end_token_is_banned_too(model: Qwen3VL) -> None:
     assert run_alone(model, {**GREEDY, "logit_bias": bias, "min_tokens": 5})[0] in eos
 
 
-def test_bad_words_never_come(model: Qwen3VL) -> None:
+def contains(output: list[int], word: tuple[int, ...]) -> bool:
+    return any(tuple(output[i : i + len(word)]) == word for i in range(len(output)))
+
+
+def test_bad_words_never_come(model: Qwen3VL, raw: list[np.ndarray]) -> None:
     free = run_alone(model, GREEDY)
-    assert not {*free[:5]} & {*run_alone(model, {**GREEDY, "bad_words": tuple(free[:5])})}
+    words = ((free[0],), tuple(free[3:5]), tuple(free[8:11]), tuple(free[5 : 5 + MAX_BAD_WORD_TOKENS]), (PROMPT[-1], free[1]))
+    raw.clear()
+    output = run_alone(model, {**GREEDY, "bad_words": words})
+    assert not any(contains(output, word) for word in words[:-1])
+    for i, logits in enumerate(raw):
+        ends = [word[-1] for word in words if tuple(output[:i][len(output[:i]) - len(word) + 1 :]) == word[:-1] and i >= len(word) - 1]
+        logits[ends] = -np.inf
+        assert output[i] == logits.argmax()
 
 
-@pytest.mark.parametrize("params", [{**GREEDY}, OTHERS[0], {**PENALISED[4], "bad_words": (3,)}])
+@pytest.mark.parametrize("params", [{**GREEDY}, OTHERS[0], {**PENALISED[4], "bad_words": ((3,),)}])
 def test_logprobs_are_those_of_the_raw_logits(model: Qwen3VL, raw: list[np.ndarray], params: dict[str, object]) -> None:
     engine = Engine(model)
     engine.add(0, [PROMPT], max_tokens=OUTPUT, logprobs=4, **params)
