@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ IMAGE_BYTES = 270 + 8192  # maximum length of a match
 SCANNED_BYTES = 256 << 10  # bytes that are searched for the first image
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 5
+MAX_SILENT_POLLS = 4  # then the requests of a replica end, which is stopped or cut off: 22 s
 CONNECT_SECONDS = 1
 IDLE_SECONDS = 3  # less than a replica's --idle-timeout
 DRAIN_SECONDS = 30
@@ -211,6 +213,8 @@ class Proxy:
     def __init__(self, urls: Sequence[str], bound: float = BOUND):
         self.balancer = Balancer(urls, bound=bound)
         self._session: aiohttp.ClientSession
+        self._num_silent: dict[Backend, int] = defaultdict(int)  # polls without an answer, in a row
+        self._waits: dict[Backend, set[CancelScope]] = defaultdict(set)  # of the requests of a replica
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -242,8 +246,12 @@ class Proxy:
         try:
             async with self._session.get(f"{backend.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_SECONDS)) as answer:
                 backend.healthy = answer.status == 200
+            self._num_silent[backend] = 0
         except (aiohttp.ClientError, TimeoutError):
             backend.healthy = False
+            self._num_silent[backend] += 1
+            for wait in list(self._waits[backend]) if self._num_silent[backend] >= MAX_SILENT_POLLS else ():
+                wait.cancel()
         if backend.healthy != was_healthy:
             logger.warning("%s is %s", backend.url, "healthy" if backend.healthy else "not healthy: it gets no requests")
 
@@ -259,8 +267,11 @@ class Proxy:
             if (backend := self.balancer.take(key)) is None:
                 break
             try:
-                async with request_at(self._session, backend.url, scope, body if has_body(scope) else None, **forwarding) as upstream:
-                    return await answer(upstream, send)
+                with CancelScope() as wait:
+                    self._waits[backend].add(wait)
+                    async with request_at(self._session, backend.url, scope, body if has_body(scope) else None, **forwarding) as upstream:
+                        return await answer(upstream, send)
+                error = DIED
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # nothing has been sent
                 backend.healthy = False
                 continue
@@ -268,6 +279,7 @@ class Proxy:
                 logger.warning("%s: %s", backend.url, type(problem).__name__)
                 error = DIED
             finally:
+                self._waits[backend].discard(wait)
                 self.balancer.release(backend)
             break
         if upstream is None:

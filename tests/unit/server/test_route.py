@@ -304,6 +304,42 @@ async def test_a_death_ends_its_own_streams_with_an_error_and_no_others() -> Non
         await dying.start()
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_requests_of_a_silent_replica_end(monkeypatch: pytest.MonkeyPatch, has_begun: bool) -> None:
+    """A stopped process accepts connections and never answers: its requests must not wait for ever. One that stops by itself answers 503
+    and finishes them."""
+    for name in ("HEALTH_SECONDS", "POLL_SECONDS"):
+        monkeypatch.setattr(proxy, name, 0.05)
+    goes_on = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if has_begun or request.headers["x-session-id"] == "1":
+            await response.prepare(request)
+            await response.write(b"data: begin\n\n")
+        await goes_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with routed(Replica("a", stream), Replica("b", stream)) as running:
+        sessions: list[dict[str, str]] = [{"x-session-id": "0"}, {"x-session-id": "1"}]
+        asked = [asyncio.ensure_future(running.client.post(running.url, data=b"{}", headers=session)) for session in sessions]
+        await eventually_async(lambda: all(replica.num_requests for replica in running.replicas), "both requests")
+        home = running.proxy.balancer.take(b"0")
+        assert home is not None
+        stopped = running.of(home.url)
+        (leaving,) = (replica for replica in running.replicas if replica is not stopped)
+        stopped.runs.clear()
+        leaving.healthy = False
+        lost = await asyncio.wait_for(asked[0], HANG_GUARD_S)
+        text = await asyncio.wait_for(lost.text(), HANG_GUARD_S)
+        assert lost.status == (200 if has_begun else 502) and '"replica_gone"' in text and "[DONE]" not in text
+        goes_on.set()
+        assert (await (await asked[1]).text()).endswith("data: [DONE]\n\n")
+        stopped.runs.set()
+        await running.until(num_healthy=1)
+
+
 async def test_a_client_that_goes_ends_its_request_on_the_replica() -> None:
     started, cancelled = asyncio.Semaphore(0), asyncio.Semaphore(0)
 
