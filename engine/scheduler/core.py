@@ -38,6 +38,7 @@ from engine.wire.stats import EngineStats, TokenDetails
 
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 LACKS_MEMORY = ErrorInfo(503, "The media memory of the server was full for too long.", code="overloaded", retry_after=5)
+OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", code="out_of_memory", retry_after=1)
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64
 QUICK_MS = 3.0  # device time of a quick step: the host needs 1 to 2 ms from the end of a step to the launch of the step after next
@@ -254,6 +255,8 @@ class SchedulerCore:
     def _land(self, step: PlannedStep) -> None:
         results = step.results
         self._fail_images({step.made[image_id] for result in results for image_id in result.failed_images}, UNREADABLE)
+        if any(result.out_of_memory for result in results):
+            self._give_up(step)
         rank0 = next(result for result in results if result.rank == 0)
         token_ids, logprobs, counts = iter(rank0.token_ids), iter(rank0.logprobs), iter(rank0.num_tokens)
         num_sampled = 0
@@ -305,6 +308,19 @@ class SchedulerCore:
         self._outputs.append(output)
         if reason is not None:
             self._end(request)
+
+    def _give_up(self, step: PlannedStep) -> None:
+        """Fail the requests of a step that was not computed, and those that rely on images of that step. The caches drop these."""
+        made = set(step.made.values())
+        rids = {request.rid for request in step.requests}
+        rids |= {request.rid for request in self.state.running if any(request.images[index].hash in made for index in request.pins)}
+        for later in self._in_flight:
+            pairs = zip(later.requests, later.plan.chunks, strict=True)
+            rids |= {request.rid for request, chunk in pairs if any(ref.image_id in step.made for ref in chunk.visual)}
+        self.state.forget_images(made)
+        for rid in rids:
+            for request in self._live(rid):
+                self._fail(request, OUT_OF_MEMORY)
 
     def _fail_images(self, digests: set[bytes], error: ErrorInfo) -> None:
         if digests:

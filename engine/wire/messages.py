@@ -363,6 +363,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # by token id; empty if no row requests any
     reports: dict[int, Report] = {}  # by chunk
+    out_of_memory: bool = False  # the step has no token ids, and its images are zeros
     failed_samples: dict[int, ErrorInfo] = {}  # sampled chunks whose requests end with an error
     proposed: list[list[int]] = []  # tokens that workers had proposed before each sampled chunk
 

@@ -112,6 +112,11 @@ class ImageCache:
             self._gather(encodes, shares, own)
         return encoded
 
+    def leave_out(self, encodes: Sequence[Encode]) -> None:
+        """Replace the images of a given-up step by zeros, which take almost no memory, until a plan evicts them."""
+        zero = self._zeros(1)
+        self.tensors |= {encode.image_id: zero.expand(-1, self._num_tokens(encode), -1) for encode in encodes}
+
     def prepare(self, is_busy: bool) -> bool:
         """Prepare the tower as `Tower.prepare` does."""
         with torch.cuda.stream(self.stream):

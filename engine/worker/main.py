@@ -86,7 +86,7 @@ def main() -> None:
     results.send(ready)
     try:
         run(runner, handlers, plans, results, stopping)
-    except torch.OutOfMemoryError as problem:  # another program has taken memory: the plan covers every step
+    except torch.OutOfMemoryError as problem:  # of one of several ranks
         child.failed(explain(problem))
         os._exit(1)
     os._exit(0)  # tearing down collectives may wait for ranks that have ended

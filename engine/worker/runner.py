@@ -16,7 +16,7 @@ from engine.worker.adapters import WorkerAdapters
 from engine.worker.graphs import StepGraphs
 from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.reports import Readings
+from engine.worker.sampling.reports import NOTHING_READ, Readings
 from engine.worker.sampling.sampler import Sampled, Sampler
 from engine.worker.sampling.samples import HostSamples, Int64s, Samples
 from engine.worker.staging import Staging
@@ -42,6 +42,7 @@ class LaunchedStep:
     readings: Readings
     encoded: Encoded  # its pixels belong to the reader's stream: kept until the step is done
     watch: Stopwatch
+    out_of_memory: bool = False
     failed_samples: dict[int, ErrorInfo] = field(default_factory=dict)
     samples: HostSamples = NO_SAMPLES
     proposed: Sequence[Sequence[int]] = ()  # by sampled chunk, as `sampled`: see `StepResult`
@@ -67,6 +68,7 @@ class LaunchedStep:
             forward_ms=self.watch.elapsed_ms(),
             logprobs=logprobs,
             reports={} if self.rank else self.readings.by_chunk(),
+            out_of_memory=self.out_of_memory,
             failed_samples=self.failed_samples,
             proposed=[] if self.rank else [*map(list, self.proposed)],
         )
@@ -97,7 +99,8 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue a step and return at once (on a GPU)."""
+        """Enqueue a step and return at once (on a GPU). The memory plan covers every step; if another program takes the memory, a single
+        rank abandons the step, one of several raises torch.OutOfMemoryError: the others wait in a collective."""
         launched = time.monotonic()
         if self.adapters is not None:
             self.adapters.load(plan.loads)
@@ -108,6 +111,14 @@ class Runner:
             self.sampler.admit(admit.row, admit.params, ids, region.length // ids.itemsize)
             self.sampler.rules.admit(admit, self.prompts if self.tp.rank == 0 else None)
         self.rows.take_blocks(plan.chunks)
+        try:
+            return self._compute(plan, launched)
+        except torch.OutOfMemoryError:
+            if self.tp.size > 1:
+                raise
+            return self._give_up(plan, launched)
+
+    def _compute(self, plan: StepPlan, launched: float) -> LaunchedStep:
         encoded = self.images.encode(plan.encodes)
         watch = Stopwatch(self._on_gpu)
         step = self.rows.build(plan.admits, plan.chunks, self.images.tensors)
@@ -117,7 +128,18 @@ class Runner:
         if self._on_gpu:
             end = (watch if self.head is None else self.rows.proposing).events[-1]
             self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), end)
-        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, failed, step.samples, proposed)
+        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples, proposed)
+
+    def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
+        """Return a step that computes nothing. Plans in flight may name its images."""
+        logger.error("step %d ran out of memory and was abandoned", plan.step)
+        if self._on_gpu:
+            torch.cuda.synchronize()  # the step's allocations may still be in use
+            torch.cuda.empty_cache()
+        self.images.leave_out(plan.encodes)
+        watch = Stopwatch(self._on_gpu)
+        watch.mark()
+        return LaunchedStep(plan.step, self.tp.rank, launched, NOTHING_SAMPLED, NOTHING_READ, Encoded(), watch, out_of_memory=True)
 
     @torch.inference_mode()
     def use_spare_time(self, is_busy: bool) -> bool:

@@ -115,10 +115,12 @@ class SimulatedWorker:
         self.block_size = block_size
         self.rng = rng
         self.slots: dict[tuple[int, int], bytes] = {}
+        self.written: list[dict[tuple[int, int], bytes]] = []  # by each step
         self.images: dict[int, bytes] = {}
         self.tables: dict[int, list[int]] = {}
         self.states: dict[int, State] = {}  # of rows
         self.saved: dict[int, tuple[int, int, State]] = {}  # by block: which part of how many, and of what
+        self.saved_by: dict[int, int] = {}  # by block: in which step
         self.is_stateful = False
         self.refuse_rate = 0.1
         self.head_drafts: dict[int, tuple[Sequence, int, list[int]]] = {}  # by row: of which sequence, behind so many tokens, and which
@@ -130,6 +132,7 @@ class SimulatedWorker:
 
     def execute(self, step: PlannedStep, sequences: dict[Key, "Sequence"]) -> list[list[int]]:
         plan = step.plan
+        self.written.append({})
         self.num_loads += len(plan.loads)
         self.adapters |= {load.slot: load.adapter.number for load in plan.loads}
         for image_id in plan.evict:
@@ -163,7 +166,7 @@ class SimulatedWorker:
             self.tables[chunk.row].extend(chunk.blocks)
             end = chunk.start + chunk.length - len(chunk.proposed)
             self._compute(sequence, chunk.row, chunk.start, end)
-            self._save(chunk)
+            self._save(plan.step, chunk)
             drafts = self._drafts_of(sequence, chunk)
             self._write_drafts(sequence, chunk.row, end, drafts)
             covered = {ref.start + i: (self.images[ref.image_id], ref.offset + i) for ref in chunk.visual for i in range(ref.length)}
@@ -201,9 +204,10 @@ class SimulatedWorker:
         assert [self.saved[block] for block in blocks] == [(i, len(blocks), state) for i in range(len(blocks))], "not one snapshot"
         return state
 
-    def _save(self, chunk: Chunk) -> None:
+    def _save(self, step: int, chunk: Chunk) -> None:
         for i, block in enumerate(chunk.snapshot):
             self.saved[block] = (i, len(chunk.snapshot), self.states[chunk.row])
+            self.saved_by[block] = step
             for offset in range(self.block_size):
                 self.slots.pop((block, offset), None)
 
@@ -221,7 +225,17 @@ class SimulatedWorker:
                 self._write(slot, meanings[position])
 
     def _write(self, slot: tuple[int, int], meaning: bytes) -> None:
-        self.slots[slot] = meaning
+        self.slots[slot] = self.written[-1][slot] = meaning
+
+    def lose(self, step: PlannedStep) -> None:
+        """The step was given up: nothing of it is there, unless a later one has put something else in its place."""
+        later = {slot for written in self.written[step.plan.step + 1 :] for slot in written}
+        for slot in self.written[step.plan.step].keys() - later:  # another request may have put the very same there
+            self.slots.pop(slot, None)  # or a snapshot is there
+        for block in (block for chunk in step.plan.chunks for block in chunk.snapshot):
+            if self.saved_by[block] == step.plan.step:
+                self.saved.pop(block, None)
+        self.images |= {image_id: b"" for image_id in step.made if image_id in self.images}
 
     def _write_drafts(self, sequence: "Sequence", row: int, end: int, drafts: tuple[int, ...]) -> None:
         before = sequence.meanings()[end - 1]
@@ -305,6 +319,8 @@ class Simulation:
         self.open: list[WantedPixels] = []  # those without an answer
         self.answers = True
         self.reads: list[AdapterRef] = []  # adapters that are being read
+        self.give_up_rate = 0.0  # of steps that run out of memory
+        self.given_up: set[int] = set()
         self.draft_rate = 0.0  # share of requests that get drafts before a step, also while results are in flight
         self.num_accepted = self.num_refused = 0  # drafts that held, and those that did not
         self.num_cut = 0  # requests of which some tokens were sampled behind their end
@@ -338,6 +354,8 @@ class Simulation:
             step, num_waiting = planned
             failed = [image_id for image_id, digest in step.made.items() if digest in self.bad_images]
             self.in_flight.append((step, self.worker.execute(step, self.sequences), failed))
+            if self.rng.random() < self.give_up_rate:
+                self.given_up.add(step.plan.step)
             self._check_state()
             self._check_budgets(step)
             self._check_drafts(step, num_waiting)
@@ -366,7 +384,14 @@ class Simulation:
             times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if step.plan.step // TURN % 2 else 9.0}
             drafts = self.worker.reported[step.plan.step] if rank == 0 else []
             result = StepResult(rank, step.plan.step, ids, failed_here, **times, num_tokens=counts, proposed=drafts)
+            if step.plan.step in self.given_up:
+                result = StepResult(rank, step.plan.step, [], [], 1.0, 2.0, out_of_memory=rank == 0)
             self.core.collect(result)
+        if step.plan.step in self.given_up:
+            self.worker.lose(step)
+            later = (pair for after, *_ in self.in_flight for pair in pairs(after))
+            readers = [request for request, chunk in later if any(ref.image_id in step.made for ref in chunk.visual)]
+            assert all(request.status is Status.STOPPING for request in [*step.requests, *readers]), "goes on from what was not computed"
         self._count_drafts(step, tokens)
         assert not any(self.core.state.images.get(step.made[image_id]) for image_id in failed), "an image that failed is kept"
         self._check_state()

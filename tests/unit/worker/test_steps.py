@@ -7,6 +7,7 @@ import runpy
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageOps
 
 from engine.worker.jpeg import apply_orientation
@@ -109,6 +110,33 @@ def test_an_image_that_cannot_be_decoded_fails_its_requests_only(model: Qwen3VL,
     assert engine.errors.keys() == {1, 2}
     engine.add(3, [[1, 2], dataclasses.replace(broken, jpeg=None), [3]])
     assert len(engine.run()[3]) == 8
+
+
+@pytest.mark.parametrize("where", ["encode", "logits"])
+def test_a_step_without_memory_fails_its_requests_only(
+    model: Qwen3VL, alone: list[list[int]], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model)
+    engine.add(0, prompts()[0])
+    engine.step()
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.tower if where == "encode" else model, where, run_out)
+        engine.add(1, prompts()[1])
+        assert engine.step() and engine.errors.keys() == {0, 1}
+        several = Engine(model)
+        patch.setattr(several._runner, "tp", dataclasses.replace(model.tp, size=2))
+        several.add(0, prompts()[1])
+        with pytest.raises(torch.OutOfMemoryError):  # the other ranks wait in a collective: the engine ends
+            several.step()
+    for rid in (2, 3):
+        engine.add(rid, prompts()[rid - 2])
+    tokens = engine.run()
+    assert [tokens[2], tokens[3]] == alone[:2]
+    assert engine.core.state.counters.images_encoded == 2
 
 
 def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
