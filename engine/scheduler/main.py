@@ -70,14 +70,14 @@ class Scheduler:
         self._child.ready(f"{core.state.blocks.num_blocks} KV blocks of {core.state.blocks.block_size} tokens")
         while not self.stopping.is_set():
             if core.num_in_flight:
-                self._flush(core)  # the device is busy: serve clients first
+                self._flush(core, control)  # the device is busy: serve clients first
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
                 core.hash_early(step)
             for order in core.state.adapters.take_reads():
                 self._send_workers(order)
             core.expire(time.monotonic())
-            self._flush(core)
+            self._flush(core, control)
             self._receive(core, control)
             control.advance()
 
@@ -137,14 +137,14 @@ class Scheduler:
         for worker in self._workers:
             worker.send_bytes(data)
 
-    def _flush(self, core: SchedulerCore) -> None:
+    def _flush(self, core: SchedulerCore, control: UpdateControl) -> None:
         """Send outputs; once per second, or when all requests are done, also statistics."""
         now = time.monotonic()
         beat = now - self._last_heartbeat >= HEARTBEAT_S or (core.has_outputs and not core.num_requests)
         if beat:
             self._last_heartbeat = now
         if beat or core.has_outputs:
-            progress = core.alive_at(now)
+            progress = min(core.alive_at(now), control.alive_at(now))
             alive = now if now - progress < self._max_step_s else progress
             self._processor.send(core.take_outputs(core.stats() if beat else None, alive))
 

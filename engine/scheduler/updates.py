@@ -1,6 +1,7 @@
 """Scheduler's part of weight updates: requests end, all workers execute the order, and caches are emptied."""
 
 import logging
+import time
 from collections.abc import Callable
 
 from engine.scheduler.core import SchedulerCore
@@ -9,6 +10,7 @@ from engine.wire.updates import FromFolder, FromGroup, Order, OrderDone, OrderRe
 
 logger = logging.getLogger(__name__)
 
+MAX_UPDATE_S = 600.0  # that workers may take for an update before it counts as hung
 REFUSED = "the last update was refused: the engine continues after an update of all weights"
 
 
@@ -21,6 +23,11 @@ class UpdateControl:
         self._is_paused = self._is_mixed = self._is_sent = False
         self._update: Order | None = None
         self._results: list[OrderResult] = []
+        self._sent_at = 0.0
+
+    def alive_at(self, now: float) -> float:
+        """Return `now`, or when the update was sent that takes too long."""
+        return self._sent_at if self._is_sent and now - self._sent_at > MAX_UPDATE_S else now
 
     def take(self, message: Order | OrderResult) -> None:
         if isinstance(message, OrderResult):
@@ -42,7 +49,7 @@ class UpdateControl:
     def advance(self) -> None:
         """Start the update when all requests have ended."""
         if self._update is not None and not self._is_sent and not self._core.num_in_flight and is_idle(self._core.state):
-            self._is_sent = True
+            self._is_sent, self._sent_at = True, time.monotonic()
             self._send(self._update)
 
     def _land(self, result: OrderResult) -> None:

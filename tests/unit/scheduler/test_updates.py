@@ -1,6 +1,7 @@
 """Orders for weights: nothing computed with previous weights is used afterwards, and every order and every request has one answer."""
 
 import random
+import time
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.updates import UpdateControl
+from engine.scheduler.updates import MAX_UPDATE_S, UpdateControl
 from engine.wire.updates import FromFolder, FromGroup, Order, OrderDone, OrderResult, Pause, Resume
 from tests.unit.scheduler.simulation import Simulation, make_core, make_request
 from tests.unit.scheduler.test_properties import random_prompt
@@ -159,5 +160,7 @@ def test_one_update_at_a_time() -> None:
     for message in (OrderResult(), Order(1, FOLDER), OrderResult()):
         control.take(message)
         control.advance()
+        later = time.monotonic() + MAX_UPDATE_S + 1
+        assert (control.alive_at(later) < later) == all(each.number for each in done), "an update hangs while workers execute it"
     assert sent == [Order(0, FOLDER)]
     assert done == [OrderDone(1, "default", "another update is in progress"), OrderDone(0, "default")]
