@@ -79,7 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: Annotated[int | None, "seed from which requests without a seed get theirs, in order of arrival; default: random"] = None
     generation_config: Annotated[Literal["auto", "vllm"], "default sampling parameters: the checkpoint's ('auto') or vLLM's"] = "auto"
     tp: Annotated[int, "tensor-parallel workers, one per GPU"] = 1
-    dp: Annotated[int, "engines, each with --tp GPUs and a share of CPUs and memory, behind an affinity proxy"] = 1
+    dp: Annotated[int, "engines that share an affinity proxy, each with --tp GPUs and a share of CPUs and memory"] = 1
     ep: Annotated[bool, "expert parallelism: give each --tp worker whole experts instead of slices of all"] = False
     symmetric_memory: Annotated[bool, "reduce small steps over the --tp GPUs in symmetric memory where supported, else by NCCL"] = True
     host: Annotated[str, "address to listen on"] = "127.0.0.1"

@@ -151,15 +151,11 @@ class Engine:
         hidden_TX = torch.zeros((merged.max_num_batched_tokens + 256, config.text.head_input_size)) if config.text.has_head else None
         kept = states, Snapshots(pools, states) if states else None, hidden_TX, num_blocks
         rows = Rows(merged.max_num_seqs, 1024, 16, config.geometry, CPU, 0, *kept)
-        slots, recorder = slots, (run_again, num_slots > 0)
         images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, adapters=slots)
         attention = TORCH.attention(pools, config.text.num_heads)
-
-        def make_fixed(*_: int) -> PlannedAttention:
-            return PlannedAttention(pools)
-
         num_seqs, max_samples = merged.max_num_seqs, (1 + MAX_PROPOSED) * merged.max_num_seqs
-        self.graphs = StepGraphs(model, make_fixed, rows, sizes, num_seqs, max_samples, *recorder) if graphs else None
+        recorder = lambda *_: PlannedAttention(pools), rows, sizes, num_seqs, max_samples, run_again, num_slots > 0
+        self.graphs = StepGraphs(model, *recorder) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()
         sampler = Sampler(TorchSampling(), num_seqs, max_samples, config, CHECKPOINT, CPU)
