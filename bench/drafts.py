@@ -53,10 +53,10 @@ def forms(i: int) -> dict[str, Any]:
 
 
 def code(i: int) -> dict[str, Any]:
-    """Return a small change to a text that the answer repeats, with the unchanged text as prediction."""
+    """Return a small change to a text that the answer repeats."""
     name = ("price", "items", "owner", "count")[i % 4]
     asked = f"Rename `{name}` to `{name}_{i}` and repeat the whole file, nothing else.\n\n{CODE}"
-    return {"messages": [user_message([], asked)], "prediction": {"type": "content", "content": CODE}}
+    return {"messages": [user_message([], asked)]}
 
 
 def chance(i: int) -> dict[str, Any]:

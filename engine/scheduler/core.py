@@ -76,7 +76,7 @@ class SchedulerCore:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def add(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], prediction: npt.NDArray[np.int32] | None = None) -> None:
+    def add(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32]) -> None:
         """Add a request and copy its ids. Reject one that can never run."""
         error = self._find_problem(wire, len(prompt_ids))
         if error is not None:
@@ -89,8 +89,6 @@ class SchedulerCore:
         siblings: list[Request] = []
         for index in range(wire.n):
             siblings.append(self._make_request(wire, prompt_ids, siblings, index))
-            if prediction is not None:
-                siblings[-1].prediction = prediction.copy()
         self._recall_links(siblings[0])
         self._requests[wire.rid] = list(siblings)
         if any(span.source.encoding == "file" for span in wire.images) and (

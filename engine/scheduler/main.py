@@ -106,8 +106,7 @@ class Scheduler:
         while message is not None:
             match message:
                 case EngineRequest():
-                    prediction = None if message.prediction is None else self._ids(message.prediction)
-                    core.add(message, self._ids(message.prompt), prediction)
+                    core.add(message, self._ids(message.prompt))
                 case Pixels() | AdapterRead():
                     core.take(message)
                 case Abort():

@@ -55,7 +55,6 @@ class Request:
     proposed: tuple[int, ...] = ()  # after the last known token; steps verify them
     num_proposed: int = 0  # tokens that workers propose after its last sample
     is_held: bool = False  # waits for tokens in flight: some will be proposed after them
-    prediction: np.ndarray | None = None  # int32, client's predicted output
     last_step: int = 0  # last step that computed a part of it
     num_in_flight: int = 0  # plans in flight that name this request
     num_cached: int = -1  # prompt tokens that came from the prefix cache at the first admission; -1 before it

@@ -40,12 +40,11 @@ MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
 class DraftMode(NamedTuple):
     max_tokens: int = 0  # per row and step
     reads_head: bool = False
-    reads_predictions: bool = False
 
 
 DRAFT_MODES = {
     "off": DraftMode(),
-    "lookup": DraftMode(MAX_PROPOSED, reads_predictions=True),
+    "lookup": DraftMode(MAX_PROPOSED),
     "mtp": DraftMode(MAX_HEAD_DRAFTS, reads_head=True),
     "eagle3": DraftMode(MAX_HEAD_DRAFTS, reads_head=True),
 }

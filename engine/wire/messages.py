@@ -85,7 +85,6 @@ class Submit(msgspec.Struct, tag=True):
     prompt_field: str = "messages"  # field of the client's request, for errors
     truncated_to: int | None = None  # number of tokens of the prompt to keep, from its end; -1: as many as leave space for the answer
     deadline: float | None = None  # time after which no client waits for an answer
-    prediction: str = ""  # the client's predicted answer
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
     adapter: AdapterRef | None = None
 
@@ -194,18 +193,16 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     deadline: float | None = None
     grammar: CompiledGrammar | None = None
-    prediction: Region | None = None  # int32 token ids, of the answers
     adapter: AdapterRef | None = None
 
     @classmethod
     def of(
-        cls, submit: Submit, prompt: Region, images: list[ImageSpan], params: SamplingParams, grammar: CompiledGrammar | None,
-        prediction: Region | None,
-    ) -> "EngineRequest":  # fmt: skip
+        cls, submit: Submit, prompt: Region, images: list[ImageSpan], params: SamplingParams, grammar: CompiledGrammar | None
+    ) -> "EngineRequest":
         spans = [for_adapter(span, submit.adapter) for span in images]
         return cls(
             rid=submit.rid, prompt=prompt, images=spans, params=params, stages=submit.stages, cache_salt=submit.cache_salt, n=submit.n,
-            priority=submit.priority, deadline=submit.deadline, grammar=grammar, prediction=prediction, adapter=submit.adapter,
+            priority=submit.priority, deadline=submit.deadline, grammar=grammar, adapter=submit.adapter,
         )  # fmt: skip
 
     @property

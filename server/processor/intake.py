@@ -191,15 +191,15 @@ class Intake:
         """Build the scheduler's request, or the event of a request that is only counted. Images load in the pools while the prompt is
         rendered and tokenised."""
         submit, media = request.submit, request.media
-        size = self._prompts.size(submit.prompt) + len(submit.prediction)
+        size = self._prompts.size(submit.prompt)
 
-        async def encode() -> tuple[list[int], list[int], str]:
+        async def encode() -> tuple[list[int], str]:
             if size < LARGE_MESSAGES_BYTES:
                 return self._encode(request)
             return await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, request)
 
         works: list[Coroutine[Any, Any, Any]] = [encode(), self.grammars.prepare(request), *(medium.load() for medium in media)]
-        (ids, predicted, echo), *_ = await together(*works)
+        (ids, echo), *_ = await together(*works)
         ids = self._truncate(submit, ids)
         for answer in request.answers:
             answer.echo = echo
@@ -214,8 +214,6 @@ class Intake:
         if submit.params.prompt_logprobs is not None:
             check_prompt_scores(submit.n * num_prompt * (1 + submit.params.prompt_logprobs))
         request.regions["prompt"] = self._put(prompt.ids)
-        if predicted:
-            request.regions["prediction"] = self._put(array("i", predicted))
         request.num_prompt_tokens = num_prompt
         for answer in request.answers:
             answer.text.read_prompt(prompt.ids)
@@ -232,7 +230,6 @@ class Intake:
             images=spans,
             params=msgspec.structs.replace(submit.params, **changes),
             grammar=self.grammars.of(request),
-            prediction=request.regions["prediction"].wire() if predicted else None,
         )
 
     def _put(self, ids: "array[int]") -> GrowingRegion:
@@ -240,17 +237,15 @@ class Intake:
         region.append(ids.tobytes())
         return region
 
-    def _encode(self, request: Request) -> tuple[list[int], list[int], str]:
-        """Return the encoded prompt, its prediction if the engine reads it, and the prompt's text if requested."""
+    def _encode(self, request: Request) -> tuple[list[int], str]:
+        """Return the encoded prompt, and its text if requested."""
         submit = request.submit
         if submit.is_counted_only and isinstance(submit.prompt, list):  # only its text is requested
-            return submit.prompt, [], self._tokens.text_of(submit.prompt)
+            return submit.prompt, self._tokens.text_of(submit.prompt)
         prompt = submit.prompt
         limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
         ids = self._prompts.encode(prompt, [medium.kind for medium in request.media], limit, submit.pooled_words is not None)
-        is_used = bool(submit.prediction) and self.config.proposals.reads_predictions
-        predicted = self._prompts.predicted(submit.prediction, limit) if is_used else []
-        return ids, predicted, self._echo(prompt) if submit.output.echo else ""
+        return ids, self._echo(prompt) if submit.output.echo else ""
 
     def _echo(self, prompt: Prompt) -> str:
         if isinstance(prompt, list):

@@ -1,5 +1,5 @@
-"""Prompt lookup, `--draft lookup`: propose what followed the longest earlier occurrence of the last tokens in the request's prompt, output
-and prediction."""
+"""Prompt lookup, `--draft lookup`: propose what followed the longest earlier occurrence of the last tokens in the request's prompt and
+output."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,11 @@ LONGEST = CONTEXTS[-1]
 MAX_PLACES = 64  # latest occurrences of the last two tokens that are compared
 UNSURE = 0.6  # pseudo-count of other tokens after a context of one token
 MAX_IN_FLIGHT = 3  # most tokens of a row in flight when a draft is made
-MAX_TEXT = 1 << 14  # tokens kept: the last of a prompt, the first of a prediction
-HEAD = 8  # tokens before an answer that identify its beginning
+MAX_TEXT = 1 << 14  # tokens kept of a prompt, the last
 
 
 class Source:
-    """Text of a request: its prediction, the end of its prompt and its output. Negative ids are separators."""
+    """Text of a request: the end of its prompt, and its output. Negative ids are separators."""
 
     def __init__(self, request: Request):
         self.trust = Trust()
@@ -96,14 +95,10 @@ class LookupDrafter(Proposer):
 
 
 def _text_before(request: Request) -> npt.NDArray[np.int32]:
-    """Return the prediction as if it were the answer, then the prompt's last MAX_TEXT tokens, with one separator per image."""
+    """Return the prompt's last MAX_TEXT tokens, with one separator per image."""
     prompt = request.token_ids[: request.num_prompt].copy()
-    text_start = request.images[-1].end if request.images else 0
     for span in request.images:
         prompt[span.start : span.end] = -1
     is_text = prompt >= 0
     is_text[[span.start for span in request.images]] = True
-    parts = [np.full(LONGEST, -1), prompt[is_text][-MAX_TEXT:]]
-    if request.prediction is not None:
-        parts[:1] = [parts[0], prompt[max(text_start, request.num_prompt - HEAD) :], request.prediction[:MAX_TEXT], parts[0]]
-    return np.concatenate(parts).astype(np.int32)
+    return np.concatenate((np.full(LONGEST, -1), prompt[is_text][-MAX_TEXT:])).astype(np.int32)

@@ -151,7 +151,6 @@ class GenerationEndpoint(Endpoint):
             body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,
             priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
             truncated_to=request.truncate_prompt_tokens,
-            prediction=request.prediction.text if request.prediction else "",
         )  # fmt: skip
         wanted = request.stream_options or StreamOptions()
         options = ReplyOptions(

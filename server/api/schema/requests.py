@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from engine.wire.grammar import Grammar
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
-from server.api.schema.parts import FIRST, AllowedTools, AnyTool, MediaOptions, Message, NamedTool, TextPart, Tool, ToolList
+from server.api.schema.parts import FIRST, AllowedTools, AnyTool, MediaOptions, Message, NamedTool, Tool, ToolList
 from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value, check_refused
 
 MAX_MESSAGES = 10_000
@@ -90,15 +90,6 @@ class Reasoning(Strict):
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
 
 
-class Prediction(Strict):
-    type: Literal["content"]
-    content: Annotated[list[TextPart], FIRST] | str
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
 def _stop_list(value: object) -> object:
     return [] if value is None else [value] if isinstance(value, str) else value
 
@@ -149,7 +140,6 @@ class GenerationRequest(ListedFields):
     include_reasoning: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    prediction: Prediction | None = None
 
     @property
     def token_limit(self) -> int | None:

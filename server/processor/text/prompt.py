@@ -96,11 +96,6 @@ class PromptBuilder:
     def _ids_of(self, word: str) -> tuple[int, ...]:
         return tuple(self._literal.encode(word, add_special_tokens=False).ids)
 
-    def predicted(self, text: str, limit: int) -> list[int]:
-        """Return at most `limit` ids of the expected answer."""
-        encoding = self._literal.encode_batch_fast([text[: limit * USUAL_CHARACTERS]], add_special_tokens=False)[0]
-        return list(encoding.ids[:limit])
-
     def bad_words(self, texts: list[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each word, also after a space. RequestError 400 for one that is too long."""
         found: dict[tuple[int, ...], None] = {}

@@ -327,10 +327,10 @@ class Simulation:
         self.language: tuple[int, int] | None = None  # of answers
         self.preempt_rate = 0.0  # of steps before which the youngest request has to go, as if blocks were lacking
 
-    def add(self, wire: EngineRequest, prompt: list[int], prediction: list[int] | None = None) -> None:
+    def add(self, wire: EngineRequest, prompt: list[int]) -> None:
         for index in range(wire.n):
             self.sequences[key_of(wire.rid, index)] = Sequence(wire, prompt, wire.params.seed + index, self.language)
-        self.core.add(wire, np.asarray(prompt, dtype=np.int32), prediction and np.asarray(prediction, dtype=np.int32))
+        self.core.add(wire, np.asarray(prompt, dtype=np.int32))
         self._take()
 
     def ask(self, rid: int, prompt: list[int], images: list[tuple[int, int, bytes]], max_tokens: int, **params: object) -> None:

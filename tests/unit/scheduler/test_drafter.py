@@ -12,8 +12,6 @@ from engine.scheduler.drafts.lookup import CONTEXTS, LONGEST, Source
 from engine.wire.config import MAX_HEAD_DRAFTS
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 
-LONG = list(range(1000, 1200))
-
 
 def simulate(verify_rows: int = 32) -> Simulation:
     sim = Simulation(make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=verify_rows), random.Random(0))
@@ -21,9 +19,9 @@ def simulate(verify_rows: int = 32) -> Simulation:
     return sim
 
 
-def add(sim: Simulation, rid: int, prediction: list[int] | None = None, max_tokens: int = 80) -> None:
+def add(sim: Simulation, rid: int, max_tokens: int = 80) -> None:
     prompt = [20, 21, 22, 23]
-    sim.add(make_request(rid, prompt, [], max_tokens, ignore_eos=True), prompt, prediction)
+    sim.add(make_request(rid, prompt, [], max_tokens, ignore_eos=True), prompt)
 
 
 def num_steps(sim: Simulation) -> int:
@@ -37,21 +35,6 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps() -> None:
     sim.language = (1, 5)
     add(sim, 0)
     assert num_steps(sim) < 55 and len(sim.received[0]) == 80
-
-
-def test_a_prediction_is_used_from_the_first_token_on() -> None:
-    sim = simulate()
-    add(sim, 0)
-    sim.run()
-    answer = sim.received[0]
-    add(sim, 1, prediction=answer)
-    assert num_steps(sim) < 25
-    add(sim, 2, prediction=LONG)
-    assert 80 <= num_steps(sim) <= 82
-    add(sim, 3, prediction=[*answer[:30], 7777, *answer[31:]])
-    assert num_steps(sim) < 35, "it does not go on behind what differs"
-    add(sim, 4)
-    assert num_steps(sim) >= 80
 
 
 def simulate_head(max_num_seqs: int = 4, verify_rows: int = 32) -> Simulation:
@@ -98,10 +81,9 @@ def test_many_rows_get_fewer_drafts_and_at_last_none() -> None:
         assert len(sim.core.state.counters.accepted_by_position) == most
 
 
-def source_of(prompt: list[int], images: list[tuple[int, int, bytes]], prediction: list[int] | None = None) -> Source:
+def source_of(prompt: list[int], images: list[tuple[int, int, bytes]]) -> Source:
     core = make_core(num_blocks=2000, verify_rows=32)
-    ids = None if prediction is None else np.asarray(prediction, dtype=np.int32)
-    core.add(make_request(0, prompt, images, 9), np.asarray(prompt, dtype=np.int32), ids)
+    core.add(make_request(0, prompt, images, 9), np.asarray(prompt, dtype=np.int32))
     return Source(core.state.waiting[0])
 
 
@@ -118,8 +100,8 @@ def test_a_context_does_not_reach_across_an_image() -> None:
 
 def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "MAX_TEXT", 20)
-    source = source_of(list(range(100)), [], list(range(500, 600)))
-    assert text_of(source) == [-1] * LONGEST + [*range(92, 100), *range(500, 520)] + [-1] * LONGEST + [*range(80, 100)]
+    source = source_of(list(range(100)), [])
+    assert text_of(source) == [-1] * LONGEST + [*range(80, 100)]
 
 
 @given(text=st.lists(st.integers(-1, 3), min_size=2, max_size=60))

@@ -44,7 +44,6 @@ LISTS: dict[str, dict[str, Any]] = {
     "/rerank": {"query": LONG, "documents": ["x"] * 1000},
     "/score": {"text_1": {"content": [{"type": "text", "text": LONG}]}, "text_2": ["x"] * 1000},
     "/v1/embeddings": {"input": ["x"] * 1000, "instruction": LONG},
-    "/v1/completions": {"prompt": ["x"] * 128, "prediction": {"type": "content", "content": LONG}},
     "/generate": {"text": ["x"] * 128, "regex": "(" + LONG + ")"},
 }
 

@@ -70,7 +70,7 @@ BAD: dict[str, list[object]] = {
     "top_logprobs": [5], "enable_thinking": ["no"], "chat_template_kwargs": ["x", {str(i): 1 for i in range(65)}],
     "continue_final_message": [True], "tools": [TOOLS * 2], "tool_choice": ["required"],
     "logit_bias": [{"x": 5}, {str(VOCAB_SIZE): 5}, [5]], "bad_words": ["x", ["x"] * 65], "messages": [[], "hello", HELLO * 10_001],
-    "mm_processor_kwargs": [{"fps": 2.0, "num_frames": 3}], "prediction": ["text"],
+    "mm_processor_kwargs": [{"fps": 2.0, "num_frames": 3}],
 }  # fmt: skip
 
 
@@ -80,7 +80,6 @@ CALL = "messages[1].tool_calls[0].function"
 
 BAD_INSIDE: list[tuple[str, dict[str, object]]] = [
     ("stop[0]", {"stop": ""}), ("stop[0]", {"stop": [5]}),
-    ("prediction.content[0]", {"prediction": {"type": "content", "content": [1]}}),
     ("stop_token_ids[1]", {"stop_token_ids": [3, VOCAB_SIZE]}),
     ("stream_options.include_usage", {"stream_options": {"include_usage": 7}}), ("logit_bias[1]", {"logit_bias": {"1": 101}}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}), ("min_tokens", {"min_tokens": 6, "max_tokens": 5}),

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import openai
 import pytest
 from tokenizers import Tokenizer
@@ -23,38 +22,6 @@ def drafting(stack_of: StackOf, model_folder: Path) -> Iterator[Stack]:
     stack.recover()
 
 
-def predicted(stack: Stack) -> list[int] | None:
-    region = stack.scheduler.requests[-1].prediction
-    if region is None:
-        return None
-    ids: list[int] = np.frombuffer(stack.scheduler.bytes_at(region), dtype=np.int32).tolist()
-    return ids
-
-
-def test_a_prediction_goes_to_the_scheduler(drafting: Stack, tokenizer: Tokenizer) -> None:
-    seen = []
-
-    def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
-        seen.append(predicted(drafting))
-        scheduler.send([RequestOutput(request.rid, [65], "stop", stages=Stages())], [request.rid])
-
-    drafting.scheduler.script = script
-    prediction = {"type": "content", "content": TEXT}
-    parts = [{"type": "text", "text": TEXT[:11]}, {"type": "text", "text": TEXT[11:]}]
-    assert drafting.chat("x", prediction={"type": "content", "content": parts}).status_code == 200
-    assert drafting.http.post("/v1/completions", json={"prompt": "x", "prediction": prediction}).status_code == 200
-    long = {"type": "content", "content": "word " * 50_000 + "<|im_end|>"}
-    assert drafting.chat("x", prediction=long).status_code == 200
-    assert drafting.chat("x", prediction=None).status_code == 200
-    assert seen[0] == seen[1] == ids_of(tokenizer, TEXT) and seen[3] is None
-    assert seen[2] is not None and 1000 < len(seen[2]) <= drafting.scheduler.max_model_len, "longer than any answer"
-
-
-def test_without_drafts_a_prediction_costs_nothing(stack: Stack) -> None:
-    assert stack.chat("x", prediction={"type": "content", "content": TEXT}).status_code == 200
-    assert stack.scheduler.requests[-1].prediction is None
-
-
 def test_usage_counts_the_drafts_of_kept_tokens(drafting: Stack, tokenizer: Tokenizer) -> None:
     """Red if a draft behind a stop string counts as accepted, if a rejected one is not told, or if an event is missing."""
     ids = ids_of(tokenizer, TEXT)
@@ -71,7 +38,7 @@ def test_usage_counts_the_drafts_of_kept_tokens(drafting: Stack, tokenizer: Toke
     drafting.scheduler.script = script
     client = openai.OpenAI(base_url=f"{drafting.url}/v1", api_key="none", max_retries=0)
     create = client.chat.completions.create
-    answer = create(model="test-model", messages=[{"role": "user", "content": "x"}], prediction={"type": "content", "content": TEXT})
+    answer = create(model="test-model", messages=[{"role": "user", "content": "x"}])
     assert answer.choices[0].message.content == TEXT and answer.usage and answer.usage.completion_tokens_details
     details = answer.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (num_run + 2, 3 + 1)
