@@ -11,6 +11,12 @@ from tests.e2e.serving import serve
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine-url", default=None, help="of a server that runs; else one is started")
+    parser.addoption("--newest-npm", action="store_true", help="take the latest versions of npm's packages")
+
+
+@pytest.fixture
+def is_newest(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--newest-npm", default=False))
 
 
 @pytest.fixture(scope="session")

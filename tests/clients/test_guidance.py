@@ -1,4 +1,4 @@
-"""guidance, whose VLLMModel sends its grammars in Lark, against the demo model. By the command of the newest versions: `newest.py`."""
+"""guidance, whose VLLMModel sends its grammars in Lark, against the demo model."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""outlines, in the mode that it has for vLLM, against the demo model. By the command of the newest versions: `newest.py`."""
+"""outlines, in the mode that it has for vLLM, against the demo model."""
 
 import re
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Report which mutations the tests of their modules find. Takes about an hour.
+"""Report which mutations the tests of their modules find. Takes about half an hour.
 
 usage: python -m tests.mutations [--only TEXT]
 """

@@ -39,7 +39,7 @@ def last(stack: Stack) -> EngineRequest:
 
 
 def test_ids_and_spans_are_the_references(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Times and pads are those of transformers: test_video_fixtures."""
+    """Their times are those of transformers: `tests/unit/models/test_video.py`."""
     parts = [text("a"), video(CLIP), image(uri(jpeg())), text("b"), listed(FRAMES[:3], fps=30.0), text("c")]
     assert stack.chat(parts).status_code == 200
     request = last(stack)

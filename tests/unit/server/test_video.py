@@ -111,6 +111,14 @@ async def test_pairs_of_overlapping_lists_are_the_same(loading: Loading) -> None
     assert (await loading.decode(half, 1) == np.stack(frames[6:8])).all()
 
 
+async def test_an_odd_number_of_frames_and_limits_on_pixels(loading: Loading) -> None:
+    frames = joined(frames_of(3))
+    for limits, size in (({}, (64, 96)), ({"min_pixels": 60_000}, (128, 192)), ({"max_pixels": 9_000}, (32, 64))):
+        video = await loading.load_video(frames, holds_frames=True, **limits)
+        assert (video.plan.indices, video.plan.size) == ([0, 1, 2, 2], size), limits
+        await loading.release()
+
+
 async def test_many_frames(loading: Loading) -> None:
     frames = frames_of(900, 32, 64)
     video = await loading.load_video(b64(encode(frames, fps=1.0, gap=50)), max_pixels=1 << 21)
