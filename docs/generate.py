@@ -177,7 +177,7 @@ def fit() -> str:
     for size in PLANNED:
         name = f"Qwen{size}" if size.startswith("3.5") else f"Qwen3-VL-{size}"
         for flag, stored, suffix in (("auto", None, ""), ("fp8", None, ", fp8"), ("auto", AWQ, ", 4 bits")):
-            output = describe(EngineConfig(quantization=flag), _published(size, stored), name, "portable")
+            output = describe(EngineConfig(quantization=flag), _published(size, stored), name)
             _, header, *lines = (re.split(r"\s{2,}", line.strip()) for line in output.splitlines())
             cells = [dict(zip(header, line, strict=False)) for line in lines]
             rows[name + suffix] = {cell["GPU"]: _context(cell) for cell in cells}

@@ -73,18 +73,8 @@ def print_plan(config: EngineConfig) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             model = read_model(config, resolve(name, "dummy", Path(folder)).folder, draft_folder_of(config, Path(folder)))
-            write_out(describe(config, model, name, planned_backend(config, model, list_gpus())) + "\n")
+            write_out(describe(config, model, name) + "\n")
     return 0
-
-
-def planned_backend(config: EngineConfig, model: ModelConfig, gpus: list[Gpu]) -> str:
-    """Return the backend that would run here; without fitting GPUs the requested one, or `portable`."""
-    if config.backend != "auto" or not gpus:
-        return "portable" if config.backend == "auto" else config.backend
-    try:
-        return suit(choose("auto", "cuda", config.tp, False, gpus), "auto", model.text.heads(config.tp), config.dtype).backend
-    except ValueError:
-        return "portable"
 
 
 def serve_several(config: EngineConfig) -> int:
@@ -194,7 +184,7 @@ def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int)
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's {limit}")
     if choice.device == "cuda":
-        config = fit_to_card(config, model, gpus[: config.tp], choice.backend)
+        config = fit_to_card(config, model, gpus[: config.tp])
     names = tuple(name.strip() for name in (config.served_model_name or resolved.name).split(","))
     adapters = named_adapters(config.lora_modules or "", config.max_lora_rank, model, names)
     fds = (create_memfd("api", config.api_arena_bytes or 0), create_memfd("processor", config.processor_arena_bytes or 0))
@@ -220,9 +210,9 @@ def draft_folder_of(config: EngineConfig, cache_dir: Path) -> str:
     return str(resolve_eagle3(config.draft_model, cache_dir)) if config.draft == "eagle3" else ""
 
 
-def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu], backend: str) -> EngineConfig:
+def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu]) -> EngineConfig:
     memory = config.gpu_memory or min(gpu.total_memory for gpu in gpus)
-    fitted = fit(config, model, memory, backend)
+    fitted = fit(config, model, memory)
     if smaller := cuts(config, fitted):
         logger.warning("reduced the step sizes so that the model fits in %.1f GiB: %s", memory / GIB, smaller)
     return fitted

@@ -121,7 +121,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[float, "fraction of each GPU's memory that weights, KV pool and image cache may take"] = 0.9
     gpu_memory: Annotated[int | None, "memory per GPU to plan with; default: the GPU's own, with --plan common sizes"] = None
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV pool; default: the rest of the GPU's share, 512M on CPUs"] = None
-    plan: Annotated[bool, "print what fits on GPUs (context, images, step sizes) and exit; needs no GPU"] = False
+    plan: Annotated[bool, "print what fits on GPUs (context, step sizes) and exit; needs no GPU"] = False
     enforce_eager: Annotated[bool, "do not capture CUDA graphs"] = False
 
     api_arena_bytes: Annotated[int | None, "shared memory for request bodies; default: 1/16 of the host's, at most 1G, on CPUs 64M"] = None

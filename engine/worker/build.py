@@ -226,7 +226,7 @@ def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | No
         runtime=free - free_bytes(model.device) - weights,
         activations=sum(activations),
         step_graphs=0 if captured is None else step_graph_bytes(model.config, captured, config, activations.step),
-        tower=0 if model.tower is None else model.tower.kept_bytes() + early_image_bytes(model.config, config),
+        tower=0 if model.tower is None else model.tower.kept_bytes() + early_image_bytes(model.config),
         states=state_bytes(config, model.cache_spec),
     )
 
