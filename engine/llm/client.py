@@ -212,13 +212,7 @@ def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> li
 
 
 def write_tensors(tensors: Mapping[str, Any], path: str) -> None:
-    """Write torch tensors to a safetensors file; of tied ones, which the format does not have, copies."""
+    """Write copies of torch tensors, of which some may be tied, to a safetensors file."""
     from safetensors.torch import save_file  # imports torch
 
-    written, storages = {}, set[int]()
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        is_shared = value.untyped_storage().data_ptr() in storages
-        storages.add(value.untyped_storage().data_ptr())
-        written[name] = value.clone() if is_shared else value
-    save_file(written, path)
+    save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}, path)

@@ -12,28 +12,14 @@ import pybase64
 from PIL import Image
 
 from engine.llm.outputs import CompletionOutput, RequestOutput
-from engine.wire.params import PARAMETERS
 from models.config.types import MEDIA_KINDS
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 PICTURE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that PNG supports
 URL_SCHEMES = ("data:", "http://", "https://", "file://")
-FIELDS = (  # of SamplingParams
-    *("n", "stop", "include_stop_str_in_output", "skip_special_tokens", "logprobs", "truncate_prompt_tokens", "priority"),
-    *("structured_outputs", *PARAMETERS),
-)
 
+SamplingParams = dict[str, Any]  # by vLLM's names (docs/fields.md); omitted ones follow the checkpoint's recommendation
 StructuredOutputsParams = dict[str, Any]  # with one member
-
-
-class SamplingParams(dict[str, Any]):
-    """Sampling parameters by vLLM's names (docs/fields.md). Omitted ones follow the checkpoint's recommendation; without `max_tokens`, the
-    context limits a chat answer, and a text completion has 16 tokens."""
-
-    def __init__(self, **fields: Any):
-        if unknown := sorted(fields.keys() - FIELDS):
-            raise TypeError(f"SamplingParams has no {', '.join(unknown)}: `chat` and `generate` take further fields of the API")
-        super().__init__((name, value) for name, value in fields.items() if value is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,9 @@ class Order(msgspec.Struct, tag=True, frozen=True):
 
 
 class OrderResult(msgspec.Struct, tag=True, frozen=True):
-    """Result of a rank. `problem`: why it has written nothing; `is_whole`: it has replaced all weights."""
+    """Result of a rank. `problem`: why it has written nothing."""
 
     problem: str | None = None
-    is_whole: bool = False
 
 
 class OrderDone(msgspec.Struct, tag=True, frozen=True):

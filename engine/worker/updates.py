@@ -35,13 +35,13 @@ class UpdateWorker:
 
     @torch.inference_mode()
     def execute(self, order: Order) -> None:
-        problem, is_whole = None, False
+        problem = None
         try:
             match order.task:
                 case FromFolder():
-                    is_whole = self._load(Path(order.task.path))
+                    self._load(Path(order.task.path))
                 case FromGroup():
-                    is_whole = self._receive(order.task)
+                    self._receive(order.task)
                 case JoinGroup():
                     self._join(order.task)
                 case LeaveGroup():
@@ -49,9 +49,9 @@ class UpdateWorker:
                     del self._groups[order.task.group_name]
         except FAILURES as failure:
             problem = explain(failure)
-        self._scheduler.send(OrderResult(problem, is_whole))
+        self._scheduler.send(OrderResult(problem))
 
-    def _load(self, folder: Path) -> bool:
+    def _load(self, folder: Path) -> None:
         with ExitStack() as stack:
             try:
                 tensors = stack.enter_context(opened(folder, self._model.config.architecture))
@@ -59,9 +59,9 @@ class UpdateWorker:
                 reason = str(problem).replace(str(folder), "it") if isinstance(problem, ValueError) else type(problem).__name__
                 raise ValueError(f"the folder cannot be read: {reason}") from None
             update = self._checked(tensors, is_whole=True)
-            return self._write(update, ((name, tensors[name]) for name in update.names))
+            self._write(update, ((name, tensors[name]) for name in update.names))
 
-    def _receive(self, task: FromGroup) -> bool:
+    def _receive(self, task: FromGroup) -> None:
         """Receive each tensor into one buffer, which is allocated before anything is written."""
         group = self._group(task.group_name)
         announced = {spec[0]: empty_like(*spec) for spec in zip(task.names, task.dtypes, task.shapes, strict=True)}
@@ -77,7 +77,7 @@ class UpdateWorker:
                 broadcast(group, tensor)
                 yield known_of.get(name, name), InMemory(tensor)
 
-        return self._write(update, received())
+        self._write(update, received())
 
     def _checked(self, tensors: Mapping[str, Stored], is_whole: bool) -> WeightUpdate:
         """Return the update. ValueError or OutOfMemoryError if it cannot be written."""
@@ -86,8 +86,7 @@ class UpdateWorker:
         torch.empty(update.extra_bytes, dtype=torch.uint8, device=self._model.device)
         return update
 
-    def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, Stored]]) -> bool:
-        """Write the tensors; return whether they are all of the model."""
+    def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, Stored]]) -> None:
         try:
             for name, tensor in tensors:
                 update.write(name, tensor)
@@ -97,7 +96,6 @@ class UpdateWorker:
             self._child.failed(f"some weights were already replaced, so the engine exits: {explain(failure)}")
             os._exit(1)
         self._forget()
-        return update.is_whole
 
     def _join(self, task: JoinGroup) -> None:
         """Join a group, instead of an earlier one of this name."""

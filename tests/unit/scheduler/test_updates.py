@@ -21,7 +21,7 @@ class Workers:
     """All ranks: they answer at once, those of `refusing` that they cannot; if one has, all lose what they have computed."""
 
     def __init__(self, sim: Simulation) -> None:
-        self.sim, self.refusing, self.is_whole, self.num_executed = sim, list[int](), True, 0
+        self.sim, self.refusing, self.num_executed = sim, list[int](), 0
         self.done: dict[int, OrderDone] = {}
         self.control = UpdateControl(sim.core, NUM_RANKS, self.take, self.answer)
         self._replies: list[OrderResult] = []
@@ -37,7 +37,7 @@ class Workers:
         assert not self.sim.in_flight
         for rank in range(NUM_RANKS):
             problem = "it does not fit" if rank in self.refusing else None
-            self._replies.append(OrderResult(problem, problem is None and self.is_whole))
+            self._replies.append(OrderResult(problem))
         if len(self.refusing) < NUM_RANKS:
             self.num_executed += 1
             worker = self.sim.worker
@@ -116,40 +116,23 @@ def test_a_pause_ends_what_runs_and_an_update_waits_for_it(task: Any) -> None:
     assert workers.done.keys() == {0, 1} and (len(sim.received[0]) == 9, sim.terminal[0]) == expected
 
 
-PART, WHOLE, FOLDER = FromGroup("g", [], [], []), FromGroup("whole", [], [], []), FromFolder("x")
-UPDATES = {  # tasks, and which of them are refused; whether the engine stays closed then
-    "accepted": ([(PART, False), (PART, False)], False),
-    "a part is refused": ([(PART, False), (PART, True), (PART, False)], True),
-    "a folder is refused": ([(FOLDER, True)], False),
-    "a folder is refused after a part": ([(PART, True), (FOLDER, True)], True),
-    "a folder follows": ([(PART, True), (FOLDER, False)], False),
-    "all tensors follow": ([(PART, True), (WHOLE, False)], False),
-}
+FOLDER, PART = FromFolder("x"), FromGroup("g", [], [], [])
 
 
 @pytest.mark.parametrize("is_paused", [True, False])
-@pytest.mark.parametrize("name", UPDATES)
-def test_after_a_refused_part_the_engine_waits_for_all_weights(name: str, is_paused: bool) -> None:
-    """Other parts may have been written, so that the weights may be a mixture."""
-    (tasks, is_mixed), sim = UPDATES[name], Simulation(make_core())
+@pytest.mark.parametrize("task", [FOLDER, PART], ids=["folder", "group"])
+def test_a_refused_update_leaves_the_engine_as_it_was(task: Any, is_paused: bool) -> None:
+    """If only some ranks refuse it, the engine ends: the others have written."""
+    sim = Simulation(make_core())
     workers = Workers(sim)
     if is_paused:
         workers.give(0, Pause())
-    for number, (task, refuses) in enumerate(tasks, 1):
-        workers.refusing, workers.is_whole = [0, 1] if refuses else [], task is not PART
-        workers.give(number, task)
-        assert (workers.done[number].problem is not None) == refuses
-    assert sim.core.state.is_open == (not is_paused and not is_mixed)
-    workers.give(9, Resume())
-    assert (workers.done[9].problem is not None) == is_mixed and sim.core.state.is_open != is_mixed
-    workers.refusing = [1]  # the other rank has written the folder
-    workers.give(10, FOLDER)
-    workers.give(11, Resume())
-    assert workers.done[11].problem is not None
-    workers.refusing, workers.is_whole = [], True
-    workers.give(12, FOLDER)
-    workers.give(13, Resume())
-    assert workers.done[13].problem is None and sim.core.state.is_open
+    workers.refusing = [0, 1]
+    workers.give(1, task)
+    assert workers.done[1].problem is not None and sim.core.state.is_open != is_paused
+    workers.refusing = [1]
+    with pytest.raises(RuntimeError, match="only some workers"):
+        workers.give(2, task)
 
 
 def test_one_update_at_a_time() -> None:
