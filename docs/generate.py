@@ -31,7 +31,7 @@ from models.scaffold.configs import config_json, generation_config_json, image_p
 from models.scaffold.shapes import SHAPES  # noqa: E402
 from models.scaffold.video import video_processor_json  # noqa: E402
 from server.api.schema.requests import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
-from server.api.schema.validate import REFUSED, REFUSED_IN_IMAGES  # noqa: E402
+from server.api.schema.validate import REFUSED  # noqa: E402
 
 WHEN = {
     "model": "Always: the default is a demo.",
@@ -233,7 +233,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "endpoints": endpoints,
     "sampling": sampling,
     "limited": lambda: _names_of(frozenset(REFUSED)),
-    "limited-in-images": lambda: _names_of(frozenset(REFUSED_IN_IMAGES)),
 }
 
 

@@ -83,7 +83,6 @@ class Submit(msgspec.Struct, tag=True):
     grammar: Grammar | None = None
     grammar_field: str = ""  # field of the client's request, for errors
     prompt_field: str = "messages"  # field of the client's request, for errors
-    truncated_to: int | None = None  # number of tokens of the prompt to keep, from its end; -1: as many as leave space for the answer
     deadline: float | None = None  # time after which no client waits for an answer
     pooled_words: list[str] | None = None  # their first tokens are `SamplingParams.pooled_ids`; the tokenizer frames the prompt
     adapter: AdapterRef | None = None
@@ -129,7 +128,6 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     report: ShownReport | None = None  # with the first event: numbers instead of text, or the prompt's scores
     prompt_ids: list[int] = []  # with the first token if requested, or of a counted request; images are placeholders
     token_ids: list[int] = []  # of this event, if requested
-    token_strs: list[str] = []  # names of `prompt_ids` in the vocabulary, of a counted request with `token_ids`
     index: int = 0  # index of the answer
     details: TokenDetails | None = None  # of the whole answer, in its last event
 

@@ -48,7 +48,6 @@ class OutputOptions(msgspec.Struct, frozen=True):
     echo: bool = False  # text and log-probabilities begin with the prompt's
     bad_words: list[str] = []  # as given, and after a space
     token_ids: bool = False  # in addition to the text; the prompt's with the first token
-    names_ids: bool = False  # log-probabilities name tokens `token_id:5` instead of by text
     prompt_logprobs: bool = False  # separate from the answer, not its beginning
 
 

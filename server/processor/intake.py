@@ -200,15 +200,13 @@ class Intake:
 
         works: list[Coroutine[Any, Any, Any]] = [encode(), self.grammars.prepare(request), *(medium.load() for medium in media)]
         (ids, echo), *_ = await together(*works)
-        ids = self._truncate(submit, ids)
         for answer in request.answers:
             answer.echo = echo
         prompt = self._prompts.expand(ids, [medium.visual for medium in media])
         num_prompt = len(prompt.ids)
         if submit.is_counted_only:
             counted = [] if isinstance(submit.prompt, list) else prompt.ids.tolist()
-            names = [self._prompts.tokenizer.id_to_token(token_id) or "" for token_id in counted if submit.output.token_ids]
-            return Event(submit.rid, echo, finish_reason="stop", num_prompt_tokens=num_prompt, prompt_ids=counted, token_strs=names)
+            return Event(submit.rid, echo, finish_reason="stop", num_prompt_tokens=num_prompt, prompt_ids=counted)
         if num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
         if submit.params.prompt_logprobs is not None:
@@ -243,7 +241,7 @@ class Intake:
         if submit.is_counted_only and isinstance(submit.prompt, list):  # only its text is requested
             return submit.prompt, self._tokens.text_of(submit.prompt)
         prompt = submit.prompt
-        limit = MAX_TOKENS if submit.is_counted_only or submit.truncated_to is not None else self.max_model_len
+        limit = MAX_TOKENS if submit.is_counted_only else self.max_model_len
         ids = self._prompts.encode(prompt, [medium.kind for medium in request.media], limit, submit.pooled_words is not None)
         return ids, self._echo(prompt) if submit.output.echo else ""
 
@@ -259,18 +257,6 @@ class Intake:
             raise RequestError(400, f"{name}: the model has no token that ends its reasoning.", name, "unsupported_parameter")
         ids = (end,) if request.answers[0].text.is_thinking else (start, end)
         return {"think_ids": ids, "allowed_token_ids": (*allowed, end) if allowed else ()}
-
-    def _truncate(self, submit: Submit, ids: list[int]) -> list[int]:
-        """Apply `truncate_prompt_tokens`. RequestError 400 for a prompt with images: a truncated image is invalid."""
-        limit = submit.truncated_to
-        if limit is None or (submit.media and limit < 0):  # a longer prompt is rejected later
-            return ids
-        if submit.media:
-            name = "truncate_prompt_tokens"
-            raise RequestError(400, f"{name}: is for prompts without images.", name, "invalid_value")
-        if limit < 0:
-            limit = self.max_model_len - max(1, min(submit.params.max_tokens or 1, self.max_model_len - 1))
-        return ids[-limit:]
 
     async def _hand_over(self, request: Request, task: asyncio.Task[Prepared], strays: list[Image]) -> None:
         """Send a prepared request to the scheduler, or release it if it failed or was aborted. Also release `strays`: payloads elsewhere in

@@ -13,7 +13,7 @@ from engine.wire.stats import TokenDetails
 from server.errors import PROMPT, error_of, forget_frames
 from server.processor.media.video import Medium, release_all
 from server.processor.text.output_text import OutputText
-from server.processor.text.scores import PromptScores, named, spelling_of
+from server.processor.text.scores import PromptScores, named
 from server.processor.threads import together
 from server.region import GrowingRegion, RegionAllocator
 
@@ -83,7 +83,7 @@ class Request:
         wants_ids = self.submit.output.token_ids
         if not (output.logprobs or wants_ids):
             return event
-        token_id, spelling = output.token_ids[index], spelling_of(answer.text.table, self.submit.output.names_ids)
+        token_id, spelling = output.token_ids[index], answer.text.table.spelling
         found = output.logprobs[index : index + 1]
         logprobs = [named(spelling, token_id, one.logprob, zip(one.top_ids, one.top_logprobs, strict=True)) for one in found]
         prompt_ids = self.prompt_ids if wants_ids and answer.num_tokens == 1 else []

@@ -80,7 +80,7 @@ def shortened(path: str, body: dict[str, Any]) -> dict[str, Any]:
     if path == "/generate":
         return {"text": "x", "stream": body.get("stream"), "sampling_params": {"max_new_tokens": MAX_TOKENS}}
     kept = {name: value for name, value in body.items() if name not in REMOVED}
-    if path in ("/v1/embeddings", "/pooling"):  # either of them must be there
+    if path == "/v1/embeddings":  # either of them must be there
         kept = {**kept, "input": "x", "messages": None}
     turns = kept.get("messages") or []
     turns[:] = [turn if turn.get("content") else {"role": "user", "content": "x"} for turn in turns or [{}]]

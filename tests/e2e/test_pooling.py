@@ -59,8 +59,6 @@ def test_embeddings_of_messages_with_images(tiny_engine: Engine, reference: Refe
     expected = unit(reference.last_hidden(messages, images, is_framed=True), 64)
     np.testing.assert_allclose(found["data"][0]["embedding"], expected, atol=2e-5)
     assert len(found["data"][0]["embedding"]) == 64
-    pooled = post(tiny_engine, "/pooling", messages=[{"role": "user", "content": parts}], dimensions=64, instruction="Find the cat")
-    np.testing.assert_allclose(pooled["data"][0]["data"], found["data"][0]["embedding"], atol=2e-5)
 
 
 def asked_of(reference: Reference, query: list[Any], document: list[Any], images: list[Any], instruction: str = RERANK) -> float:
@@ -86,7 +84,7 @@ def test_scores(tiny_engine: Engine, reference: Reference) -> None:
     assert max(expected) - min(expected) > 1e-3
     assert len(post(tiny_engine, "/v1/rerank", query="cats", documents=documents, top_n=1)["results"]) == 1
     for first, second in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
-        scored = post(tiny_engine, "/score", **{first: "cats", second: documents}, truncate_prompt_tokens=-1)["data"]
+        scored = post(tiny_engine, "/score", **{first: "cats", second: documents})["data"]
         np.testing.assert_allclose([entry["score"] for entry in scored], expected, atol=1e-5)
     other = post(tiny_engine, "/score", text_1=[{"content": [image_part(image)]}], text_2="A picture.", instruction="Is it this one?")
     single = asked_of(reference, [IMAGE], [text_part("A picture.")], [image], "Is it this one?")
@@ -99,7 +97,6 @@ def test_bad_requests(tiny_engine: Engine) -> None:
         ("/v1/embeddings", {}, "input"), ("/v1/embeddings", {"input": "x", "messages": [message]}, "input"),
         ("/v1/embeddings", {"input": []}, "input"), ("/v1/embeddings", {"input": "x", "dimensions": 129}, "dimensions"),
         ("/v1/embeddings", {"input": [5, 4096]}, "input"), ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
-        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ("/rerank", {"query": "x", "documents": []}, "documents"), ("/score", {"text_1": ["a", "b"], "text_2": "x"}, "text_1"),
     ]  # fmt: skip
     for path, body, param in cases:

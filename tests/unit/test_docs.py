@@ -150,7 +150,8 @@ def test_limits_of_the_api_page_are_those_of_the_code() -> None:
         f"{MAX_REDIRECTS} redirects, {config.download_connect_timeout} s to connect, {config.download_timeout} s in all",
         f"{MAX_PER_HOST} at once from a host",
         f"{schema.MAX_ANSWERS}; {MAX_TOP_LOGPROBS}; {MAX_BIASED}; {MAX_BAD_WORDS // 2} of {MAX_BAD_WORD_TOKENS} tokens",
-        f"{schema.MAX_MESSAGES:,}; {parts.MAX_TOOLS:,}; {schema.MAX_STOPS}; {MAX_STOP_IDS}; {schema.MAX_PROMPTS}",
+        f"{schema.MAX_MESSAGES:,}; {parts.MAX_TOOLS:,}; {schema.MAX_STOPS} of {schema.MAX_STOP_CHARACTERS} characters; {MAX_STOP_IDS}; ",
+        f"{MAX_STOP_IDS}; {schema.MAX_PROMPTS}",
     ]  # fmt: skip
     assert not [number for number in numbers if number not in section]
 

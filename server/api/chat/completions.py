@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
 
-import functools
 import json
 from abc import abstractmethod
 from typing import Any, Literal
@@ -23,7 +22,6 @@ from server.api.schema.requests import (
     CompletionRequest,
     DetokenizeRequest,
     MediaRequest,
-    TokenizeChatRequest,
     TokenizeRequest,
 )  # fmt: skip
 from server.api.schema.validate import Open, check
@@ -99,22 +97,17 @@ class CompletionEndpoint(GenerationEndpoint):
 class TokenizeEndpoint(Endpoint):
     """Token ids of messages, as chat completions would make them, or of a text."""
 
-    takes = TokenizeChatRequest | TokenizeRequest
+    takes = ChatRequest | TokenizeRequest
 
     def read(self, value: dict[str, Any], body: Body) -> Reply:
         if "messages" in value:
-            chat = self.check(TokenizeChatRequest, value)
-            return counted_chat(chat, body, self._show, bool(chat.return_token_strs))
+            return counted_chat(self.check(ChatRequest, value), body, self._show)
         request = self.check(TokenizeRequest, value)
-        texts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
-        show = functools.partial(self._show, is_list=isinstance(request.prompt, list))
-        return counted(request, body, texts, "prompt", show, bool(request.return_token_strs))
+        return counted(request, body, request.prompt, "prompt", self._show)
 
-    def _show(self, events: list[Event], is_list: bool = False) -> Response:
-        shown = [[len(event.prompt_ids), event.prompt_ids, event.token_strs or None] for event in events]
-        count, tokens, names = zip(*shown, strict=True) if is_list else shown[0]
-        limit = self.service.registry.stats.max_model_len
-        return json_response(encode({"count": count, "tokens": tokens, "max_model_len": limit, "token_strs": names}))
+    def _show(self, events: list[Event]) -> Response:
+        ids, limit = events[0].prompt_ids, self.service.registry.stats.max_model_len
+        return json_response(encode({"count": len(ids), "tokens": ids, "max_model_len": limit, "token_strs": None}))
 
 
 class DetokenizeEndpoint(Endpoint):
@@ -124,12 +117,11 @@ class DetokenizeEndpoint(Endpoint):
 
     def read(self, value: dict[str, Any], body: Body) -> Reply:
         request = self.check(DetokenizeRequest, value)
-        return counted(request, body, request.lists, "tokens", functools.partial(self._show, request))
+        return counted(request, body, request.tokens, "tokens", self._show)
 
     @staticmethod
-    def _show(request: DetokenizeRequest, events: list[Event]) -> Response:
-        text = [event.text for event in events] if request.is_list else events[0].text
-        return json_response(encode({"prompt": text, "text": text}))
+    def _show(events: list[Event]) -> Response:
+        return json_response(encode({"prompt": events[0].text, "text": events[0].text}))
 
 
 def _vary_seeds(submits: list[Submit], seed: int | None) -> None:
@@ -159,10 +151,10 @@ def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[st
     return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def counted_chat(request: ChatRequest, body: Body, show: Show, token_ids: bool = False) -> Reply:
+def counted_chat(request: ChatRequest, body: Body, show: Show) -> Reply:
     """Return a reply that counts the tokens of messages with their images."""
     messages, media = read_conversation(request, request.messages, body)
-    reply = counted(request, body, [chat_prompt(request, messages)], "messages", show, token_ids)
+    reply = counted(request, body, chat_prompt(request, messages), "messages", show)
     reply.submits[0].media = media
     return reply
 

@@ -145,12 +145,10 @@ class GenerationEndpoint(Endpoint):
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.model.sampling, body.seed)
         config = self.service.config
-        names_ids = bool(request.return_tokens_as_token_ids or config.return_tokens_as_token_ids)
-        rules = request.output_options(names_ids=names_ids, **output)
+        rules = request.output_options(**output)
         submits = submits_of(
             body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,
             priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
-            truncated_to=request.truncate_prompt_tokens,
         )  # fmt: skip
         wanted = request.stream_options or StreamOptions()
         options = ReplyOptions(
@@ -164,11 +162,10 @@ class GenerationEndpoint(Endpoint):
         return GeneratedReply(request, submits, format=format(options), options=options)
 
 
-def counted(request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, show: Show, token_ids: bool = False) -> Reply:
-    """Return a reply to a request that only counts tokens and ends in the processor; `field` contains the prompts. RequestError 400."""
+def counted(request: GenerationRequest, body: Body, prompt: Prompt, field: str, show: Show) -> Reply:
+    """Return a reply to a request that only counts tokens and ends in the processor; `field` contains the prompt. RequestError 400."""
     read_grammar(request)  # to report its errors
-    output = OutputOptions(echo=True, token_ids=token_ids)
-    submits = submits_of(body, prompts, field, params=SamplingParams(), output=output, is_counted_only=True)
+    submits = submits_of(body, [prompt], field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
     return GatheredReply(request, submits, show)
 
 

@@ -1,6 +1,5 @@
 """Small endpoints: served models, health and metrics."""
 
-import json
 import time
 from typing import Any
 
@@ -34,7 +33,6 @@ class StatusRoutes:
             *(DescribedRoute(path, self.server_info) for path in ("/server_info", "/get_server_info")),
             *(DescribedRoute(path, self.model_info) for path in ("/model_info", "/get_model_info")),
             DescribedRoute("/load", self.load),
-            DescribedRoute("/tokenizer_info", self.tokenizer_info),
             DescribedRoute("/reset_prefix_cache", self.reset_prefix_cache, "POST", kinds=[]),
             DescribedRoute("/flush_cache", self.flush_cache, "POST", kinds=[TEXT]),
         ]
@@ -93,13 +91,6 @@ class StatusRoutes:
         state |= {"num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}
         shown = {"settings": settings, "stats": msgspec.to_builtins(stats), "internal_states": [state]}
         return {"version": VERSION, **await self.model_info(), **shown, "max_total_num_tokens": stats.num_blocks * config.block_size}
-
-    async def tokenizer_info(self) -> Json:
-        """The tokenizer's settings as the checkpoint has them, and the chat template that is used."""
-        checkpoint = self._service.checkpoint
-        file = checkpoint.folder / "tokenizer_config.json"
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return {**settings, "vocab_size": checkpoint.model.text.vocab_size, "chat_template": checkpoint.chat_template}
 
     def _card(self, name: str) -> Json:
         service, is_adapter = self._service, name in self._service.adapters

@@ -91,7 +91,6 @@ class PoolingEndpoint(Endpoint):
         submits = submits_of(
             body, prompts, field, pooled_words=self.words, cache_salt=request.cache_salt or "",
             params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), output=OutputOptions(),
-            truncated_to=request.truncate_prompt_tokens,
         )  # fmt: skip
         num_bytes = 0
         for submit, prompt in zip(submits, prompts, strict=True):
@@ -114,7 +113,6 @@ class EmbeddingsEndpoint(PoolingEndpoint):
     """An embedding of a text, or of messages with images."""
 
     takes, words = EmbeddingRequest, []
-    item, member = "embedding", "embedding"
 
     def prompts(self, request: EmbeddingRequest) -> tuple[str, list[Any]]:
         if (request.input is None) == (request.messages is None):
@@ -136,13 +134,7 @@ class EmbeddingsEndpoint(PoolingEndpoint):
         vector = hidden[: request.dimensions].astype(np.float64)
         vector = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
         shown = pybase64.b64encode_as_string(vector.tobytes()) if request.encoding_format == "base64" else vector.tolist()
-        return {"object": self.item, "index": index, self.member: shown}
-
-
-class VectorsEndpoint(EmbeddingsEndpoint):
-    """Embeddings in the form of vLLM's `/pooling`."""
-
-    item, member = "pooling", "data"
+        return {"object": "embedding", "index": index, "embedding": shown}
 
 
 class RerankEndpoint(PoolingEndpoint):
@@ -178,7 +170,6 @@ class ScoreEndpoint(PoolingEndpoint):
 
 ROUTES: dict[str, type[Endpoint]] = {
     "/v1/embeddings": EmbeddingsEndpoint,
-    "/pooling": VectorsEndpoint,
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankEndpoint),
     **dict.fromkeys(("/score", "/v1/score"), ScoreEndpoint),
 }

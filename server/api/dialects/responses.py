@@ -110,12 +110,6 @@ class ChosenTool(FunctionName):
     type: Literal["function", "custom"]
 
 
-class AllowedChoice(Strict):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[ChosenTool]
-
-
 class TextOptions(Strict):
     format: AnswerFormat = None
 
@@ -126,7 +120,7 @@ class ResponsesRequest(DialectRequest):
     max_tokens: TokenCount | None = Field(alias="max_output_tokens", default=None)
     top_logprobs: NumLogprobs | None = None
     tools: Annotated[list[AnyTool], ToolList] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -158,8 +152,6 @@ def joined(namespace: str | None, name: str) -> str:
 
 
 def _choice(choice: Any) -> Any:
-    if isinstance(choice, AllowedChoice):
-        return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": [_choice(tool) for tool in choice.tools]}}
     return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from engine.wire.messages import API_ARENA, MediaRef, Region
 from server.api.http.body import Body
-from server.api.schema.validate import REFUSED_IN_IMAGES, Open, Strict, bad_value, check_refused
+from server.api.schema.validate import Open, Strict, bad_value
 
 LOW_DETAIL_PIXELS = 512 * 512
 URL_SCHEMES = ("http://", "https://", "file://", "data:")
@@ -50,11 +50,6 @@ class MediaRefs:
         return url.lower().startswith(f"data:{mime};") if index is None else scanner.references[index].mime.lower() == mime
 
 
-def check_extra(part: Open, place: Open, name: str) -> None:
-    for one, prefix in ((place, f"{name}."), (part, f"{name.rpartition('.')[0]}.")):
-        check_refused(one.model_extra or {}, REFUSED_IN_IMAGES, prefix)
-
-
 class PixelLimits(Strict):
     """Limits on the area after resizing, in total over all frames. None: the checkpoint's limit."""
 
@@ -85,9 +80,7 @@ class PixelSizes(Strict):
 
 
 class ImageUrl(PixelLimits, Open):
-    """Location of an image. Further members are accepted if they change nothing: see REFUSED_IN_IMAGES.
-
-    `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
+    """Location of an image. `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
 
     url: str | None = None
     detail: Detail | None = None
@@ -110,7 +103,6 @@ class ImagePart(PixelLimits, Open):
 
     def reference(self, name: str, refs: MediaRefs, limits: PixelLimits) -> MediaRef:
         """Return the processor's reference. Limits next to the URL take precedence, then the part's, then `limits`. RequestError 400."""
-        check_extra(self, self.image_url, f"{name}.image_url")
         bounds = PixelLimits.merged(self.image_url, self, limits)
         cap = LOW_DETAIL_PIXELS if "low" in (self.image_url.detail, self.detail) else None
         return msgspec.structs.replace(refs.of(self.image_url.url, self.uuid, f"{name}.image_url", ".url"), cap=cap, **bounds)

@@ -69,16 +69,6 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-class AllowedList(Strict):
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool]
-
-
-class AllowedTools(Strict):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedList
-
-
 class TextPart(Strict):
     type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str

@@ -11,11 +11,11 @@ from pydantic_core import from_json
 
 from engine.wire.grammar import Grammar
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
-from server.api.schema.parts import FIRST, AllowedTools, AnyTool, MediaOptions, Message, NamedTool, Tool, ToolList
+from server.api.schema.parts import FIRST, AnyTool, MediaOptions, Message, NamedTool, Tool, ToolList
 from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value, check_refused
 
 MAX_MESSAGES = 10_000
-MAX_STOPS, MAX_STOP_CHARACTERS = 128, 4096  # every token is compared with all of them
+MAX_STOPS, MAX_STOP_CHARACTERS = 32, 128  # every token is compared with all of them
 MAX_VARIABLES = 64  # in chat_template_kwargs
 MAX_TIMEOUT_S = 86_400
 MAX_PROMPTS, MAX_ANSWERS = 128, 16
@@ -104,13 +104,10 @@ class AnyRequest(Open):
     model: str | None = None
     cache_salt: Salt | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: as many as leave space for the answer
 
     def check_together(self, vocab_size: int) -> None:
         """Check fields against each other and against the vocabulary, and unsupported fields. RequestError 400."""
         check_refused(self.model_extra or {})
-        if self.truncate_prompt_tokens == 0:
-            raise bad_value("truncate_prompt_tokens", "must be -1 or at least 1")
 
 
 class MediaRequest(MediaOptions, AnyRequest):
@@ -139,7 +136,6 @@ class GenerationRequest(ListedFields):
     timings: bool | None = None
     include_reasoning: bool | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -186,7 +182,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
     messages: Annotated[list[Message], MessageList]
     max_completion_tokens: TokenCount | None = None
     tools: Annotated[list[AnyTool], ToolList] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     enable_thinking: bool | None = None  # clients send it here, too, instead of in chat_template_kwargs
@@ -233,10 +229,6 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        named = {self.called} - {None}
-        if isinstance(choice := self.tool_choice, AllowedTools):
-            named = {tool.function.name for tool in choice.allowed_tools.tools}
-            self.tools, self.tool_choice = [tool for tool in self.functions if tool.function.name in named], choice.allowed_tools.mode
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise bad_value("continue_final_message", "excludes `add_generation_prompt: true`")
@@ -249,7 +241,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
             raise bad_value("tools", "must have unique names")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise bad_value("tool_choice", "needs tools")
-        if not named <= {*names}:
+        if self.called not in (None, *names):
             raise bad_value("tool_choice", "names a function that is not among the tools")
 
 
@@ -302,32 +294,18 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(GenerationRequest):
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-    return_token_strs: bool | None = None
+    prompt: str
 
 
-class TokenizeChatRequest(ChatRequest):
-    return_token_strs: bool | None = None
-
-
-AnyIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
-IdList = Annotated[AnyIds, Field(min_length=1)]
+IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
 
 
 class DetokenizeRequest(GenerationRequest):
-    tokens: AnyIds | Annotated[list[AnyIds], Field(max_length=MAX_PROMPTS)]
-
-    @property
-    def is_list(self) -> bool:
-        return self.lists != [self.tokens]
-
-    @property
-    def lists(self) -> list[list[int]]:
-        return prompts_of(self.tokens)
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
-        check_ids(self.lists, "tokens", vocab_size)
+        check_ids([self.tokens], "tokens", vocab_size)
 
 
 def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:

@@ -6,7 +6,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.wire.messages import VideoRef
-from server.api.schema.media import NO_URL, MediaRefs, PixelLimits, Uuid, check_extra, url_object
+from server.api.schema.media import NO_URL, MediaRefs, PixelLimits, Uuid, url_object
 from server.api.schema.validate import Open
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's format: images separated by commas, and their default rate
@@ -58,7 +58,6 @@ def video_reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, li
     """Return the reference for the processor. Options next to the URL take precedence, then the part's, then `limits`."""
     own: list[VideoOptions] = [part]
     if isinstance(part, FramesPart):
-        check_extra(part, part, f"{name}.video")
         if isinstance(part.video, list):
             frames = [refs.of(url, None, f"{name}.video.{i}") for i, url in enumerate(part.video)]
             return _of_frames(VideoRef(frames=frames), own, limits)
@@ -66,7 +65,6 @@ def video_reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, li
         file = refs.of(url, part.uuid, f"{name}.video")
     else:
         own.insert(0, part.video_url)
-        check_extra(part, part.video_url, f"{name}.video_url")
         url = part.video_url.url
         file = refs.of(url, part.uuid, f"{name}.video_url", ".url")
     if refs.has_type(url or "", JOINED_TYPE):

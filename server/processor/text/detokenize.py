@@ -3,7 +3,6 @@
 The cost per token does not depend on the number of previous tokens."""
 
 import codecs
-import functools
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders
@@ -88,56 +87,24 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
         self.found: str | None = None
         self.is_armed = True  # otherwise text is not searched
-        self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._include_stop = include_stop
+        self._stops, self._include_stop = stops, include_stop
         self._held = ""
-        self._matched = [0] * len(stops)  # characters of each stop string at the end of the text
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Return the text to show and whether a stop string was found."""
         if not (self._stops and self.is_armed):
             return piece, False
         text = self._held + piece
-        found = [(end - len(stop), stop) for i, (stop, _) in enumerate(self._stops) if (end := self._find(i, text))]
-        if found:
-            self._held, self._matched = "", [0] * len(self._stops)
-            start, self.found = min(found)
+        if found := [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]:
+            self._held, (start, self.found) = "", min(found)
             return text[: start + len(self.found) * self._include_stop], True
-        keep = len(text) - max(self._matched)
+        keep = min(possible_start(text, stop) for stop in self._stops)
         self._held = text[keep:]
         return text[:keep], False
 
     def flush(self) -> str:
         held, self._held = self._held, ""
-        self._matched = [0] * len(self._stops)
         return held
-
-    def _find(self, index: int, text: str) -> int:
-        """Return the end of stop string `index` in the text, or 0. Held text was searched before. Algorithm of Knuth, Morris and Pratt."""
-        (stop, borders), matched, start = self._stops[index], self._matched[index], len(self._held)
-        if not matched:
-            start = text.find(stop[0], start)
-            start = len(text) if start < 0 else start
-        for i in range(start, len(text)):
-            while matched and stop[matched] != text[i]:
-                matched = borders[matched - 1]
-            matched += stop[matched] == text[i]
-            if matched == len(stop):
-                return i + 1
-        self._matched[index] = matched
-        return 0
-
-
-@functools.lru_cache(maxsize=64)
-def _borders(stop: str) -> list[int]:
-    """Return, for each prefix, the length of its longest proper suffix that is a prefix."""
-    borders, length = [0], 0
-    for char in stop[1:]:
-        while length and stop[length] != char:
-            length = borders[length - 1]
-        length += stop[length] == char
-        borders.append(length)
-    return borders
 
 
 def possible_start(text: str, marker: str) -> int:

@@ -12,11 +12,6 @@ from server.processor.text.detokenize import TokenTable
 Spelling = Callable[[int], bytes]
 
 
-def spelling_of(table: TokenTable, names_ids: bool) -> Spelling:
-    """Return the names of tokens: their bytes, or their ids (`return_tokens_as_token_ids`)."""
-    return (lambda token_id: b"token_id:%d" % token_id) if names_ids else table.spelling
-
-
 def named(spelling: Spelling, token_id: int, value: float | None, top: Iterable[tuple[int, float]]) -> Logprob:
     return Logprob(token_id, spelling(token_id), value, [(top_id, spelling(top_id), top_value) for top_id, top_value in top])
 
@@ -35,8 +30,7 @@ class PromptScores:
             event = msgspec.structs.replace(event, report=TokenScores([named(self._table.spelling, *entry) for entry in entries]))
         num_top = self._params.logprobs
         if self._options.echo and num_top is not None:
-            spelling = spelling_of(self._table, self._options.names_ids)
-            scores = [named(spelling, token_id, value, top[:num_top]) for token_id, value, top in entries]
+            scores = [named(self._table.spelling, token_id, value, top[:num_top]) for token_id, value, top in entries]
             event = msgspec.structs.replace(event, logprobs=scores + event.logprobs)
         return event
 

@@ -84,30 +84,6 @@ def test_stops_equal_a_search_of_the_whole_text(stops: list[str], pieces: list[s
         assert ("".join(shown), is_stopped) == (first[: min(first.find(stop) for stop in stops if stop in first)], True)
 
 
-LENGTH = 4000
-
-
-class CountingStop(str):
-    """A stop string that counts how often one of its characters is compared."""
-
-    compared = 0
-
-    def __getitem__(self, key: Any) -> str:
-        CountingStop.compared += 1
-        return super().__getitem__(key)
-
-
-def test_stop_strings_cost_the_same_per_character() -> None:
-    stops = [CountingStop("a" * LENGTH + "c"), CountingStop("a" + "b" * LENGTH), CountingStop("ab" * (LENGTH // 2)), CountingStop("ba")]
-    for text in ("a" * 3 * LENGTH, "ab" * LENGTH, "a" * (LENGTH - 1) + "b" * (LENGTH - 1)):
-        matcher = StopMatcher(stops[:3])
-        CountingStop.compared = 0
-        for char in text:
-            if matcher.push(char)[1]:
-                break
-        assert CountingStop.compared <= 4 * len(stops) * len(text)
-
-
 def test_streams_that_repeat_the_answer_take_linear_time() -> None:
 
     def num_bytes(num_tokens: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from server.api.main import ENDPOINTS
 from tests.unit.server.stack import Stack
 
 HELLO = [{"role": "user", "content": "hello"}]
-STATUS = {"/health", "/health/live", "/ping", "/metrics", "/load", "/version", "/server_info", "/tokenizer_info", "/v1/models"}
+STATUS = {"/health", "/health/live", "/ping", "/metrics", "/load", "/version", "/server_info", "/v1/models"}
 REST = {"/", "/health_generate", "/openapi.json", "/v1/models/{name}", "/reset_prefix_cache", "/flush_cache"}
 NATIVE = {"/get_model_info", "/model_info", "/get_server_info"}
 

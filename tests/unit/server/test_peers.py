@@ -25,7 +25,7 @@ def user(*parts: Any) -> list[dict[str, Any]]:
 
 # Path, fields, and expected members: by their path, with a value or a type.
 ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    (CHAT, {"stop": [f"{i}!" for i in range(128)]}, {f"{CHOICE}.finish_reason": "stop"}),
+    (CHAT, {"stop": [f"{i}!" for i in range(32)]}, {f"{CHOICE}.finish_reason": "stop"}),
     (CHAT, {"stream_options": {}}, {"object": "chat.completion"}),
     (CHAT, {}, {f"{MESSAGE}.reasoning": None, f"{MESSAGE}.reasoning_content": None, f"{CHOICE}.matched_stop": None}),
     (CHAT, {}, {"prompt_logprobs": None, "prompt_token_ids": None}),
@@ -46,11 +46,8 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 1}, {"meta_info.output_token_logprobs.0.2": None}),
     ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}, {f"{LOGPROBS}.logprob": 0.0, f"{LOGPROBS}.bytes": list}),
     ("/v1/responses", {"input": "x", "top_logprobs": TOP}, {f"{LOGPROBS}.top_logprobs.1.logprob": -2.0, "top_logprobs": TOP}),
-    ("/v1/tokenize", {"prompt": "x"}, {"count": 1, "tokens.0": int}), ("/v1/tokenize", {"prompt": ["x", "y"]}, {"count": [1, 1]}),
-    ("/tokenize", {"prompt": "xy", "return_token_strs": True}, {"token_strs": ["xy"]}), ("/tokenize", {"prompt": ""}, {"tokens": []}),
-    ("/tokenize", {"messages": HELLO, "return_token_strs": True}, {"token_strs.0": "<|im_start|>"}),
-    ("/detokenize", {"tokens": []}, {"text": ""}), ("/detokenize", {"tokens": [[], [70]]}, {"text": ["", "g"]}),
-    ("/v1/detokenize", {"tokens": [70]}, {"text": "g"}), ("/v1/detokenize", {"tokens": [[70], [71]]}, {"text": ["g", "h"]}),
+    ("/v1/tokenize", {"prompt": "x"}, {"count": 1, "tokens.0": int}), ("/tokenize", {"prompt": ""}, {"tokens": []}),
+    ("/detokenize", {"tokens": []}, {"text": ""}), ("/v1/detokenize", {"tokens": [70]}, {"text": "g"}),
 ]  # fmt: skip
 
 

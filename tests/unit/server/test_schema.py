@@ -96,7 +96,6 @@ BAD_INSIDE: list[tuple[str, dict[str, object]]] = [
     (PART + ".image_url", image({})), (PART + ".video_url", user([{"type": "video_url", "video_url": {}}])),
     (PART + ".image_url.url", image({"url": 5})), (PART + ".min_pixels", image(URL, min_pixels="5")),
     (PART + ".image_url.max_pixels", image({"url": URL, "max_pixels": 0})),
-    (PART + ".image_url.resized_height", image({"url": URL, "resized_height": 64})),
     *((PART + ".image_url.url", image(url)) for url in ("ftp://x/y", "/etc/passwd", "javascript:x", "", "nonce", "blob:x")),
     (CALL, {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}),
     (CALL + ".arguments", {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}),

@@ -12,7 +12,6 @@ from engine.wire.reports import PromptLogprobs
 from engine.wire.stats import Stages
 from server.errors import MAX_PROMPT_SCORES
 from server.processor.text.detokenize import TokenTable
-from tests.e2e.serving import data_uri, picture
 from tests.unit.server.stack import FakeScheduler, Script, Stack, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of, user
 
@@ -155,20 +154,6 @@ def test_one_bad_prompt_of_a_batch(stack: Stack, tokenizer: Tokenizer) -> None:
     check_refusal(stack.http.post("/v1/completions", json={"prompt": [tokenizer.token_to_id("<|image_pad|>")]}), "prompt")
 
 
-def test_prompts_are_truncated(stack: Stack) -> None:
-    ids = [*range(70, 90)]
-    for fields, kept in (
-        ({"truncate_prompt_tokens": 5}, ids[-5:]),
-        ({"truncate_prompt_tokens": 50}, ids), ({}, ids),
-    ):  # fmt: skip
-        ask(stack, prompt=ids, max_tokens=2, **fields)
-        assert stack.prompt() == kept
-    ask(stack, prompt="word " * 20_000, max_tokens=7, truncate_prompt_tokens=-1)
-    assert len(stack.prompt()) == stack.scheduler.max_model_len - 7
-    shown = [{"type": "image_url", "image_url": {"url": data_uri(picture(1, 64, 64))}}]
-    check_refusal(stack.chat(shown, truncate_prompt_tokens=5), "truncate_prompt_tokens")
-
-
 def test_token_ids_beside_the_text(stack: Stack, tokenizer: Tokenizer) -> None:
     answer = ended(tokenizer)
     stack.script = tell(answer)
@@ -191,7 +176,7 @@ STOPPED: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 def test_every_token_up_to_the_stop_string_is_reported(stack: Stack, tokenizer: Tokenizer) -> None:
-    spelling, names = TokenTable(tokenizer).spelling, {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    spelling, names = TokenTable(tokenizer).spelling, {"return_token_ids": True}
     for text, stop, fields, shown in STOPPED:
         answer = ended(tokenizer, text)
         stack.script = tell(answer)
@@ -204,7 +189,8 @@ def test_every_token_up_to_the_stop_string_is_reported(stack: Stack, tokenizer: 
                 assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == kept, (text, stop)
                 told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
                 tokens = [token for part in told for token in part.get("tokens") or [entry["token"] for entry in part["content"]]]
-                assert tokens == [f"token_id:{token_id}" for token_id in kept] and text_of(choices) == shown, (text, stop)
+                assert tokens == [spelling(token_id).decode(errors="replace") for token_id in kept], (text, stop)
+                assert text_of(choices) == shown, (text, stop)
 
 
 def test_log_probabilities_of_the_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
