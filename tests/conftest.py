@@ -35,17 +35,14 @@ settings.load_profile("gate")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Skip the tests of GPUs on a machine without one."""
     return True if not HAS_GPU and "gpu" in collection_path.parts else None
 
 
 def fixtures_of(item: pytest.Item) -> list[str]:
-    """The fixtures of `GROUPS` that a test uses."""
     return [name for name in GROUPS if name in getattr(item, "fixturenames", ())]
 
 
 def group_of(item: pytest.Item) -> str:
-    """The name of what the tests of one process share."""
     names = fixtures_of(item)
     return GROUPS[names[0]] if names else shared_by(item.nodeid)
 
@@ -76,7 +73,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Close each shared server after its last test."""
     yield
     if item.stash[LAST_USES]:
         close_shared(*item.stash[LAST_USES])
@@ -100,7 +96,6 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Distribute groups in the order of collection."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):

@@ -81,7 +81,6 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Modules of this project that a file imports, anywhere in it."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -91,8 +90,6 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_packages_import_in_one_direction() -> None:
-    """Red for an import of a later package, and for one of models' code by the server that may import torch."""
-
     def package_of(module: str) -> str:
         return max((package for package in MAY_IMPORT if f"{module}.".startswith(f"{package}.")), key=len)
 
@@ -109,7 +106,6 @@ def test_packages_import_in_one_direction() -> None:
 
 @pytest.mark.parametrize("module", ["server.api.main", "server.processor.main", "engine.scheduler.main", "engine.serve"])
 def test_no_torch_outside_the_workers(module: str) -> None:
-    """It takes 2-3 s and 330 MB."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
@@ -146,7 +142,6 @@ def test_every_signature_is_typed_and_every_module_documented() -> None:
 
 
 def test_no_grab_bags_and_no_hidden_state() -> None:
-    """Red for utils.py, `global`, getattr with a default, and environment variables outside the configuration."""
     for path in SOURCES:
         assert path.name not in ("utils.py", "helpers.py", "common.py"), relative(path)
         for node in ast.walk(tree_of(path)):
@@ -165,17 +160,6 @@ def test_broad_excepts_stand_at_a_boundary() -> None:
                 assert not broad or relative(path) in BROAD_EXCEPT_ALLOWED, f"{relative(path)}:{node.lineno}"
 
 
-def test_nothing_imports_torchvision_or_flashinfer_at_the_top_of_a_shared_module() -> None:
-    """A machine without a GPU could not import the engine."""
-    cuda_only = re.compile(r"(_cuda|kernels/(triton|hopper)/)")
-    for path in SOURCES:
-        for node in tree_of(path).body:
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            if {name.split(".")[0] for name in names} & {"torchvision", "flashinfer", "triton", "nvidia"}:
-                assert cuda_only.search(relative(path)), relative(path)
-
-
 def module_of(path: Path) -> str:
     return relative(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
@@ -186,17 +170,6 @@ def test_no_import_circles() -> None:
     while leaves := {module for module, names in graph.items() if not names}:
         graph = {module: names - leaves for module, names in graph.items() if module not in leaves}
     assert not graph, f"in or above a circle: {sorted(graph)}"
-
-
-def test_the_engine_names_no_architecture() -> None:
-    for path in (ROOT / "engine").rglob("*.py"):
-        assert not re.search(r"Qwen3VL\b|qwen3_vl\b|Cosmos", path.read_text()), relative(path)
-
-
-def test_the_scheduler_has_no_number_of_a_gpu() -> None:
-    for path in (ROOT / "engine" / "scheduler").rglob("*.py"):
-        assert not re.search(r"\bH[12]00\b|[Hh]opper", path.read_text()), relative(path)
-        assert not [name for name in imports(path) if name.startswith("models.kernels") and ".step_sizes" not in name], relative(path)
 
 
 def test_no_verdict_depends_on_the_machines_speed() -> None:

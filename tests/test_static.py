@@ -13,7 +13,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def run(*command: str) -> None:
-    """Run a tool; it must find nothing."""
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
@@ -27,7 +26,6 @@ def test_ruff() -> None:
 
 
 def test_installation() -> None:
-    """Red if this environment lacks a requirement, has another version of it, or an entry point names nothing."""
     wanted = [Requirement(text) for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]]
     found = {one.name: importlib.metadata.version(one.name) for one in wanted}
     assert not {one.name: found[one.name] for one in wanted if not one.specifier.contains(found[one.name], prereleases=True)}

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.clients
 
 @pytest.fixture(scope="module")
 def published(engine: Engine) -> Any:
-    """The document as the client reads it, where `modes` are chosen by each test."""
     return schemathesis.openapi.from_url(f"{engine.url}/openapi.json")
 
 

@@ -66,7 +66,6 @@ class Page:
         return found[-1]
 
     async def open(self, url: str, script: str = "") -> None:
-        """Loads a page and waits until it is there; `script` runs before the page's own."""
         for domain in ("Page", "Runtime", "Network", "Log", "DOM"):
             await self.call(f"{domain}.enable")
         await self.call("Page.addScriptToEvaluateOnNewDocument", source=SHORT + script)

@@ -51,5 +51,4 @@ def tiny_engine(tiny: Path) -> Engine:
 
 @pytest.fixture
 def tight(tiny: Path) -> Engine:
-    """The tiny model with 40 KV blocks and space for few images."""
     return shared("tight", lambda: serve(tiny, *TIGHT))

@@ -68,7 +68,6 @@ class Engine:
         return self.log_path.read_text()
 
     def stop(self) -> None:
-        """Send Ctrl-C; the engine must end cleanly and leave nothing. Idle processes check themselves before they end."""
         self.client.close()
         self.process.send_signal(signal.SIGINT)
         code = self.process.wait(HANG_GUARD_S)

@@ -34,7 +34,6 @@ class Fleet(Engine):
         return found
 
     def numbers(self, name: str) -> list[int]:
-        """Return this field of both backends."""
         return [int(str(backend[name])) for backend in self.backends()]
 
     def until_healthy(self, count: int) -> None:

@@ -34,7 +34,6 @@ def free_port() -> int:
 
 
 def family_of(pid: int) -> list[int]:
-    """All processes below this one, whichever of its threads started them."""
     found = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -61,14 +60,12 @@ class Cluster:
         return LongAnswer(self.url, num_tokens, GUARD_S, **{"x-session-id": session})
 
     def await_log(self, pattern: str, count: int = 1) -> list[str]:
-        """Return all matches in the log, as soon as there are so many."""
         eventually(lambda: self.process.poll() is not None or len(re.findall(pattern, self.log())) >= count, pattern, GUARD_S)
         found = re.findall(pattern, self.log())
         assert len(found) >= count, self.log()[-6000:]
         return found
 
     def requests_of(self, port: str) -> float:
-        """Chat completions that the replica at this port has answered."""
         text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
         return sum(float(value) for value in re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.MULTILINE))
 
@@ -93,7 +90,6 @@ def running(model: Path, replicas: int, *flags: str) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def busy(cluster: Cluster, num_clients: int, num_tokens: int) -> Iterator[None]:
-    """Clients that ask for one answer after the other. All of them must be whole."""
     is_over = threading.Event()
 
     def client(index: int) -> set[str]:

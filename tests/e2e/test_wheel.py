@@ -22,7 +22,6 @@ SHIPPED = ("engine", "server", "models", "bench", "pyproject.toml", "README.md",
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `pip install` of the wheel puts there; its dependencies are this environment's."""
     tree, target = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("installed")
     for name in SHIPPED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

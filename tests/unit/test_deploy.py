@@ -6,6 +6,7 @@ No container runtime runs here. `deploy/install.sh` and `deploy/smoke.sh` are th
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -53,8 +54,14 @@ def test_images_pass_the_linter() -> None:
 
 
 def images(name: str) -> list[str]:
-    """Stages of a Dockerfile without the one that builds the wheel."""
     return [stage for stage in (ROOT / name).read_text().split("\nFROM ")[1:] if "AS wheel" not in stage.split("\n")[0]]
+
+
+@pytest.mark.replicas
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="runs haproxy")
+def test_the_configuration_of_haproxy_is_good() -> None:
+    run = subprocess.run(["haproxy", "-c", "-f", DEPLOY / "haproxy/haproxy.cfg"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and not re.search("WARNING|ALERT", run.stderr), run.stderr
 
 
 def test_workflows_pin_actions_by_commit() -> None:
@@ -123,7 +130,6 @@ def test_flags_of_the_files_exist() -> None:
 
 
 def served_metrics() -> set[str]:
-    """Names in a scrape after one request of each kind."""
     metrics = Metrics(cast(RequestRegistry, SimpleNamespace(stats=EngineStats(), num_streams=0)), "demo", 16)
     metrics.note_response(200)
     metrics.note_refusal(ErrorInfo(503, "", code="overloaded"))
@@ -151,8 +157,6 @@ def test_dashboard_alerts_and_autoscaler_read_what_is_served() -> None:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """An engine for which no client waits."""
-
     status = 200
 
     def do_GET(self) -> None:
@@ -162,7 +166,6 @@ class Answer(BaseHTTPRequestHandler):
 
 
 def exit_codes(port: int) -> list[int]:
-    """Of the health check and of the drain."""
     scripts: list[list[object]] = [[DEPLOY / "healthcheck.py"], [DEPLOY / "drain.py", "30"]]
     return [subprocess.run([sys.executable, *map(str, script)], env={"ENGINE_PORT": str(port)}).returncode for script in scripts]
 

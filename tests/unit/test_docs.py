@@ -14,7 +14,6 @@ from bench.flags import FLAGS
 from engine.launch.flags import make_parser
 from engine.wire.config import EngineConfig
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
-from server import proxy
 from server.api.chat.adapters import AdapterRoutes
 from server.api.chat.status import StatusRoutes
 from server.api.dialects.updates import WeightUpdates
@@ -42,7 +41,6 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 @cache
 def generator() -> ModuleType:
-    """docs/generate.py, which is a script of no package."""
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -101,17 +99,8 @@ def test_flags_of_pages_exist() -> None:
         assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", spans)) - known, name_of(page)
 
 
-def test_flags_of_the_proxy_and_of_replicas_are_told() -> None:
-    page = (ROOT / "docs/guides/replicas.md").read_text(encoding="utf-8")
-    flags = {flag for action in proxy.make_parser()._actions for flag in action.option_strings if flag not in ("-h", "--help")}
-    flags |= set(ADDED.findall((ROOT / "engine/launch/replicas.py").read_text(encoding="utf-8")))
-    assert len(flags) >= 10
-    assert not [flag for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", page)]
-
-
 @cache
 def source_text(*folders: str) -> str:
-    """Adjacent strings are joined."""
     text = "".join(path.read_text(encoding="utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return re.sub(r"\"\s*\n\s*f?\"", "", text).replace('\\"', '"')
 

@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench.breakdown import breakdown, part_columns, ttft_figures
-from bench.client import PIECE_BYTES, SHORT_WORDS, Answer, ChatClient, chat_body, text_of, user_message
+from bench.client import PIECE_BYTES, Answer, ChatClient, chat_body, user_message
 
 MIB = 1 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -66,8 +66,6 @@ THINKING = (b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}
 
 
 async def test_thoughts_are_timed_but_not_the_answer() -> None:
-    """The first token of a model that thinks is the first one of its thoughts, as several servers name them."""
-
     async def think(request: web.Request) -> web.StreamResponse:
         await request.read()
         return await stream(request, b"".join(THINKING))
@@ -115,26 +113,3 @@ def test_the_parts_are_those_of_the_answer_in_the_middle() -> None:
     figures = ttft_figures(answers)
     assert figures["ttft_ms"] == 20.0 and figures["parts_ms"] == {"client_ms": 2.0, "transfer_ms": 2.0, "rest_ms": 16.0}
     assert part_columns([figures, {"error": "503"}]) == (["client", "transfer", "rest"], [["2.0", "2.0", "16.0"], ["", "", ""]])
-
-
-async def test_prompts_are_different_words_of_the_servers_vocabulary() -> None:
-    """A server whose ids from 50,000 on are words; the others are pieces of words."""
-    names = {i: f" word{'abcdefghij'[i % 10]}" if i >= 50_000 else f"x{i}" for i in range(100_000)} | {198: "\n"}
-
-    async def tokenize(request: web.Request) -> web.Response:
-        text = (await request.json())["prompt"]
-        return web.json_response({"tokens": [198] if text == "\n" else [50_000 + "abcdefghij".index(word[-1]) for word in text.split()]})
-
-    async def detokenize(request: web.Request) -> web.Response:
-        return web.json_response({"text": "".join(names[i] for i in (await request.json())["tokens"])})
-
-    app = web.Application()
-    app.add_routes([web.post("/tokenize", tokenize), web.post("/detokenize", detokenize)])
-    async with TestServer(app) as server, ChatClient(str(server.make_url("/"))) as client:
-        await client.learn_words("model")
-    texts = [text_of(64, salt, client.words) for salt in range(20)]
-    assert {f" word{letter}" for letter in "abcdefghij"} == set(client.words)
-    assert len(set(texts)) == 20 and all(len(text.split()) == 64 and len(set(text.split())) > 5 for text in texts)
-    async with TestServer(web.Application()) as server, ChatClient(str(server.make_url("/"))) as client:
-        await client.learn_words("model")
-    assert client.words == SHORT_WORDS

@@ -1,12 +1,8 @@
 """Comparison of two versions."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from bench import compare
-from bench.compare import compared, figures, is_loss, main, rows_of
+from bench.compare import compared, figures, is_loss, rows_of
 from bench.row import CELLS
 
 LOAD = {"result": {"errors": [], "requests_per_s": 2.5, "tpot_ms": {"p50": 1.75, "p90": 2.0}, "output_tokens_per_s": 640.0}}
@@ -33,38 +29,3 @@ def test_the_verdict_is_of_medians() -> None:
     samples = {"old": [{"tpot_ms": 2.0}] * 3, "new": [{"tpot_ms": value} for value in (2.01, 9.0, 2.0)]}
     assert not is_loss(samples) and compared(samples)["tpot_ms"] == (2.0, 2.01, pytest.approx(-0.4975, abs=1e-3))
     assert rows_of("8B", {"one": samples}) == [["8B", "one", "tpot_ms", "2", "2.01", "-0.5 %", ""]]
-
-
-class FakeEngine:
-    def __init__(self, *_: Any, folder: Path, prefix: Any) -> None:
-        self.folder = folder
-
-    async def __aenter__(self) -> tuple[None, str]:
-        return None, str(self.folder)
-
-    async def __aexit__(self, *_: object) -> None:
-        return None
-
-
-@pytest.mark.parametrize(("new_ms", "code", "num_rounds"), [(1.9, 1, 4), (1.76, 0, 2)])
-def test_engines_are_measured_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], new_ms: float, code: int, num_rounds: int
-) -> None:
-    seeds = []
-    order = []
-
-    async def run_benchmark(command: str, url: str, seed: int) -> dict[str, Any]:
-        seeds.append(seed)
-        order.append(Path(url).name)
-        return {"result": {"errors": [], "tpot_ms": {"p50": 1.75 if url.endswith("old") else new_ms}}}
-
-    monkeypatch.setattr(compare, "running_engine", FakeEngine)
-    monkeypatch.setattr(compare, "run_benchmark", run_benchmark)
-    (tmp_path / "old").mkdir()
-    (tmp_path / "new").mkdir()
-    monkeypatch.chdir(tmp_path / "new")
-    with pytest.raises(SystemExit) as end:
-        main([str(tmp_path / "old"), "--models", "demo", "--runs", "one", "--rounds", "2"])
-    assert end.value.code == code and order == ["old", "new", "new", "old"] * (num_rounds // 2)
-    assert seeds[::2] == seeds[1::2] and len(set(seeds)) == num_rounds
-    assert f"{new_ms:.4g}" in capsys.readouterr().out

@@ -36,6 +36,5 @@ def test_recorded_answers_are_those_of_this_checkpoint(reference: Reference) -> 
 
 
 def test_clients_need_no_torch() -> None:
-    """The e2e tests and the benchmarks would start seconds later."""
     code = "import sys, models.demo.questions, models.demo.score; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,7 +19,6 @@ SIZE = 8 * MIB
 
 
 def operate(arena: Arena, rng: random.Random, unit: int, count: int) -> None:
-    """Check after each random operation that regions have their bytes."""
     model: dict[int, bytes] = {}
     for _ in range(count):
         action = rng.choice(["alloc", "alloc", "free", "grow", "shrink"])

@@ -104,7 +104,6 @@ threading.Event().wait()
 
 
 def run(script: str) -> tuple[int, str]:
-    """Exit code and output. A script that hangs fails the test."""
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60)
     return done.returncode, done.stdout.strip()
 
@@ -152,21 +151,6 @@ def test_children_ignore_files_of_the_working_directory(decoys: Path, monkeypatc
         await pool.close()
 
     asyncio.run(start())
-
-
-def test_children_of_a_clone_that_is_not_installed_use_the_clone(decoys: Path, tmp_path: Path) -> None:
-    """`-P` takes the clone from their search path."""
-    clone = tmp_path / "clone"
-    clone.mkdir()
-    for package in ("engine", "models"):
-        (clone / package).symlink_to(Path(PACKAGE_ROOT, package))
-    code = f"""
-import subprocess
-from engine.wire.config import child_environment, python_command
-subprocess.run(python_command("inspect", "engine.wire.config", "--details"), env=child_environment(), cwd={str(decoys)!r}, check=True)
-"""
-    run = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, check=True)
-    assert f"Origin: {clone / 'engine' / 'wire' / 'config.py'}" in run.stdout
 
 
 def test_search_path_keeps_the_user_entries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,6 @@ def test_engines_see_their_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_too_few_gpus_are_said() -> None:
-    """The last engine would silently serve on the CPU."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         engines = Fleet(EngineConfig(dp=2, tp=2), listener)
         with pytest.raises(ValueError, match="--dp 2 with --tp 2 needs 4 GPUs; this machine has 3"):

@@ -27,7 +27,6 @@ async def link(tmp_path: Path) -> AsyncIterator[Link]:
 
 
 async def test_messages_arrive_in_order_whether_or_not_a_receiver_waits(link: Link) -> None:
-    """Red if a message that arrives between two looks at the socket is noticed late."""
     inbox, outbox = link
     sent = received = 0
     for burst in [1, 2, 1, 1, 17, 1, 3, 1] * 40:

@@ -17,7 +17,6 @@ def write(folder: Path, model_folder: Path, seed: int, **options: Any) -> Path:
 
 
 def merge_(model: Qwen3VL, folder: Path) -> None:
-    """Add an adapter to the weights of a model."""
     weights = read_weights(read_adapter(folder, model.config, 64), model.dtype)
     for part in model.checkpoint_tensors():
         if (found := weights.get(part.name.removesuffix(".weight"))) and part.name.endswith(".weight"):

@@ -61,7 +61,6 @@ class Eagle3(nn.Module):
         (folder / "config.json").write_text(json.dumps(config))
 
     def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """(T, D) before the norm, from embeddings of the next tokens and hidden states after `fc`."""
         layer, size = self.layer, self.text.head_dim
         normed = layer["hidden_norm"](hidden_TD)
         x = torch.cat((layer["input_layernorm"](embedded_TD), normed), dim=-1)

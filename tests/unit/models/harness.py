@@ -56,7 +56,6 @@ def load(folder: Path, with_head: bool = False, quantized_to: str | None = None,
 
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and the tensors of matrices, those of one byte as integers."""
     matrices = [(path, each) for path, matrix in matrices_of(module) for each in matrix.storage.stored]
     stored = {path + each.suffix.removeprefix(".weight"): each.tensor for path, each in matrices}
     return {path: x.view(torch.uint8) if x.itemsize == 1 else x for path, x in (dict(module.named_parameters()) | stored).items()}
@@ -198,7 +197,6 @@ class PagedRunner:
         return logits
 
     def prefill(self, session: Session, chunk: int) -> torch.Tensor:
-        """Logits of the prompt's last token, (1, V)."""
         while True:
             count = min(chunk, len(session.ids) - session.computed)
             logits = self.step([(session, count)], num_prefill_rows=1)

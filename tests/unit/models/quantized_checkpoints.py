@@ -53,8 +53,6 @@ def awq(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def gptq(bits: int, offset: int, symmetric: bool = True) -> Writer:
-    """Asymmetric matrices have some rows without negative values, whose zero points are 0."""
-
     def write(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         matrix = matrix if symmetric else torch.cat((matrix[:8].abs(), matrix[8:]))
         codes, scale, zero, values = affine(matrix, bits, 32, symmetric)

@@ -66,7 +66,6 @@ def add_head(folder: Path, model: PreTrainedModel) -> nn.ModuleDict:
 
 @torch.no_grad()
 def randomize_(model: nn.Module) -> None:
-    """Values with which every part of a layer matters: states are neither forgotten at once nor grow."""
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         parameter.normal_(generator=generator)

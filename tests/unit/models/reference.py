@@ -28,7 +28,6 @@ def token_types(config: ModelConfig, ids: torch.Tensor) -> torch.Tensor:
 
 
 def video_pixels(video: VideoGeometry, frames: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Patches of a video, and its grid: the formulas of the reference's file, whose class needs torchvision; Pillow resizes."""
     height, width = smart_resize(*frames.shape[:3], 2, 32, video.min_pixels, video.max_pixels)
     resized = [Image.fromarray(frame.numpy()).resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
     pixels = torch.stack([torch.from_numpy(np.array(frame)) for frame in resized]).permute(0, 3, 1, 2)[None]
@@ -51,7 +50,6 @@ def inputs(config: ModelConfig, prompt: Prompt, device: str = "cpu") -> dict[str
 
 @torch.inference_mode()
 def logits(model: Qwen3VLForConditionalGeneration, config: ModelConfig, prompt: Prompt) -> torch.Tensor:
-    """(T, V) of all tokens of the prompt."""
     model.model.rope_deltas = None  # it keeps the last prompt's
     return model(**inputs(config, prompt, str(model.device))).logits[0]
 

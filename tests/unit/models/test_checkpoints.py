@@ -18,7 +18,6 @@ IDS = list(range(5, 300, 13))
 
 
 def change(folder: Path, rename: Callable[[str], str | None]) -> None:
-    """Renames the checkpoint's tensors by `rename(name)`; drops a tensor for which it returns None."""
     file = folder / "model.safetensors"
     tensors = {new: tensor for name, tensor in load_file(file).items() if (new := rename(name)) is not None}
     save_file(tensors, file, metadata={"format": "pt"})
@@ -50,7 +49,6 @@ def test_an_embedding_checkpoint_without_output_matrix_loads(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3, tied"])
 def test_a_text_checkpoint_without_prefix_loads(tmp_path: Path, kind: str) -> None:
-    """Qwen3-Embedding names its tensors `layers.0...`, without `model.`."""
     write(tmp_path, kind)
     expected = hidden(load(tmp_path))
     change(tmp_path, lambda name: name.removeprefix("model."))

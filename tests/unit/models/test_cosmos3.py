@@ -32,7 +32,6 @@ GENERATOR = (
 
 
 def write_cosmos3(folder: Path, is_new: bool) -> None:
-    """The tiny model as a Cosmos3 checkpoint: two folders, no prefixes, sharded or not, with weights of a generator."""
     write_model_folder(folder, SHAPES["tiny"], weights="random", seed=3)
     tensors: dict[str, dict[str, torch.Tensor]] = {"transformer": {}, "vision_encoder": {}}
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -36,19 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """That of the tenth of tokens that differ least."""
     return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).quantile(0.1))
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """To float8 and back, 128 neighbouring values at a time."""
     groups = x.reshape(-1, 128)
     scale = groups.abs().max(dim=1, keepdim=True).values / 448
     return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view_as(x)
 
 
 def rounding_experts(experts: nn.Module, args: tuple[torch.Tensor, torch.Tensor, torch.Tensor], _: object) -> torch.Tensor:
-    """transformers' experts in few lines, with the inputs of products rounded."""
     hidden, chosen, weights = args
     out = torch.zeros_like(hidden)
     for token in range(len(hidden)):

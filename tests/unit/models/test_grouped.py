@@ -123,7 +123,6 @@ ODD = (0, -1, 1.5, "x", [1], {"x": 1}, ["("], {"(": {}})
 
 
 def test_odd_values_are_refused_with_a_reason(tmp_path: Path) -> None:
-    """Values of other types, sizes of zero or beyond all memory, patterns that are none: ValueError or none, never another exception."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=1)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     methods = [by_compressed("nvfp4-pack-quantized", **NVFP4)[1], GPTQ | {"bits": 4, "dynamic": {}}, CASES["modelopt_fp8"][1]]

@@ -79,7 +79,6 @@ def test_logits_of_every_token_equal_the_reference(tmp_path: Path, variant: str)
 
 
 def resaved(tensors: Tensors) -> Tensors:
-    """(experts, outputs, inputs), as transformers 5 has them."""
     return {name: tensor.transpose(1, 2).contiguous() if EXPERTS in name else tensor for name, tensor in tensors.items()}
 
 

@@ -38,14 +38,5 @@ def test_an_h20_has_no_sizes_of_an_h200() -> None:
     assert [step_sizes(count) for count in (132, 78)] == [HOPPER_STEP_SIZES, PORTABLE_STEP_SIZES]
 
 
-@pytest.mark.parametrize("sizes", [HOPPER_STEP_SIZES, CPU_STEP_SIZES])
-def test_sizes_ascend_and_cross_a_process_boundary(sizes: StepSizes) -> None:
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sizes), type=StepSizes) == sizes
-    for ascending in (sizes.mixed, sizes.decodes, sizes.mixed_decodes, sizes.small_chunks):
-        assert list(ascending) == sorted(set(ascending))
-    assert sizes.cheap <= sizes.usual <= sizes.usual_sparse and {sizes.cheap, sizes.usual, sizes.usual_sparse} <= set(sizes.mixed)
-    assert sizes.for_layers(1, max_tokens=64, is_sparse=True).usual == sizes.usual_sparse
-
-
 def test_without_graphs_nothing_is_padded() -> None:
     assert [CPU_STEP_SIZES.padded_decodes(count) for count in (1, 7, 100)] == [1, 7, 100] and CPU_STEP_SIZES.chunks(8) == []

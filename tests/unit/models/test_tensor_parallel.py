@@ -30,8 +30,6 @@ def all_logits(model: Qwen3VL) -> torch.Tensor:
 
 
 class OneRoom:
-    """`SmallSums` of up to 40 tokens, all in one place, as in the memory that GPUs share. A sum that is read too late is another one."""
-
     def __init__(self, width: int) -> None:
         self._memory = torch.full((40 * width,), torch.nan)
 

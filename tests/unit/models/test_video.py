@@ -26,7 +26,6 @@ def reference_indices(geometry: VideoGeometry, total: int, source_fps: float | N
 
 
 def reference_size(num_frames: int, height: int, width: int, geometry: VideoGeometry = PUBLISHED) -> tuple[int, int]:
-    """As `resize` of the reference calls it, with its cap on frames."""
     max_pixels = geometry.max_pixels
     if geometry.max_frame_tokens:
         max_pixels = max(min(geometry.max_frame_tokens * 1024, max_pixels // num_frames), int(geometry.min_pixels * 1.05)) * num_frames

@@ -92,7 +92,6 @@ def test_an_image_that_can_never_be_encoded_is_refused(length: int, limits: dict
 
 
 def test_max_tokens_are_those_that_the_context_leaves() -> None:
-    """An answer of no tokens has one, which its client does not see."""
     for max_tokens, expected in ((0, 1), (5, 5), (None, 800 - 6)):
         core = make_core(num_blocks=200, max_num_batched_tokens=64)
         core.add(make_request(1, [20] * 6, [], cast(int, max_tokens)), np.full(6, 20, dtype=np.int32))

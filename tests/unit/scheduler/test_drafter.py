@@ -106,8 +106,6 @@ def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(text=st.lists(st.integers(-1, 3), min_size=2, max_size=60))
 def test_a_proposal_follows_the_longest_context_that_was_seen(text: list[int]) -> None:
-    """Red if a shorter context is preferred, or one across a separator, or if a token is proposed that followed it less often than another;
-    compared with a search of the whole text."""
     text[-1] = abs(text[-1])
     padded = [-1] * LONGEST + text
     proposal = lookup.find(np.asarray(padded, dtype=np.int32), 7)

@@ -9,7 +9,6 @@ LENGTH = 8
 
 
 def simulation(**limits: int | bool) -> Simulation:
-    """Room for everything, unless `limits` say otherwise. Questions stay open until a test answers them."""
     defaults = {"num_blocks": 200, "image_tokens": 200, "max_num_batched_tokens": 64, "max_num_mixed_tokens": 64}
     sim = Simulation(make_core(**{"max_num_encoder_tokens": 64, **defaults, **limits}))
     sim.answers = False

@@ -20,7 +20,6 @@ from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Sequence, Si
 
 
 def random_prompt(rng: random.Random, max_images: int, max_length: int) -> tuple[list[int], list[tuple[int, int, bytes]]]:
-    """Text and images from small alphabets, so that prefixes and images are often shared. The last token is text."""
     prompt, images = [], []
     for _ in range(rng.randint(0, max_images)):
         prompt += [rng.randint(20, 21) for _ in range(rng.randint(0, 6))]
@@ -166,7 +165,6 @@ def undrafted(sequence: Sequence, num_tokens: int) -> list[int]:
 
 
 def test_loads_with_drafters_reach_drafts_and_snapshots() -> None:
-    """Otherwise the properties above would test nothing."""
     for flags in ({"drafter": True}, {"drafter": True, "head": True}, {"drafts": True}):
         sims = [serve_any_load(True, seed, seed % 2 == 1, False, stateful="drafter" in flags, **flags) for seed in range(8)]
         reached = [sum(getattr(sim, name) for sim in sims) for name in ("num_accepted", "num_refused", "num_cut")]
@@ -223,7 +221,6 @@ def test_quick_steps_are_planned_further_ahead() -> None:
 
 
 def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_prompt: int = 60) -> list[int]:
-    """Runs to the end; the prefill tokens of `other` in each step that also decodes `stream`."""
     sim = Simulation(core)
     sim.ask(stream, [20] * 4, [], 60, ignore_eos=True)
     sim.step()

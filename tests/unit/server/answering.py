@@ -11,7 +11,6 @@ from server.api.schema.validate import check
 
 
 def chat_of(takes: Any, value: dict[str, Any]) -> dict[str, Any]:
-    """A valid chat, without what was not said."""
     scanner = Scanner("nonce", 10)
     scanner.feed(json.dumps(value).encode())
     chat = check(takes, json.loads(scanner.json())).chat_body(scanner)
@@ -21,7 +20,6 @@ def chat_of(takes: Any, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_events(stream: bytes) -> list[dict[str, Any]]:
-    """Data of the events of a stream; every one has the line of its type."""
     found = []
     for message in stream.decode().removesuffix("\n\n").split("\n\n"):
         name, body = message.split("\n")
@@ -31,7 +29,6 @@ def named_events(stream: bytes) -> list[dict[str, Any]]:
 
 
 def events(reason: Any) -> list[Event]:
-    """The second call is cut; the answer ends with this reason."""
     return [
         Event(1, "hm", 1, True, num_prompt_tokens=9, num_cached_tokens=4, logprobs=2 * [Logprob(1, b"hm", -1.0, [])]),
         Event(1, "", 2, True),

@@ -26,7 +26,6 @@ def frames_of(count: int, height: int = 64, width: int = 96, first: int = 0) -> 
 def encode(
     frames: Sequence[np.ndarray], container: str = "mp4", codec: str = "libx264", fps: float = 10.0, gap: int = 6, pixels: str = "yuv420p"
 ) -> bytes:
-    """A file of these frames, with a keyframe every `gap`."""
     out = io.BytesIO()
     with av.open(out, "w", format=container) as file:
         stream = file.add_stream(codec, rate=Fraction(fps).limit_denominator(1001), options={"g": str(gap), "crf": "12"})
@@ -44,12 +43,10 @@ def gif(frames: Sequence[np.ndarray], milliseconds: int = 100) -> bytes:
 
 
 def joined(frames: Sequence[np.ndarray], kind: str = "PNG") -> bytes:
-    """Base64 of the frames with commas between."""
     return b",".join(base64.b64encode(save(Image.fromarray(frame), kind)) for frame in frames)
 
 
 def of_jpegs(frames: Sequence[np.ndarray]) -> bytes:
-    """Motion JPEG, whose frames need not have one size."""
     out = io.BytesIO()
     with av.open(out, "w", format="avi") as file:
         stream = file.add_stream("mjpeg", rate=10)
@@ -74,7 +71,6 @@ def sound() -> bytes:
 
 
 def claiming(data: bytes, count: int) -> bytes:
-    """An MP4 whose tables claim so many frames of a byte each."""
     patched = bytearray(data)
     sizes, times, chunks = (patched.index(name) + 4 for name in (b"stsz", b"stts", b"stsc"))
     patched[sizes + 4 : sizes + 12] = (1).to_bytes(4, "big") + count.to_bytes(4, "big")
@@ -84,7 +80,6 @@ def claiming(data: bytes, count: int) -> bytes:
 
 
 def long_gif(count: int, height: int = 8, width: int = 8) -> bytes:
-    """One black frame, again and again."""
     whole = save(Image.new("P", (width, height)), "GIF")
     start = whole.index(b",")  # the first image; its control block is written anew
     control = b"\x21\xf9\x04\x04\x0a\x00\x00\x00"
@@ -92,7 +87,6 @@ def long_gif(count: int, height: int = 8, width: int = 8) -> bytes:
 
 
 def trimmed(data: bytes, start: float, seconds: float) -> bytes:
-    """An MP4 with an edit list that shows a part of it."""
     patched = bytearray(data)
     edit, movie, media = (patched.index(name) + 4 for name in (b"elst", b"mvhd", b"mdhd"))
     movie_scale, media_scale = (int.from_bytes(patched[box + 12 : box + 16], "big") for box in (movie, media))

@@ -66,7 +66,6 @@ def stack_of() -> Iterator[StackOf]:
 
 @pytest.fixture(scope="session")
 def running_stack(stack_of: StackOf, model_folder: Path) -> Stack:
-    """Return the stack with the default settings."""
     return stack_of(model_folder)
 
 

@@ -70,7 +70,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(work: Coroutine[Any, Any, T]) -> T:
-    """Run in a `VirtualLoop`. Raises what a callback of the loop raised."""
     failures: list[Exception] = []
 
     def note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -86,8 +85,6 @@ def run_virtually(work: Coroutine[Any, Any, T]) -> T:
 
 
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test in a `VirtualLoop`."""
-
     @functools.wraps(test)
     def run(*arguments: Any, **fixtures: Any) -> None:
         run_virtually(test(*arguments, **fixtures))
@@ -96,7 +93,6 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 async def settle() -> None:
-    """Return when nothing is left to do without a timer."""
     await asyncio.sleep(1e-3)
 
 
@@ -115,12 +111,10 @@ class Wire(asyncio.Transport):
         self.is_closed = self.is_aborted = False  # by the server
 
     def send(self, *pieces: bytes) -> None:
-        """Each piece is one read of the server."""
         self._input.extend(piece for piece in pieces if piece)
         self._loop.call_soon(self._deliver)
 
     def end(self) -> None:
-        """Send no more."""
         if not cast(asyncio.Protocol, self._protocol).eof_received():
             self.close()
 
@@ -129,7 +123,6 @@ class Wire(asyncio.Transport):
         self._loop.call_soon(self._lose, ConnectionResetError())
 
     def read(self, num_bytes: int) -> None:
-        """Read so many of the bytes that wait because `reads` is false."""
         self.received += self._unsent[:num_bytes]
         del self._unsent[:num_bytes]
         if len(self._unsent) <= HIGH_WATER // 4:
@@ -138,7 +131,6 @@ class Wire(asyncio.Transport):
 
     @property
     def answers(self) -> list[tuple[int, bytes]]:
-        """Status and body of every complete response."""
         found: list[tuple[int, bytes]] = []
         parts: list[bytes] = []
 
@@ -232,7 +224,6 @@ class HttpServer:
         return wire
 
     async def ask(self, *pieces: bytes) -> Wire:
-        """A connection that has sent these pieces and was served."""
         wire = self.connect()
         wire.send(*pieces)
         await settle()
@@ -240,7 +231,6 @@ class HttpServer:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Application that answers with the method, the path and the body's length."""
     num_bytes = 0
     while (message := await receive())["type"] == "http.request":
         num_bytes += len(message["body"])
@@ -252,7 +242,6 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def client_of(app: ASGIApp) -> httpx.AsyncClient:
-    """A client without a connection."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
 
@@ -260,8 +249,6 @@ Script = Callable[["ServedApi", Submit], None]
 
 
 def say(*texts: str) -> Script:
-    """Script that answers every choice with these texts, one per token."""
-
     def script(api: "ServedApi", submit: Submit) -> None:
         for index in range(submit.n):
             for number, text in enumerate(texts, 1):
@@ -302,7 +289,6 @@ class ServedApi(HttpServer):
         self.send(msgspec.msgpack.decode(data, type=Submit))
 
     def send(self, message: ToProcessor) -> None:
-        """The processor gets a message."""
         loop = asyncio.get_running_loop()
         if isinstance(message, Submit):
             self.submits.append(message)
@@ -340,7 +326,6 @@ class ServedApi(HttpServer):
 
 @contextlib.contextmanager
 def serving(model_folder: Path, **settings: object) -> Iterator[ServedApi]:
-    """An api with these settings of the engine."""
     api = ServedApi(model_folder, **settings)
     yield api
     api.close()

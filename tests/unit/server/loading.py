@@ -26,8 +26,6 @@ SIZE = 16 << 20
 
 
 class Loading:
-    """What a processor has for its images."""
-
     def __init__(self, checkpoint: Checkpoint, **settings: object):
         self.bodies_fd, self.arena_fd = create_memfd("bodies", SIZE), create_memfd("arena", SIZE)
         self.bodies = ArenaView(self.bodies_fd, SIZE, writable=True)
@@ -57,14 +55,12 @@ class Loading:
         os.close(self.arena_fd)
 
     async def release(self) -> None:
-        """Of all images that were loaded until now, also of those that failed."""
         images, self._images = self._images, []
         await release_all(images)
         while self._pixels:
             self.allocator.free(self._pixels.pop())
 
     def body(self, text: bytes) -> MediaRef:
-        """Base64 text as the scanner leaves it in the api's arena."""
         self.bodies.view(0, len(text))[:] = text
         return MediaRef(Region(API_ARENA, 0, len(text)))
 
@@ -92,7 +88,6 @@ class Loading:
         return await self.load(self.body(base64.b64encode(data)))
 
     async def load_video(self, text: bytes, **fields: Any) -> VideoFile | FrameList:
-        """A file's base64; with `holds_frames`, that of images with commas between."""
         file = self.body(text)
         video = self.videos.make(VideoRef(file=file, **fields), self.new_image)
         self._images.append(video)
@@ -102,17 +97,14 @@ class Loading:
         return video
 
     def pairs_of(self, video: Medium) -> np.ndarray:
-        """Pixels (pairs, 2, h, w, 3)."""
         return self._decoded[video]
 
     def bytes_of(self, image: Image) -> bytes:
-        """The pixels of a file, or an encoded JPEG."""
         if image in self._decoded:
             return self._decoded[image].tobytes()
         return bytes(self.arena.view(image.source.region.offset, image.source.region.length))
 
     async def refusal(self, ref: MediaRef) -> RequestError:
-        """The error of an image that is not accepted: its words must not tell where anything is."""
         with pytest.raises(RequestError) as caught:
             await self.load(ref)
         assert "/" not in caught.value.info.message.replace("file://", "").replace("http(s)", "")

@@ -26,12 +26,10 @@ def patched(data: bytes, place: int, piece: bytes) -> bytes:
 
 
 def jpeg_frame(data: bytes) -> int:
-    """Where height and width of a JPEG stand."""
     return next(data.index(marker) for marker in (b"\xff\xc0", b"\xff\xc2") if marker in data) + 5
 
 
 def common_files() -> Iterator[tuple[str, Case]]:
-    """Every format: whole, with something behind it, cut, damaged."""
     for kind in KINDS:
         data = save(pixels(), kind)
         yield f"{kind}", (data, GOOD)
@@ -50,7 +48,6 @@ def common_files() -> Iterator[tuple[str, Case]]:
 
 
 def odd_files() -> Iterator[tuple[str, Case]]:
-    """Modes, animations, orientations and sizes that few files have."""
     for mode in ("1", "L", "LA", "P", "RGBA", "I;16"):
         yield f"PNG of mode {mode}", (save(Image.new(mode, (40, 30)), "PNG"), GOOD)
     for mode in ("L", "CMYK"):
@@ -66,7 +63,6 @@ def odd_files() -> Iterator[tuple[str, Case]]:
 
 
 def false_claims() -> Iterator[tuple[str, Case]]:
-    """Sizes in a header that are not the file's, or that no server should believe."""
     for width, height in ((1, 201), (20_000, 1), (0, 0), (0, 9), (30_000, 30_000), (1 << 31, 1), (0xFFFFFFFF, 0xFFFFFFFF)):
         yield f"a PNG that claims {width}x{height}", (png_header(width, height), BAD)
     plain = save(pixels(), "JPEG")
@@ -78,7 +74,6 @@ def false_claims() -> Iterator[tuple[str, Case]]:
 
 
 def hostile_files() -> Iterator[tuple[str, Case]]:
-    """Made by hand, of parts that are missing, unknown, or far larger than they look."""
     pixel_data = zlib.compress(b"".join(b"\0" + bytes(24) for _ in range(8)))
     bomb = zlib.compress(bytes(60_000_000), 9)
     yield "a PNG by hand", (png_of((b"IDAT", pixel_data)), GOOD)
@@ -113,7 +108,6 @@ BEGINNINGS: dict[str, bytes] = {
 
 
 def foreign_files() -> Iterator[tuple[str, Case]]:
-    """None of the formats."""
     yield from ((name, (data, BAD)) for name, data in BEGINNINGS.items())
     for kind in ("DIB", "ICO", "PPM", "PCX", "TGA", "SGI", "JPEG2000", "ICNS"):
         file = io.BytesIO()

@@ -23,7 +23,6 @@ def save(image: Image.Image, format: str, **options: object) -> bytes:
 
 
 def turned(format: str, orientation: int, image: Image.Image | None = None, **options: object) -> bytes:
-    """A file with an EXIF orientation."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     return save(image or pixels(), format, exif=exif, **options)
@@ -39,7 +38,6 @@ def png_chunk(name: bytes, data: bytes = b"") -> bytes:
 
 
 def png_header(width: int, height: int, depth: int = 8, colour: int = 2) -> bytes:
-    """A PNG that claims a size and has no pixels."""
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT")
 
@@ -98,12 +96,10 @@ PLAIN = {
 
 
 def segment(marker: int, payload: bytes) -> bytes:
-    """Of a JPEG."""
     return bytes((0xFF, marker)) + (2 + len(payload)).to_bytes(2) + payload
 
 
 def progressive_jpeg(num_scans: int, num_comments: int = 0, comment: bytes = b"") -> bytes:
-    """Of 640 x 480 pixels, in scans that say nothing."""
     tables = segment(0xDB, bytes(1) + bytes([1]) * 64)
     tables += b"".join(segment(0xC4, bytes([kind, 1, *[0] * 15, value])) for kind, value in ((0x00, 0), (0x10, 0xE0)))
     frame = segment(0xC2, bytes([8, 480 >> 8, 480 & 255, 640 >> 8, 640 & 255, 1, 1, 0x11, 0]))
@@ -112,7 +108,6 @@ def progressive_jpeg(num_scans: int, num_comments: int = 0, comment: bytes = b""
 
 
 def tiled_tiff(size: int, tile: int) -> bytes:
-    """Grey, in one compressed tile."""
     tags = [(256, size), (257, size), (258, 8), (259, 8), (262, 1), (277, 1), (322, tile), (323, tile)]
     data = zlib.compress(bytes(tile * tile))
     tags += [(324, 14 + 12 * (len(tags) + 2)), (325, len(data))]

@@ -48,7 +48,6 @@ class Counted(bytes):
 
 
 def large_image(num_bytes: int) -> bytes:
-    """A JPEG with `num_bytes` of noise in its comments."""
     comment = b"\xff\xfe\xff\xff" + os.urandom(65_533)
     return JPEG[:2] + comment * (num_bytes // len(comment)) + JPEG[2:]
 
@@ -70,12 +69,10 @@ def request_of(body: bytes, path: str = "/v1/chat/completions") -> bytes:
 
 
 def packets(data: bytes, size: int = 1 << 18) -> list[bytes]:
-    """As an event loop reads them."""
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 def connect(stack: Stack, receive_bytes: int = 1 << 16) -> socket.socket:
-    """A client whose kernel holds so many bytes that it has not read."""
     host, port = stack.url.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.settimeout(60)
@@ -85,7 +82,6 @@ def connect(stack: Stack, receive_bytes: int = 1 << 16) -> socket.socket:
 
 
 def read_answer(connection: socket.socket) -> tuple[int, dict[str, object]]:
-    """Status and JSON of the next answer on the connection."""
     data = b""
     while b"\r\n\r\n" not in data:
         data += connection.recv(1)

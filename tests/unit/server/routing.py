@@ -19,8 +19,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Replica:
-    """Server that answers with its name, or by `handler`."""
-
     def __init__(self, name: str, handler: Handler | None = None):
         self.name = name
         self.healthy = True
@@ -45,7 +43,6 @@ class Replica:
         self.port = self._runner.addresses[0][1]
 
     async def kill(self) -> None:
-        """Break all connections, as the death of a process does."""
         for site in list(self._runner.sites):
             await site.stop()
         assert self._runner.server is not None
@@ -68,8 +65,6 @@ class Replica:
 
 
 class Routed:
-    """A proxy in this process, its replicas and a client."""
-
     def __init__(self, proxy: Proxy, replicas: list[Replica], url: str, client: aiohttp.ClientSession):
         self.proxy, self.replicas, self.url, self.client = proxy, replicas, url, client
 
@@ -80,7 +75,6 @@ class Routed:
             return await answer.text()
 
     async def until(self, num_healthy: int) -> None:
-        """Wait until the proxy knows so many healthy replicas."""
         backends = self.proxy.balancer.backends
         await eventually_async(lambda: sum(backend.healthy for backend in backends) == num_healthy, f"{num_healthy} healthy replicas")
 
@@ -107,7 +101,6 @@ async def routed(*replicas: Replica) -> AsyncIterator[Routed]:
 
 @pytest.fixture
 def patient_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Often looks for healthy replicas, and takes no busy machine for a dead one."""
     monkeypatch.setattr(proxy, "POLL_SECONDS", 0.05)
     for name in ("HEALTH_SECONDS", "CONNECT_SECONDS"):
         monkeypatch.setattr(proxy, name, HANG_GUARD_S)

@@ -35,7 +35,6 @@ class Processes:
         }
 
     def check(self) -> None:
-        """Fail if one of them has ended."""
         ended = {role: process.returncode for role, process in self.by_role.items() if process.poll() is not None}
         assert not ended, f"ended with {ended}"
 
@@ -47,8 +46,6 @@ class Processes:
 
 
 class ThreadChild(Child):
-    """A child that leaves the heap of the test process alone."""
-
     def ready(self, text: str = "") -> None:
         self._status.send(Status(self.role, text))
 
@@ -71,7 +68,6 @@ class InProcess:
         self._thread.start()
 
     def check(self) -> None:
-        """Fail if the api or the processor has ended."""
         if self._problem is not None:
             raise AssertionError("a server failed") from self._problem
         assert self._thread.is_alive(), "the servers ended"

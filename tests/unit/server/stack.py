@@ -59,7 +59,6 @@ class FakeScheduler:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.script: Script = answer_text
-        self.beats = True
         self.requests: list[EngineRequest] = []
         self.aborted: list[int] = []
         self.held: set[int] = set()
@@ -85,7 +84,6 @@ class FakeScheduler:
         self._send(EngineOutputs(outputs, released))
 
     def want(self, rid: int, *indexes: int) -> None:
-        """Ask for pixels of these images; the answer comes into `pixels`."""
         self._send(EngineOutputs([], [], wanted=[WantedPixels(rid, list(indexes))]))
 
     def bytes_at(self, region: Region) -> bytes:
@@ -98,7 +96,6 @@ class FakeScheduler:
         self._send(EngineOutputs([], [], stats, time.monotonic()))
 
     def _accept(self, request: EngineRequest) -> None:
-        """Start a request when all its pixels have arrived, as the real one does if it holds none of the images."""
         hashes = [span.hash for span in request.images]
         files = [i for i, span in enumerate(request.images) if span.source.encoding == "file" and hashes.index(span.hash) == i]
         if files and self.wants:
@@ -126,7 +123,7 @@ class FakeScheduler:
     def _run(self) -> None:
         last = 0.0
         while not self._stopping.is_set():
-            if self.beats and time.monotonic() - last > HEARTBEAT_S:
+            if time.monotonic() - last > HEARTBEAT_S:
                 last = time.monotonic()
                 self.beat()
             load = self._worker.recv_ready()
@@ -149,8 +146,6 @@ class FakeScheduler:
 
 
 def answer_ids(token_ids: list[int], reason: Any = "stop", step: int = 1) -> Script:
-    """Answer with these tokens, `step` at a time, and release the request with the last."""
-
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         now = time.monotonic()
         stages = Stages(request.stages.received, request.stages.submitted, now, now, now, now)
@@ -175,15 +170,11 @@ def hold(scheduler: FakeScheduler, request: EngineRequest) -> None:
 
 
 def hold_silently(scheduler: FakeScheduler, request: EngineRequest) -> None:
-    """Send nothing until the request is aborted."""
     scheduler.held.add(request.rid)
 
 
 class Stack:
-    """The api and the processor with a scripted scheduler in place of the engine's."""
-
-    def __init__(self, model_folder: Path, is_started: bool = True, in_process: bool = False, **settings: Any):
-        """With `is_started` False the scheduler sends no heartbeat, and `port` must be given: the api does not report its address."""
+    def __init__(self, model_folder: Path, in_process: bool = False, **settings: Any):
         sizes: dict[str, Any] = {"api_arena_bytes": 16 * MIB, "processor_arena_bytes": 32 * MIB}
         config = self.config = EngineConfig(**{"port": 0, "log_level": "warning", **sizes, **settings})
         self.run_dir = tempfile.mkdtemp()
@@ -202,9 +193,8 @@ class Stack:
         self.servers = InProcess(runtime) if in_process else Processes(runtime, inherited)
         os.close(lifeline)
         listener.close()
-        self.scheduler.beats = is_started
         self.scheduler.start()
-        self.url = self._await_ready() if is_started else f"http://127.0.0.1:{config.port}"
+        self.url = self._await_ready()
         self.http = httpx.Client(base_url=self.url, timeout=HANG_GUARD_S, headers={"Content-Type": "application/json"})
         self._observer = httpx.Client(
             base_url=self.url, timeout=HANG_GUARD_S, verify=False, limits=httpx.Limits(max_keepalive_connections=0),
@@ -223,7 +213,6 @@ class Stack:
 
     @property
     def last(self) -> EngineRequest:
-        """The latest request that has reached the scheduler."""
         return self.scheduler.requests[-1]
 
     def prompt(self) -> list[int]:
@@ -245,7 +234,6 @@ class Stack:
                 return status.text
 
     def failures(self) -> dict[str, str]:
-        """Role -> reason of the processes that failed."""
         return {path.stem: path.read_text() for path in Path(self.run_dir).glob(f"*{FAILED}")}
 
     def chat(self, content: object, **fields: object) -> httpx.Response:
@@ -253,17 +241,14 @@ class Stack:
         return self.http.post("/v1/chat/completions", json=body)
 
     def orphan(self) -> None:
-        """What the children see when the launcher dies."""
         os.close(self._lifeline_end)
         self._lifeline_end = -1
 
     def reset(self) -> None:
-        """Echo again, and forget which requests were aborted."""
         self.script = answer_text
         self.scheduler.aborted.clear()
 
     def recover(self) -> None:
-        """Check what must hold after every test: a good request is answered, and both arenas are empty."""
         self.script = answer_text
         assert self.chat("still there?").status_code == 200
         self.settle()
@@ -280,7 +265,6 @@ class Stack:
         assert not self.failures()
 
     def _last_beat(self) -> int:
-        """Return the number of the latest heartbeat that the api has handled."""
         self.servers.check()
         if isinstance(self.servers, InProcess):
             return self.servers.api.registry.stats.steps

@@ -17,6 +17,7 @@ from engine.wire.messages import ErrorInfo, Event, Events
 from server.api.chat.endpoint import LARGE_JSON_BYTES
 from server.api.chat.status import StatusRoutes
 from server.api.http.registry import RequestRegistry
+from server.errors import RequestError
 from tests.unit.server.in_process import serving, settle, virtual
 from tests.unit.server.raw_http import head_of, request_of, text_body
 from tests.unit.server.stack import Stack
@@ -64,7 +65,6 @@ async def test_names_of_the_server(model_folder: Path) -> None:
 
 
 def test_the_api_as_a_process(model_folder: Path) -> None:
-    """Fails if the port has no guard, or if a soft limit of open files stays."""
     stack = Stack(model_folder, api_key="own")
     try:
         assert stack.http.get("/v1/models").status_code == 401
@@ -77,8 +77,6 @@ def test_the_api_as_a_process(model_folder: Path) -> None:
 
 
 class Service:
-    """What the endpoints under test need of a server."""
-
     def __init__(self, max_requests: int = 8, is_started: bool = True):
         self.sent: list[Any] = []
         self.registry = RequestRegistry(SimpleNamespace(send=self.sent.append), None, max_requests)
@@ -94,6 +92,9 @@ async def test_states_of_health() -> None:
         assert (response.status_code, json.loads(bytes(response.body))["status"]) == expected
 
     await check(starting, 503, "starting")
+    with pytest.raises(RequestError) as refused:
+        starting.registry.check_open()
+    assert refused.value.info.status == 503
     for ready in (service, Service(max_requests=0)):  # a full queue is not a failure
         await check(ready, 200, "ok")
     service.registry.health.heartbeat = 1e-9
@@ -115,7 +116,6 @@ async def test_the_field_and_the_flag_become_the_deadline(model_folder: Path) ->
 
 @virtual
 async def test_a_stream_without_chunks_sends_pings(model_folder: Path) -> None:
-    """While no token arrives, and while those of a tool call do."""
     tools = [{"type": "function", "function": {"name": "f"}}], [{"name": "f", "input_schema": {"type": "object"}}]
     cases = (("/v1/chat/completions", tools[0], b": ping\n\n"), ("/v1/messages", tools[1], b"event: ping\n"))
     with serving(model_folder) as api:

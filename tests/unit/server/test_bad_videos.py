@@ -22,7 +22,6 @@ CLIP = encode(frames_of(20))
 
 
 def with_size(data: bytes, size: int) -> bytes:
-    """A GIF that claims to be so wide and high."""
     return data[:6] + 2 * size.to_bytes(2, "little") + data[10:]
 
 

@@ -38,7 +38,6 @@ async def test_too_much_text_is_refused_with_the_reason(model_folder: Path) -> N
 
 @virtual
 async def test_the_bodies_of_all_routes_have_the_same_timeout(model_folder: Path) -> None:
-    """Fails if a route reads its body without a limit of time."""
     with serving(model_folder, api_key="k", lora_root=str(model_folder)) as api:
         for path in ("/v1/chat/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             wire = await api.ask(head_of(1000, path).replace(b"Host", b"X-Api-Key: k\r\nHost") + b'{"rid": ')
@@ -63,7 +62,6 @@ async def test_a_client_that_leaves_during_a_large_body(model_folder: Path) -> N
 
 @virtual
 async def test_a_slow_body_is_given_up(model_folder: Path) -> None:
-    """Fails if a client that pauses keeps the memory that it was promised, or a steady client is refused."""
     body = body_of(large_image(1_000_000))
     with serving(model_folder) as api:
         for num_sent, num_bytes, pause, seconds in (
@@ -82,7 +80,6 @@ async def test_a_slow_body_is_given_up(model_folder: Path) -> None:
 
 @virtual
 async def test_bodies_share_the_memory(model_folder: Path) -> None:
-    """Fails if one byte is enough to have a megabyte reserved, or if the stated limit is wrong."""
     with serving(model_folder) as api:
         without_length = [await api.ask(b"POST /v1/chat/completions" + CHUNKED + b"1\r\n{\r\n") for _ in range(100)]
         assert (await api.ask(*packets(request_of(body_of(large_image(4 * MIB)))))).statuses == [200]

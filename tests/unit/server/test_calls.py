@@ -67,7 +67,6 @@ def read(pieces: list[str], is_single: bool = False) -> tuple[str, list[CallDelt
 
 
 def calls_of(deltas: list[CallDelta]) -> list[tuple[str, object]]:
-    """As a client puts them together."""
     found: list[tuple[str, list[str]]] = []
     for delta in deltas:
         assert (delta.name is not None) == (delta.index == len(found)), "the first piece of a call has its name, and no other"
@@ -90,7 +89,6 @@ def test_every_cut_gives_the_same() -> None:
 
 
 def test_the_name_does_not_wait_for_the_arguments() -> None:
-    """The arguments come once, when they are complete."""
     for text, arguments in ((HERMES, ARGUMENTS), (XML, XML_ARGUMENTS)):
         splitter, found = CallSplitter(SCHEMAS, False), list[tuple[int, CallDelta]]()
         assert splitter.push("Hello")[0] == "Hello" and splitter.push(" there <b>")[0] == " there <b>"
@@ -102,7 +100,6 @@ def test_the_name_does_not_wait_for_the_arguments() -> None:
 
 
 def test_a_cut_call_shows_its_raw_text() -> None:
-    """`max_tokens` or a stop string has ended the text. Arguments that are complete are a call."""
     whole = ((HERMES, ARGUMENTS), (HERMES[:-14], ARGUMENTS), (XML[:-13], XML_ARGUMENTS))
     cut = (HERMES[:60], HERMES[:60].partition('"arguments": ')[2]), (HERMES[:40], ""), (XML[:70], XML[:70].partition("weather>")[2])
     for text, expected in (*whole, *cut, ('<tool_call>{"name": "f", "arguments": {"a": NaN', '{"a": NaN')):
@@ -158,8 +155,6 @@ def test_cuts_make_no_difference(words: list[str], cuts: list[int]) -> None:
 
 
 class Counting:
-    """A pattern that counts the characters that it may look at."""
-
     examined = 0
 
     def __init__(self, pattern: re.Pattern[str]):
@@ -203,7 +198,6 @@ HOSTILE: dict[str, list[str]] = {
 
 
 def strings_in(value: Any) -> Iterator[int]:
-    """Lengths of the strings that an object and its parts keep, but not in lists: those are only joined once."""
     for kept in vars(value).values():
         if isinstance(kept, str):
             yield len(kept)

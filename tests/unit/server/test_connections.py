@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,29 +25,13 @@ from server.api.http.reply import WRITE_S
 from tests.eventually import eventually_async
 from tests.unit.server.in_process import HttpServer, Wire, echo, say, serving, settle, virtual
 from tests.unit.server.raw_http import CHUNKED, GET_HEALTH, packets, request_of, text_body
-from tests.unit.server.stack import ROOT
 
-LISTENING = re.compile(r"\.(listen|create_server|start_server|serve_forever|AppRunner|TCPSite|Config|run_app)\(")
-PLACES = {
-    "server/api/http/connection.py: Config": "the limited server",
-    "server/api/main.py: listen": "the api's port, by connection.py",
-    "server/proxy.py: listen": "the proxy's, by connection.py",
-    "server/proxy.py: create_server": "its socket",
-    "engine/launch/fleet.py: create_server": "asks for free ports",
-}
 SMALL = text_body()
 POST = b"POST /v1/x HTTP/1.1\r\nHost: x\r\n"
 CHUNKED_POST = b"POST /v1/x" + CHUNKED
 
 
-def test_all_listeners_are_known() -> None:
-    files = [file for folder in ("engine", "server", "models") for file in (ROOT / folder).rglob("*.py")]
-    found = {f"{file.relative_to(ROOT)}: {name}" for file in files for name in LISTENING.findall(file.read_text())}
-    assert found == PLACES.keys()
-
-
 async def wait_if_posted(scope: Scope, receive: Receive, send: Send) -> None:
-    """Application that answers GET and keeps POST waiting until the client leaves."""
     while scope["method"] == "POST" and (await receive())["type"] != "http.disconnect":
         pass
     if scope["method"] == "GET":
@@ -56,7 +39,6 @@ async def wait_if_posted(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """Application that answers without reading the body."""
     await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body"})
 
@@ -235,7 +217,6 @@ def test_connections_fit_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def garbage() -> Iterator[list[object]]:
-    """Objects that the collector has found, once it is asked."""
     gc.collect()
     gc.freeze()  # what other tests left takes long to look at
     gc.disable()

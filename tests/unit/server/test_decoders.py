@@ -36,7 +36,6 @@ def patches(checkpoint: Checkpoint, rgb: np.ndarray, grid: tuple[int, int, int])
 
 
 async def test_an_image_that_is_made_smaller_here_is_the_workers(checkpoint: Checkpoint, loading: Loading) -> None:
-    """Fails if who resizes decides what the model sees."""
     for kind, orientation, options in (("PNG", 1, {}), ("TIFF", 1, {}), ("PNG", 6, {}), ("JPEG", 8, {"progressive": True})):
         exif = Image.Exif()
         exif[0x0112] = orientation
@@ -76,7 +75,6 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
                 os.kill(guest.process.pid, number)
 
     async def check_and_stop() -> None:
-        """Check that the next image is decoded, and stop the decoders."""
         decoders._timeout = int(HANG_GUARD_S)
         assert (await made.load(new_image())).source.encoding == "file"
         await made.release()

@@ -15,8 +15,7 @@ from engine.wire.arena import Arena, create_memfd
 from engine.wire.config import EngineConfig
 from engine.wire.messages import API_ARENA, ImageSource, Prefetch, Region
 from models.media.geometry import VisionGeometry
-from server.api.http.body import Body, read_body
-from server.api.http.scan import Scanner
+from server.api.http.body import read_body
 from server.processor.media.image import MAX_BYTES, EarlyReads
 from tests.eventually import eventually
 from tests.unit.server.conftest import StackOf
@@ -123,7 +122,6 @@ def test_a_body_that_breaks_off_between_images(stack: Stack) -> None:
 
 
 def test_a_body_that_is_refused_at_its_end(stack: Stack) -> None:
-    """Fails if regions stay, or if something that is no image of the request makes it fail."""
     body = body_of(*images()[:2])
     no_image = b', "user": "data:image/jpeg;base64,'
     for changed, status in (
@@ -139,7 +137,6 @@ def test_a_body_that_is_refused_at_its_end(stack: Stack) -> None:
 
 
 def test_images_that_find_no_place(stack_of: StackOf, model_folder: Path) -> None:
-    """Fails if early decoding changes the status, or if a request that the queue refuses leaves its images behind."""
     stack = stack_of(model_folder, processor_arena_bytes=2 * MIB, max_queued_requests=1)
     body = body_of(*images())
     assert ask(stack, body)[0] == 413
@@ -155,8 +152,6 @@ def test_images_that_find_no_place(stack_of: StackOf, model_folder: Path) -> Non
 
 
 class Announced:
-    """A table of clients that records what is announced."""
-
     def __init__(self) -> None:
         self.payloads: list[Region] = []
 
@@ -165,22 +160,6 @@ class Announced:
 
     def announce(self, rid: int, payload: Region) -> None:
         self.payloads.append(payload)
-
-
-def test_each_image_is_announced_once_and_whole() -> None:
-    data = body_of(*(os.urandom(3_000) for _ in range(5)))
-    scanner, listener = Scanner("0" * 32, 100), Announced()
-
-    class FixedRegion:
-        offset = 4096
-
-    body = Body(FixedRegion(), scanner, listener, 0.0)
-    for start in range(0, len(data), 700):
-        scanner.feed(data[start : start + 700])
-        body.announce(4)
-        complete = data[: start + 700].count(b'"}}')
-        assert len(listener.payloads) in (min(4, complete), min(4, complete + 1))
-    assert [(p.offset - 4096, p.length) for p in listener.payloads] == [(r.offset, r.length) for r in scanner.references[:4]]
 
 
 async def test_an_image_is_announced_before_the_json_around_it_is_validated() -> None:

@@ -15,7 +15,6 @@ from tests.eventually import eventually_async
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with what came, and tells of a client that leaves."""
     request = Request(scope, receive)
     if scope["path"] == "/endless":
         assert (await receive())["type"] == "http.request"

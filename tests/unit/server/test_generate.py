@@ -41,7 +41,6 @@ def test_a_document_a_batch_and_a_stream(stack: Stack) -> None:
 
 
 def test_ids_and_texts_with_pictures(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a prompt of ids, with a placeholder an image or one a token of it, is another one than the text's."""
     text = f"{SLOT} and {SLOT} what?"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     prompts, hashes = [], []

@@ -10,61 +10,23 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
-import msgspec
 import pytest
 from PIL import Image
 
 from engine.wire.arena import ArenaView, create_memfd
-from engine.wire.guests import GuestDied, GuestPool
 from engine.wire.jpeg import parse_plain_jpeg
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media.decoder import Clip, Job, answer
-from server.processor.media.decoders import Decoders
+from server.processor.media.decoder import Job, answer
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import DECODED, animation, jpeg, pixels, png_chunk, png_header, save
 
-ENCODED: Any = SimpleNamespace(offset=0, used=1)
-CLIP = Clip(1, 1.0, 2, 2)
-
-
-class ScriptedGuest:
-    """Fails so, one failure per job, and then answers."""
-
-    def __init__(self, answer: object, *failures: Exception):
-        self.failures = list(failures)
-        self._answer = msgspec.msgpack.encode((answer, None))
-
-    async def ask(self, *_: object) -> bytes:
-        if self.failures:
-            raise self.failures.pop(0)
-        return self._answer
-
-
-async def test_a_decoder_that_crashes_or_hangs_is_the_files_fault() -> None:
-    for is_video in (True, False):
-        for failure in (GuestDied(), TimeoutError()):
-            with pytest.raises(RequestError) as caught:
-                await ask(is_video, failure)
-            assert caught.value.info.status == 422
-        assert await ask(is_video)
-
-
-async def ask(is_video: bool, *failures: Exception) -> object:
-    guest: Any = ScriptedGuest(CLIP if is_video else (2, 2, 1), *failures)
-    pool, made = GuestPool(1, "", memory=0), Decoders.__new__(Decoders)
-    pool.guests, pool.idle = [guest], [guest]
-    made._images = made._videos = pool
-    made._timeout, made._video_timeout = 60, 60
-    return await (made.look(ENCODED) if is_video else made.read_header(ENCODED))
-
 
 def num_lines(work: Callable[[], object]) -> int:
-    """Lines of Python that this executes."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -105,14 +67,12 @@ def png_with(*chunks: bytes, behind: bytes = b"") -> bytes:
 
 
 def bmp_of_runs() -> bytes:
-    """A BMP of 1024 x 1024 pixels, each in a run of its own, which Pillow reads in Python."""
     runs = b"\x01\x00" * (1 << 20)
     info = struct.pack("<IiiHHIIiiII", 40, 1024, 1024, 1, 8, 1, len(runs), 0, 0, 256, 0)
     return b"BM" + struct.pack("<IHHI", 1078 + len(runs), 0, 0, 1078) + info + bytes(1024) + runs
 
 
 def tiff_of_tags(count: int = 60_000) -> bytes:
-    """A TIFF with so many tags; Pillow warns of each twice."""
     tags = b"".join(struct.pack("<HHII", tag, 3, 9, 1 << 31) for tag in range(1000, 1000 + count))
     return b"II*\0" + struct.pack("<IH", 8, count) + tags + bytes(4)
 

@@ -70,7 +70,6 @@ async def test_text_that_prompts_share_counts_for_each(model_folder: Path) -> No
 
 @virtual
 async def test_log_probabilities_of_prompts_are_bounded(model_folder: Path) -> None:
-    """Fails if a request holds any number of them, if the engine goes on after the refusal, or if they are kept as objects."""
     part = [Logprob(1, b"word", -1.0, [(i, b"other", -2.0) for i in range(20)]) for _ in range(256)]
     num_parts = MAX_PROMPT_SCORES // (256 * 21)
 
@@ -132,7 +131,6 @@ def test_many_inputs_are_prepared_between_messages(stack: Stack, monkeypatch: py
 
 
 def test_the_text_of_ids_is_the_tokenizers(tokenizer: Tokenizer, table: TokenTable) -> None:
-    """Ids are decoded in slices, which must not cut a character."""
     ids = tokenizer.encode("naïve 日本語 👩‍👩‍👧 <|im_end|>", add_special_tokens=False).ids
     for some in (ids, [], [table.texts.index(None)], ids * (2 * NUM_AT_ONCE // len(ids) + 1)):
         assert table.text_of(some) == tokenizer.decode(some, skip_special_tokens=False)

@@ -54,7 +54,6 @@ def test_images_by_reference_by_text_and_by_url() -> None:
 
 
 def test_a_history_with_calls() -> None:
-    """Red if thoughts, calls or results are not what a chat has, or if their order changes."""
     use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
     blocks = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}, text("I look."), use]
     results = [{"type": "tool_result", "tool_use_id": "t1", "content": [text("see"), image("AAAA")]}, text("and?")]

@@ -26,7 +26,6 @@ def operations(document: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Members of all objects in it."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield str(key), inner
         yield from parts(inner)
@@ -43,7 +42,6 @@ def test_every_route_is_described(document: Any) -> None:
 
 
 def test_the_document_is_one_that_generators_read(document: Any) -> None:
-    """Generators fail on a schema that is no object, a list in an enum, a default, a reference to nothing."""
     assert document["openapi"].startswith("3.1") and len(document["components"]["schemas"]) > 50
     for name, schema in document["components"]["schemas"].items():
         assert name.isidentifier()

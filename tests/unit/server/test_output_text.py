@@ -25,7 +25,6 @@ def think(tokenizer: Tokenizer) -> ThinkTokens:
 
 
 def read(tokenizer: Tokenizer, table: TokenTable, prompt: str, output: str | list[int], *stops: str) -> tuple[list[tuple[str, bool]], bool]:
-    """What is said of each token, as (text, is it reasoning), and whether a stop string ended it."""
     text = OutputText(table, ThinkTokens.of(tokenizer), OutputOptions(stop=[*stops]))
     text.read_prompt(ids_of(tokenizer, "<|im_start|>assistant\n" + prompt))
     pieces = []
@@ -38,7 +37,6 @@ def read(tokenizer: Tokenizer, table: TokenTable, prompt: str, output: str | lis
 
 
 def parts(pieces: list[tuple[str, bool]]) -> tuple[str, str]:
-    """(reasoning, content)"""
     reasoning, content = ("".join(piece for piece, is_reasoning in pieces if is_reasoning is wanted) for wanted in (True, False))
     return reasoning, content
 
@@ -98,7 +96,6 @@ def test_stop_strings(tokenizer: Tokenizer, table: TokenTable) -> None:
 def test_nobody_types_thoughts(checkpoint: Checkpoint, thinking_folder: Path, table: TokenTable, think: ThinkTokens) -> None:
 
     def is_reasoning(builder: PromptBuilder, **message: str) -> bool:
-        """Whether an answer to this message begins with thoughts."""
         text = OutputText(table, think, OutputOptions())
         text.read_prompt(builder.encode(ChatPrompt(json.dumps([message]).encode()), []))
         text.push(65)

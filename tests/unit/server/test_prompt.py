@@ -147,7 +147,6 @@ def test_what_templates_of_transformers_may_use(checkpoint: Checkpoint, model_fo
 
 
 def test_template_kwargs_reach_the_template(checkpoint: Checkpoint) -> None:
-    """Text that the template writes itself must not be taken for a hidden text."""
     builder = with_template(checkpoint, "{% if enable_thinking %}yes{% else %}no{% endif %}")
     assert builder.tokenizer.decode(encode(builder, [], enable_thinking=True)) == "yes"
     default = with_template(dataclasses.replace(checkpoint, template_kwargs={"enable_thinking": True}), builder.template.source)

@@ -34,7 +34,6 @@ def feed(body: bytes, cuts: list[int], max_references: int = 10) -> tuple[Scanne
 
 
 def originals(value: object, scanner: Scanner, region: memoryview) -> object:
-    """A parsed JSON value with every reference replaced by the string that it stands for."""
     if isinstance(value, dict):
         return {str(originals(key, scanner, region)): originals(item, scanner, region) for key, item in value.items()}
     if isinstance(value, list):
@@ -59,7 +58,6 @@ CUTS = st.lists(st.integers(0, 600), max_size=12)
 
 
 def restored(scanner: Scanner, region: memoryview) -> bytes:
-    """The bytes that were fed."""
     originals = [reference.opening + region[reference.offset : reference.offset + reference.length] for reference in scanner.references]
     return re.sub(rb'"%s:(\d+)' % NONCE.encode(), lambda found: originals[int(found[1])], scanner.json())
 
@@ -91,7 +89,6 @@ def test_some_references_kept_others_restored() -> None:
 
 
 def test_every_cut_finds_the_same_references() -> None:
-    """Fails if the state between two chunks forgets half an opening, an escape or a closing quote."""
     body = rb'{"a":"data:image\/png;base64,AA\/A\\","b":"\"data:x;base64,no\"","c":["data:image/gif;base64,R0lG","data:,x"]}'
     for cut, gap in itertools.product(range(len(body)), range(3)):
         scanner, _ = feed(body, [cut, cut + gap])
@@ -106,8 +103,6 @@ def test_a_reference_needs_the_nonce() -> None:
 
 
 class CountedPattern:
-    """A compiled pattern that counts the bytes that it may look at."""
-
     def __init__(self, pattern: re.Pattern[bytes]):
         self._pattern = pattern
 
@@ -168,7 +163,6 @@ PLACES = st.lists(st.integers(0, 10**6), max_size=6)
 
 
 def mutated(data: bytes, edits: list[Edit]) -> bytes:
-    """Pieces of `data` cut out and others put in."""
     for place, length, piece in edits:
         start = place % (len(data) + 1)
         data = data[:start] + piece + data[start + length :]
@@ -181,7 +175,6 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 async def answers_to(pieces: list[bytes]) -> list[tuple[int, bytes]]:
-    """Of a connection with these packets."""
     wire = await HttpServer(echo).ask(*pieces)
     found = wire.answers
     wire.leave()
@@ -200,7 +193,6 @@ ANSWERS = [b"GET /health 0", b"POST /a b 5", b"POST /t 5", b"PUT / 0"]
 
 @given(st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=3), EDITS, PLACES)
 def test_heads_are_read_or_refused(numbers: list[int], edits: list[Edit], cuts: list[int]) -> None:
-    """Fails if answers depend on packets, or if a bad request gets anything but a 4xx."""
     whole = b"".join(REQUESTS[number] for number in numbers)
     kept = numbers[: numbers.index(3) + 1] if 3 in numbers else numbers  # HTTP/1.0 ends the connection
     assert run_virtually(answers_to(cut(whole, cuts))) == [(200, ANSWERS[number]) for number in kept]

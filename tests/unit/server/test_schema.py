@@ -38,7 +38,6 @@ def parse(**fields: object) -> ChatRequest:
 
 
 def parse_body(body: bytes, model: type[GenerationRequest] = ChatRequest) -> Any:
-    """As an endpoint does it."""
     request = check(model, read_object(body))
     request.check_together(VOCAB_SIZE)
     return request
@@ -53,7 +52,6 @@ def image(url: object, **extra: object) -> dict[str, object]:
 
 
 def refusal(model: type[GenerationRequest] = ChatRequest, **fields: object) -> ErrorInfo:
-    """The error of a chat, which may be left out, or of a text completion."""
     needed = {"messages": HELLO} if model is ChatRequest else {}
     with pytest.raises(RequestError) as caught:
         request = parse_body(json.dumps({**needed, **fields}).encode(), model)

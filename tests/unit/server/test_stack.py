@@ -38,7 +38,6 @@ def chunks_of(text: str) -> list[Any]:
 
 
 def test_openai_python_reads_a_stream(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """The order is: role, one chunk per token, usage."""
     ids = ids_of(tokenizer, "Grüße, 世界! 🙂")
     stack.script = answer_ids([*ids, tokenizer.token_to_id("<|im_end|>")])
     question: Any = user("x")
@@ -93,7 +92,6 @@ def test_a_stop_string_ends_the_request(stack: Stack, tokenizer: Tokenizer) -> N
 
 
 def test_engine_errors_before_and_after_the_first_token(stack: Stack) -> None:
-    """A late reject keeps its status; in a stream an error is a chunk; a forgotten request ends."""
     error = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 
     def refuse(scheduler: FakeScheduler, request: EngineRequest) -> None:

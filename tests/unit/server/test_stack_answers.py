@@ -26,8 +26,6 @@ WORDS = ("one", "two and", "three or more")
 
 @pytest.fixture
 def interleaved(stack: Stack, tokenizer: Tokenizer) -> None:
-    """A token of every answer a step, until each has said its words."""
-
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         answers = [ids_of(tokenizer, words) for words in WORDS[: request.n]]
         longest = max(map(len, answers))
@@ -44,7 +42,6 @@ def interleaved(stack: Stack, tokenizer: Tokenizer) -> None:
 
 @pytest.mark.usefixtures("interleaved")
 def test_answers_in_documents(stack: Stack) -> None:
-    """The engine gets one request; a stop string ends only its own answer."""
     before = len(stack.scheduler.requests)
     for stop, expected in ((None, WORDS), (" and", ("one", "two", "three or more"))):
         answer = stack.chat([image(uri(PLAIN["4:2:0"]))], n=3, stop=stop).json()
@@ -136,7 +133,6 @@ def end(tokenizer: Tokenizer) -> int:
 
 @pytest.fixture(scope="module")
 def num_thoughts(tokenizer: Tokenizer) -> int:
-    """Tokens of OUTPUT up to the end marker."""
     return len(ids_of(tokenizer, OUTPUT.split("</think>")[0])) + 1
 
 
@@ -163,7 +159,6 @@ def test_openai_python_reads_a_document(thinker: Stack, tokenizer: Tokenizer, en
 
 
 def test_a_stream_has_one_chunk_per_token(thinker: Stack, tokenizer: Tokenizer, end: int, num_thoughts: int) -> None:
-    """Red if tokens are merged or left out at the boundary, if a chunk has both parts, or if the count goes on."""
     ids = ids_of(tokenizer, OUTPUT)
     for step in (1, 4, 100):
         thinker.script = answer_ids([*ids, end], step=step)

@@ -23,7 +23,6 @@ def drafting(stack_of: StackOf, model_folder: Path) -> Iterator[Stack]:
 
 
 def test_usage_counts_the_drafts_of_kept_tokens(drafting: Stack, tokenizer: Tokenizer) -> None:
-    """Red if a draft behind a stop string counts as accepted, if a rejected one is not told, or if an event is missing."""
     ids = ids_of(tokenizer, TEXT)
     num_run = len(ids) - 4
 

@@ -39,14 +39,9 @@ def error_of(response: httpx.Response) -> tuple[int, str | None]:
 
 
 def sent(stack: Stack, body: bytes, length: int | None = None) -> socket.socket:
-    """A client that has sent this body, or so much of a longer one."""
     client = connect(stack)
     client.sendall(head_of(len(body) if length is None else length) + body)
     return client
-
-
-def await_bodies(stack: Stack, count: int) -> None:
-    eventually(lambda: len(stack.local.api.arena._allocated) == count, f"{count} bodies arrive")
 
 
 def test_a_client_that_leaves_aborts_its_request(stack: Stack) -> None:
@@ -106,7 +101,6 @@ def test_the_prompt_must_fit_the_context(stack: Stack) -> None:
 
 
 def test_bodies_that_never_fit(stack: Stack) -> None:
-    """Text has a limit of its own, also as data URIs outside of image parts."""
     for length in (17 * MIB, 1 << 40):
         with sent(stack, b"", length=length) as client:
             assert b" 413 " in client.recv(1000).split(b"\r\n")[0]
@@ -114,15 +108,6 @@ def test_bodies_that_never_fit(stack: Stack) -> None:
     for content in (text_body("x" * (9 * MIB)), pieces, text_body(metadata={"icon": uri(b"\xff" * (7 * MIB))})):
         assert error_of(stack.http.post("/v1/chat/completions", content=content)) == (413, None)
     assert stack.chat("x", metadata={"icon": uri(PLAIN["1x1"])}).status_code == 200
-
-
-def test_a_full_body_arena_is_503_with_retry_after(stack: Stack) -> None:
-    eventually(stack.local.api.arena.is_empty, "an arena without bodies of other tests")  # any in the middle leaves less than 13 MiB
-    with sent(stack, b"{", length=13 * MIB):
-        await_bodies(stack, 1)
-        response = stack.http.post("/v1/chat/completions", content=b" " * (4 * MIB))
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-    await_bodies(stack, 0)
 
 
 def test_a_slow_reader_loses_nothing(stack: Stack) -> None:
@@ -153,25 +138,6 @@ def test_the_event_loop_runs_between_pieces_of_a_large_body(stack: Stack, monkey
     done.set()
     sizes, times = zip(*pieces, strict=True)
     assert sum(sizes) == len(body) and max(sizes) <= MIB and len(set(times)) == len(times)
-
-
-def test_health_before_the_engine_lives(model_folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
-    stack = Stack(model_folder, is_started=False, in_process=True, port=port)
-
-    def is_open() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        eventually(is_open)
-        assert (stack.http.get("/health").status_code, stack.http.get("/health/live").status_code) == (503, 200)
-        assert stack.http.get("/health").json() == {"status": "starting"} and stack.chat("x").status_code == 503
-        stack.scheduler.beat()
-        eventually(lambda: stack.http.get("/health").status_code == 200)
-    finally:
-        stack.close()
 
 
 @pytest.mark.faults
@@ -229,7 +195,6 @@ def test_a_lost_region_is_a_loud_death(model_folder: Path) -> None:
 def test_an_exception_ends_its_request_only(
     stack: Stack, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the processor, at the arrival and in an output, and in the api."""
     bad = 1 << 20
 
     def fail(cls: type, method: str, is_bad: Callable[..., bool]) -> None:

@@ -24,7 +24,6 @@ def prompt_text(stack: Stack, tokenizer: Tokenizer) -> str:
 
 
 def ask(stack: Stack, **fields: Any) -> list[Any]:
-    """The document, or the chunks, of a text completion, or of a chat if there is no prompt."""
     chat = {"messages": user("x")}
     path, body = ("/v1/completions", fields) if "prompt" in fields else ("/v1/chat/completions", {**chat, **fields})
     response = stack.http.post(path, json=body)
@@ -46,8 +45,6 @@ def check_refusal(response: httpx.Response, param: str) -> None:
 
 
 def tell(ids: list[int]) -> Script:
-    """Answer with these tokens. Token i has -i/2; the likely ones beside it are tokens 70 and 71."""
-
     def script(scheduler: FakeScheduler, request: EngineRequest) -> None:
         num_places = len(scheduler.prompt(request)) - 1
         values = -np.arange(num_places, dtype=np.float32)
@@ -131,7 +128,6 @@ def test_a_batch_of_prompts(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 def test_an_echo(stack: Stack, tokenizer: Tokenizer) -> None:
-    """With `max_tokens: 0` evaluations score texts: the token that the engine draws anyway is not shown."""
     for stream in (False, True):
         stack.script = answer_ids(ids_of(tokenizer, " and more"))
         for prompt in ("Grüße, 世界", [70, 71, 72]):

@@ -16,7 +16,7 @@ from server.api.http.middleware import POLLS
 from tests.eventually import HANG_GUARD_S, eventually
 from tests.unit.server.pictures import PLAIN
 from tests.unit.server.stack import Stack, StackOf, hold, hold_silently
-from tests.unit.server.test_stack import chunks_of, ids_of, image, metrics_of, uri, user
+from tests.unit.server.test_stack import chunks_of, ids_of, image, uri, user
 from tests.unit.server.test_stack_fields import ended, tell
 
 
@@ -31,7 +31,6 @@ def test_every_answer_has_an_id(stack: Stack) -> None:
 
 
 def test_one_line_per_request(stack_of: StackOf, model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Health checks, and everything with --no-access-log, get no line."""
     caplog.set_level("INFO")
     for access_log in (True, False):
         caplog.clear()
@@ -73,7 +72,6 @@ def test_pages_of_other_origins(stack: Stack, stack_of: StackOf, model_folder: P
 
 
 def test_behind_a_proxy(stack_of: StackOf, model_folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """The operator's chat template and defaults of answers apply."""
     file = tmp_path / "template.jinja"
     file.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
     stack = stack_of(model_folder, root_path="/llm", api_key="key", chat_template=str(file), enable_force_include_usage=True)
@@ -136,14 +134,12 @@ def test_what_is_only_counted_has_the_limits_of_what_is_answered(stack_of: Stack
 
 
 def ask(stack: Stack, path: str, body: object) -> http.client.HTTPConnection:
-    """Send a request and do not wait for its answer."""
     asking = http.client.HTTPConnection(stack.url.removeprefix("http://"))
     asking.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     return asking
 
 
 def test_what_the_server_reports_of_itself(stack_of: StackOf, model_folder: Path) -> None:
-    """Red if a key is among the settings."""
     stack = stack_of(model_folder, api_key="very-secret")
     stack.http.headers["Authorization"] = "Bearer very-secret"
     info = stack.http.get("/server_info")
@@ -228,16 +224,6 @@ def test_vllms_dashboard_shows_this_engine(stack: Stack) -> None:
         assert [*lines] and values()[name] > after.get(name, 0)
 
 
-def test_what_is_only_counted_is_in_the_metrics(stack: Stack) -> None:
-    before = metrics_of(stack)
-    for data, status in ((PLAIN["4:2:0"], 200), (b"bad", 422)):
-        body = {"messages": user([image(uri(data))])}
-        assert stack.http.post("/tokenize", json=body).status_code == status
-    after = metrics_of(stack)
-    for name in ('responses_total{status="200"}', 'responses_total{status="422"}', 'refused_requests_total{reason="invalid_image"}'):
-        assert after[f"engine_{name}"] == before.get(f"engine_{name}", 0) + 1, name
-
-
 def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
     stack.script = hold_silently
     stack.scheduler.aborted.clear()
@@ -249,7 +235,6 @@ def test_a_client_that_leaves_before_its_numbers(stack: Stack) -> None:
 
 
 def test_a_span_for_every_request(stack_of: StackOf, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It continues the client's trace; a token of a stream has none."""
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
     monkeypatch.setattr("opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter", lambda endpoint: memory)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # ms, in which spans gather

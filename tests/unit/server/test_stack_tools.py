@@ -38,7 +38,6 @@ def say(stack: Stack, tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """Half a call is a length; without tools, calls are text and the model sees none."""
     say(stack, tokenizer, f"Let me see.\n{CALL}\n{CALL}")
     answer: Any = client.chat.completions.create(model="test-model", messages=QUESTION, tools=TOOLS)
     choice = answer.choices[0]
@@ -60,7 +59,6 @@ def test_calls_in_a_document(stack: Stack, client: openai.OpenAI, tokenizer: Tok
 
 
 def test_a_call_is_two_deltas(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Id, type and name come when the name is known, the arguments when they are complete."""
     say(stack, tokenizer, f"Well. {CALL}{CALL}")
     chunks: list[Any] = chunks_of(stack.chat("x", stream=True, tools=TOOLS).text)
     for index in range(2):
@@ -144,7 +142,6 @@ TAGS = {"type": "triggered_tags", "triggers": ["<a>"], "tags": [{"begin": "<a>",
 
 
 def test_a_schema_that_cannot_be_compiled_is_a_400(stack: Stack) -> None:
-    """A schema that no grammar enforces may say anything."""
     tag = json.dumps({"type": "structural_tag", "format": TAGS})
     strict = {"type": "function", "function": function(is_strict=True)}
     cases: list[tuple[str, dict[str, object]]] = [
@@ -181,7 +178,6 @@ def post(stack: Stack, path: str, **body: object) -> Any:
 
 
 def test_custom_tools(stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """A tool that takes one text is not called with JSON, no stream cuts an escape, and the model sees its grammar."""
     say(stack, tokenizer, f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(TYPED)}}}}}\n</tool_call>')
     grammar = {"syntax": "lark", "definition": "start: /x/"}
     flat: Any = [{"type": "custom", "name": "patch", "format": {"type": "grammar", **grammar}}]

@@ -86,7 +86,6 @@ OF_FRAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def test_what_is_said_of_a_video() -> None:
-    """What stands beside a video outweighs what is further away."""
     for part, fields, expected in OF_FILES:
         found = reads({"type": "video_url", "video_url": {"url": URL, **part}}, **fields)
         assert found == VideoRef(file=MediaRef(url=URL), **expected), (part, fields)

@@ -2,25 +2,21 @@
 
 import base64
 import io
-import itertools
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from engine.wire.messages import MediaRef, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media import video_file
 from server.processor.media.video import FrameList, VideoFile
 from tests.unit.server.clips import encode, frames_of, joined, trimmed
 from tests.unit.server.loading import Loading
-from tests.unit.server.pictures import turned
 
 FORMATS: dict[str, dict[str, Any]] = {
     "h264 mp4": {}, "h264 mov": {"container": "mov"}, "h264 10 bits": {"pixels": "yuv420p10le"},
@@ -31,7 +27,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def nearest(image: np.ndarray, frames: list[np.ndarray]) -> int:
-    """The index of the frame that an image looks like."""
     return int(np.argmin([np.abs(image.astype(int) - frame).mean() for frame in frames]))
 
 
@@ -47,7 +42,6 @@ def resized(frame: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def shown(loading: Loading, video: VideoFile | FrameList) -> np.ndarray:
-    """(frames, h, w, 3), the last one of an odd number twice."""
     return loading.pairs_of(video).reshape(-1, *video.plan.size, 3)
 
 
@@ -86,7 +80,6 @@ def ffmpeg(*arguments: str) -> bytes:
 
 
 async def test_what_an_edit_list_leaves(loading: Loading) -> None:
-    """A file that was trimmed, or has something behind its end, is not taken for one that is cut off."""
     frames = frames_of(40)
     video = await loading.load_video(b64(trimmed(encode(frames, gap=10), start=1.5, seconds=1.0) + b"\xff" * 99), samples=False)
     assert [nearest(image, frames) for image in shown(loading, video)] == list(range(15, 25))
@@ -151,20 +144,6 @@ async def test_lists_that_are_refused(loading: Loading) -> None:
     assert (error.info.status, error.info.code) == (422, "invalid_image")
 
 
-def test_a_frame_is_converted_by_one_thread() -> None:
-    asked = []
-
-    def to_image(**options: int) -> Image.Image:
-        asked.append(options)
-        return Image.new("RGB", (64, 32))
-
-    for rotation in (0, 90):
-        frame: Any = SimpleNamespace(rotation=rotation, to_image=to_image)
-        assert asked == []
-        video_file._write(frame, (32, 64), memoryview(bytearray(3 * 32 * 64)))
-        assert asked.pop() == {"threads": 1}
-
-
 NUM_COMMAS = 100_000
 
 
@@ -192,25 +171,4 @@ async def test_a_long_header_is_not_copied_to_each_frame(checkpoint: Checkpoint)
     for url in ("data:video/jpeg;x=%s;base64,a,b" % ("y" * 5000), "data:video/jpeg;base64,a,b"):
         assert [ref.url for ref in await frames._cut(MediaRef(url=url))] == ["data:;base64,a", "data:;base64,b"]
     await frames.release()
-    await made.close()
-
-
-async def test_frames_with_an_orientation_are_upright(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.processor.media.inspect.MAX_JPEG_PIXELS", 1000)  # a larger baseline JPEG is decoded here
-    made = Loading(checkpoint)
-    kinds: list[tuple[str, dict[str, bool]]] = [
-        ("PNG", {}),
-        ("WEBP", {"lossless": True}),
-        ("TIFF", {}),
-        ("JPEG", {}),
-        ("JPEG", {"progressive": True}),
-    ]
-    for (kind, options), orientation in itertools.product(kinds, range(1, 9)):
-        files = [turned(kind, orientation, Image.fromarray(frame), **options) for frame in frames_of(2)]
-        loaded = await made.load_video(b",".join(map(base64.b64encode, files)), holds_frames=True)
-        images = [ImageOps.exif_transpose(Image.open(io.BytesIO(file))) for file in files]
-        height, width = loaded.plan.size
-        expected = np.stack([np.asarray(image.resize((width, height), Image.Resampling.BICUBIC)) for image in images])
-        assert (height > width) == (orientation >= 5) and (made.pairs_of(loaded)[0] == expected).all(), (kind, orientation)
-        await made.release()
     await made.close()

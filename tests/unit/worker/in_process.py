@@ -94,8 +94,6 @@ def run_again(forward: Callable[[], torch.Tensor]) -> tuple[Callable[[], object]
 
 
 class PlannedAttention(TorchAttention):
-    """A graph's `PagedAttention` on the CPU: reads rows and pages from the memory of the graphs, as a kernel would, whenever it runs."""
-
     max_pages = MAX_PAGES
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[np.ndarray, ...]:

@@ -75,7 +75,6 @@ IN_GATE = (("attention", FEW_BLOCKS, 0.8), ("Qwen3.5", GRAPHS, 0.8))
 
 
 def ask_everything(engine: Engine, regex: bytes, free: list[int]) -> None:
-    """One request of each kind, all at once; some come while others decode. `free` is what a plain request samples."""
     words = (*itertools.pairwise(free), tuple(free[3:6]), tuple(free[10:22]))
     pictures = [make_picture(i, *size) for i, size in enumerate([(64, 64), (96, 160)])]
     asked: list[tuple[list[list[int] | Picture], dict[str, Any]]] = [
@@ -102,8 +101,6 @@ def ask_everything(engine: Engine, regex: bytes, free: list[int]) -> None:
 
 
 def proposer(known: dict[Key, list[int]], rng: random.Random, share: float) -> Callable[[Request], tuple[int, ...]]:
-    """Up to MAX_PROPOSED of what an answer is known to go on with; each is right with probability `share`."""
-
     def propose(request: Request) -> tuple[int, ...]:
         done = request.num_known - request.num_prompt
         right = known[key_of(request.rid, request.index)][done : done + rng.randrange(MAX_PROPOSED + 1)]

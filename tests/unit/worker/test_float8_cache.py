@@ -36,7 +36,6 @@ def rounded() -> Qwen3VL:
 
 
 def test_logits_change_little(rounded: Qwen3VL) -> None:
-    """Probabilities of the demo's next tokens, in each of several chunks."""
     plain = load(CHECKPOINT, has_float8_cache=False)
     for parts in ([[token % 700 for token in TEXT[0]]], ONE_IMAGE):
         found = []
@@ -84,7 +83,6 @@ def test_scales_of_a_checkpoint(tmp_path: Path, rounded: Qwen3VL) -> None:
 
 
 def test_a_block_takes_half_the_bytes(tmp_path: Path) -> None:
-    """Snapshots of states take twice as many blocks."""
     write_model_folder(tmp_path, SHAPES["3.5-tiny"], weights="none", seed=0)
     text = read_config(tmp_path).text
     plain, rounded = (replace(text, has_float8_cache=one).cache_spec(1, 2) for one in (False, True))

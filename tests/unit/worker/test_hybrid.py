@@ -34,7 +34,6 @@ def text(length: int, seed: int) -> list[int]:
 
 
 def prompts() -> list[Parts]:
-    """Two are equal but for their first token, which attention would hardly see."""
     first = text(40, 0)
     return [
         [first],

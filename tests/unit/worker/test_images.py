@@ -143,7 +143,6 @@ def test_a_copy_is_what_is_decoded() -> None:
 
 @pytest.mark.parametrize("data", [jpeg(1, 64, 64), jpeg(1, progressive=True), b"\xff\xd8 anything \xff\xd9", b"\0" * 500])
 def test_bytes_that_nobody_has_checked_are_not_decoded(data: bytes) -> None:
-    """A client may leave what was refused where an announced image was."""
     there = Announced()
     region = there.put(0, data)
     assert there.reader.read_copy(ImageSource("jpeg", region, 40, 56)) is None and there.num_decoded == 0

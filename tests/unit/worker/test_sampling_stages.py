@@ -51,7 +51,6 @@ def run_alone(model: Qwen3VL, params: dict[str, object], **kwargs: Any) -> list[
 
 
 def best_by_formula(logits_V: np.ndarray, output: list[int], params: SamplingParams) -> int:
-    """The greedy token by the formulas of OpenAI (frequency, presence) and transformers (repetition), in vLLM's order."""
     scores = logits_V.astype(np.float64)
     for token, bias in params.logit_bias:
         scores[token] += bias
@@ -140,7 +139,6 @@ def test_logprobs_are_those_of_the_raw_logits(model: Qwen3VL, raw: list[np.ndarr
 
 
 def expected_prompt_logprobs(model: Qwen3VL, prompt: list[int]) -> torch.Tensor:
-    """(N - 1, V): log-probabilities after each prefix, each computed by a request of its own."""
     engine, vocab_size = Engine(model), model.config.text.vocab_size
     for length in range(1, len(prompt)):
         engine.add(length, [prompt[:length]], max_tokens=1, logprobs=vocab_size)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from engine.scheduler.core import UNREADABLE
 from engine.worker.jpeg import apply_orientation
 from engine.worker.rows import Rows
 from models.decoders.qwen3_vl import Qwen3VL
@@ -107,7 +108,7 @@ def test_an_image_that_cannot_be_decoded_fails_its_requests_only(model: Qwen3VL,
     engine.add(1, [[1, 2], broken, [3]])
     engine.add(2, [[4], broken, [5]])
     assert engine.run() == {0: alone[1], 1: [], 2: []}
-    assert engine.errors.keys() == {1, 2}
+    assert engine.errors == dict.fromkeys((1, 2), UNREADABLE.message)
     engine.add(3, [[1, 2], dataclasses.replace(broken, jpeg=None), [3]])
     assert len(engine.run()[3]) == 8
 
@@ -153,7 +154,6 @@ def test_jpegs_are_decoded_as_pillow_does_and_turned_upright() -> None:
 
 
 def test_the_worker_has_no_limit_of_its_own_on_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow's limit is below --max-image-pixels."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
     runpy.run_path(jpeg.__file__)
     assert Image.MAX_IMAGE_PIXELS is None
@@ -161,7 +161,6 @@ def test_the_worker_has_no_limit_of_its_own_on_pixels(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("longest", [3, 900])
 def test_a_layout_has_the_pages_and_slots_of_its_rows(model: Qwen3VL, longest: int) -> None:
-    """For rows of about equal and of very different lengths."""
     rows = Rows(8, 1024, 16, model.config.geometry, CPU)
     tables = np.random.default_rng(0).integers(0, 9999, (8, 1024)).astype(np.int32)
     rows._tables[:] = tables

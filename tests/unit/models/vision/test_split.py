@@ -46,8 +46,6 @@ def pictures() -> list[torch.Tensor]:
 
 
 class Pictures:
-    """Stands in for the reader: a source's offset is the number of its picture; one beyond them cannot be decoded."""
-
     def read(self, sources: list[ImageSource]) -> list[torch.Tensor | None]:
         known: list[torch.Tensor | None] = [*pictures(), None]
         return [known[source.region.offset] for source in sources]

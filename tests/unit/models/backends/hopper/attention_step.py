@@ -30,7 +30,6 @@ class Step:
         seed: int = 0,
         tokens: Sequence[int] | None = None,
     ) -> "Step":
-        """Prompt rows of these numbers of query tokens, or decode rows."""
         num_tokens = [1] * len(lengths) if tokens is None else tokens
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // page) for length in lengths]
@@ -67,7 +66,6 @@ def indptr(counts: Sequence[int]) -> torch.Tensor:
 
 
 def layout_of(prompts: Sequence[tuple[int, int]], decodes: Sequence[int] = (), page: int = 16) -> AttentionLayout:
-    """Prompts as (new tokens, those cached before), then decode rows of these lengths."""
     lengths = [new + before for new, before in prompts] + [*decodes]
     pages, tokens = indptr([-(-length // page) for length in lengths]), indptr([new for new, _ in prompts] + [1] * len(decodes))
     return AttentionLayout(tokens, indptr(lengths).diff(), pages, torch.arange(int(pages[-1])).int(), NOTHING, len(prompts))

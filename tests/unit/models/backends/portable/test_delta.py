@@ -35,7 +35,6 @@ def copy_of(state: DeltaState) -> DeltaState:
 
 
 def inputs(counts: tuple[int, ...], num_prefill: int, dtype: torch.dtype, drafts: int = 0) -> tuple[DeltaHeads, DeltaState, StateRows]:
-    """Two key heads for four value heads of 16; states lie between others' bytes, in rows of any order."""
     generator = torch.Generator().manual_seed(sum(counts))
     heads, keys, dim, taps = 4, 2, 16, 4
     channels, total = (2 * keys + heads) * dim, sum(counts)

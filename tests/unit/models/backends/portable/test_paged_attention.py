@@ -110,7 +110,6 @@ def test_a_fixed_shape(num_tokens: int, num_rows: int) -> None:
 
 
 def empty_like(layout: AttentionLayout) -> AttentionLayout:
-    """A layout of as many rows and tokens whose keys are the tokens alone."""
     tokens = layout.qo_indptr_cpu.diff()
     counts = -(-tokens // 16)
     pages = torch.arange(int(counts.sum())).int()

@@ -104,7 +104,6 @@ def test_low_bit_experts_for_few_tokens(format: str) -> None:
 
 @interpreted(gate=True)
 def test_matrices_stay_ours_where_humming_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if an engine without a CUDA compiler does not start although the library is installed, or tries for every matrix."""
     from models.kernels import humming
 
     tried, products, matrix = [], humming.HummingProducts(), grouped("int4-g32", 40, 256).storage

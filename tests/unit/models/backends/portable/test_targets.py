@@ -161,7 +161,6 @@ def launch_experts(capability: int, is_float8: bool) -> None:
 
 
 def launch_grouped(element: str) -> None:
-    """The gate and up projections of 8B; of int4 also experts, and a matrix with zero points."""
     from models.kernels.ops import Experts
     from models.kernels.triton import grouped, moe, routing
     from models.weights.grouped import GroupedKind
@@ -233,7 +232,6 @@ def launch_attention(capability: int) -> None:
 
 
 def launch_hybrid() -> None:
-    """27B: a quarter of each head is rotated; rows of prompts, and a decode row."""
     from models.kernels.ops import DeltaHeads, DeltaState, StateRows
     from models.kernels.triton import delta, text
 
@@ -254,7 +252,6 @@ def launch_hybrid() -> None:
 
 
 def launch_lora() -> None:
-    """Queries, keys and values of 8B; one token, streams, and a prompt."""
     from models.kernels.triton.lora import TritonLowRank
     from models.kernels.triton.lora_single import adapted_gemv
     from models.lora.low_rank import TokenSlots, make_low_rank
