@@ -234,7 +234,7 @@ class SchedulerCore:
             index=index,
             sources=sources,
             is_stateful=is_stateful,
-            snapshot_points=snapshot_points(len(prompt_ids), wire.images, self.state.blocks.block_size, wire.n) if is_stateful else (),
+            snapshot_points=snapshot_points(len(prompt_ids), wire.images, self.state.blocks.block_size) if is_stateful else (),
         )
 
     def _live(self, rid: int | None) -> list[Request]:

@@ -6,17 +6,16 @@ first. If a chunk lacks a KV block or space for an embedding, the youngest runni
 A request waits until its adapter has a slot; others may pass it.
 
 A shared prefix is computed once: a request waits while an older request computes its prefix. Younger requests may pass it; it keeps its
-place in the order, a row and its blocks. Answers to one request fork: they share the full blocks of the prompt.
+place in the order, a row and its blocks.
 
 A request that starts has the pixels of every image that it must encode, or pins the embedding. One whose embeddings or prefix were evicted
 since it arrived, or that was preempted, leaves the queue until the processor has sent the pixels.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
-from engine.scheduler.budget import prefill_budget, resting
 from engine.scheduler.images import ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.scheduler.state import State
@@ -26,6 +25,7 @@ from models.cache.spec import SPARE_ROWS
 STEP_PART_WORTH_WAITING = 1 / 16  # least prefix to wait for, as a share of a step's tokens: waiting may cost a step with little work
 PIXELS_PER_TOKEN = 4096  # four times those of an image that is not resized
 MOST_FOUND = 65_536  # cached tokens of requests that start in one plan: matching and acquiring their blocks takes 6 to 20 ms
+FEW_STEPS, MANY_STEPS = 2, 16  # steps with decodes over which a short prompt, and many waiting tokens, are spread
 MIN_CHAINED = 8  # tokens of a chunk that is followed by another one in the same step; exceeds a convolution's inputs
 AFTER_ALL = (math.inf, 0)
 
@@ -66,13 +66,10 @@ class _StepBuilder:
         self.num_reserved_rows = 0  # rows kept for those of them that await a prefix
         self.num_reserved_blocks = 0  # blocks kept for all of them
         self.due: set[Request] = set()  # running requests that decode: their tokens are reserved
-        self.resting = resting(state)
         state.adapters.begin_plan()
         self.num_read = 0  # cached tokens read by requests that start
         num_lacking = 0
         for request in state.running:
-            if request in self.resting:
-                continue
             if not request.is_decoding:
                 num_lacking += request.num_tokens - request.num_computed
             elif request.wants_tokens:
@@ -88,7 +85,7 @@ class _StepBuilder:
                 i += self._admit_waiting(request.order)
             if request in self.due:
                 self._decode(request)
-            elif not request.is_decoding and request not in self.resting:
+            elif not request.is_decoding:
                 self.budget -= self._compute(request, min(self.budget, request.num_tokens - request.num_computed))
             i += request.status is Status.RUNNING  # unless it has preempted itself
         self._admit_waiting(AFTER_ALL)
@@ -132,16 +129,13 @@ class _StepBuilder:
         return waiting[i] if waiting[i].order < before else None
 
     def _find_leader(self, request: Request) -> bool:
-        """Return whether to wait for an older request that computes much of this prefix (for a sibling: any block)."""
-        older = (other for other in self._running_siblings(request) if other.order < request.order)
-        if (sibling := next(older, None)) is not None:
-            self.state.follow(request, sibling, self._num_forkable(request))
-            return request.awaits_prefix
+        """Return whether to wait for an older request that computes much of this prefix (for another answer to it: any block)."""
         size = self.state.blocks.block_size
-        worth = max(size, int(STEP_PART_WORTH_WAITING * self.limits.max_num_batched_tokens))
+        usual = max(size, int(STEP_PART_WORTH_WAITING * self.limits.max_num_batched_tokens))
         for other in self.state.running if self.limits.prefix_cache and request.params.uses_prefixes else []:
             if other.order > request.order:
                 break  # the oldest request never waits, so every wait ends
+            worth = size if other.wire is request.wire else usual
             if other.num_known - other.num_committed * size < worth:
                 continue  # it decodes, or has little left to compute
             num_shared = min(request.num_tokens - 1, request.num_shared_with(other)) // size
@@ -152,7 +146,7 @@ class _StepBuilder:
 
     def _admit(self, request: Request) -> bool:
         blocks = self.state.blocks
-        equal = self._beginning(request)
+        equal = _prefix_hits(self.state, request)
         hits, snapshot = _with_states(self.state, request, equal)
         needed = blocks.num_needed(request.num_tokens) - len(hits) + blocks.num_unheld(hits)
         if needed > blocks.num_free - self.num_reserved_blocks:
@@ -161,8 +155,7 @@ class _StepBuilder:
         if lacking := lacking_pixels(self.state, request, start):
             self.state.want_pixels([request], lacking)
             return True
-        most = self.limits.step_sizes.max_read_tokens // 2 or MOST_FOUND
-        if self.num_read and self.num_read + start > min(most, MOST_FOUND):
+        if self.num_read and self.num_read + start > MOST_FOUND:
             return False
         length, _ = self._fit_images(request, start, min(self.budget, request.num_tokens - start))
         if length == 0:  # no space for an embedding: starting a request preempts no other
@@ -179,23 +172,6 @@ class _StepBuilder:
         self.budget -= self._compute(request, length)
         return True
 
-    def _beginning(self, request: Request) -> list[int]:
-        hits = _prefix_hits(self.state, request)
-        for sibling in self._running_siblings(request):
-            num_blocks = min(self._num_forkable(request), sibling.num_computed // self.state.blocks.block_size)
-            if num_blocks > len(hits):
-                hits = sibling.blocks[:num_blocks]
-                request.hasher.adopt(sibling.hasher, num_blocks)
-        return hits
-
-    def _running_siblings(self, request: Request) -> Iterator[Request]:
-        if len(request.siblings) > 1:
-            yield from (other for other in request.siblings if other.status is Status.RUNNING and other is not request)
-
-    def _num_forkable(self, request: Request) -> int:
-        """Number of full blocks of the prompt before its last token, whose logits every answer needs."""
-        return (request.num_prompt - 1) // self.state.blocks.block_size
-
     def _decode(self, request: Request) -> None:
         """Schedule the last token, already deducted from the budget, and proposed tokens that fit without preemption."""
         proposed = request.proposed
@@ -207,10 +183,10 @@ class _StepBuilder:
             self.budget -= len(proposed)
 
     def _compute(self, request: Request, length: int) -> int:
-        """Schedule chunks of at most `length` known tokens and return their length. A prompt continues after a snapshot in the same step
-        unless siblings wait for it."""
+        """Schedule chunks of at most `length` known tokens and return their length. A prompt continues after a snapshot in the same
+        step."""
         done = more = self._schedule(request, length)
-        while more and request.is_stateful and len(request.siblings) == 1 and (rest := self._chainable(request, more, length - done)):
+        while more and request.is_stateful and (rest := self._chainable(request, more, length - done)):
             self.num_chained += 1
             more = self._schedule(request, rest)
             done += more
@@ -295,7 +271,7 @@ class _StepBuilder:
         self.state.advance(request, chunk, num_images)
 
     def _snapshot_blocks(self, request: Request, start: int, end: int) -> list[int]:
-        if request.next_snapshot(start, end) != end or not (self.limits.prefix_cache or len(request.siblings) > 1):
+        if request.next_snapshot(start, end) != end or not self.limits.prefix_cache:
             return []
         num_blocks, links = self.limits.snapshot_blocks, request.hasher.links
         last = end // self.state.blocks.block_size - 1
@@ -326,6 +302,26 @@ class _StepBuilder:
         self.encodes.append(Encode(entry.image_id, request.sources[span.hash], span.grid, request.tower_slot))
         self.num_encoder_tokens += _encoder_cost(request, span)
         request.wire.stages.images_encoded += 1
+
+
+def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
+    """Return the prompt tokens that a step with so many decodes may compute; running requests lack `num_lacking` tokens.
+
+    Chunks alongside decodes are small: streams hardly wait, and a chunk uses weights that the decodes read anyway. The chunk grows with the
+    number of waiting prompt tokens: up to `mixed_step_tokens` with the decodes, beyond that only if very many wait. The step has an
+    efficient size, and the chunk is at least half of it.
+    """
+    limits = state.limits
+    if num_decodes == 0:
+        return limits.max_num_batched_tokens
+    sizes = limits.step_sizes
+    startable = islice(state.waiting, len(state.free_rows))
+    lacking = num_lacking + sum(request.num_tokens for request in startable)
+    rows = sizes.padded_decodes(num_decodes)
+    usual = min(limits.mixed_step_tokens, sizes.smallest_step(rows + lacking // FEW_STEPS))
+    size = max(usual, sizes.largest_step(rows + lacking // MANY_STEPS))
+    chunk = max(size - rows, size // 2, 1)
+    return min(chunk, limits.max_num_mixed_tokens or sizes.max_prefill(rows), limits.max_num_batched_tokens - num_decodes)
 
 
 def _encoder_cost(request: Request, span: ImageSpan) -> int:

@@ -55,7 +55,6 @@ class Request:
     proposed: tuple[int, ...] = ()  # after the last known token; steps verify them
     num_proposed: int = 0  # tokens that workers propose after its last sample
     is_held: bool = False  # waits for tokens in flight: some will be proposed after them
-    last_step: int = 0  # last step that computed a part of it
     num_in_flight: int = 0  # plans in flight that name this request
     num_cached: int = -1  # prompt tokens that came from the prefix cache at the first admission; -1 before it
     blocks: list[int] = field(default_factory=list)
@@ -112,14 +111,9 @@ class Request:
 
     @property
     def awaits_prefix(self) -> bool:
-        """True until the leader has committed the shared prefix or stopped running; a sibling need only plan it: an image that fails in it
-        fails all answers."""
+        """True until the leader has committed the shared prefix or stopped running."""
         leader = self.leader
-        if leader is None or leader.status is not Status.RUNNING:
-            return False
-        if leader.wire is self.wire and not self.is_stateful:
-            return leader.num_computed < self.num_shared_blocks * self.hasher.block_size
-        return leader.num_committed < self.num_shared_blocks
+        return leader is not None and leader.status is Status.RUNNING and leader.num_committed < self.num_shared_blocks
 
     def num_shared_with(self, other: "Request") -> int:
         """Number of tokens of the common prefix: equal namespace, ids and images."""
@@ -155,10 +149,10 @@ class Request:
         return self.token_ids[: self.num_known]
 
 
-def snapshot_points(num_prompt: int, images: Sequence[ImageSpan], block_size: int, num_answers: int) -> tuple[int, ...]:
+def snapshot_points(num_prompt: int, images: Sequence[ImageSpan], block_size: int) -> tuple[int, ...]:
     """Return the block ends at which a prompt's states are kept: before the answer opens, and after images that other questions may follow
-    (of neighbouring images, after the last). Further answers start from the last token."""
+    (of neighbouring images, after the last)."""
     ends = [span.end // block_size * block_size for span in images]
     last = max(0, num_prompt - ANSWER_OPENING) // block_size * block_size
     spaced = [end for end, later in pairwise([*ends, last]) if later - end >= MIN_SNAPSHOT_TOKENS]
-    return (*spaced, last, *([(num_prompt - 1) // block_size * block_size] if num_answers > 1 else []))
+    return (*spaced, last)

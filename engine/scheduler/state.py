@@ -171,7 +171,6 @@ class State:
         request.num_proposed = self.num_proposed if chunk.sample else 0
         request.first_needed += num_images
         request.num_in_flight += 1
-        request.last_step = self.num_steps
 
     def note_plan(self, plan: StepPlan) -> None:
         self.num_steps += 1

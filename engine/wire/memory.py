@@ -156,7 +156,7 @@ def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
     return config.max_num_batched_tokens + 2 * max_samples(config, sizes) + sizes.large_step
 
 
-def sizes_for(config: EngineConfig, model: ModelConfig, spec: CacheSpec, sizes: StepSizes) -> StepSizes:
+def sizes_for(config: EngineConfig, model: ModelConfig, sizes: StepSizes) -> StepSizes:
     text = model.text
     if config.enforce_eager:
         sizes = msgspec.structs.replace(sizes, largest_chunk=0)
@@ -166,7 +166,6 @@ def sizes_for(config: EngineConfig, model: ModelConfig, spec: CacheSpec, sizes: 
         is_sparse=text.moe is not None,
         is_float8=decoder_format(config, text) == "float8",
         has_states=text.delta is not None,
-        token_bytes=spec.paged.bytes_per_token,
     )
 
 
@@ -222,7 +221,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan
         weights=weight_bytes(model, config.tp, decoder_format(config, model.text)) + adapters,
         runtime=RUNTIME_BYTES + (RANKS_BYTES if config.tp > 1 else 0),
         activations=sum(activations),
-        step_graphs=step_graph_bytes(model, sizes_for(config, model, spec, STEP_SIZES), config, activations.step),
+        step_graphs=step_graph_bytes(model, sizes_for(config, model, STEP_SIZES), config, activations.step),
         tower=0 if model.vision is None else TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model),
         states=state_bytes(config, spec),
     )

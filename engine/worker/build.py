@@ -91,7 +91,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     config, text, free = child.config, model_config.text, free_bytes(device)
     loaded = load(child, model_config, rank, device)
     backend, model, spec = loaded.backend, loaded.model, loaded.model.cache_spec
-    step_sizes = sizes_for(config, model_config, spec, backend.step_sizes)
+    step_sizes = sizes_for(config, model_config, backend.step_sizes)
     captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
     hidden_TX = None  # allocated before the weights are measured
     if text.has_head:

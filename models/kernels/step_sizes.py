@@ -27,8 +27,6 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     largest_prompt: int = 0  # prompt tokens of these, see `for_layers`
     needs_graphs: bool = False  # without one, `max_mixed_prefill` tokens take the host twice as long as the device, see `for_layers`
     verify_rows: int = 0  # query rows, including drafts, that cost little more than one: --draft; 0: no verification
-    read_bytes: int = 0  # bytes of keys and values that a step's rows may read; 0: no limit
-    max_read_tokens: int = 0  # the same in tokens, see `for_layers`
     large_step: int = 64  # increment of decode rows beyond the listed sizes
 
     def chunks(self, num_decode_rows: int) -> list[int]:
@@ -56,16 +54,14 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
         is_sparse: bool = False,
         is_float8: bool = False,
         has_states: bool = False,
-        token_bytes: int = 1,
     ) -> "StepSizes":
-        """Adapt the sizes to a model with so many parameters per layer, token and rank, steps of up to `max_tokens`, and `token_bytes` of
-        cache per token and rank. `is_sparse`: a mixture of experts. Recurrent states need twice as many launches per layer, and float8
-        halves the device time. If steps need graphs, twice as many decode rows have graphs of long prompts."""
+        """Adapt the sizes to a model with so many parameters per layer, token and rank, and steps of up to `max_tokens`.
+        `is_sparse`: a mixture of experts. Recurrent states need twice as many launches per layer, and float8 halves the device time. If
+        steps need graphs, twice as many decode rows have graphs of long prompts."""
         num_launched = (self.launch_work << is_float8 << has_states) // num_parameters  # tokens that take the device as long as the host
         needs_graphs = self.largest_chunk > 0 and num_launched >= 2 * self.max_mixed_prefill
         return msgspec.structs.replace(
             self,
-            max_read_tokens=self.read_bytes // token_bytes,
             largest_prompt=min(num_launched, max_tokens, LONGEST),
             needs_graphs=needs_graphs,
             few_decodes=self.few_decodes << needs_graphs,

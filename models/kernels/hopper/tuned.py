@@ -21,7 +21,6 @@ STEP_SIZES = StepSizes(
     few_decodes=8,
     launch_work=230_000_000_000,
     verify_rows=160,  # computed: an H200 reads a weight in the time of 184 multiplications, in float8 of 160
-    read_bytes=192 << 30,  # 60 to 80 ms. More than a pool's size, since rows read a shared prefix once each
 )
 
 BY_MULTIPROCESSORS = {132: STEP_SIZES}  # H100, H200, GH200; an H20 has 78: sizes that fill the others do not fill it

@@ -21,7 +21,6 @@ STEP_SIZES = StepSizes(
     few_decodes=8,
     launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
     verify_rows=96,  # estimated: an H200 multiplies 184 times per weight read, an A100 160, an L40S 210; small tiles lose some
-    read_bytes=64 << 30,  # about 40 ms of an A100, 200 of an L4
 )
 
 

@@ -89,7 +89,7 @@ def test_the_plan_is_what_workers_measured() -> None:
 def test_steps_beside_many_decodes_have_graphs_if_launches_take_longest(name: str, settings: dict[str, Any], limit: int) -> None:
     """Red if a quick model waits for the launches of long steps, or another one, or one without graphs, gets short steps."""
     config, model = EngineConfig(**settings), config_of(name)
-    sizes = sizes_for(config, model, model.text.cache_spec(config.tp, 2), HOPPER_SIZES)
+    sizes = sizes_for(config, model, HOPPER_SIZES)
     assert sizes.max_prefill(24) == limit
 
 

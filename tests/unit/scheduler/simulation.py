@@ -359,7 +359,6 @@ class Simulation:
             self._check_state()
             self._check_budgets(step)
             self._check_drafts(step, num_waiting)
-            self._check_forks(step)
             self._check_nobody_repeats(step)
         self._take()
         self.reads += [order.adapter for order in self.core.state.adapters.take_reads()]
@@ -446,16 +445,7 @@ class Simulation:
         assert sum(chunk.length for chunk in chunks) <= max(verify_rows, len(chunks))
         waiting = {request for request in state.running if request.num_sampled and (request.proposed or request.is_held)}
         done = {request for request in state.running if request.num_output >= request.max_tokens}
-        if not state.limits.step_sizes.max_read_tokens:  # else some rest
-            assert set(state.running) == set(step.requests) | waiting | done, "a row is delayed by others' drafts"
-
-    def _check_forks(self, step: PlannedStep) -> None:
-        size = self.core.state.blocks.block_size
-        rows = {admit.row for admit in step.plan.admits}
-        for request, chunk in pairs(step):
-            older = [other for other in request.siblings[: request.index] if other.status is Status.RUNNING]
-            if chunk.row in rows and older and not self.core.state.limits.snapshot_blocks:
-                assert chunk.start >= (request.num_prompt - 1) // size * size, "computes the prompt again"
+        assert set(state.running) == set(step.requests) | waiting | done, "a row is delayed by others' drafts"
 
     def _check_budgets(self, step: PlannedStep) -> None:
         plan, limits = step.plan, self.core.state.limits

@@ -70,7 +70,7 @@ def test_cached_equals_fresh(model: Qwen3VL, alone: list[list[int]], chunk: int)
 @pytest.mark.parametrize(
     ("chunk", "prefix_cache"), [(16, False), (8192, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((16, True), (8192, False)))]
 )
-def test_answers_that_fork_equal_one_alone(model: Qwen3VL, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
+def test_answers_to_one_request_equal_one_alone(model: Qwen3VL, alone: list[list[int]], chunk: int, prefix_cache: bool) -> None:
     engine = Engine(model, max_num_batched_tokens=chunk, max_num_mixed_tokens=max(1, chunk // 2), prefix_cache=prefix_cache)
     for rid, prompt in enumerate(prompts()):
         engine.add(rid, prompt, n=3)
