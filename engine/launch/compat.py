@@ -1,7 +1,6 @@
 """Flags of vLLM and SGLang. `engine/launch/flags.py` accepts them; docs/generate.py lists them."""
 
 import argparse
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ TRANSLATED = """
 --disable-uvicorn-access-log access_log=off
 --lora-paths lora_modules
 --max-loras-per-batch max_loras
+--speculative-algorithm --speculative-algo draft
 --speculative-draft-model-path --speculative-draft-model draft_model
 """
 # `=` marks flags that take a value.
@@ -35,9 +35,10 @@ NO_EFFECT = """
 --enable-auto-tool-choice --enable-cache-report --enable-chunked-prefill --enable-log-requests --enable-lora --enable-metrics
 --enable-mixed-chunk --enable-multimodal --enable-prompt-tokens-details --enable-request-id-headers
 --enable-tokenizer-info-endpoint --fully-sharded-loras --grammar-backend=
---guided-decoding-backend= --is-embedding --keep-mm-feature-on-device --language-model-only --log-level-http= --log-requests --lora-dtype=
+--guided-decoding-backend= --is-embedding --keep-mm-feature-on-device --language-model-only
+--limit-mm-data-per-request= --limit-mm-per-prompt= --log-level-http= --log-requests --lora-dtype=
 --mamba-cache-mode= --mamba-full-memory-ratio= --mamba-scheduler-strategy= --max-cpu-loras= --max-loaded-loras= --max-logprobs=
---max-prefill-tokens= --mm-attention-backend= --mm-enable-dp-encoder --mm-encoder-tp-mode= --mm-max-concurrent-calls=
+--max-prefill-tokens= --media-io-kwargs= --mm-attention-backend= --mm-enable-dp-encoder --mm-encoder-tp-mode= --mm-max-concurrent-calls=
 --mm-processor-cache-gb= --mm-processor-cache-type= --model-impl= --moe-runner-backend= --page-size= --reasoning-parser= --runner=
 --sampling-backend= --schedule-conservativeness= --schedule-policy= --scheduling-policy= --skip-mm-profiling --skip-server-warmup
 --speculative-eagle-topk= --speculative-num-draft-tokens= --speculative-num-steps= --stream-interval= --structured-outputs-config=
@@ -49,6 +50,9 @@ REFUSED = """
 --pipeline-parallel-size -pp --pp-size | --tp splits a model over GPUs
 --nnodes --node-rank --master-addr --master-port --headless --dist-init-addr | one engine per host: docs/scaling.md
 --distributed-executor-backend | engine.launch.replicas runs engines on Ray
+--ep-size --expert-parallel-size | --ep places whole experts on GPUs
+--speculative-config | --draft lookup, mtp or eagle3, --draft-model
+--mm-processor-kwargs --mm-process-config | --min-pixels, --max-pixels
 --cpu-offload-gb | --quantization fp8 or --tp
 --no-enable-chunked-prefill | --max-num-batched-tokens
 --max-total-tokens --num-gpu-blocks-override | --kv-cache-memory-bytes
@@ -63,17 +67,6 @@ REFUSED = """
 --logprobs-mode | log-probabilities are those of the raw logits
 --reasoning-config | the field `thinking_token_budget` of requests
 """
-# Names; keys of their JSON (- for the value itself) and the fields that these set.
-READ = """
---ep-size --expert-parallel-size | - ep
---limit-mm-per-prompt --limit-mm-data-per-request | image max_images_per_request image.count max_images_per_request
---mm-processor-kwargs | min_pixels min_pixels max_pixels max_pixels size.shortest_edge min_pixels size.longest_edge max_pixels
---mm-process-config | image.min_pixels min_pixels image.max_pixels max_pixels
---media-io-kwargs | video.num_frames max_video_frames
---speculative-config | method draft model draft_model
---speculative-algorithm --speculative-algo | - draft
-"""
-
 
 def _rows(table: str) -> Iterator[tuple[list[str], str]]:
     for line in table.strip().splitlines():
@@ -84,8 +77,7 @@ def _rows(table: str) -> Iterator[tuple[list[str], str]]:
 ALIASES = {name: field for (*names, field), _ in _rows(TRANSLATED) for name in names}
 IGNORED = {word.rstrip("="): word.endswith("=") for word in NO_EFFECT.split()}  # whether the flag takes a value
 REFUSALS = {name: instead for names, instead in _rows(REFUSED) for name in names}
-KEYS = {name: dict(zip(words.split()[::2], words.split()[1::2], strict=True)) for names, words in _rows(READ) for name in names}
-NAMES = {*KEYS, *IGNORED, *REFUSALS}
+NAMES = {*IGNORED, *REFUSALS}
 
 
 class Ignore(argparse.Action):
@@ -102,49 +94,9 @@ class Refuse(argparse.Action):
         parser.error(f"{self.option_strings[0]} is not supported; instead: {REFUSALS[self.option_strings[0]]}")
 
 
-class ReadKeys(argparse.Action):
-    """Set our fields from the keys of a flag's JSON."""
-
-    def __call__(self, parser: argparse.ArgumentParser, result: Any, values: Any, option_string: str | None = None) -> None:
-        name = self.option_strings[0]
-        try:
-            value = json.loads(values)
-        except ValueError:
-            value = values
-        for key, one in _flatten(value):
-            if (field := KEYS[name].get(key)) is None:
-                if key == "-":
-                    parser.error(f"{name} {values}: must be a JSON object, such as '{{\"image\": 4}}'")
-                result.unused.add(f"{name}.{key}")
-            elif one not in (-1, None):  # our defaults
-                setattr(result, field, _convert(parser, name, field, one))
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flatten(inner, f"{prefix}.{key}" if prefix else key)
-    else:
-        yield prefix or "-", value
-
-
-def _convert(parser: argparse.ArgumentParser, name: str, field: str, value: Any) -> Any:
-    if field == "draft":
-        if (word := str(value).lower()).endswith(("mtp", "nextn")):
-            return "mtp"
-        if word not in ("ngram", "suffix", "eagle3"):
-            parser.error(f"{name} {value}: use --draft lookup, mtp or eagle3")
-        return "lookup" if word != "eagle3" else word
-    if field == "draft_model":
-        return str(value)
-    if type(value) is not int:
-        parser.error(f"{name}: {value} is not a whole number")
-    return value > 1 if field == "ep" else value
-
-
 def add_compatible(parser: argparse.ArgumentParser) -> None:
     """Add the flags that have no help text: those above but ALIASES."""
     for name in NAMES:
-        action = ReadKeys if name in KEYS else Ignore if name in IGNORED else Refuse
+        action = Ignore if name in IGNORED else Refuse
         values: Any = "*" if name in REFUSALS else 0 if IGNORED.get(name) is False else None
         parser.add_argument(name, action=action, nargs=values, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)

@@ -29,6 +29,7 @@ HINTS, DEFAULTS = get_type_hints(EngineConfig, include_extras=True), EngineConfi
 SEPARATORS = {"served_model_name": ",", "lora_modules": " "}  # of fields with several words
 SAME_VALUES = {  # aliases
     ("dtype", "float"): "float32", ("load_format", "safetensors"): "auto", ("kv_cache_dtype", "bf16"): "bfloat16",
+    ("draft", "NEXTN"): "mtp", ("draft", "NGRAM"): "lookup", ("draft", "EAGLE3"): "eagle3",
 }  # fmt: skip
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
 
@@ -148,22 +149,17 @@ def variable_words(fields: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _rewrite(argv: Sequence[str]) -> list[str]:
-    """`--max_num_seqs=4` is `--max-num-seqs=4`; `--name.key.inner 4` is `--name {"key": {"inner": 4}}`; `--ep 8` is `--ep-size=8`."""
+    """`--max_num_seqs=4` is `--max-num-seqs=4`, `--ep 8` is `--ep`. Drop keys after a dot of the flags in NAMES."""
     words: list[str] = []
-    rest = iter(argv)
-    for word in rest:
+    for word in argv:
         name, equals, value = word.partition("=")
-        name, *keys = name.split(".") if name.startswith("--") else [name]
-        name = name.replace("_", "-") if name.startswith("--") else name
         if words[-1:] == ["--ep"] and word.isdigit():
-            words[-1] = f"--ep-size={word}"
-        elif keys and (name in NAMES or name == "--default-chat-template-kwargs"):
-            text: Any = value if equals else next(rest, "")
-            with contextlib.suppress(ValueError):
-                text = json.loads(text)
-            words += [name, json.dumps(functools.reduce(lambda inner, key: {key: inner}, reversed(keys), text))]
-        else:
-            words.append(".".join(["--ep-size" if name == "--ep" and equals else name, *keys]) + equals + value)
+            words[-1] = "--no-ep" if word == "1" else "--ep"
+            continue
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+            name = bare if (bare := name.partition(".")[0]) in NAMES else name
+        words.append(name + equals + value)
     return words
 
 

@@ -19,13 +19,3 @@ class CompiledGrammar(msgspec.Struct, frozen=True, array_like=True):
 
     region: Region
     after: int | None = None
-
-
-class LoadGrammar(msgspec.Struct, tag=True, frozen=True):
-    """Read this grammar concurrently with the steps, which would wait for it. Answered by a GrammarLoaded."""
-
-    region: Region
-
-
-class GrammarLoaded(msgspec.Struct, tag=True, frozen=True):
-    offset: int  # of its region

@@ -6,8 +6,7 @@
 | processor -> api       | Events                               |
 | processor -> scheduler | EngineRequest, Pixels, Abort, Forget |
 | scheduler -> processor | EngineOutputs                        |
-| processor -> rank 0    | Prefetch, LoadGrammar                |
-| rank 0 -> processor    | GrammarLoaded                        |
+| processor -> rank 0    | Prefetch                             |
 | scheduler -> worker    | StepPlan, the same bytes to all      |
 | worker -> scheduler    | WorkerReady, StepResult              |
 
@@ -20,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from engine.wire.adapters import AdapterRead, AdapterRef, LoadAdapter, ReadAdapter, image_key
-from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
+from engine.wire.grammar import CompiledGrammar, Grammar
 from engine.wire.media import MediaRef, Region, VideoRef
 from engine.wire.params import ChatPrompt, Logprob, OutputOptions, SamplingParams, TextPrompt, TokenLogprobs, TokenPrompt
 from engine.wire.reports import Report, ShownReport
@@ -363,6 +362,6 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     proposed: list[list[int]] = []  # tokens that workers had proposed before each sampled chunk
 
 
-ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs | GrammarLoaded
+ToProcessor = Payload | Submit | Abort | Forget | EngineOutputs
 ToScheduler = EngineRequest | Pixels | Abort | Forget | WorkerReady | StepResult | AdapterRead | Order | OrderResult
-ToWorker = StepPlan | ReadAdapter | Prefetch | LoadGrammar | Order
+ToWorker = StepPlan | ReadAdapter | Prefetch | Order

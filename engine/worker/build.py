@@ -1,7 +1,6 @@
 """Assembly of a worker: model, weights, profile, memory, KV pool, graphs. This module selects the classes for the kind of device, so that a
 step has no branches for it."""
 
-import functools
 import io
 import logging
 import time
@@ -20,7 +19,6 @@ from engine.wire.adapters import AdapterRead, ReadAdapter
 from engine.wire.arena import ArenaView
 from engine.wire.child import Child
 from engine.wire.config import GIB, MIB, EngineConfig
-from engine.wire.grammar import LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.memory import (
     Needs,
@@ -108,9 +106,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch does not support read-only buffers
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
-    load_grammar = functools.partial(loaded.sampler.rules.load_grammar, arena=arena, processor=Outbox(child.run_dir, "processor"))
     update = UpdateWorker(child, rank, model, images.forget_early).execute
-    handlers: Handlers = {Prefetch: images.prefetch, LoadGrammar: load_grammar, Order: update}
+    handlers: Handlers = {Prefetch: images.prefetch, Order: update}
     if loaded.adapters is not None:
         handlers[ReadAdapter] = loaded.adapters.read
     runner = Runner(

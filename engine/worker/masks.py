@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +21,7 @@ import numpy as np
 import torch
 
 from engine.wire.arena import ArenaView
-from engine.wire.grammar import GrammarLoaded, LoadGrammar
-from engine.wire.ipc import Outbox
-from engine.wire.messages import Admit, ErrorInfo, Region
+from engine.wire.messages import Admit, ErrorInfo
 from engine.worker.sampling.samples import HostSamples
 from engine.worker.staging import ALIGNMENT, Staging
 from engine.worker.stopwatch import Stopwatch
@@ -62,6 +60,7 @@ class Session:
     credit: float = CREDIT_S
     error: ErrorInfo | None = None  # ends the request; the grammar is no longer enforced
     proposed: Sequence[int] = ()
+    loading: "Future[GrammarMatcher] | None" = None  # of the matcher
     words: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     places: list[int] = field(default_factory=list)  # restricted rows of `words`
 
@@ -86,6 +85,8 @@ class Session:
 
     def fill(self) -> None:
         """Accept the waiting tokens, then fill the masks up to an impossible proposed token."""
+        if self.loading is not None:
+            self.matcher, self.loading = self.loading.result(), None
         for token in self.waiting:
             self.take(token)
         before, num_taken = (self.after, self.is_over, self.left, self.opening), 0
@@ -181,10 +182,6 @@ def bits_of(token_ids: Sequence[int], num_words: int) -> Int32s:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _bytes_of(region: Region, arena: ArenaView) -> bytes:
-    return bytes(arena.view(region.offset, region.length))
-
-
 class TokenRules:
     """Grammars and allowed tokens of all rows, for steps of up to `max_samples`."""
 
@@ -196,7 +193,7 @@ class TokenRules:
         self._staging = Staging(max_samples * (4 * self._num_words + INDEX_BYTES) + 2 * ALIGNMENT, device)
         self._stuck: list[MaskThread] = []
         self._vocabulary: TokenizerInfo | None = None
-        self._compiled_of = functools.lru_cache(NUM_CACHED)(self._read)  # many requests share few; any thread may call it
+        self._compiled_of = functools.lru_cache(NUM_CACHED)(self._read)  # many requests share few
         self._loader = ThreadPoolExecutor(1, "grammars")
 
     def load(self) -> None:
@@ -214,19 +211,14 @@ class TokenRules:
         self._limited.pop(admit.row, None)
         session, allowed, think_ids = None, admit.params.allowed_token_ids, admit.params.think_ids
         if (admit.grammar is not None or think_ids) and arena is not None:
-            matcher, after = None, think_ids[-1] if think_ids else None
+            session = Session(None, None, list(admit.output_ids), admit.params.thinking_token_budget, think_ids[:-1])
+            session.after = think_ids[-1] if think_ids else None
             if admit.grammar is not None:
-                from xgrammar import GrammarMatcher
-
-                matcher, after = GrammarMatcher(self._compiled_of(_bytes_of(admit.grammar.region, arena))), admit.grammar.after
-            session = Session(matcher, after, list(admit.output_ids), admit.params.thinking_token_budget, think_ids[:-1])
+                region, session.after = admit.grammar.region, admit.grammar.after
+                data = bytes(arena.view(region.offset, region.length))
+                session.loading = self._loader.submit(self._new_matcher, data)  # takes up to 64 ms, during the forward pass
         if session is not None or allowed:
             self._limited[admit.row] = session, bits_of(allowed, self._num_words) if allowed else None
-
-    def load_grammar(self, message: LoadGrammar, arena: ArenaView, processor: Outbox[GrammarLoaded]) -> None:
-        """Read the grammar in a thread: 64 ms for 40 fields, which steps would wait for."""
-        reading = self._loader.submit(self._compiled_of, _bytes_of(message.region, arena))
-        reading.add_done_callback(lambda _: processor.send(GrammarLoaded(message.region.offset)))
 
     def masks(self, samples: HostSamples, proposing: Stopwatch) -> Mask | None:
         """Return the masks of permitted tokens; None if all are permitted. If a row has a grammar, wait for the previous tokens and for
@@ -278,6 +270,11 @@ class TokenRules:
         for session, kept in zip(sessions, samples.kept(tokens), strict=True):
             if session is not None and session.error is None:
                 session.waiting += [tokens[index] for index in kept]
+
+    def _new_matcher(self, data: bytes) -> "GrammarMatcher":
+        from xgrammar import GrammarMatcher
+
+        return GrammarMatcher(self._compiled_of(data))
 
     def _read(self, data: bytes) -> "CompiledGrammar":
         from xgrammar import CompiledGrammar

@@ -5,13 +5,11 @@
     auto, a format  ──▶ the format, or calls
 """
 
-import asyncio
 import json
 from typing import Any
 
 from engine.grammar.client import GrammarCompiler, GrammarError
-from engine.wire.grammar import CompiledGrammar, Grammar, GrammarLoaded, LoadGrammar
-from engine.wire.ipc import Outbox
+from engine.wire.grammar import CompiledGrammar, Grammar
 from engine.wire.params import OutputOptions
 from server.errors import RequestError, overloaded
 from server.processor.request import Request, tools_of
@@ -23,17 +21,14 @@ MAX_WHITESPACE = 1  # consecutive characters, as models write JSON
 
 
 class AnswerGrammars:
-    """`worker`: rank 0's inbox; `think_end`: the token that ends reasoning."""
+    """`think_end`: the token that ends reasoning."""
 
-    def __init__(
-        self, compiler: GrammarCompiler, worker: Outbox[LoadGrammar], allocator: RegionAllocator, template: str, think_end: int | None
-    ) -> None:
+    def __init__(self, compiler: GrammarCompiler, allocator: RegionAllocator, template: str, think_end: int | None) -> None:
         self.compiler = compiler
-        self._worker, self._allocator, self._template, self._think_end = worker, allocator, template, think_end
-        self._loading: dict[int, asyncio.Event] = {}  # by offset
+        self._allocator, self._template, self._think_end = allocator, template, think_end
 
     async def prepare(self, request: Request) -> None:
-        """Compile the answer's grammar, if any, and wait until rank 0 has read it from the arena. RequestError 400 or 503."""
+        """Compile the answer's grammar, if any, and write it to the arena. RequestError 400 or 503."""
         submit = request.submit
         grammar = answer_grammar(submit.grammar, tools_of(submit), submit.output, self._template)
         if grammar is None:
@@ -48,13 +43,6 @@ class AnswerGrammars:
 
         region = request.regions["grammar"] = self._allocator.allocate(len(data))
         region.append(data)
-        loaded = self._loading[region.offset] = asyncio.Event()
-        self._worker.send(LoadGrammar(region.wire()))
-        await loaded.wait()
-
-    def loaded(self, message: GrammarLoaded) -> None:
-        if (loaded := self._loading.pop(message.offset, None)) is not None:  # None: two grammars, the first of which was freed
-            loaded.set()
 
     def of(self, request: Request) -> CompiledGrammar | None:
         region = request.regions.get("grammar")

@@ -20,7 +20,6 @@ import msgspec
 from engine.grammar.client import GrammarCompiler
 from engine.wire.arena import ArenaFull, ArenaTooSmall
 from engine.wire.config import EngineConfig, num_cpus
-from engine.wire.grammar import LoadGrammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
     TIMED_OUT,
@@ -69,7 +68,6 @@ class Intake:
     config: EngineConfig
     checkpoint: InitVar[Checkpoint]
     model_folder: InitVar[Path]
-    rank0: Outbox[LoadGrammar]
     max_model_len: int
 
     def __post_init__(self, checkpoint: Checkpoint, model_folder: Path) -> None:
@@ -77,7 +75,7 @@ class Intake:
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._think = ThinkTokens.of(self._prompts.tokenizer)
         compiler, template = GrammarCompiler(model_folder, self.config.grammar_timeout), self._prompts.template.source
-        self.grammars = AnswerGrammars(compiler, self.rank0, self.allocator, template, self._think.end)
+        self.grammars = AnswerGrammars(compiler, self.allocator, template, self._think.end)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # images of announced requests by the offset of their payload
         self._turn = asyncio.Lock()  # of requests that wait for memory for their payloads

@@ -19,7 +19,6 @@ from engine.wire.messages import (
     API_ARENA,
     PROCESSOR_ARENA,
     Abort,
-    EngineOutputs,
     Events,
     Forget,
     Payload,
@@ -70,7 +69,7 @@ class Processor:
             requests=requests, allocator=allocator, early=early, new_image=new_image,
             videos=videos,
             api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint, model_folder=folder,
-            rank0=Outbox(child.run_dir, "worker-0"), max_model_len=max_model_len,
+            max_model_len=max_model_len,
         )  # fmt: skip
         self._output = Output(
             requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded, api=api, scheduler=scheduler, tasks=tasks,
@@ -92,13 +91,11 @@ class Processor:
                         self._intake.abort(message)
                     case Forget():
                         self._scheduler.send(message)
-                    case EngineOutputs():
+                    case _:
                         self._output.forward(message)
                         if message.stats is not None:
                             self._intake.max_model_len = message.stats.max_model_len
                             self._log_leak()
-                    case _:
-                        self._intake.grammars.loaded(message)
         finally:
             await self._intake.close()
             for pool in self._pools:

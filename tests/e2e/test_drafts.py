@@ -3,7 +3,6 @@
 `tests/unit/worker/test_drafts.py` shows it for each sampling parameter, and `tests/unit/scheduler` for each load.
 """
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,8 +69,7 @@ def test_answers_are_those_without_drafts(demo: Engine, drafting: Engine) -> Non
 def test_a_head_of_another_checkpoint_changes_no_answer(demo: Engine, tmp_path: Path) -> None:
     """Red if ranks verify different draft tokens, or load other parts of the head than they need."""
     Eagle3(AutoConfig.from_pretrained(CHECKPOINT).text_config, is_nested=False).save(tmp_path / "head")
-    head = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
-    with serve(CHECKPOINT, "--tp", "2", "--speculative-config", json.dumps(head)) as drafting:
+    with serve(CHECKPOINT, "--tp", "2", "--draft", "eagle3", "--draft-model", str(tmp_path / "head")) as drafting:
         for _ in range(2):
             assert ask_all(drafting) == ask_all(demo)
         assert drafting.metric("vllm:spec_decode_num_draft_tokens_total") > 0

@@ -11,12 +11,11 @@ import msgspec
 import pytest
 
 from engine.grammar.client import Compiled, GrammarCompiler, GrammarError
-from engine.wire.grammar import Grammar, GrammarLoaded, LoadGrammar
+from engine.wire.grammar import Grammar
 from engine.wire.guests import GuestDied, GuestPool
-from engine.wire.messages import Region
 from server.errors import RequestError
 from server.processor.grammar import AnswerGrammars
-from tests.eventually import HANG_GUARD_S, eventually_async
+from tests.eventually import HANG_GUARD_S
 
 GRAMMAR = Grammar("regex", "a+")
 DONE = Compiled(b"data")
@@ -69,24 +68,8 @@ def request_with_a_grammar() -> Any:
 async def test_interrupted_compilation_answers_503() -> None:
     unused: Any = None
     with pytest.raises(RequestError) as error:
-        await AnswerGrammars(compiler_of(TimeoutError()), unused, unused, "", None).prepare(request_with_a_grammar())
+        await AnswerGrammars(compiler_of(TimeoutError()), unused, "", None).prepare(request_with_a_grammar())
     assert error.value.info.status == 503 and error.value.info.retry_after and error.value.info.message.startswith("regex: ")
-
-
-async def test_a_request_waits_until_its_grammar_is_read() -> None:
-    """Red if a step has to read a grammar, or if an answer about a region that was freed ends the process."""
-    sent: list[LoadGrammar] = []
-    worker: Any = SimpleNamespace(send=sent.append)
-    region = SimpleNamespace(offset=64, append=lambda data: None, wire=lambda: Region(1, 64, len(DONE.data)))
-    allocator: Any = SimpleNamespace(allocate=lambda size: region)
-    grammars = AnswerGrammars(compiler_of(DONE), worker, allocator, "", None)
-    task = asyncio.create_task(grammars.prepare(request_with_a_grammar()))
-    await eventually_async(lambda: bool(sent), "the grammar at rank 0")
-    await asyncio.sleep(0)
-    assert not task.done() and (sent[0].region.offset, sent[0].region.length) == (64, len(DONE.data))
-    for _ in range(2):
-        grammars.loaded(GrammarLoaded(64))
-    await asyncio.wait_for(task, HANG_GUARD_S)
 
 
 async def test_the_guest_of_a_failed_job_is_replaced() -> None:

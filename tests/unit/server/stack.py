@@ -18,7 +18,6 @@ from engine.serve import bind
 from engine.wire.arena import ArenaView, create_memfd
 from engine.wire.child import FAILED, Runtime, Status
 from engine.wire.config import EngineConfig
-from engine.wire.grammar import GrammarLoaded, LoadGrammar
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.messages import (
     Abort,
@@ -28,7 +27,6 @@ from engine.wire.messages import (
     Region,
     RequestOutput,
     ToScheduler,
-    ToWorker,
     WantedPixels,
 )
 from engine.wire.stats import EngineStats, Stages
@@ -50,8 +48,7 @@ class FakeScheduler:
 
     def __init__(self, run_dir: str, arena: ArenaView):
         self._inbox: Inbox[ToScheduler] = Inbox(run_dir, "scheduler", ToScheduler)
-        self._processor: Outbox[EngineOutputs | GrammarLoaded] = Outbox(run_dir, "processor")
-        self._worker: Inbox[ToWorker] = Inbox(run_dir, "worker-0", ToWorker)
+        self._processor: Outbox[EngineOutputs] = Outbox(run_dir, "processor")
         self.num_beats = 0
         self._sending = threading.Lock()
         self._arena = arena
@@ -116,7 +113,7 @@ class FakeScheduler:
             self.requests.append(msgspec.structs.replace(request, images=spans))
             self.script(self, self.requests[-1])
 
-    def _send(self, message: EngineOutputs | GrammarLoaded) -> None:
+    def _send(self, message: EngineOutputs) -> None:
         with self._sending:  # tests send from their own thread
             self._processor.send(message)
 
@@ -126,9 +123,6 @@ class FakeScheduler:
             if time.monotonic() - last > HEARTBEAT_S:
                 last = time.monotonic()
                 self.beat()
-            load = self._worker.recv_ready()
-            if isinstance(load, LoadGrammar):  # read at once, as rank 0 does
-                self._send(GrammarLoaded(load.region.offset))
             message = self._inbox.recv(timeout=HEARTBEAT_S)
             if isinstance(message, EngineRequest):
                 self._accept(message)
@@ -141,7 +135,7 @@ class FakeScheduler:
                 if message.rid in self.held or self.loading.pop(message.rid, None) is not None:
                     self.held.discard(message.rid)
                     self.send([], [message.rid])
-        for end in (self._inbox, self._worker, self._processor):
+        for end in (self._inbox, self._processor):
             end.close()
 
 

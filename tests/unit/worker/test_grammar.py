@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 
 from engine.grammar.compile import compiled as compile_grammar
 from engine.wire.child import StopFlag
-from engine.wire.grammar import CompiledGrammar, Grammar, LoadGrammar
+from engine.wire.grammar import CompiledGrammar, Grammar
 from engine.wire.messages import Admit, Region, SamplingParams
 from engine.worker.main import IDLE_POLL_S, PAUSE_S, run
-from engine.worker.masks import BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskThread, Session, TokenRules, fill_masks
+from engine.worker.masks import BROKEN, BUSY, CREDIT_S, MAX_STUCK, STEP_S, TOKEN_S, TOO_SLOW, MaskThread, Session, TokenRules, fill_masks
 from engine.worker.sampling.samples import SampleTable
 from engine.worker.stopwatch import Stopwatch
 from models.checkpoint.load import init_dummy_weights
@@ -238,15 +238,12 @@ def test_wrong_grammars_are_refused() -> None:
         assert reason and len(reason) <= 200 and "/" not in reason and ".cc" not in reason and ".h" not in reason, (kind, reason)
 
 
-def test_admission_finds_a_grammar_that_was_read(compiled: dict[str, bytes]) -> None:
-    rules, done = TokenRules(CHECKPOINT, 4, 768, torch.device("cpu")), threading.Semaphore(0)
-    processor: Any = SimpleNamespace(send=lambda message: done.release())
-    for data in (b"damaged", compiled["schema"]):
+def test_a_damaged_grammar_ends_its_request_only(compiled: dict[str, bytes]) -> None:
+    rules, table = TokenRules(CHECKPOINT, 4, 768, torch.device("cpu")), SampleTable(2, 0)
+    samples = table.samples(np.array([0, 1]), np.array([1, 1]))
+    for row, data in enumerate((b"damaged", compiled["schema"])):
         arena: Any = SimpleNamespace(view=lambda offset, length, data=data: data)
-        region = Region(0, 0, len(data))
-        rules.load_grammar(LoadGrammar(region), arena, processor)
-        assert done.acquire(timeout=60)
-    before = rules._compiled_of.cache_info()
-    rules.admit(Admit(0, region, [], [], [], SamplingParams(), CompiledGrammar(region)), arena)
-    assert rules._compiled_of.cache_info().misses == before.misses
-    assert rules.masks(SampleTable(1, 0).samples(np.array([0]), np.array([1])), Stopwatch(on_gpu=False)) is not None
+        rules.admit(Admit(row, Region(0, 0, 1), [], [], [], SamplingParams(), CompiledGrammar(Region(0, 0, len(data)))), arena)
+    masks = rules.masks(samples, Stopwatch(on_gpu=False))
+    assert masks is not None and masks[0].tolist() == [1]
+    assert rules.note(samples, torch.zeros(2, dtype=torch.int64), Stopwatch(on_gpu=False)) == {0: BROKEN}
