@@ -229,7 +229,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fit": fit,
     "endpoints": endpoints,
     "sampling": sampling,
-    "limited": lambda: _names_of(frozenset(REFUSED)),
+    "limited": lambda: _names_of(REFUSED),
 }
 
 

@@ -3,7 +3,6 @@
 Answers are not stored, so a request contains the whole conversation. A stream consists of numbered events."""
 
 import functools
-import json
 import secrets
 import time
 from collections.abc import Iterator
@@ -36,9 +35,6 @@ from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type,
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
 LOGPROBS = "message.output_text.logprobs"
 Json = dict[str, Any]
-CUSTOM_PARAMETERS: Json = {
-    "type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False,
-}  # fmt: skip
 
 
 class MessageItem(Strict):
@@ -48,18 +44,15 @@ class MessageItem(Strict):
 
 
 class CallItem(Strict):
-    """A call. `arguments` belong to a function, `input` to a custom tool."""
-
-    type: Literal["function_call", "custom_tool_call"]
+    type: Literal["function_call"]
     call_id: str
     name: str
     namespace: str | None = None
     arguments: str = ""
-    input: str = ""
 
 
 class ResultItem(Strict):
-    type: Literal["function_call_output", "custom_tool_call_output"]
+    type: Literal["function_call_output"]
     call_id: str
     output: Content
 
@@ -75,24 +68,16 @@ Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, BY_TYPE, d
 
 
 class FlatTool(FunctionDefinition):
-    """A tool that the client runs; a custom tool takes one text. Tools that OpenAI runs have other types and are dropped."""
+    """A function that the client runs. Tools of other types are dropped."""
 
-    type: Literal["function", "custom"]
-    format: Json | None = None
+    type: Literal["function"]
 
     def as_function(self, namespace: str | None) -> Json:
-        """Return the function of a chat. A grammar is described to the model but not enforced."""
-        function = self.model_dump(exclude={"type", "format"}, exclude_unset=True) | {"name": joined(namespace, self.name)}
-        if self.type == "custom":
-            shape, words = self.format or {}, self.description or ""
-            if shape.get("type") == "grammar":
-                words += f"\n\nThe input follows this {shape.get('syntax')} grammar:\n{shape.get('definition')}"
-            function |= {"description": words, "parameters": CUSTOM_PARAMETERS, "strict": True}
+        function = self.model_dump(exclude={"type"}, exclude_unset=True) | {"name": joined(namespace, self.name)}
         return {"type": "function", "function": function}
 
 
-FLAT = ("function", "custom")
-Flat = Annotated[FlatTool, Tag("function")] | Annotated[FlatTool, Tag("custom")]
+Flat = Annotated[FlatTool, Tag("function")]
 
 
 class Namespace(Strict):
@@ -100,14 +85,14 @@ class Namespace(Strict):
 
     type: Literal["namespace"]
     name: Name
-    tools: Annotated[list[Annotated[Flat | Hosted, tag_of(*FLAT)]], ToolList]
+    tools: Annotated[list[Annotated[Flat | Hosted, tag_of("function")]], ToolList]
 
 
-AnyTool = Annotated[Flat | Annotated[Namespace, Tag("namespace")] | Hosted, tag_of(*FLAT, "namespace")]
+AnyTool = Annotated[Flat | Annotated[Namespace, Tag("namespace")] | Hosted, tag_of("function", "namespace")]
 
 
 class ChosenTool(FunctionName):
-    type: Literal["function", "custom"]
+    type: Literal["function"]
 
 
 class TextOptions(Strict):
@@ -155,15 +140,6 @@ def _choice(choice: Any) -> Any:
     return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
 
 
-def custom_text(arguments: str) -> str:
-    """Return the text in a custom tool's arguments; arguments of another form, such as truncated ones, are returned unchanged."""
-    try:
-        text = json.loads(arguments, strict=False)["input"]
-    except (ValueError, RecursionError, TypeError, LookupError):
-        return arguments
-    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else arguments  # an unpaired surrogate cannot be sent
-
-
 def _messages(items: list[Any]) -> Iterator[Json]:
     """Yield messages. Reasoning, the text after it and the calls after that form one message of the assistant."""
     texts, thoughts, calls = list[str](), list[str](), list[Json]()
@@ -174,8 +150,7 @@ def _messages(items: list[Any]) -> Iterator[Json]:
             yield assistant_message(texts, thoughts, calls)
             texts, thoughts, calls = [], [], []
         if isinstance(item, CallItem):
-            arguments = item.arguments if item.type == "function_call" else {"input": item.input}
-            function = {"name": joined(item.namespace, item.name), "arguments": arguments}
+            function = {"name": joined(item.namespace, item.name), "arguments": item.arguments}
             calls.append({"id": item.call_id, "type": "function", "function": function})
         elif isinstance(item, ReasoningItem):
             thoughts += [part.text for part in item.content or ()]
@@ -201,7 +176,6 @@ KINDS = {
     "thinking": Kind("rs", "reasoning_text", {"type": "reasoning", "summary": [], "content": []}),
     "text": Kind("msg", "output_text", {"type": "message", "role": "assistant", "content": []}),
     "call": Kind("fc", "function_call_arguments", {"type": "function_call"}, "arguments"),
-    "custom": Kind("ctc", "custom_tool_call_input", {"type": "custom_tool_call"}, "input"),
 }
 
 
@@ -215,7 +189,6 @@ class ResponseFormat(BlockFormat):
             "completed_at": None, "incomplete_details": None, "usage": None, **repeated,
             "temperature": options.params.temperature, "top_p": options.params.top_p,
         }  # fmt: skip
-        self._custom_tools = {joined(namespace, tool.name) for namespace, tool in tools if tool.type == "custom"}
         self._names = {joined(namespace, tool.name): {"namespace": namespace, "name": tool.name} for namespace, tool in tools if namespace}
         self._num_events = 0
         self._items: list[Json] = []  # started items; the last one may be open
@@ -241,11 +214,7 @@ class ResponseFormat(BlockFormat):
         item |= {"status": status, **({kind.field: text} if kind.field else {"content": [self._part(text)]})}
         return done + self._item_event("done")
 
-    def kind_of(self, call: Call) -> str:
-        return "custom" if call.name in self._custom_tools else "call"
-
     def delta(self, piece: str, event: Event) -> bytes:
-        piece = custom_text(piece) if self._open == "custom" else piece
         self._pieces.append(piece)
         entries = logprobs_json(event.logprobs) if self._open == "text" else []
         self._logprobs += entries
@@ -260,7 +229,7 @@ class ResponseFormat(BlockFormat):
 
     def document(self, choices: list[Choice], usage: Usage, timings: Json) -> bytes:
         for kind, text, call in choices[0].blocks():
-            self._begin(self.kind_of(call) if call else kind, call)
+            self._begin(kind, call)
             self.delta(text, Event(0, logprobs=[*choices[0].logprobs][usage.num_reasoning :]))
         return encode(self._finish(choices[0], usage, timings)[1])
 
@@ -272,7 +241,7 @@ class ResponseFormat(BlockFormat):
     def _finish(self, choice: Choice, usage: Usage, timings: Json) -> tuple[bytes, Json]:
         """Return the last item's events and the completed response. A call that was cut by a stop string is an incomplete item of it."""
         is_cut = choice.finish_reason in ("length", "abort")
-        is_half = is_cut or (self._open in ("call", "custom") and not choice.calls[-1].is_whole)
+        is_half = is_cut or (self._open == "call" and not choice.calls[-1].is_whole)
         events = self._stop("incomplete" if is_half else "completed")
         cut: Json = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         ending = cut if is_cut else {"status": "completed", "completed_at": int(time.time())}

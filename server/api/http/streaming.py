@@ -211,9 +211,6 @@ class BlockFormat(Format):
     def finish_chunk(self, choice: Choice, extra: dict[str, object]) -> bytes:
         ...
 
-    def kind_of(self, call: Call) -> str:
-        return "call"
-
     def token_chunk(self, choice: Choice, event: Event, extra: dict[str, object]) -> bytes:
         chunks = []
         if event.text:
@@ -223,8 +220,7 @@ class BlockFormat(Format):
             chunks.append(self.delta(event.text, event))
         for piece in event.calls:
             if piece.name is not None:
-                call = choice.calls[piece.index]
-                chunks.append(self._begin(self.kind_of(call), call))
+                chunks.append(self._begin("call", choice.calls[piece.index]))
             if piece.arguments:
                 chunks.append(self.delta(piece.arguments, event))
         if choice.finish_reason is not None:

@@ -51,13 +51,13 @@ class Tool(Strict):
 
 
 class HostedTool(Open):
-    """A tool that a vendor runs for its own models; this server drops it."""
+    """A custom tool, or one that a vendor runs for its own models; this server drops it."""
 
-    type: Annotated[str, Field(json_schema_extra={"not": {"enum": ["function", "custom", "namespace"]}})]
+    type: Annotated[str, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
 
 
 Hosted = Annotated[HostedTool, Tag("other")]
-AnyTool = Annotated[Annotated[Tool, Tag("function")] | Hosted, tag_of("function", "custom")]
+AnyTool = Annotated[Annotated[Tool, Tag("function")] | Hosted, tag_of("function")]
 
 
 class FunctionName(Strict):

@@ -102,25 +102,18 @@ def _path(error: ErrorDetails, value: Any) -> str:
     return ".".join(names)
 
 
-Refused = dict[str, tuple[object, ...]]
-OFF: tuple[object, ...] = (None, False, [], {})
+# Fields of other servers that would change the answer.
 NAMES = """audio audio_data background chat_template container conversation custom_logit_processor documents echo functions guided_choice
-guided_grammar guided_json guided_regex guided_whitespace_pattern input_embeds input_ids label_token_ids logits_processors
-logprob_token_ids lora_path max_pixels max_tokens_per_doc media_io_kwargs min_pixels output_format previous_response_id prompt
-prompt_embeds return_hidden_states return_routed_experts return_tokens_as_token_ids session_params stop_regex structural_tag
-suffix thinking token_ids_logprob truncate_prompt_tokens use_beam_search video_data web_search_options"""
-
-# Refused fields, with the values in addition to OFF that mean what this server does.
-REFUSED: Refused = {name: () for name in NAMES.split()} | {
-    "best_of": (1,), "embed_dtype": ("float32",), "endianness": ("native", "little"), "function_call": ("none", "auto"),
-    "length_penalty": (1,), "modalities": (["text"], ["image"], ["multi-images"], ["video"]), "normalize": (True,),
-    "separate_reasoning": (True,), "stream_reasoning": (True,), "task": ("embed",), "truncation": ("disabled",),
-    "truncation_side": ("left",), "use_activation": (True,),
-}  # fmt: skip
+guided_grammar guided_json guided_regex input_embeds input_ids label_token_ids logits_processors lora_path max_pixels media_io_kwargs
+min_pixels output_format previous_response_id prompt prompt_embeds return_hidden_states return_tokens_as_token_ids session_params
+stop_regex structural_tag suffix thinking token_ids_logprob truncate_prompt_tokens truncation use_beam_search video_data
+web_search_options"""
+REFUSED = frozenset(NAMES.split())
+OFF: tuple[object, ...] = (None, False, [], {}, "disabled")  # their values that mean what this server does
 
 
 def check_refused(fields: dict[str, Any]) -> None:
     """Raise RequestError 400 for a refused field with another value."""
-    for name in fields.keys() & REFUSED.keys():
-        if fields[name] not in (*OFF, *REFUSED[name]):
+    for name in fields.keys() & REFUSED:
+        if fields[name] not in OFF:
             raise bad_value(name, "this server does not support this field", UNSUPPORTED)

@@ -14,7 +14,6 @@ from engine.wire.messages import Event
 from engine.wire.params import OutputOptions
 from engine.wire.reports import PromptLogprobs
 from server.api.dialects.generate import GenerateFormat, GenerateRequest
-from server.api.dialects.responses import custom_text
 from server.api.http.streaming import Choice, ReplyOptions
 from server.processor.text import output_text
 from server.processor.text.detokenize import Detokenizer, StopMatcher, TokenTable
@@ -103,11 +102,6 @@ def test_streams_that_repeat_the_answer_take_linear_time() -> None:
     assert count == 200
     (size, _), (double, _) = num_bytes(2000), num_bytes(4000)
     assert double < 2.5 * size
-
-
-def test_texts_of_custom_calls() -> None:
-    for arguments, text in ((r'{"input": "a\ud800\u0041b"}', "a?Ab"), ('{"input": "a',) * 2, ("[1]",) * 2, ('{"input": 1}',) * 2):
-        assert custom_text(arguments) == text
 
 
 def test_white_space_at_the_end_of_a_prompt(tokenizer: Tokenizer, table: TokenTable) -> None:

@@ -203,11 +203,11 @@ def test_references_are_honoured_in_urls_only() -> None:
 
 
 def test_refused_fields() -> None:
-    names = "audio functions input_ids lora_path modalities prompt_embeds stop_regex use_beam_search"
-    assert REFUSED.keys() >= {*names.split()}
-    for name, allowed in REFUSED.items():
+    names = "audio functions input_ids lora_path prompt_embeds stop_regex use_beam_search"
+    assert {*names.split()} <= REFUSED
+    for name in REFUSED:
         model, needed = (ChatRequest, {"messages": HELLO}) if name not in ChatRequest.model_fields else (CompletionRequest, {"prompt": "x"})
-        for value in (*allowed, *OFF) if name not in model.model_fields else ():
+        for value in OFF if name not in model.model_fields else ():
             parse_body(json.dumps({**needed, name: value}).encode(), model)
         for value in ("something", 17, ["x"], {"a": 1}):
             info = refusal(model, **needed, **{name: value})
@@ -241,7 +241,7 @@ def test_one_table_of_efforts() -> None:
 
 BAD_COMPLETIONS: list[tuple[str, dict[str, object]]] = [
     ("prompt", {}), *(("prompt", {"prompt": one}) for one in ("", [], [[]], 5, [True], ["a", 5], [VOCAB_SIZE], [[-1]], ["x"] * 129)),
-    ("suffix", {"suffix": "y"}), ("best_of", {"best_of": 2}), ("logprobs", {"logprobs": 21}), ("logprobs", {"logprobs": True}),
+    ("suffix", {"suffix": "y"}), ("logprobs", {"logprobs": 21}), ("logprobs", {"logprobs": True}),
     ("max_tokens", {"max_tokens": -1, "echo": True}), ("echo", {"echo": 1}),
 ]  # fmt: skip
 
