@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import engine.scheduler.main
 from bench.processes import serve_with
+from engine.scheduler.core import Proposer
 from engine.scheduler.drafts.drafter import Offer, Proposal, Trust
 from engine.scheduler.drafts.lookup import LookupDrafter, Source
-from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 from engine.wire.config import MAX_HEAD_DRAFTS

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from engine.scheduler import policy
 from engine.scheduler.blocks import BlockHasher
 from engine.scheduler.policy import PlannedStep
-from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request, Status, snapshot_points
 from engine.scheduler.state import State, is_idle
 from engine.wire.adapters import AdapterRead
@@ -42,6 +41,19 @@ OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", code="out_of_mem
 NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
 MIN_REMEMBERED_LINKS = 64
 QUICK_MS = 3.0  # device time of a quick step: the host needs 1 to 2 ms from the end of a step to the launch of the step after next
+
+
+class Proposer:
+    """Interface for tokens proposed for running requests, which steps verify. This class proposes none; others override its methods."""
+
+    def offer(self, state: State) -> None:
+        """Before a plan: set `Request.proposed` where the results are complete, and hold back rows that should get some later."""
+
+    def take(self, request: Request, proposed: list[int]) -> None:
+        """Take the tokens that workers proposed before a request's newest ones."""
+
+    def release(self, request: Request) -> None:
+        """Release the state of a request that has ended."""
 
 
 class SchedulerCore:
@@ -277,7 +289,6 @@ class SchedulerCore:
             if chunk.proposed:
                 details = TokenDetails(len(chunk.proposed), min(len(ids) - 1, len(kept)))
                 self.state.counters.count_drafts(details)
-                self.proposer.note(request, len(ids) - 1)
             if step.requests[index + 1 : index + 2] != [request]:
                 _note_stages(request, chunk.sample, results)
             if index in rank0.reports:

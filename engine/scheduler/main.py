@@ -160,7 +160,7 @@ def make_limits(config: EngineConfig, worker: WorkerReady) -> Limits:
         step_sizes=sizes,
         prefix_cache=config.prefix_cache,
         snapshot_blocks=worker.snapshot_blocks,
-        num_lookahead=config.proposals.max_tokens if config.proposals.reads_head else 0,
+        num_lookahead=config.max_drafts if config.draft in ("mtp", "eagle3") else 0,
     )
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -35,19 +35,6 @@ def num_cpus() -> int:
 
 
 MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
-
-
-class DraftMode(NamedTuple):
-    max_tokens: int = 0  # per row and step
-    reads_head: bool = False
-
-
-DRAFT_MODES = {
-    "off": DraftMode(),
-    "lookup": DraftMode(MAX_PROPOSED),
-    "mtp": DraftMode(MAX_HEAD_DRAFTS, reads_head=True),
-    "eagle3": DraftMode(MAX_HEAD_DRAFTS, reads_head=True),
-}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +132,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_loras if self.lora_modules or self.lora_root else 0
 
     @property
-    def proposals(self) -> DraftMode:
-        return DRAFT_MODES[self.draft]
+    def max_drafts(self) -> int:
+        """Return the maximum number of draft tokens per row and step."""
+        return {"off": 0, "lookup": MAX_PROPOSED}.get(self.draft, MAX_HEAD_DRAFTS)
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

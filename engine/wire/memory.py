@@ -144,11 +144,11 @@ def dequantized_bytes(config: EngineConfig, text: TextConfig) -> int:
 
 
 def state_bytes(config: EngineConfig, spec: CacheSpec) -> int:
-    return (config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(config.proposals.max_tokens)
+    return (config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(config.max_drafts)
 
 
 def max_samples(config: EngineConfig, sizes: StepSizes) -> int:
-    return max(config.max_num_seqs, sizes.verify_rows if config.proposals.max_tokens else 0)
+    return max(config.max_num_seqs, sizes.verify_rows if config.max_drafts else 0)
 
 
 def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:

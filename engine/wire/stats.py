@@ -56,7 +56,7 @@ class TokenDetails(msgspec.Struct, array_like=True):
 
 
 class EngineStats(msgspec.Struct):
-    """Statistics of the scheduler. Each annotated field is a metric; a list has a value per position."""
+    """Statistics of the scheduler. Each annotated field is a metric."""
 
     max_model_len: Annotated[int, Gauge("maximum tokens of a prompt and its output, limited by the KV pool")] = 0
     num_running: Annotated[int, Gauge("running requests", "num_requests_running")] = 0
@@ -81,9 +81,6 @@ class EngineStats(msgspec.Struct):
     drafts: Annotated[int, Total("rows verified with draft tokens", "spec_decode_num_drafts")] = 0
     draft_tokens: Annotated[int, Total("verified draft tokens", "spec_decode_num_draft_tokens")] = 0
     accepted_draft_tokens: Annotated[int, Total("accepted draft tokens", "spec_decode_num_accepted_tokens")] = 0
-    accepted_by_position: Annotated[
-        list[int], Total("draft tokens in answers, by position in their row", "spec_decode_num_accepted_tokens_per_pos")
-    ] = []
 
     @property
     def tokens_per_verified_row(self) -> float | None:
@@ -94,9 +91,6 @@ class EngineStats(msgspec.Struct):
         self.drafts += 1
         self.draft_tokens += counts.num_drafts
         self.accepted_draft_tokens += counts.num_accepted
-        self.accepted_by_position += [0] * (counts.num_drafts - len(self.accepted_by_position))
-        for position in range(counts.num_accepted):
-            self.accepted_by_position[position] += 1
 
 
 _HINTS = get_type_hints(EngineStats, include_extras=True)

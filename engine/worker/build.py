@@ -168,7 +168,7 @@ def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: 
 
 def make_rows(loaded: Loaded, config: EngineConfig, pools: list[KVPool], hidden_TX: torch.Tensor | None, max_blocks: int) -> Rows:
     model = loaded.model
-    states = tuple(RowStates(group, config.max_num_seqs, model.device, config.proposals.max_tokens) for group in model.cache_spec.states)
+    states = tuple(RowStates(group, config.max_num_seqs, model.device, config.max_drafts) for group in model.cache_spec.states)
     return Rows(
         max_num_seqs=config.max_num_seqs,
         max_blocks=max_blocks,

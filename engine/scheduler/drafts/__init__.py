@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable
 
+from engine.scheduler.core import Proposer
 from engine.scheduler.drafts.lookup import LookupDrafter
 from engine.scheduler.drafts.mtp import HeadDrafter
-from engine.scheduler.proposer import Proposer
 
 logger = logging.getLogger(__name__)
 

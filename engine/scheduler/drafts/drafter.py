@@ -16,7 +16,6 @@ LEAST_PROBABILITY = 0.2  # least probability that a draft and all before it are 
 LEAST_GAIN = 0.4  # expected tokens that outweigh the cost of waiting for the previous result
 LEAST_GAIN_ALTERNATING = 1.1  # the same if other rows are planned ahead: the row then skips every other step
 DECAY = 0.9  # factor of old hits and misses for each new one
-MAX_PAUSE = 64  # maximum length in tokens of a pause after failed drafts
 
 Proposal = list[tuple[int, float]]  # tokens, each with its conditional probability
 
@@ -36,15 +35,10 @@ class Trust:
     expected: float = 2.0  # the prior is slightly pessimistic
     proposal: Proposal = field(default_factory=list)
     num_known: int = 0  # tokens before the draft
-    num_failures: int = 0
-    resumes_at: int = 0
 
     @property
     def share(self) -> float:
         return min(1.0, self.hits / self.expected)
-
-    def is_paused(self, request: Request) -> bool:
-        return request.num_known < self.resumes_at
 
     def score(self, request: Request) -> None:
         came = request.known_ids()[self.num_known :].tolist() if self.proposal else []
@@ -54,12 +48,6 @@ class Trust:
             if token != proposed:
                 break
         self.num_known = request.num_known
-
-    def note(self, request: Request, num_accepted: int) -> None:
-        """Record verified drafts. After repeated failures, drafts pause: for 1, 2, 4 ... tokens."""
-        self.num_failures = 0 if num_accepted else self.num_failures + 1
-        if self.num_failures > 1:
-            self.resumes_at = request.num_known + min(MAX_PAUSE, 1 << (self.num_failures - 2))
 
 
 def give_drafts(state: State, verify_rows: int, make_offer: Callable[[Request, int], Offer]) -> None:

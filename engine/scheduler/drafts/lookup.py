@@ -4,8 +4,8 @@ output."""
 import numpy as np
 import numpy.typing as npt
 
+from engine.scheduler.core import Proposer
 from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Proposal, Trust, give_drafts
-from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 
@@ -68,9 +68,6 @@ class LookupDrafter(Proposer):
     def offer(self, state: State) -> None:
         give_drafts(state, self._verify_rows, self._offer)
 
-    def note(self, request: Request, num_accepted: int) -> None:
-        self._sources[request].trust.note(request, num_accepted)
-
     def release(self, request: Request) -> None:
         self._sources.pop(request, None)
 
@@ -83,7 +80,7 @@ class LookupDrafter(Proposer):
             return offer
         source = self._sources[request]
         proposal, trust, probability = source.propose(most + MAX_IN_FLIGHT), source.trust, 1.0
-        most = 0 if trust.is_paused(request) else min(most, request.max_tokens - request.num_output - 1)
+        most = min(most, request.max_tokens - request.num_output - 1)
         for i, (token, share) in enumerate(proposal[: num_in_flight + max(0, most)]):
             probability *= share * trust.share
             if probability < LEAST_PROBABILITY:

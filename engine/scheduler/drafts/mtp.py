@@ -1,8 +1,8 @@
 """Drafts of the model's own head, `--draft mtp`. Workers compute them after each step, while this process plans their verification. The
 row's next result reports them."""
 
+from engine.scheduler.core import Proposer
 from engine.scheduler.drafts.drafter import LEAST_PROBABILITY, Offer, Trust, give_drafts
-from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import State
 from engine.wire.config import MAX_HEAD_DRAFTS
@@ -29,16 +29,13 @@ class HeadDrafter(Proposer):
         trust.proposal = [(token, 1.0) for token in proposed]
         trust.score(request)
 
-    def note(self, request: Request, num_accepted: int) -> None:
-        self._trust[request].note(request, num_accepted)
-
     def release(self, request: Request) -> None:
         self._trust.pop(request, None)
 
     def _offer(self, request: Request, most: int) -> Offer:
         offer, trust = Offer(request), self._trust.setdefault(request, Trust())
         most = min(most, request.num_proposed, request.max_tokens - request.num_output - 1)
-        for i in range(0 if trust.is_paused(request) else most):
+        for i in range(most):
             if (probability := trust.share ** (i + 1)) < LEAST_PROBABILITY:
                 break
             offer.drafts.append(ON_DEVICE)

@@ -55,9 +55,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._requests.stats
         for field, metric in METRICS.items():
-            value = getattr(stats, field)
-            samples = [({"position": str(i)}, one) for i, one in enumerate(value)] if isinstance(value, list) else [({}, value)]
-            yield self._family(f"vllm:{metric.vllm}" if metric.vllm else f"engine_{field}", metric, samples)
+            yield self._family(f"vllm:{metric.vllm}" if metric.vllm else f"engine_{field}", metric, [({}, getattr(stats, field))])
         num_hits, num_held = stats.images_hit + stats.images_skipped, stats.num_blocks - stats.num_free_blocks
         for name, metric, value in (
             ("vllm:prefix_cache_queries", Total("prompt tokens looked up in the prefix cache"), stats.prompt_tokens),

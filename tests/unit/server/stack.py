@@ -88,7 +88,7 @@ class FakeScheduler:
 
     def beat(self) -> None:
         self.num_beats += 1
-        drafts: dict[str, Any] = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 5, "accepted_by_position": [3, 2]}
+        drafts: dict[str, Any] = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 5}
         stats = EngineStats(max_model_len=self.max_model_len, steps=self.num_beats, **drafts)
         self._send(EngineOutputs([], [], stats, time.monotonic()))
 

@@ -12,9 +12,8 @@ import torch
 
 from engine.scheduler.adapters import AdapterDirectory
 from engine.scheduler.blocks import BlockPool
-from engine.scheduler.core import SchedulerCore
+from engine.scheduler.core import Proposer, SchedulerCore
 from engine.scheduler.images import ImageDirectory
-from engine.scheduler.proposer import Proposer
 from engine.scheduler.request import Request
 from engine.scheduler.state import Limits, State
 from engine.wire.adapters import AdapterRead, AdapterRef
