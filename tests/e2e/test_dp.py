@@ -1,6 +1,7 @@
 """`--dp 2`: one command runs two engines and the affinity proxy; any of its processes may die."""
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,8 @@ def fleet(tiny: Path) -> Iterator[Fleet]:
 
 def test_an_engine_that_dies_is_started_again_and_the_other_serves_on(fleet: Fleet) -> None:
     fleet.until_healthy(2)
+    soft, hard = resource.prlimit(fleet.proxy, resource.RLIMIT_NOFILE)
+    assert soft == hard, "few clients find a place"
     before = fleet.numbers("num_taken")
     answers = [LongAnswer(fleet.url, num_tokens=2000)]  # without a key: the engine with fewer requests takes it
     first = fleet.numbers("num_in_flight").index(1)

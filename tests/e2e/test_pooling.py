@@ -21,8 +21,8 @@ def reference(tiny: Path) -> Reference:
     return Reference(tiny)
 
 
-def embedded(text: str, instruction: str = EMBED) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": instruction}, {"role": "user", "content": text}]
+def embedded(text: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": EMBED}, {"role": "user", "content": text}]
 
 
 def post(engine: Engine, path: str, **body: Any) -> Any:

@@ -16,8 +16,8 @@ PROMPT = [20, 21, *[PLACEHOLDER] * 9, 22, 23, *[PLACEHOLDER] * 6, 24, 25, 26]
 IMAGES = [(2, 9, b"a"), (13, 6, b"b")]
 
 
-def links(prompt: list[int] = PROMPT, images: list[tuple[int, int, bytes]] = IMAGES, salt: str = "") -> list[bytes]:
-    hasher = BlockHasher(BLOCK, make_request(0, prompt, images, 1).images, (salt, b""))
+def links(prompt: list[int] = PROMPT, images: list[tuple[int, int, bytes]] = IMAGES) -> list[bytes]:
+    hasher = BlockHasher(BLOCK, make_request(0, prompt, images, 1).images, ("", b""))
     hasher.extend(np.asarray(prompt, dtype=np.int32))
     return hasher.links
 

@@ -14,8 +14,8 @@ from engine.wire.config import MAX_HEAD_DRAFTS
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
 
 
-def simulate(verify_rows: int = 32) -> Simulation:
-    sim = Simulation(make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=verify_rows), random.Random(0))
+def simulate() -> Simulation:
+    sim = Simulation(make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=32), random.Random(0))
     sim.worker.refuse_rate = 0.0
     return sim
 
@@ -38,9 +38,9 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps() -> None:
     assert num_steps(sim) < 55 and len(sim.received[0]) == 80
 
 
-def simulate_head(max_num_seqs: int = 4, verify_rows: int = 32) -> Simulation:
-    limits = {"max_num_batched_tokens": 64, "verify_rows": verify_rows, "num_lookahead": MAX_HEAD_DRAFTS, "max_num_seqs": max_num_seqs}
-    sim = Simulation(make_core(num_blocks=400, **limits), random.Random(0))
+def simulate_head() -> Simulation:
+    core = make_core(num_blocks=400, max_num_batched_tokens=64, verify_rows=32, num_lookahead=MAX_HEAD_DRAFTS)
+    sim = Simulation(core, random.Random(0))
     sim.worker.refuse_rate = 0.0
     return sim
 

@@ -15,13 +15,13 @@ def simulation(**limits: int | bool) -> Simulation:
     return sim
 
 
-def show(sim: Simulation, rid: int, names: bytes, files: bool = True, first: int = 0, max_tokens: int = 4) -> None:
+def show(sim: Simulation, rid: int, names: bytes, files: bool = True, first: int = 0) -> None:
     """A request about images of these names; its first token is its own, so that no prefix is shared, unless `first` is given."""
     prompt, images = [first or 1000 + rid], []
     for name in names:
         images.append((len(prompt), LENGTH, bytes([name])))
         prompt += [PLACEHOLDER] * LENGTH + [20]
-    wire = make_request(rid, prompt, images, max_tokens, range(len(images)) if files else (), ignore_eos=True)
+    wire = make_request(rid, prompt, images, 4, range(len(images)) if files else (), ignore_eos=True)
     sim.add(wire, prompt)
 
 

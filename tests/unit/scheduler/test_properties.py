@@ -218,11 +218,11 @@ def test_quick_steps_are_planned_further_ahead() -> None:
     assert depths == {True: {3}, False: {2}}
 
 
-def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_prompt: int = 60) -> list[int]:
-    sim = Simulation(core)
+def prefill_sizes_beside(core: SchedulerCore) -> list[int]:
+    sim, stream, other = Simulation(core), 0, 1
     sim.ask(stream, [20] * 4, [], 60, ignore_eos=True)
     sim.step()
-    sim.ask(other, [21] * num_prompt, [], 1)
+    sim.ask(other, [21] * 60, [], 1)
     sizes = []
     while sim.in_flight or sim.step():
         while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
@@ -238,7 +238,7 @@ def prefill_sizes_beside(core: SchedulerCore, stream: int, other: int, num_promp
 
 def test_chunks_beside_streams_are_small() -> None:
     core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=24)
-    sizes = prefill_sizes_beside(core, 0, 1)
+    sizes = prefill_sizes_beside(core)
     assert [size for size in sizes if size] == [16, 16, 16, 12]
 
 
@@ -246,4 +246,4 @@ def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "MANY_STEPS", 4)
     sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed=(16, 18, 20, 22))
     core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=12, step_sizes=sizes)
-    assert [size for size in prefill_sizes_beside(core, 0, 1) if size][:3] == [14, 10, 8]
+    assert [size for size in prefill_sizes_beside(core) if size][:3] == [14, 10, 8]

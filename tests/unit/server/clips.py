@@ -37,9 +37,9 @@ def encode(
     return out.getvalue()
 
 
-def gif(frames: Sequence[np.ndarray], milliseconds: int = 100) -> bytes:
+def gif(frames: Sequence[np.ndarray]) -> bytes:
     images = [Image.fromarray(frame) for frame in frames]
-    return save(images[0], "GIF", save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
+    return save(images[0], "GIF", save_all=True, append_images=images[1:], duration=100, loop=0)
 
 
 def joined(frames: Sequence[np.ndarray], kind: str = "PNG") -> bytes:

@@ -99,12 +99,12 @@ def segment(marker: int, payload: bytes) -> bytes:
     return bytes((0xFF, marker)) + (2 + len(payload)).to_bytes(2) + payload
 
 
-def progressive_jpeg(num_scans: int, num_comments: int = 0, comment: bytes = b"") -> bytes:
+def progressive_jpeg(num_scans: int) -> bytes:
     tables = segment(0xDB, bytes(1) + bytes([1]) * 64)
     tables += b"".join(segment(0xC4, bytes([kind, 1, *[0] * 15, value])) for kind, value in ((0x00, 0), (0x10, 0xE0)))
     frame = segment(0xC2, bytes([8, 480 >> 8, 480 & 255, 640 >> 8, 640 & 255, 1, 1, 0x11, 0]))
     scans = segment(0xDA, bytes([1, 1, 0, 0, 0, 0])) + segment(0xDA, bytes([1, 1, 0, 1, 63, 0])) * (num_scans - 1)
-    return b"\xff\xd8" + segment(0xFE, comment) * num_comments + tables + frame + scans + b"\xff\xd9"
+    return b"\xff\xd8" + tables + frame + scans + b"\xff\xd9"
 
 
 def tiled_tiff(size: int, tile: int) -> bytes:

@@ -68,15 +68,16 @@ def request_of(body: bytes, path: str = "/v1/chat/completions") -> bytes:
     return head_of(len(body), path) + body
 
 
-def packets(data: bytes, size: int = 1 << 18) -> list[bytes]:
+def packets(data: bytes) -> list[bytes]:
+    size = 1 << 18
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def connect(stack: Stack, receive_bytes: int = 1 << 16) -> socket.socket:
+def connect(stack: Stack) -> socket.socket:
     host, port = stack.url.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.settimeout(60)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     connection.connect((host, int(port)))
     return connection
 

@@ -19,8 +19,8 @@ from tests.unit.server.routing import Replica, patient_proxy, routed  # noqa: F4
 pytestmark = pytest.mark.usefixtures("patient_proxy")
 
 
-def balancer(num_backends: int, bound: float = proxy.BOUND) -> Balancer:
-    made = Balancer([f"http://replica-{index}:8000" for index in range(num_backends)], bound)
+def balancer(num_backends: int) -> Balancer:
+    made = Balancer([f"http://replica-{index}:8000" for index in range(num_backends)])
     for backend in made.backends:
         backend.healthy = True
     return made

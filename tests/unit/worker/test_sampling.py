@@ -16,8 +16,8 @@ from tests.unit.worker.in_process import CPU
 VOCAB = 50
 
 
-def stage(params: list[SamplingParams], positions: list[int], max_top_k: int = 0) -> Samples:
-    return samples_of(params, positions, max_top_k, CPU)
+def stage(params: list[SamplingParams], positions: list[int]) -> Samples:
+    return samples_of(params, positions, 0, CPU)
 
 
 def sample(logits_SV: torch.Tensor, samples: Samples) -> torch.Tensor:

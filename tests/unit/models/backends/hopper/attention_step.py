@@ -65,7 +65,7 @@ def indptr(counts: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0).int()
 
 
-def layout_of(prompts: Sequence[tuple[int, int]], decodes: Sequence[int] = (), page: int = 16) -> AttentionLayout:
+def layout_of(prompts: Sequence[tuple[int, int]], decodes: Sequence[int] = ()) -> AttentionLayout:
     lengths = [new + before for new, before in prompts] + [*decodes]
-    pages, tokens = indptr([-(-length // page) for length in lengths]), indptr([new for new, _ in prompts] + [1] * len(decodes))
+    pages, tokens = indptr([-(-length // 16) for length in lengths]), indptr([new for new, _ in prompts] + [1] * len(decodes))
     return AttentionLayout(tokens, indptr(lengths).diff(), pages, torch.arange(int(pages[-1])).int(), NOTHING, len(prompts))
