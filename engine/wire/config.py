@@ -75,7 +75,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: Annotated[str | None, "comma-separated Host names of requests, such as *.example.org; default: any"] = None
     allowed_origins: Annotated[str | None, "comma-separated origins of web pages that may call this server, or *; default: none"] = None
     root_path: Annotated[str, "path prefix that a proxy in front strips, such as /llm"] = ""
-    enable_force_include_usage: Annotated[bool, "end every stream with its usage, as `stream_options.include_usage` does"] = False
     access_log: Annotated[bool, "log one line per request"] = True
     enable_weight_updates: Annotated[bool, "serve routes that replace the weights, for trainers; needs a key"] = False
     otlp_traces_endpoint: Annotated[str | None, "URL of an OpenTelemetry collector that gets a span per request"] = None

@@ -82,11 +82,6 @@ class EngineStats(msgspec.Struct):
     draft_tokens: Annotated[int, Total("verified draft tokens", "spec_decode_num_draft_tokens")] = 0
     accepted_draft_tokens: Annotated[int, Total("accepted draft tokens", "spec_decode_num_accepted_tokens")] = 0
 
-    @property
-    def tokens_per_verified_row(self) -> float | None:
-        """Mean number of tokens that a row with draft tokens added to its answer; None if there was no such row."""
-        return 1 + self.accepted_draft_tokens / self.drafts if self.drafts else None
-
     def count_drafts(self, counts: TokenDetails) -> None:
         self.drafts += 1
         self.draft_tokens += counts.num_drafts

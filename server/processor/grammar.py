@@ -52,7 +52,7 @@ class AnswerGrammars:
 
 
 def answer_grammar(request_grammar: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:
-    """Return the grammar of an answer: `request_grammar` combined with tool calls. RequestError 400 if they cannot be combined."""
+    """Return the grammar of an answer: `request_grammar` combined with tool calls."""
     if options.calls == "none" or not tools:
         return request_grammar
     is_xml = XML_MARK in template
@@ -91,6 +91,5 @@ def _format_of(grammar: Grammar) -> Json:
             return {"type": "json_schema", "json_schema": json.loads(grammar.text), "max_whitespace_cnt": MAX_WHITESPACE}
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
-        case "ebnf":
+        case _:
             return {"type": "grammar", "grammar": grammar.text}
-    raise RequestError(400, "tools: excluded by a structural tag, which defines the calls.", "tools", "unsupported_value")

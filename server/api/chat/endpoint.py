@@ -144,7 +144,6 @@ class GenerationEndpoint(Endpoint):
     ) -> Reply:
         grammar, grammar_field = read_grammar(request)
         params = sampling_params(request, self.service.checkpoint.model.sampling, body.seed)
-        config = self.service.config
         rules = request.output_options(**output)
         submits = submits_of(
             body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,
@@ -154,7 +153,7 @@ class GenerationEndpoint(Endpoint):
         options = ReplyOptions(
             model=request.model or self.service.model_names[0], created=int(time.time()), started=body.started, received=body.received,
             is_streamed=bool(request.stream), timings=bool(request.timings),
-            include_usage=bool(wanted.include_usage or config.enable_force_include_usage),
+            include_usage=bool(wanted.include_usage),
             continuous_usage=bool(wanted.include_usage and wanted.continuous_usage_stats), params=params,
             drops_empty=rules.calls != "none",
             hides_reasoning=request.include_reasoning is False,

@@ -84,13 +84,10 @@ class StatusRoutes:
         return {"model_path": model, "tokenizer_path": model, "weight_version": version, "preferred_sampling_params": None, **can}
 
     async def server_info(self) -> Json:
-        """The settings, without secrets, and the latest numbers of the engine, also in the form that SGLang's benchmark reads."""
+        """The settings, without secrets, and the latest numbers of the engine."""
         config, stats = self._service.config, self._service.registry.stats
         settings = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in SECRETS}
-        state = {"avg_spec_accept_length": stats.tokens_per_verified_row}
-        state |= {"num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting}
-        shown = {"settings": settings, "stats": msgspec.to_builtins(stats), "internal_states": [state]}
-        return {"version": VERSION, **await self.model_info(), **shown, "max_total_num_tokens": stats.num_blocks * config.block_size}
+        return {"version": VERSION, **await self.model_info(), "settings": settings, "stats": msgspec.to_builtins(stats)}
 
     def _card(self, name: str) -> Json:
         service, is_adapter = self._service, name in self._service.adapters

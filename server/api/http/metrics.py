@@ -55,7 +55,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._requests.stats
         for field, metric in METRICS.items():
-            yield self._family(f"vllm:{metric.vllm}" if metric.vllm else f"engine_{field}", metric, [({}, getattr(stats, field))])
+            yield self._family(f"vllm:{metric.vllm}" if metric.vllm else f"engine_{field}", metric, getattr(stats, field))
         num_hits, num_held = stats.images_hit + stats.images_skipped, stats.num_blocks - stats.num_free_blocks
         for name, metric, value in (
             ("vllm:prefix_cache_queries", Total("prompt tokens looked up in the prefix cache"), stats.prompt_tokens),
@@ -64,18 +64,14 @@ class Metrics(Collector):
             ("vllm:kv_cache_usage_perc", Gauge("fraction of KV blocks held by requests"), num_held / (stats.num_blocks or 1)),
             ("engine_open_streams", Gauge("choices in progress"), self._requests.num_streams),
         ):
-            yield self._family(name, metric, [({}, value)])
-        reasons = {"capacity": stats.num_waiting - stats.num_loading, "deferred": stats.num_loading}
-        waiting = [({"reason": reason}, float(number)) for reason, number in reasons.items()]
-        yield self._family("vllm:num_requests_waiting_by_reason", Gauge("requests that wait for a step, or for pixels"), waiting)
+            yield self._family(name, metric, value)
         labels = {"block_size": str(self._block_size), "num_gpu_blocks": str(stats.num_blocks)}
-        yield self._family("vllm:cache_config_info", Gauge("settings of the KV cache"), [(labels, 1)])
+        yield self._family("vllm:cache_config_info", Gauge("settings of the KV cache"), 1, **labels)
 
-    def _family(self, name: str, metric: Total, samples: list[tuple[dict[str, str], float]]) -> Metric:
+    def _family(self, name: str, metric: Total, value: float, **labels: str) -> Metric:
         kind, suffix = ("gauge", "") if isinstance(metric, Gauge) else ("counter", "_total")
         family = Metric(name, metric.text, kind)
-        for labels, value in samples:
-            family.add_sample(name + suffix, {"model_name": self._name, **labels}, value)
+        family.add_sample(name + suffix, {"model_name": self._name, **labels}, value)
         return family
 
     def _counter(self, name: str, text: str, label: str) -> Counter:

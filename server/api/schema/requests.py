@@ -26,10 +26,8 @@ EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high":
 # Kinds of grammars by members of `structured_outputs`.
 MEMBERS = {
     "json_": "json_schema", "json_object": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf",
-    "structural_tag": "structural_tag",
 }  # fmt: skip
 ANY_OBJECT = {"type": "object"}
-ALREADY = ("disable_any_whitespace", "disable_fallback")  # accepted: the default here, or not applicable
 
 MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
@@ -67,11 +65,7 @@ class SchemaFormat(Strict):
     of: JsonObject | None = Field(alias="schema", default=None)
 
 
-class StructuralTag(Open):
-    type: Literal["structural_tag"]
-
-
-AnswerFormat = Annotated[PlainFormat | SchemaFormat | StructuralTag, BY_TYPE] | None
+AnswerFormat = Annotated[PlainFormat | SchemaFormat, BY_TYPE] | None
 
 
 class StructuredOutputs(Open):
@@ -82,7 +76,6 @@ class StructuredOutputs(Open):
     choice: Choices | None = None
     grammar: NotEmpty | None = None
     json_object: bool | None = None
-    structural_tag: JsonObject | None = None
 
 
 class Reasoning(Strict):
@@ -313,9 +306,9 @@ def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
     values = {"regex": request.regex, "ebnf": request.ebnf, "json_schema": request.json_schema}
     grammars = {kind: _grammar_of(kind, value) for kind, value in values.items() if value is not None}
     if request.structured_outputs is not None:
-        members = {name: value for name, value in request.structured_outputs if value not in (None, False) and name not in ALREADY}
+        members = {name: value for name, value in request.structured_outputs if value not in (None, False)}
         if len(members) != 1 or not members.keys() <= MEMBERS.keys():
-            raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar, json_object and structural_tag")
+            raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar and json_object")
         for name, value in members.items():
             value = ANY_OBJECT if name == "json_object" else value
             grammars[f"structured_outputs.{name.strip('_')}"] = _grammar_of(MEMBERS[name], value)
@@ -330,8 +323,6 @@ def _of_response_format(request: GenerationRequest) -> dict[str, Grammar]:
     if shape is None or isinstance(shape, PlainFormat):
         is_json = shape is not None and shape.type == "json_object"
         return {"response_format": _grammar_of("json_schema", ANY_OBJECT)} if is_json else {}
-    if isinstance(shape, StructuralTag):
-        return {"response_format": _grammar_of("structural_tag", shape.model_dump())}
     schema, path = shape.of if shape.json_schema is None else shape.json_schema.of, "response_format.json_schema.schema"
     if schema is None:
         raise bad_value(path, "is missing")

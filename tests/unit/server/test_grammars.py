@@ -21,7 +21,6 @@ from engine.wire.messages import (
     ToProcessor,
 )
 from engine.wire.params import OutputOptions, SamplingParams
-from server.errors import RequestError
 from server.processor.grammar import answer_grammar
 from server.processor.text.calls import CallSplitter
 from tests.eventually import eventually
@@ -138,9 +137,3 @@ def test_what_needs_no_grammar() -> None:
     assert answer_grammar(None, LOOSE, options(), "") is None
     assert answer_grammar(None, [], options("none"), "") is None
     assert answer_grammar(Grammar("regex", "a"), TOOLS, options("none"), "") == Grammar("regex", "a")
-
-
-def test_tools_beside_a_structural_tag_are_a_400() -> None:
-    with pytest.raises(RequestError) as caught:
-        answer_grammar(Grammar("structural_tag", "{}"), TOOLS, options(), "")
-    assert caught.value.info.param == "tools"

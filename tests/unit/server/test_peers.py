@@ -12,8 +12,6 @@ URL = data_uri(picture(1, 64, 64))
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 HELLO = [{"role": "user", "content": "hello"}]
 PNG = {"type": "image_url", "image_url": {"url": URL}, "uuid": "u1"}
-TAGS = [{"begin": "<a>", "content": {"type": "json_schema", "json_schema": {"type": "object"}}, "end": "</a>"}]
-TAG = {"type": "structural_tag", "format": {"type": "triggered_tags", "tags": TAGS, "triggers": ["<a>"]}}
 SLOT = "<|vision_start|><|image_pad|><|vision_end|>"
 MESSAGE, CHOICE, LOGPROBS = "choices.0.message", "choices.0", "output.0.content.0.logprobs.0"
 NONE = type(None)
@@ -36,7 +34,6 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"messages": user({"type": "image_url", "uuid": "u1"})}, {f"{MESSAGE}.content": str}),
     (CHAT, {"messages": user({"type": "image", "image": URL})}, {f"{MESSAGE}.content": str}),
     (CHAT, {"messages": user({"type": "file", "file": {"filename": "a.png", "file_data": URL}})}, {f"{MESSAGE}.content": str}),
-    (CHAT, {"response_format": TAG}, {f"{MESSAGE}.content": str}),
     (CHAT, {"frobnicate": 1, "store": True}, {f"{MESSAGE}.content": str}),
     (TEXT, {"prompt": "x", "echo": True, "logprobs": 0, "prompt_logprobs": 1}, {f"{CHOICE}.prompt_logprobs": list, f"{CHOICE}.text": str}),
     (TEXT, {"prompt": "x"}, {f"{CHOICE}.prompt_logprobs": None, f"{CHOICE}.prompt_token_ids": None}),
@@ -92,12 +89,6 @@ def test_the_token_itself_is_the_first_likely_one(stack: Stack, tokenizer: Token
     stack.script = tell(ended(tokenizer, "so"))
     (first, *_) = stack.http.post(TEXT, json={"prompt": "x", "logprobs": TOP}).json()["choices"][0]["logprobs"]["top_logprobs"]
     assert list(first.values()) == [0.0, -1.0, -2.0]
-
-
-def test_routes_and_metrics(stack: Stack) -> None:
-    info = stack.http.get("/get_server_info").json()
-    assert info.keys() >= {"model_path", "version", "internal_states", "is_generation", "max_total_num_tokens"}
-    assert 'vllm:num_requests_waiting_by_reason{model_name="test-model",reason="deferred"} 0.0' in stack.http.get("/metrics").text
 
 
 def test_a_name_per_prompt(stack: Stack, tokenizer: Tokenizer) -> None:

@@ -261,7 +261,7 @@ GRAMMARS: list[tuple[Grammar | None, dict[str, object]]] = [
     (HELD, {"json_schema": SCHEMA}), (HELD, {"json_schema": json.dumps(SCHEMA)}),
     (HELD, {"structured_outputs": {"json": SCHEMA, "regex": None}}), (CHOICE, {"structured_outputs": {"choice": ["a", "b"]}}),
     (OBJECT, {"response_format": {"type": "json_object"}}),
-    (REGEX, {"structured_outputs": {"regex": "a+", "disable_any_whitespace": True, "disable_fallback": True}}),
+    (REGEX, {"structured_outputs": {"regex": "a+"}}),
     (Grammar("ebnf", 'root ::= "a"'), {"ebnf": 'root ::= "a"'}), (REGEX, {"response_format": {"type": "text"}, "regex": "a+"}),
     (None, {"response_format": {"type": "text"}}), (None, {}),
 ]  # fmt: skip

@@ -137,18 +137,13 @@ def function(is_strict: bool) -> dict[str, object]:
 
 WRONG = {"type": "array", "items": {"type": "nonsense"}}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": WRONG}}
-CONTENT = {"type": "or", "elements": [{"type": "any_text"}, {"type": "json_schema", "json_schema": WRONG}]}
-TAGS = {"type": "triggered_tags", "triggers": ["<a>"], "tags": [{"begin": "<a>", "content": CONTENT, "end": "</a>"}]}
 
 
 def test_a_schema_that_cannot_be_compiled_is_a_400(stack: Stack) -> None:
-    tag = json.dumps({"type": "structural_tag", "format": TAGS})
     strict = {"type": "function", "function": function(is_strict=True)}
     cases: list[tuple[str, dict[str, object]]] = [
         ("tools", {"tools": [*TOOLS, strict]}), ("response_format.json_schema.schema", {"tools": TOOLS, "response_format": FORMAT}),
         ("response_format.json_schema.schema", {"response_format": FORMAT}),
-        ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": tag}}),
-        ("response_format", {"response_format": {"type": "structural_tag", "format": TAGS}}),
         ("tools", {"input": "x", "tools": [{"type": "function", **function(is_strict=True)}]}),
     ]  # fmt: skip
     for param, fields in cases:
