@@ -38,8 +38,6 @@ from engine.wire.stats import EngineStats, TokenDetails
 UNREADABLE = ErrorInfo(422, "An image could not be decoded.", code="invalid_image")
 LACKS_MEMORY = ErrorInfo(503, "The media memory of the server was full for too long.", code="overloaded", retry_after=5)
 OUT_OF_MEMORY = ErrorInfo(503, "The engine ran out of memory.", code="out_of_memory", retry_after=1)
-NUM_REMEMBERED = 32  # ended requests whose hash chains are kept
-MIN_REMEMBERED_LINKS = 64
 QUICK_MS = 3.0  # device time of a quick step: the host needs 1 to 2 ms from the end of a step to the launch of the step after next
 
 
@@ -74,7 +72,6 @@ class SchedulerCore:
         self._requests: dict[int, list[Request]] = {}  # answers not yet released
         self._in_flight: deque[PlannedStep] = deque()
         self.depth = DEPTH  # target number of plans in flight; one more after a quick step
-        self._ended: deque[Request] = deque(maxlen=NUM_REMEMBERED)  # requests with long hash chains
         self._outputs: list[RequestOutput] = []
         self._released: list[int] = []
         self._num_arrived = self._num_prompt_tokens = 0
@@ -101,7 +98,6 @@ class SchedulerCore:
         siblings: list[Request] = []
         for index in range(wire.n):
             siblings.append(self._make_request(wire, prompt_ids, siblings, index))
-        self._recall_links(siblings[0])
         self._requests[wire.rid] = list(siblings)
         if any(span.source.encoding == "file" for span in wire.images) and (
             lacking := policy.lacking_pixels(self.state, siblings[0], policy.num_cached_tokens(self.state, siblings[0]))
@@ -229,7 +225,6 @@ class SchedulerCore:
         token_ids = np.empty(len(prompt_ids) + max_tokens, dtype=np.int32)
         token_ids[: len(prompt_ids)] = prompt_ids
         hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.namespace)
-        order = (wire.priority, self._num_arrived)
         self._num_arrived += 1
         sources = siblings[0].sources if index else {span.hash: span.source for span in wire.images if span.source.encoding != "file"}
         is_stateful = self.state.limits.snapshot_blocks > 0
@@ -241,7 +236,7 @@ class SchedulerCore:
             eos_ids=self._eos_token_ids,
             hasher=hasher,
             params=params,
-            order=order,
+            order=self._num_arrived,
             siblings=siblings,
             index=index,
             sources=sources,
@@ -252,15 +247,6 @@ class SchedulerCore:
     def _live(self, rid: int | None) -> list[Request]:
         requests = self._requests.values() if rid is None else [self._requests.get(rid, [])]
         return [request for siblings in requests for request in siblings if request.status is not Status.STOPPING]
-
-    def _recall_links(self, request: Request) -> None:
-        """Reuse the hash chain of an ended request with the same beginning: comparing is faster than hashing."""
-        size = self.state.blocks.block_size
-        num_links = request.num_prompt // size
-        for other in reversed(self._ended):
-            if num_links < MIN_REMEMBERED_LINKS or len(request.hasher.links) == num_links:
-                break
-            request.hasher.adopt(other.hasher, min(num_links, request.num_shared_with(other) // size))
 
     def _land(self, step: PlannedStep) -> None:
         results = step.results
@@ -356,8 +342,6 @@ class SchedulerCore:
             self.proposer.release(request)
             siblings = self._requests[request.rid]
             siblings.remove(request)
-            if len(request.hasher.links) >= MIN_REMEMBERED_LINKS:
-                self._ended.append(request)
             if not siblings:
                 del self._requests[request.rid]
                 self._released.append(request.rid)

@@ -27,7 +27,6 @@ PIXELS_PER_TOKEN = 4096  # four times those of an image that is not resized
 MOST_FOUND = 65_536  # cached tokens of requests that start in one plan: matching and acquiring their blocks takes 6 to 20 ms
 FEW_STEPS, MANY_STEPS = 2, 16  # steps with decodes over which a short prompt, and many waiting tokens, are spread
 MIN_CHAINED = 8  # tokens of a chunk that is followed by another one in the same step; exceeds a convolution's inputs
-AFTER_ALL = (math.inf, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class _StepBuilder:
             elif not request.is_decoding:
                 self.budget -= self._compute(request, min(self.budget, request.num_tokens - request.num_computed))
             i += request.status is Status.RUNNING  # unless it has preempted itself
-        self._admit_waiting(AFTER_ALL)
+        self._admit_waiting(math.inf)
 
     def finish(self) -> PlannedStep | None:
         """Finish the plan. Images whose last token is computed are unpinned only now."""
@@ -109,7 +108,7 @@ class _StepBuilder:
         self.state.note_plan(step)
         return PlannedStep(step, [request for request, _ in members], self.made)
 
-    def _admit_waiting(self, before: tuple[float, int]) -> int:
+    def _admit_waiting(self, before: float) -> int:
         """Start waiting requests that precede `before` and return their number. A request that cannot start blocks all later ones."""
         num_running = len(self.state.running)
         while (request := self._next_waiting(before)) is not None:
@@ -122,7 +121,7 @@ class _StepBuilder:
                 self.is_open = request.num_in_flight == 0 and self._admit(request)
         return len(self.state.running) - num_running
 
-    def _next_waiting(self, before: tuple[float, int]) -> Request | None:
+    def _next_waiting(self, before: float) -> Request | None:
         waiting, i = self.state.waiting, self.num_passed
         if not self.is_open or self.budget <= 0 or i == len(waiting) or len(self.state.free_rows) <= self.num_reserved_rows:
             return None

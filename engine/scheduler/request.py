@@ -43,7 +43,7 @@ class Request:
     eos_ids: frozenset[int]
     hasher: BlockHasher
     params: SamplingParams
-    order: tuple[int, int]  # (priority, arrival)
+    order: int  # of arrival
     siblings: "list[Request]"  # all answers by index
     index: int = 0
     status: Status = Status.WAITING

@@ -244,5 +244,5 @@ def is_idle(state: State) -> bool:
     return not (state.running or state.stopping or may_start or any(request.has_started for request in state.loading))
 
 
-def _order(request: Request) -> tuple[int, int]:
+def _order(request: Request) -> int:
     return request.order

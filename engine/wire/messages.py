@@ -77,7 +77,6 @@ class Submit(msgspec.Struct, tag=True):
     body: int | None = None  # offset of the body in the api arena, until `Events.released_bodies`
     cache_salt: str = ""
     n: int = 1  # answers, each with its own events
-    priority: int = 0
     is_counted_only: bool = False  # the only event has `prompt_ids` and the echo
     grammar: Grammar | None = None
     grammar_field: str = ""  # field of the client's request, for errors
@@ -177,8 +176,8 @@ def for_adapter(span: ImageSpan, adapter: AdapterRef | None) -> ImageSpan:
 
 
 class EngineRequest(msgspec.Struct, tag=True, frozen=True):
-    """Request to the engine. `prompt` is int32 token ids in the processor arena. Answer i of `n` has the seed `params.seed` + i. Lower
-    `priority` values run first. No client waits after `deadline`."""
+    """Request to the engine. `prompt` is int32 token ids in the processor arena. Answer i of `n` has the seed `params.seed` + i. No client
+    waits after `deadline`."""
 
     rid: int
     prompt: Region
@@ -187,7 +186,6 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
     stages: Stages
     cache_salt: str = ""
     n: int = 1
-    priority: int = 0
     deadline: float | None = None
     grammar: CompiledGrammar | None = None
     adapter: AdapterRef | None = None
@@ -199,7 +197,7 @@ class EngineRequest(msgspec.Struct, tag=True, frozen=True):
         spans = [for_adapter(span, submit.adapter) for span in images]
         return cls(
             rid=submit.rid, prompt=prompt, images=spans, params=params, stages=submit.stages, cache_salt=submit.cache_salt, n=submit.n,
-            priority=submit.priority, deadline=submit.deadline, grammar=grammar, adapter=submit.adapter,
+            deadline=submit.deadline, grammar=grammar, adapter=submit.adapter,
         )  # fmt: skip
 
     @property

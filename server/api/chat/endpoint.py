@@ -147,7 +147,7 @@ class GenerationEndpoint(Endpoint):
         rules = request.output_options(**output)
         submits = submits_of(
             body, prompts, field, params=params, output=rules, cache_salt=request.cache_salt or "", n=request.n or 1,
-            priority=request.priority or 0, grammar=grammar, grammar_field=grammar_field,
+            grammar=grammar, grammar_field=grammar_field,
         )  # fmt: skip
         wanted = request.stream_options or StreamOptions()
         options = ReplyOptions(

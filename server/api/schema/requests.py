@@ -123,7 +123,6 @@ class GenerationRequest(ListedFields):
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     response_format: AnswerFormat = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timings: bool | None = None

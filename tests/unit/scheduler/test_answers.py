@@ -21,11 +21,11 @@ def simulation(**limits: object) -> Simulation:
     return Simulation(make_core(num_blocks=200, block_size=BLOCK, image_tokens=100, max_num_seqs=8, **limits), random.Random(0))
 
 
-def ask(sim: Simulation, rid: int, num_prompt: int, max_tokens: int, n: int = NUM_ANSWERS, priority: int = 0) -> None:
+def ask(sim: Simulation, rid: int, num_prompt: int, max_tokens: int) -> None:
     has_image = num_prompt > sum(IMAGE[:2])
     prompt = [20, *[PLACEHOLDER] * IMAGE[1], *[21] * num_prompt] if has_image else [20] * num_prompt
     wire = make_request(rid, prompt[:num_prompt], [IMAGE] if has_image else [], max_tokens, ignore_eos=True, seed=7)
-    sim.add(msgspec.structs.replace(wire, n=n, priority=priority), prompt[:num_prompt])
+    sim.add(msgspec.structs.replace(wire, n=NUM_ANSWERS), prompt[:num_prompt])
 
 
 def test_answers_share_the_prompt() -> None:
@@ -60,25 +60,6 @@ def test_an_answer_that_fails_ends_the_others() -> None:
     outputs = core.take_outputs(None, 0.0)
     assert sorted(output.index for output in outputs.outputs if output.error is not None) == [0, 1, 2] and outputs.released == [1]
     assert core.state.num_steps <= 2
-
-
-def test_a_lower_priority_comes_first() -> None:
-    sim = Simulation(make_core(num_blocks=200, max_num_seqs=1), random.Random(0))
-    priorities = [0, 1, -1, 0, -1]
-    for rid, priority in enumerate(priorities):
-        ask(sim, rid, 4, max_tokens=3, n=1, priority=priority)
-    sim.run()
-    assert list(sim.received) == [2, 4, 0, 3, 1]
-
-
-def test_the_highest_priority_number_is_preempted() -> None:
-    sim = Simulation(make_core(num_blocks=12, prefix_cache=False), random.Random(0))
-    for rid, priority in enumerate([5, 0, 0, 0]):
-        ask(sim, rid, 4, max_tokens=20, n=1, priority=priority)
-    sim.run()
-    assert sim.core.state.counters.preemptions > 0
-    finished = list(sim.terminal)
-    assert finished[-1] == 0 and set(sim.terminal.values()) == {"length"}
 
 
 @pytest.mark.parametrize(("length", "limits"), [(17, {}), (6, {"image_tokens": 5})], ids=["encoder", "cache"])

@@ -1,15 +1,11 @@
 """Names of KV blocks: what they tell apart, and that taking them over from an ended request changes nothing."""
 
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
 
-from engine.scheduler import blocks
-from engine.scheduler import core as core_module
 from engine.scheduler.blocks import BlockHasher, BlockPool
 from tests.unit.scheduler.invariants import check_blocks
-from tests.unit.scheduler.simulation import PLACEHOLDER, Simulation, make_core, make_request
+from tests.unit.scheduler.simulation import PLACEHOLDER, make_request
 
 BLOCK = 4
 PROMPT = [20, 21, *[PLACEHOLDER] * 9, 22, 23, *[PLACEHOLDER] * 6, 24, 25, 26]
@@ -51,31 +47,6 @@ def test_names_do_not_depend_on_how_they_are_made() -> None:
         hasher = BlockHasher(BLOCK, make_request(0, PROMPT, IMAGES, 1).images, ("", b""))
         hasher.extend(ids[:cut])
         assert list(hasher.chain(ids, len(PROMPT) // BLOCK)) == links()
-
-
-@pytest.fixture
-def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    counts = [0]
-    extend = BlockHasher.extend
-
-    def counted(self: BlockHasher, token_ids: np.ndarray) -> None:
-        before = len(self.links)
-        extend(self, token_ids)
-        counts[0] += len(self.links) - before
-
-    monkeypatch.setattr(blocks.BlockHasher, "extend", counted)
-    monkeypatch.setattr(core_module, "MIN_REMEMBERED_LINKS", 1)
-    yield counts
-
-
-def test_a_conversation_is_hashed_once(num_hashed: list[int]) -> None:
-    sim = Simulation(make_core(num_blocks=64, max_num_batched_tokens=64))
-    prompt = list(PROMPT)
-    for turn in range(4):
-        sim.ask(turn, prompt, IMAGES, 5, ignore_eos=True)
-        sim.run()
-        prompt += [*sim.received[turn], 27, 28]
-    assert num_hashed[0] <= len(prompt) // BLOCK
 
 
 def test_snapshots_keep_to_their_share() -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler import core as core_module
 from engine.scheduler import policy
 from engine.scheduler import request as request_module
 from engine.scheduler.core import SchedulerCore
@@ -62,7 +61,7 @@ def drive(
         salt = rng.choice(["", "", "tenant"])
         files = {i for i in range(len(images)) if rng.random() < file_rate}
         wire = make_request(rid, prompt, images, rng.randint(1, max_tokens), files, ignore_eos=rng.random() < 0.5)
-        wire = msgspec.structs.replace(wire, cache_salt=salt, n=rng.choice([1, 1, 2, 5]), priority=rng.choice([0, 0, 1, -1]))
+        wire = msgspec.structs.replace(wire, cache_salt=salt, n=rng.choice([1, 1, 2, 5]))
         if number := rng.randint(0, num_adapters):
             wire = with_adapter(wire, AdapterRef(number, f"a{number}", "", number % 2 == 0))
         sim.add(wire, prompt)
@@ -139,7 +138,6 @@ def serve_any_load(
     sim.give_up_rate = give_up_rate
     sim.draft_rate = rng.choice([0.0, 0.5, 1.0]) if drafts else 0.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_module, "MIN_REMEMBERED_LINKS", rng.choice([1, 64]))
         patch.setattr(request_module, "MIN_SNAPSHOT_TOKENS", rng.choice([1, 8]))
         drive(rng, sim, 14, 8, fail, forget_rate, 40 if drafter else 12, num_adapters)
     capacity = core.state.blocks.num_blocks * core.state.blocks.block_size

@@ -63,7 +63,7 @@ def test_updates_under_load(snapshot_blocks: int, seed: int) -> None:
         prompt, images = random_prompt(rng, 3, 4)
         files = {i for i in range(len(images)) if rng.random() < 0.3}
         wire = make_request(number, prompt, images, rng.randint(1, 9), files)
-        sim.add(msgspec.structs.replace(wire, n=rng.choice([1, 1, 3]), priority=rng.choice([0, 1, -1])), prompt)
+        sim.add(msgspec.structs.replace(wire, n=rng.choice([1, 1, 3])), prompt)
         for _ in range(rng.randint(0, 3)):
             sim.step()
             workers.advance()

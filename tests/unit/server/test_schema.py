@@ -64,7 +64,7 @@ def refusal(model: type[GenerationRequest] = ChatRequest, **fields: object) -> E
 NAN = float("nan")
 BAD: dict[str, list[object]] = {
     "temperature": ["hot", NAN, float("inf"), True], "max_tokens": [True, "5", 5.5, 1 << 64], "max_completion_tokens": [0, 1 << 63],
-    "n": [0, 17, True], "stop": [["a"] * 129, 3], "stream": ["false", 1], "priority": ["high"], "logprobs": [0, 1],
+    "n": [0, 17, True], "stop": [["a"] * 129, 3], "stream": ["false", 1], "logprobs": [0, 1],
     "top_logprobs": [5], "enable_thinking": ["no"], "chat_template_kwargs": ["x", {str(i): 1 for i in range(65)}],
     "continue_final_message": [True], "tools": [TOOLS * 2], "tool_choice": ["required"],
     "logit_bias": [{"x": 5}, {str(VOCAB_SIZE): 5}, [5]], "bad_words": ["x", ["x"] * 65], "messages": [[], "hello", HELLO * 10_001],
