@@ -32,17 +32,18 @@ from server.api.chat.adapters import adapter_routes
 from server.api.chat.endpoint import Endpoint, Service
 from server.api.chat.routes import JSON, BodyRoute, DescribedRoute, describe
 from server.api.chat.status import StatusRoutes
-from server.api.dialects import anthropic, generate, pooling, responses, updates
+from server.api.dialects import anthropic, generate, pooling, responses, tokens, updates
 from server.api.http.connection import BACKLOG, connection_limit, make_server, url_of
-from server.api.http.metrics import Metrics
-from server.api.http.middleware import ERROR_BODIES, Guard, RequestLog, check_key, check_type, error_response, record_of, traced
+from server.api.http.metrics import Metrics, traced
+from server.api.http.middleware import ERROR_BODIES, Guard, RequestLog, check_key, check_type, error_response, record_of
 from server.api.http.registry import RequestRegistry
 from server.api.page import page_route
 from server.checkpoint import read_checkpoint
 from server.errors import INTERNAL_ERROR, RequestError
 
 # Registration of the dialects: routes, and error bodies that differ from OpenAI's, by path prefix.
-ENDPOINTS: dict[str, type[Endpoint]] = {**chat.ROUTES, **anthropic.ROUTES, **responses.ROUTES, **pooling.ROUTES, **generate.ROUTES}
+DIALECTS = chat, tokens, anthropic, responses, pooling, generate
+ENDPOINTS: dict[str, type[Endpoint]] = {path: endpoint for dialect in DIALECTS for path, endpoint in dialect.ROUTES.items()}
 ERROR_BODIES |= {anthropic.MESSAGES_PATH: anthropic.message_error_body}
 SHUTTING_DOWN = ErrorInfo(503, "The server is shutting down.", code="shutting_down", retry_after=5)
 TITLE = "A small serving engine for Qwen3-VL"

@@ -1,29 +1,21 @@
-"""`POST /v1/chat/completions` and `/v1/completions`, `/tokenize` and `/detokenize`."""
+"""`POST /v1/chat/completions` and `/v1/completions`."""
 
 import json
 from abc import abstractmethod
 from typing import Any, Literal
 
 import msgspec
-from starlette.responses import Response
 
-from engine.wire.messages import AnyRef, ChatPrompt, Event, Submit
+from engine.wire.messages import AnyRef, ChatPrompt, Submit
 from engine.wire.params import Temperature, TopP
-from server.api.chat.endpoint import Endpoint, GenerationEndpoint, MakeFormat, counted, json_response
+from server.api.chat.endpoint import Endpoint, GenerationEndpoint, MakeFormat
 from server.api.chat.format import ChatFormat, CompletionFormat
 from server.api.http.body import Body
-from server.api.http.reply import Reply, Show
+from server.api.http.reply import Reply
 from server.api.http.scan import Scanner
-from server.api.http.streaming import encode
 from server.api.schema.media import ImagePart, MediaRefs
 from server.api.schema.parts import Message, ProcessorKwargs, RefusalPart, TextPart, ToolCall
-from server.api.schema.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    MediaRequest,
-    TokenizeRequest,
-)  # fmt: skip
+from server.api.schema.requests import ChatRequest, CompletionRequest, MediaRequest
 from server.api.schema.validate import Open, check
 from server.api.schema.video import video_reference
 
@@ -94,36 +86,6 @@ class CompletionEndpoint(GenerationEndpoint):
         return reply
 
 
-class TokenizeEndpoint(Endpoint):
-    """Token ids of messages, as chat completions would make them, or of a text."""
-
-    takes = ChatRequest | TokenizeRequest
-
-    def read(self, value: dict[str, Any], body: Body) -> Reply:
-        if "messages" in value:
-            return counted_chat(self.check(ChatRequest, value), body, self._show)
-        request = self.check(TokenizeRequest, value)
-        return counted(request, body, request.prompt, "prompt", self._show)
-
-    def _show(self, events: list[Event]) -> Response:
-        ids, limit = events[0].prompt_ids, self.service.registry.stats.max_model_len
-        return json_response(encode({"count": len(ids), "tokens": ids, "max_model_len": limit, "token_strs": None}))
-
-
-class DetokenizeEndpoint(Endpoint):
-    """The text of token ids, special ones included."""
-
-    takes = DetokenizeRequest
-
-    def read(self, value: dict[str, Any], body: Body) -> Reply:
-        request = self.check(DetokenizeRequest, value)
-        return counted(request, body, request.tokens, "tokens", self._show)
-
-    @staticmethod
-    def _show(events: list[Event]) -> Response:
-        return json_response(encode({"prompt": events[0].text, "text": events[0].text}))
-
-
 def _vary_seeds(submits: list[Submit], seed: int | None) -> None:
     for i, submit in enumerate(submits if seed is None else ()):
         submit.params = msgspec.structs.replace(submit.params, seed=(submit.params.seed + i) % (1 << 63))
@@ -132,8 +94,6 @@ def _vary_seeds(submits: list[Submit], seed: int | None) -> None:
 ROUTES: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": ChatEndpoint,
     "/v1/completions": CompletionEndpoint,
-    **dict.fromkeys(("/tokenize", "/v1/tokenize"), TokenizeEndpoint),
-    **dict.fromkeys(("/detokenize", "/v1/detokenize"), DetokenizeEndpoint),
 }
 
 
@@ -149,14 +109,6 @@ def chat_prompt(request: ChatRequest, messages: list[dict[str, object]]) -> Chat
 def assistant_message(texts: list[str], thoughts: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     return message | ({"reasoning": "".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
-
-
-def counted_chat(request: ChatRequest, body: Body, show: Show) -> Reply:
-    """Return a reply that counts the tokens of messages with their images."""
-    messages, media = read_conversation(request, request.messages, body)
-    reply = counted(request, body, chat_prompt(request, messages), "messages", show)
-    reply.submits[0].media = media
-    return reply
 
 
 def read_conversation(request: MediaRequest, messages: list[Message], body: Body) -> tuple[list[dict[str, object]], list[AnyRef]]:

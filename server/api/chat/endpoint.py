@@ -18,17 +18,18 @@ from engine.wire.adapters import AdapterRef
 from engine.wire.arena import Arena
 from engine.wire.config import EngineConfig
 from engine.wire.messages import Submit
-from engine.wire.params import PARAMETERS, OutputOptions, Prompt, SamplingParams
+from engine.wire.params import PARAMETERS, Prompt, SamplingParams
 from engine.wire.stats import Stages
 from models.config.types import SamplingDefaults
 from server.api.chat.routes import EVENTS, JSON
 from server.api.http.body import Body, check_text_bytes, read_body
 from server.api.http.metrics import Metrics
-from server.api.http.middleware import credentials_of
+from server.api.http.middleware import keys_of
 from server.api.http.registry import RequestRegistry
-from server.api.http.reply import GatheredReply, GeneratedReply, Reply, Show
+from server.api.http.reply import GeneratedReply, Reply
 from server.api.http.streaming import Format, ReplyOptions
-from server.api.schema.requests import AnyRequest, GenerationRequest, StreamOptions, read_grammar
+from server.api.schema.formats import read_grammar
+from server.api.schema.requests import AnyRequest, GenerationRequest, StreamOptions
 from server.api.schema.validate import check, read_object
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
@@ -99,7 +100,7 @@ class Endpoint(ABC):
         header = request.headers.get("content-length")
         length = int(header) if header else None
         body = await read_body(request.receive, length, arena=service.arena, config=service.config, registry=service.registry)
-        body.credentials = credentials_of(request.scope)
+        body.credentials = b"\0".join(keys_of(request.scope))
         return await self._submit(body)
 
     async def _submit(self, body: Body) -> Reply:
@@ -159,13 +160,6 @@ class GenerationEndpoint(Endpoint):
             hides_reasoning=request.include_reasoning is False,
         )  # fmt: skip
         return GeneratedReply(request, submits, format=format(options), options=options)
-
-
-def counted(request: GenerationRequest, body: Body, prompt: Prompt, field: str, show: Show) -> Reply:
-    """Return a reply to a request that only counts tokens and ends in the processor; `field` contains the prompt. RequestError 400."""
-    read_grammar(request)  # to report its errors
-    submits = submits_of(body, [prompt], field, params=SamplingParams(), output=OutputOptions(echo=True), is_counted_only=True)
-    return GatheredReply(request, submits, show)
 
 
 def unknown_model(name: str, served: Sequence[str]) -> RequestError:

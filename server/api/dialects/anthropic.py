@@ -11,14 +11,17 @@ from starlette.responses import JSONResponse
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NotEmpty, TokenCount, TopK
 from models.config.types import MEDIA_KINDS, MediaKind
-from server.api.chat.completions import DialectRequest, TranslatedChat, assistant_message, counted_chat
+from server.api.chat.completions import DialectRequest, TranslatedChat, assistant_message
 from server.api.chat.endpoint import Endpoint, MakeFormat
+from server.api.dialects.blocks import BlockFormat, named_event
+from server.api.dialects.tokens import counted_chat
 from server.api.http.body import Body
 from server.api.http.reply import Reply
 from server.api.http.scan import Scanner
-from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
+from server.api.http.streaming import Call, Choice, ReplyOptions, Usage, encode
+from server.api.schema.formats import SchemaFormat
 from server.api.schema.parts import FIRST, FunctionDefinition, Hosted, HostedTool, Parameters, ToolList
-from server.api.schema.requests import MAX_STOPS, ChatRequest, Effort, MessageList, SchemaFormat
+from server.api.schema.requests import MAX_STOPS, ChatRequest, Effort, MessageList
 from server.api.schema.validate import BY_TYPE, Strict, bad_value, check, tag_of
 
 MESSAGES_PATH = "/v1/messages"

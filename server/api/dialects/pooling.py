@@ -26,7 +26,7 @@ from server.api.http.registry import check_prompts_bytes
 from server.api.http.reply import GatheredReply, Reply
 from server.api.http.streaming import encode
 from server.api.schema.parts import Content, Message, TextPart
-from server.api.schema.requests import IdList, MediaRequest, MessageList, check_ids, prompts_of
+from server.api.schema.requests import AnyIds, MediaRequest, MessageList, check_ids, prompts_of
 from server.api.schema.validate import Strict, bad_value
 
 EMBED = "Represent the user's input."
@@ -37,6 +37,7 @@ JUDGE = (
 )
 LABELS = ["yes", "no"]
 InputList = Field(min_length=1, max_length=1000, fail_fast=True)  # LangChain's batch size
+IdList = Annotated[AnyIds, Field(min_length=1)]
 Json = dict[str, Any]
 Floats = npt.NDArray[np.float32]
 

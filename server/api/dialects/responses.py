@@ -15,8 +15,10 @@ from engine.wire.params import NumLogprobs, TokenCount
 from server.api.chat.completions import DialectRequest, TranslatedChat, assistant_message
 from server.api.chat.endpoint import Endpoint, MakeFormat
 from server.api.chat.format import logprobs_json
+from server.api.dialects.blocks import BlockFormat, named_event
 from server.api.http.scan import Scanner
-from server.api.http.streaming import BlockFormat, Call, Choice, ReplyOptions, Usage, encode, named_event
+from server.api.http.streaming import Call, Choice, ReplyOptions, Usage, encode
+from server.api.schema.formats import AnswerFormat
 from server.api.schema.parts import (
     FIRST,
     Content,
@@ -29,7 +31,7 @@ from server.api.schema.parts import (
     TextPart,
     ToolList,
 )
-from server.api.schema.requests import AnswerFormat, MessageList, Reasoning
+from server.api.schema.requests import MessageList, Reasoning
 from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type, tag_of
 
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat

@@ -1,4 +1,4 @@
-"""Prometheus metrics: the scheduler's gauges and totals, and the latencies that clients observe.
+"""Traces, and Prometheus metrics: the scheduler's gauges and totals, and the latencies that clients observe.
 
 Metrics that vLLM has use vLLM's names (`vllm:`); all others begin with `engine_`."""
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp
 
+from engine.wire.config import VERSION
 from engine.wire.messages import ErrorInfo
 from engine.wire.stats import METRICS, Gauge, Stages, Total
 from server.api.http.registry import RequestRegistry
@@ -115,3 +117,19 @@ class Metrics(Collector):
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def traced(app: ASGIApp, endpoint: str) -> ASGIApp:
+    """Return the application with one OpenTelemetry span per request, sent by OTLP over HTTP, and none for single messages, which are
+    tokens. Needs the extra `tracing`."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create({"service.name": "mini-vlm-engine", "service.version": VERSION})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    middleware: ASGIApp = OpenTelemetryMiddleware(app, tracer_provider=provider, exclude_spans=["receive", "send"])
+    return middleware

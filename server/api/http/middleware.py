@@ -1,4 +1,4 @@
-"""ASGI middleware: rejection of forbidden clients and bodies, request ids, the access log, tracing; and errors before the headers."""
+"""ASGI middleware: rejection of forbidden clients and bodies, request ids, the access log; and errors before the headers."""
 
 import hmac
 import logging
@@ -13,7 +13,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.wire.config import VERSION
 from engine.wire.messages import ErrorInfo
 from server.errors import error_body
 
@@ -35,10 +34,10 @@ def address_of(scope: Scope) -> str:
     return str((scope.get("client") or ("",))[0])
 
 
-def credentials_of(scope: Scope) -> bytes:
+def keys_of(scope: Scope) -> list[bytes]:
     """Return the client's keys, in whichever header they are."""
     values = (value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
-    return b"\0".join(value[7:] if value[:7].lower() == b"bearer " else value for value in values)
+    return [value[7:] if value[:7].lower() == b"bearer " else value for value in values]
 
 
 def error_response(info: ErrorInfo, scope: Scope) -> Response:
@@ -46,14 +45,6 @@ def error_response(info: ErrorInfo, scope: Scope) -> Response:
     headers = {} if info.retry_after is None else {"Retry-After": str(info.retry_after)}
     bodies = (body for beginning, body in ERROR_BODIES.items() if get_route_path(scope).startswith(beginning))
     return Response(next(bodies, error_body)(info), info.status, headers, "application/json")
-
-
-def is_authorised(scope: Scope, keys: list[bytes]) -> bool:
-    headers = dict(reversed(scope["headers"]))  # the first of equal headers counts
-    bearer = headers.get(b"authorization", b"")
-    words = bearer[:7].lower() + bearer[7:], headers.get(b"x-api-key", b"")
-    pairs = zip(words, (b"bearer ", b""), strict=True)
-    return any([hmac.compare_digest(word, start + key) for word, start in pairs for key in keys])  # compare all keys, in constant time
 
 
 class Guard:
@@ -68,7 +59,8 @@ class Guard:
 
 def check_key(keys: list[bytes], scope: Scope) -> Response | None:
     """Require `Authorization: Bearer <key>` or `x-api-key: <key>`, with one of the keys, for all paths except OPEN_PATHS."""
-    if is_open(scope) or is_authorised(scope, keys):
+    matches = [hmac.compare_digest(given, key) for given in keys_of(scope) for key in keys]  # all of them, each in constant time
+    if is_open(scope) or any(matches):
         return None
     response = error_response(ErrorInfo(401, "A valid API key is required.", code="invalid_api_key"), scope)
     response.headers["WWW-Authenticate"] = "Bearer"
@@ -128,19 +120,3 @@ class RequestLog:
                 asked, milliseconds = f"{scope['method']} {scope['path'][:200]!r}", 1e3 * (time.monotonic() - started)
                 words = f"{record.request_id} {address_of(scope) or '-'} {asked} {record.status or 'left'}, {milliseconds:.0f} ms"
                 logger.log(level, "%s", words + f", {record.reason!r}" * bool(record.reason))
-
-
-def traced(app: ASGIApp, endpoint: str) -> ASGIApp:
-    """Return the application with one OpenTelemetry span per request, sent by OTLP over HTTP, and none for single messages, which are
-    tokens. Needs the extra `tracing`."""
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    resource = Resource.create({"service.name": "mini-vlm-engine", "service.version": VERSION})
-    provider = TracerProvider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
-    middleware: ASGIApp = OpenTelemetryMiddleware(app, tracer_provider=provider, exclude_spans=["receive", "send"])
-    return middleware

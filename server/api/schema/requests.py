@@ -3,16 +3,14 @@
 None means the checkpoint's default. `validate.py` handles all other fields.
 """
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
-from pydantic_core import from_json
 
-from engine.wire.grammar import Grammar
-from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NotEmpty, NumLogprobs, OutputOptions, TokenCount, TokenId
+from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NumLogprobs, OutputOptions, TokenCount, TokenId
+from server.api.schema.formats import GrammarFields
 from server.api.schema.parts import FIRST, AnyTool, MediaOptions, Message, NamedTool, Tool, ToolList
-from server.api.schema.validate import BY_TYPE, Open, Strict, bad_value, check_refused
+from server.api.schema.validate import Open, Strict, bad_value, check_refused
 
 MAX_MESSAGES = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 128  # every token is compared with all of them
@@ -23,12 +21,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 # Reasoning efforts of all dialects, and whether thinking is on: templates have a switch, not levels.
 EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True, "max": True}
 
-# Kinds of grammars by members of `structured_outputs`.
-MEMBERS = {
-    "json_": "json_schema", "json_object": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf",
-}  # fmt: skip
-ANY_OBJECT = {"type": "object"}
-
 MessageList = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
 MAX_IDS = 1 << 20  # prompts per request
@@ -36,46 +28,9 @@ Salt = Annotated[str, Field(max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def _parsed(value: object) -> object:
-    return from_json(value) if isinstance(value, str) else value
-
-
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_parsed, json_schema_input_type=str | dict[str, Any])]
-Choices = Annotated[list[NotEmpty], Field(min_length=1, fail_fast=True)]
-
-
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class PlainFormat(Strict):
-    type: Literal["text", "json_object"]
-
-
-class NamedSchema(Strict):
-    of: JsonObject = Field(alias="schema")
-
-
-class SchemaFormat(Strict):
-    """Format with a schema in `json_schema` or as its sibling."""
-
-    type: Literal["json_schema"]
-    json_schema: NamedSchema | None = None
-    of: JsonObject | None = Field(alias="schema", default=None)
-
-
-AnswerFormat = Annotated[PlainFormat | SchemaFormat, BY_TYPE] | None
-
-
-class StructuredOutputs(Open):
-    """vLLM's object, of which exactly one member is set."""
-
-    json_: JsonObject | None = Field(alias="json", default=None)
-    regex: NotEmpty | None = None
-    choice: Choices | None = None
-    grammar: NotEmpty | None = None
-    json_object: bool | None = None
 
 
 class Reasoning(Strict):
@@ -91,6 +46,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopList = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Stop = Annotated[StopList, BeforeValidator(_stop_list, json_schema_input_type=StopText | StopList | None)]
 Ids = Annotated[list[int], FIRST]
+AnyIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
 class AnyRequest(Open):
@@ -111,18 +67,13 @@ LISTED: dict[str, Any] = {name: (parameter.json | None, None) for name, paramete
 ListedFields: Any = create_model("ListedFields", __base__=AnyRequest, **LISTED)
 
 
-class GenerationRequest(ListedFields):
-    """Fields of chat and text completions: those of the table `SamplingParams`, and these."""
+class GenerationRequest(GrammarFields, ListedFields):
+    """Fields of chat and text completions: those of grammars, those of the table `SamplingParams`, and these."""
 
-    regex: NotEmpty | None = None
-    ebnf: NotEmpty | None = None
-    json_schema: JsonObject | None = None
     stop: Stop = Field(default=[])
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    response_format: AnswerFormat = None
-    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timings: bool | None = None
@@ -283,53 +234,3 @@ class CompletionRequest(GenerationRequest):
     def check_together(self, vocab_size: int) -> None:
         super().check_together(vocab_size)
         check_prompts(self.prompts, "prompt", vocab_size)
-
-
-class TokenizeRequest(GenerationRequest):
-    prompt: str
-
-
-IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
-
-
-class DetokenizeRequest(GenerationRequest):
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
-
-    def check_together(self, vocab_size: int) -> None:
-        super().check_together(vocab_size)
-        check_ids([self.tokens], "tokens", vocab_size)
-
-
-def read_grammar(request: GenerationRequest) -> tuple[Grammar | None, str]:
-    """Return the grammar and the field that contains it. RequestError 400 for several grammars, or values that are none."""
-    values = {"regex": request.regex, "ebnf": request.ebnf, "json_schema": request.json_schema}
-    grammars = {kind: _grammar_of(kind, value) for kind, value in values.items() if value is not None}
-    if request.structured_outputs is not None:
-        members = {name: value for name, value in request.structured_outputs if value not in (None, False)}
-        if len(members) != 1 or not members.keys() <= MEMBERS.keys():
-            raise bad_value("structured_outputs", "must have one of json, regex, choice, grammar and json_object")
-        for name, value in members.items():
-            value = ANY_OBJECT if name == "json_object" else value
-            grammars[f"structured_outputs.{name.strip('_')}"] = _grammar_of(MEMBERS[name], value)
-    grammars |= _of_response_format(request)
-    if len(set(grammars.values())) > 1:  # the guidance library sends the same grammar in two fields
-        raise bad_value(list(grammars)[1], f"excludes {next(iter(grammars))}: an answer can follow one of them only")
-    return next(((grammar, name) for name, grammar in grammars.items()), (None, ""))
-
-
-def _of_response_format(request: GenerationRequest) -> dict[str, Grammar]:
-    shape = request.response_format
-    if shape is None or isinstance(shape, PlainFormat):
-        is_json = shape is not None and shape.type == "json_object"
-        return {"response_format": _grammar_of("json_schema", ANY_OBJECT)} if is_json else {}
-    schema, path = shape.of if shape.json_schema is None else shape.json_schema.of, "response_format.json_schema.schema"
-    if schema is None:
-        raise bad_value(path, "is missing")
-    return {path: _grammar_of("json_schema", schema)}
-
-
-def _grammar_of(kind: Any, value: Any) -> Grammar:
-    if kind == "choice":
-        texts = (json.dumps(one, ensure_ascii=False) for one in value)  # JSON strings are valid EBNF
-        return Grammar("ebnf", "root ::= " + " | ".join(texts))
-    return Grammar(kind, value if isinstance(value, str) else json.dumps(value))

@@ -15,7 +15,8 @@ from server.api.chat.completions import read_conversation
 from server.api.chat.endpoint import sampling_params
 from server.api.dialects import anthropic, responses
 from server.api.http.scan import Scanner
-from server.api.schema.requests import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest, read_grammar
+from server.api.schema.formats import read_grammar
+from server.api.schema.requests import EFFORTS, ChatRequest, CompletionRequest, GenerationRequest
 from server.api.schema.validate import OFF, REFUSED, check, read_object
 from server.checkpoint import SamplingDefaults
 from server.errors import RequestError
