@@ -3,7 +3,6 @@
 Exits 0 after Ctrl-C or SIGTERM, 1 when any process died, 2 for a bad flag or an unavailable model.
 """
 
-import argparse
 import asyncio
 import contextlib
 import functools
@@ -44,15 +43,17 @@ class Interrupted(Exception):
 
 def command() -> int:
     """Run `mini-vlm`: `serve` is `python -m engine.serve`, `plan` its `--plan`, `bench NAME` is `python -m bench NAME`."""
-    parser = argparse.ArgumentParser("mini-vlm", description="A small serving engine for vision-language models.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
-    parser.add_argument("command", choices=("serve", "plan", "bench"), help="flags follow: `mini-vlm serve --help` lists them")
-    name, rest = parser.parse_args(sys.argv[1:2]).command, sys.argv[2:]
-    if name == "bench":
-        sys.argv = ["mini-vlm bench", *rest]
-        runpy.run_module("bench", run_name="__main__")
-        return 0
-    return main(["--plan", *rest] if name == "plan" else rest)
+    match sys.argv[1:]:
+        case ["serve", *flags]:
+            return main(flags)
+        case ["plan", *flags]:
+            return main(["--plan", *flags])
+        case ["bench", *words]:
+            sys.argv = ["mini-vlm bench", *words]
+            runpy.run_module("bench", run_name="__main__")
+            return 0
+    write_out(f"mini-vlm serve --help, mini-vlm plan or mini-vlm bench NAME; version {VERSION}")
+    return 0 if sys.argv[1:] == ["--version"] else 2
 
 
 def main(argv: list[str] | None = None) -> int:

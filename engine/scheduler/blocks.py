@@ -177,7 +177,7 @@ class BlockHasher:
         self._root = hashlib.blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"kv-blocks", key=key).digest()
 
     def chain(self, token_ids: np.ndarray, num_links: int) -> Iterator[bytes]:
-        """Return the first `num_links` links, hashing only the missing ones; later links are hashed while the device works."""
+        """Return the first `num_links` links, hashing only the missing ones."""
         for i in range(num_links):
             if i == len(self.links):
                 self.extend(token_ids[: min(num_links, max(1, 2 * i)) * self.block_size])

@@ -66,7 +66,7 @@ class SchedulerCore:
         self.state = state
         self.proposer = proposer or Proposer()
         self._num_ranks = num_ranks
-        self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size)
+        self._capacity = min(max_model_len, state.blocks.num_blocks * state.blocks.block_size - state.limits.num_lookahead)
         self._eos_token_ids = eos_token_ids
         self._deadlines: list[tuple[float, int]] = []  # heap of (time, rid)
         self._requests: dict[int, list[Request]] = {}  # answers not yet released
@@ -158,12 +158,6 @@ class SchedulerCore:
             for request in step.requests:
                 request.wire.stages.admitted = request.wire.stages.admitted or now
         return step
-
-    def hash_early(self, step: PlannedStep) -> None:
-        """Hash the blocks that this step fills while the device computes it."""
-        for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
-            if chunk.length >= self.state.blocks.block_size and self.state.limits.prefix_cache:
-                request.name_blocks(chunk.start + chunk.length)
 
     def collect(self, result: StepResult) -> None:
         self._in_flight[result.step - self._in_flight[0].plan.step].results.append(result)

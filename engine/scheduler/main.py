@@ -73,7 +73,6 @@ class Scheduler:
                 self._flush(core, control)  # the device is busy: serve clients first
             while core.num_in_flight < core.depth and (step := core.next_step()) is not None:
                 self._send(step)
-                core.hash_early(step)
             for order in core.state.adapters.take_reads():
                 self._send_workers(order)
             core.expire(time.monotonic())

@@ -147,7 +147,7 @@ class _StepBuilder:
         blocks = self.state.blocks
         equal = _prefix_hits(self.state, request)
         hits, snapshot = _with_states(self.state, request, equal)
-        needed = blocks.num_needed(request.num_tokens) - len(hits) + blocks.num_unheld(hits)
+        needed = blocks.num_needed(request.num_tokens + self.limits.num_lookahead) - len(hits) + blocks.num_unheld(hits)
         if needed > blocks.num_free - self.num_reserved_blocks:
             return False
         start = len(hits) * blocks.block_size
@@ -176,8 +176,7 @@ class _StepBuilder:
         proposed = request.proposed
         if proposed:
             proposed = proposed[: max(0, min(self.budget, request.max_tokens - request.num_output - 1))]
-            lacking = self.state.blocks.num_needed(request.num_computed + 1 + len(proposed)) - len(request.blocks)
-            proposed = proposed if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else ()
+            proposed = proposed if self._fits(request, 1 + len(proposed)) else ()
         if self._schedule(request, 1 + len(proposed), proposed):
             self.budget -= len(proposed)
 
@@ -197,8 +196,7 @@ class _StepBuilder:
         if self.num_chained == SPARE_ROWS or before < MIN_CHAINED or request.num_tokens - request.num_computed < 2:
             return 0
         length, _ = self._fit_images(request, request.num_computed, length)
-        lacking = self.state.blocks.num_needed(request.num_computed + length) - len(request.blocks)
-        return length if lacking <= self.state.blocks.num_free - self.num_reserved_blocks else 0
+        return length if self._fits(request, length) else 0
 
     def _schedule(self, request: Request, length: int, proposed: tuple[int, ...] = ()) -> int:
         """Add a chunk of at most `length` tokens, preempting younger requests (finally itself) for space. Return its length, or 0."""
@@ -208,9 +206,8 @@ class _StepBuilder:
             fitting, starved = self._fit_images(request, request.num_computed, length)
             if fitting == 0 and not starved:
                 return 0  # encoder budget used up
-            lacking = self.state.blocks.num_needed(request.num_computed + fitting) - len(request.blocks)
-            if fitting and (new_blocks := self.state.blocks.alloc(max(0, lacking))) is not None:
-                self._add_chunk(request, fitting, new_blocks + self._lookahead_blocks(request, fitting, len(new_blocks)), proposed)
+            if fitting and (new_blocks := self.state.blocks.alloc(self._num_lacking(request, fitting))) is not None:
+                self._add_chunk(request, fitting, new_blocks, proposed)
                 return fitting
             if self.state.saving:
                 return 0  # snapshot blocks are released when their steps land
@@ -220,15 +217,12 @@ class _StepBuilder:
                 return 0
         return 0
 
-    def _lookahead_blocks(self, request: Request, length: int, num_new: int) -> list[int]:
-        """Return free blocks for `num_lookahead` tokens after a chunk, without preemption."""
-        if not self.limits.num_lookahead:
-            return []
-        end = request.num_computed + length + self.limits.num_lookahead
-        lacking = self.state.blocks.num_needed(end) - len(request.blocks) - num_new
-        if not 0 < lacking <= self.state.blocks.num_free - self.num_reserved_blocks:
-            return []
-        return self.state.blocks.alloc(lacking) or []
+    def _num_lacking(self, request: Request, length: int) -> int:
+        """Return the number of blocks to allocate for a chunk and the tokens that may be proposed after it."""
+        return max(0, self.state.blocks.num_needed(request.num_computed + length + self.limits.num_lookahead) - len(request.blocks))
+
+    def _fits(self, request: Request, length: int) -> bool:
+        return self._num_lacking(request, length) <= self.state.blocks.num_free - self.num_reserved_blocks
 
     def _fit_images(self, request: Request, start: int, length: int) -> tuple[int, bool]:
         """Cut a chunk before the first image that does not fit; also return whether cache space is lacking."""

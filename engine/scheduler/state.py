@@ -35,7 +35,7 @@ class Limits:
     step_sizes: StepSizes
     prefix_cache: bool = True
     snapshot_blocks: int = 0  # blocks per snapshot of a row's recurrent states; 0: the model has none
-    num_lookahead: int = 0  # tokens after a row for which it gets blocks, if any are free
+    num_lookahead: int = 0  # tokens after a row for which it has blocks
 
 
 @dataclass(slots=True)

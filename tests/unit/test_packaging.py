@@ -36,7 +36,7 @@ def test_the_version_stands_in_one_place() -> None:
 def run_command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
     monkeypatch.setattr(sys, "argv", ["mini-vlm", *words])
     with pytest.raises(SystemExit) as stopped:
-        command()
+        sys.exit(command())
     return stopped.value.code
 
 

@@ -140,7 +140,7 @@ def serve_any_load(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_module, "MIN_SNAPSHOT_TOKENS", rng.choice([1, 8]))
         drive(rng, sim, 14, 8, fail, forget_rate, 40 if drafter else 12, num_adapters)
-    capacity = core.state.blocks.num_blocks * core.state.blocks.block_size
+    capacity = core.state.blocks.num_blocks * core.state.blocks.block_size - core.state.limits.num_lookahead
     for rid, reason in sim.terminal.items():
         sequence, received = sim.sequences[rid], sim.received.get(rid, [])
         num_prompt = sequence.wire.prompt.length // 4
