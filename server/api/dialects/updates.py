@@ -1,7 +1,6 @@
 """Weight updates by SGLang's routes: pause, replace weights, continue. Served only with `--enable-weight-updates`."""
 
 import asyncio
-import itertools
 from typing import Any, Literal
 
 import msgspec
@@ -73,9 +72,8 @@ class WeightUpdates:
     def __init__(self, child: Child, registry: RequestRegistry):
         self._run_dir, self._registry = child.run_dir, registry
         self._scheduler: Outbox[Order] = Outbox(child.run_dir, "scheduler")
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
-        self._reader: asyncio.Task[None] | None = None
+        self._lock, self._number = asyncio.Lock(), 0
+        self._inbox: AsyncInbox[OrderDone] | None = None
         registry.weight_version = FIRST_VERSION
 
     def routes(self) -> list[DescribedRoute]:
@@ -122,27 +120,23 @@ class WeightUpdates:
         return await self._give(Order(0, task, bool(asked.abort_all_requests), asked.weight_version))
 
     async def _give(self, order: Order) -> Json:
-        """Wait until the order has been executed. RequestError 400 with the reason if it was rejected, 503 if the server stops."""
-        self._registry.health.check()
-        self._reader = self._reader or asyncio.create_task(self._read())
-        number = next(self._numbers)
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._scheduler.send(msgspec.structs.replace(order, number=number))
-        while not (await asyncio.wait([waiting], timeout=POLL_S))[0]:
-            if (refusal := self._registry.health.refusal) is not None:
-                raise RequestError.of(refusal)
-        done = waiting.result()
+        """Wait until the order has been executed, after those before it. RequestError 400 with the reason if it was rejected, 503 if the
+        server stops."""
+        async with self._lock:
+            self._registry.health.check()
+            self._inbox = self._inbox or AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
+            self._number += 1
+            self._scheduler.send(msgspec.structs.replace(order, number=self._number))
+            done: OrderDone | None = None
+            while done is None or done.number != self._number:  # of an order whose client has disconnected
+                try:
+                    done = await asyncio.wait_for(self._inbox.recv(), POLL_S)
+                    self._registry.weight_version = done.version
+                except TimeoutError:
+                    self._registry.health.check()
         if done.problem is not None:
             raise RequestError(400, done.problem, code="weight_update_refused")
         return {"success": True, "message": f"Done; the weights have the version {done.version}."}
-
-    async def _read(self) -> None:
-        inbox: AsyncInbox[OrderDone] = AsyncInbox(self._run_dir, UPDATES_INBOX, OrderDone)
-        while True:
-            done = await inbox.recv()
-            self._registry.weight_version = done.version
-            if not (waiting := self._waiting.pop(done.number)).done():  # cancelled
-                waiting.set_result(done)
 
 
 def weight_routes(child: Child, registry: RequestRegistry) -> list[DescribedRoute]:
