@@ -10,7 +10,6 @@ from engine.wire.messages import ErrorInfo
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPT_SCORES = 1 << 18
 PROMPT = "messages"  # `param` of errors of a prompt, until `Request.error_of` replaces it by the dialect's field
 
 
@@ -38,13 +37,6 @@ ABORTED = ErrorInfo(503, "The engine aborted this request.", code="aborted", ret
 def overloaded(message: str, retry_after: int = 1) -> RequestError:
     """Return HTTP 503 with `Retry-After`: the same request may succeed later."""
     return RequestError(503, message, code="overloaded", retry_after=retry_after)
-
-
-def check_prompt_scores(number: int) -> None:
-    """Raise RequestError 400 for more than MAX_PROMPT_SCORES log-probabilities of a request's prompts, alternatives included."""
-    if number > MAX_PROMPT_SCORES:
-        words = f"The log-probabilities of the prompts exceed {MAX_PROMPT_SCORES:,}, the limit: ask for fewer alternatives."
-        raise RequestError(400, words, code="invalid_value")
 
 
 def error_of(failure: BaseException) -> ErrorInfo:

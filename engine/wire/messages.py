@@ -79,6 +79,7 @@ class Submit(msgspec.Struct, tag=True):
     n: int = 1  # answers, each with its own events
     is_counted_only: bool = False  # the only event has `prompt_ids` and the echo
     grammar: Grammar | None = None
+    num_prompts: int = 1  # of the client's request
     grammar_field: str = ""  # field of the client's request, for errors
     prompt_field: str = "messages"  # field of the client's request, for errors
     deadline: float | None = None  # time after which no client waits for an answer

@@ -17,10 +17,6 @@ class Numbers(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
     values: bytes
 
-    @property
-    def size(self) -> int:
-        return len(self.values) // 4
-
     def add_to(self, parts: "list[Report]") -> None:
         parts[:] = [self]
 
@@ -44,10 +40,6 @@ class PromptLogprobs(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 class TokenScores(msgspec.Struct, tag=True, frozen=True, array_like=True):
     entries: list[Logprob]
-
-    @property
-    def size(self) -> int:
-        return sum(1 + len(entry.top) for entry in self.entries)
 
 
 Report = PromptLogprobs | Numbers

@@ -37,7 +37,7 @@ from engine.wire.messages import (
 )
 from engine.wire.params import Prompt
 from server.checkpoint import Checkpoint
-from server.errors import RequestError, check_prompt_scores, error_of, forget_frames, overloaded
+from server.errors import RequestError, error_of, forget_frames, overloaded
 from server.processor.grammar import AnswerGrammars
 from server.processor.media.image import EarlyReads, Image
 from server.processor.media.video import Medium, Videos, release_all
@@ -49,6 +49,7 @@ from server.processor.text.scores import PromptScores
 from server.processor.threads import together
 from server.region import GrowingRegion, RegionAllocator
 
+MAX_PROMPT_SCORES = 1 << 18  # log-probabilities of a request's prompts, alternatives included; each prompt has an equal share
 LARGE_MESSAGES_BYTES = 1 << 14  # larger prompts are tokenised in a thread
 LARGE_MESSAGES_AT_ONCE = max(1, min(2, num_cpus() // 2))  # the largest take seconds and up to 2 GB each
 
@@ -207,8 +208,10 @@ class Intake:
             return Event(submit.rid, echo, finish_reason="stop", num_prompt_tokens=num_prompt, prompt_ids=counted)
         if num_prompt >= self.max_model_len:
             raise too_long(self.max_model_len, str(num_prompt))
-        if submit.params.prompt_logprobs is not None:
-            check_prompt_scores(submit.n * num_prompt * (1 + submit.params.prompt_logprobs))
+        num_top = submit.params.prompt_logprobs
+        if num_top is not None and submit.num_prompts * submit.n * num_prompt * (1 + num_top) > MAX_PROMPT_SCORES:
+            words = f"The log-probabilities of the prompts exceed {MAX_PROMPT_SCORES:,}, the limit: ask for fewer, or send fewer prompts."
+            raise RequestError(400, words, code="invalid_value")
         request.regions["prompt"] = self._put(prompt.ids)
         request.num_prompt_tokens = num_prompt
         for answer in request.answers:

@@ -24,7 +24,7 @@ from server.api.main import ENDPOINTS
 from server.api.schema import parts
 from server.api.schema import requests as schema
 from server.api.schema.validate import MAX_VALUES
-from server.errors import MAX_PROMPT_SCORES
+from server.processor.intake import MAX_PROMPT_SCORES
 from server.processor.media.decoders import DECODE_CPU_S, LARGE_AT_ONCE, LARGE_PIXELS, PIXELS_PER_CPU_S
 from server.processor.media.fetch import MAX_PER_HOST, MAX_REDIRECTS
 

@@ -185,8 +185,6 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed
 
 def submits_of(body: Body, prompts: Sequence[Prompt], field: str, **others: Any) -> list[Submit]:
     """Return one Submit per prompt of this field; `others` are fields of `Submit`."""
-    submits = list[Submit]()
-    for i, prompt in enumerate(prompts):
-        rid = body.new_rid() if i else body.rid
-        submits.append(Submit(rid=rid, prompt=prompt, media=[], stages=Stages(body.received), prompt_field=field, **others))
-    return submits
+    others |= {"prompt_field": field, "num_prompts": len(prompts)}
+    rids = [body.rid, *(body.new_rid() for _ in prompts[1:])]
+    return [Submit(rid, prompt, [], stages=Stages(body.received), **others) for rid, prompt in zip(rids, prompts, strict=True)]

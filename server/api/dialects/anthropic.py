@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 from pydantic_core import from_json
 from starlette.responses import JSONResponse
 
@@ -20,9 +20,9 @@ from server.api.http.reply import Reply
 from server.api.http.scan import Scanner
 from server.api.http.streaming import Call, Choice, ReplyOptions, Usage, encode
 from server.api.schema.formats import SchemaFormat
-from server.api.schema.parts import FIRST, FunctionDefinition, Hosted, HostedTool, Parameters, ToolList
+from server.api.schema.parts import FIRST, FunctionDefinition, Parameters, ToolList, client_tools
 from server.api.schema.requests import MAX_STOPS, ChatRequest, Effort, MessageList
-from server.api.schema.validate import BY_TYPE, Strict, bad_value, check, tag_of
+from server.api.schema.validate import BY_TYPE, Strict, bad_value, check
 
 MESSAGES_PATH = "/v1/messages"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
@@ -89,16 +89,11 @@ class Turn(Strict):
 
 
 class ClientTool(FunctionDefinition):
-    """A tool that the client runs. Tools that Anthropic runs have other types and are dropped."""
-
     type: Literal["custom", None] = None
     parameters: Parameters = Field(alias="input_schema")
 
     def as_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
-
-
-AnyTool = Annotated[Annotated[ClientTool, Tag("custom")] | Hosted, tag_of("custom", default="custom")]
 
 
 class ToolChoice(Strict):
@@ -119,7 +114,7 @@ class OutputConfig(Strict):
 class CountRequest(DialectRequest):
     messages: Annotated[list[Turn], MessageList]
     system: Annotated[list[TextBlock], FIRST] | str | None = None
-    tools: Annotated[list[AnyTool], ToolList] | None = None
+    tools: Annotated[list[ClientTool], ToolList, client_tools(ClientTool, "custom", None)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -132,7 +127,7 @@ class CountRequest(DialectRequest):
         if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
             chat |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools:
-            chat["tools"] = [tool if isinstance(tool, HostedTool) else tool.as_chat() for tool in self.tools]
+            chat["tools"] = [tool.as_chat() for tool in self.tools]
         if self.tool_choice:
             chat |= _tool_choice(self.tool_choice)
         if self.thinking and self.thinking.type != "adaptive":

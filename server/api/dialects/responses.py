@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from engine.wire.messages import ErrorInfo, Event
 from engine.wire.params import NumLogprobs, TokenCount
@@ -24,15 +24,14 @@ from server.api.schema.parts import (
     Content,
     FunctionDefinition,
     FunctionName,
-    Hosted,
-    HostedTool,
     Name,
     RefusalPart,
     TextPart,
     ToolList,
+    client_tools,
 )
 from server.api.schema.requests import MessageList, Reasoning
-from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type, tag_of
+from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type
 
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
 LOGPROBS = "message.output_text.logprobs"
@@ -70,8 +69,6 @@ Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, BY_TYPE, d
 
 
 class FlatTool(FunctionDefinition):
-    """A function that the client runs. Tools of other types are dropped."""
-
     type: Literal["function"]
 
     def as_function(self, namespace: str | None) -> Json:
@@ -79,18 +76,15 @@ class FlatTool(FunctionDefinition):
         return {"type": "function", "function": function}
 
 
-Flat = Annotated[FlatTool, Tag("function")]
-
-
 class Namespace(Strict):
     """Functions of an MCP server that the client connects to."""
 
     type: Literal["namespace"]
     name: Name
-    tools: Annotated[list[Annotated[Flat | Hosted, tag_of("function")]], ToolList]
+    tools: Annotated[list[FlatTool], ToolList, client_tools(FlatTool, "function", None)]
 
 
-AnyTool = Annotated[Flat | Annotated[Namespace, Tag("namespace")] | Hosted, tag_of("function", "namespace")]
+AnyTool = Annotated[FlatTool | Namespace, BY_TYPE]
 
 
 class ChosenTool(FunctionName):
@@ -106,7 +100,7 @@ class ResponsesRequest(DialectRequest):
     instructions: str | None = None
     max_tokens: TokenCount | None = Field(alias="max_output_tokens", default=None)
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[AnyTool], ToolList] | None = None
+    tools: Annotated[list[AnyTool], ToolList, client_tools(AnyTool, "function", "namespace", None)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -119,8 +113,7 @@ class ResponsesRequest(DialectRequest):
         chat["logprobs"] = bool(self.top_logprobs) or LOGPROBS in (self.include or ()) or None
         messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input)
         chat["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *messages]
-        hosted = [tool for tool in self.tools or () if isinstance(tool, HostedTool)]
-        chat["tools"] = [*(tool.as_function(namespace) for namespace, tool in self.flat_tools()), *hosted] or None
+        chat["tools"] = [tool.as_function(namespace) for namespace, tool in self.flat_tools()] or None
         chat["tool_choice"] = _choice(self.tool_choice)
         chat["response_format"] = self.text and self.text.format
         chat["reasoning"] = self.reasoning
@@ -130,7 +123,7 @@ class ResponsesRequest(DialectRequest):
         """Yield the client's tools with their namespaces."""
         for tool in self.tools or ():
             namespace, tools = (tool.name, tool.tools) if isinstance(tool, Namespace) else (None, [tool])
-            yield from ((namespace, one) for one in tools if isinstance(one, FlatTool))
+            yield from ((namespace, one) for one in tools)
 
 
 def joined(namespace: str | None, name: str) -> str:
@@ -289,7 +282,7 @@ class ResponsesEndpoint(TranslatedChat):
     def format_of(self, request: ResponsesRequest) -> MakeFormat:
         repeated = request.model_dump(include=REPEATED, by_alias=True)
         repeated |= {"tool_choice": repeated["tool_choice"] or "auto", "parallel_tool_calls": request.parallel_tool_calls is not False}
-        repeated["tools"] = [tool.model_dump() for tool in request.tools or () if not isinstance(tool, HostedTool)]
+        repeated["tools"] = [tool.model_dump() for tool in request.tools or ()]
         return functools.partial(ResponseFormat, repeated=repeated, tools=[*request.flat_tools()])
 
 

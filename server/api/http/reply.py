@@ -18,8 +18,8 @@ from server.api.http.connection import connection_of
 from server.api.http.metrics import Metrics
 from server.api.http.middleware import Record, error_response, record_of
 from server.api.http.registry import RequestRegistry, Stream
-from server.api.http.streaming import Choice, Format, ReplyOptions, Usage, size_of, stage_times, timings_json
-from server.errors import ABORTED, MAX_PROMPT_SCORES, check_prompt_scores, error_of
+from server.api.http.streaming import Choice, Format, ReplyOptions, Usage, stage_times, timings_json
+from server.errors import ABORTED, error_of
 
 Show = Callable[[list[Event]], Response]  # makes a response of one event per choice, in order
 
@@ -99,7 +99,6 @@ class GeneratedReply(Reply):
         self._stages = Stages(received=options.received)
         self._reason = "disconnect"  # replaced when all choices have ended
         self._has_first_token = False
-        self._num_prompt_scores = 0
 
     def begin(self, stream: Stream, registry: RequestRegistry, metrics: Metrics) -> None:
         super().begin(stream, registry, metrics)
@@ -169,7 +168,6 @@ class GeneratedReply(Reply):
             choice.prompt_ids = event.prompt_ids
             chunks.append(self._format.first_chunk(choice))
         is_token = not self._options.drops_empty and event.num_tokens > choice.usage.num_generated
-        self._count_scores(event, is_first=not choice.usage.num_generated)
         choice.note(event)
         event = self._shown(event)
         self._reason = choice.finish_reason or self._reason
@@ -184,7 +182,6 @@ class GeneratedReply(Reply):
                     self._reason = "error"
                     return event.error
                 choice = self._choices[event.rid, event.index]
-                self._count_scores(event, is_first=not choice.usage.num_generated)
                 choice.note(event)
                 choice.note_text(self._shown(event))
             if not self._stream.open:
@@ -199,13 +196,6 @@ class GeneratedReply(Reply):
     def _shown(self, event: Event) -> Event:
         hides = event.is_reasoning and self._options.hides_reasoning
         return msgspec.structs.replace(event, text="", is_reasoning=False) if hides else event
-
-    def _count_scores(self, event: Event, is_first: bool) -> None:
-        """Raise RequestError 400 if all prompts together have too many scores; the processor checks each prompt."""
-        self._num_prompt_scores += (event.report.size if event.report else 0) + (size_of(event.logprobs) if is_first else 0)
-        if self._num_prompt_scores > MAX_PROMPT_SCORES:
-            self._reason = "error"
-        check_prompt_scores(self._num_prompt_scores)
 
     def _total(self) -> Usage:
         """Return the total usage. A prompt counts once for all of its answers."""

@@ -97,10 +97,6 @@ class Scores:
             self._pieces.append(msgspec.msgpack.encode(entries))
 
 
-def size_of(entries: list[Logprob]) -> int:
-    return sum(1 + len(entry.top) for entry in entries)
-
-
 @dataclass(slots=True)
 class Choice:
     index: int

@@ -1,11 +1,11 @@
-"""Messages of chat completions, their parts, tools and calls, as strict types. Tools run by a vendor are dropped."""
+"""Messages of chat completions, their parts, tools and calls, as strict types."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from server.api.schema.media import ImagePart, PixelSizes
-from server.api.schema.validate import BY_TYPE, Open, Strict, tag_of
+from server.api.schema.validate import BY_TYPE, Open, Strict
 from server.api.schema.video import FramesPart, VideoOptions, VideoPart
 
 MAX_TOOLS = 1024
@@ -50,14 +50,13 @@ class Tool(Strict):
     function: FunctionDefinition
 
 
-class HostedTool(Open):
-    """A custom tool, or one that a vendor runs for its own models; this server drops it."""
+def client_tools(kind: Any, *types: str | None) -> BeforeValidator:
+    """Annotation of a list of tools of this kind: those of other types, which vendors run for their own models, are dropped."""
 
-    type: Annotated[str, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
+    def kept(tools: Any) -> Any:
+        return [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") in types] if isinstance(tools, list) else tools
 
-
-Hosted = Annotated[HostedTool, Tag("other")]
-AnyTool = Annotated[Annotated[Tool, Tag("function")] | Hosted, tag_of("function")]
+    return BeforeValidator(kept, json_schema_input_type=list[kind | dict[str, Any]])
 
 
 class FunctionName(Strict):

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, create_model
 
 from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.api.schema.formats import GrammarFields
-from server.api.schema.parts import FIRST, AnyTool, MediaOptions, Message, NamedTool, Tool, ToolList
+from server.api.schema.parts import FIRST, MediaOptions, Message, NamedTool, Tool, ToolList, client_tools
 from server.api.schema.validate import Open, Strict, bad_value, check_refused
 
 MAX_MESSAGES = 10_000
@@ -124,7 +124,7 @@ class GenerationRequest(GrammarFields, ListedFields):
 class ChatRequest(GenerationRequest, MediaRequest):
     messages: Annotated[list[Message], MessageList]
     max_completion_tokens: TokenCount | None = None
-    tools: Annotated[list[AnyTool], ToolList] | None = None
+    tools: Annotated[list[Tool], ToolList, client_tools(Tool, "function", None)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
@@ -160,7 +160,7 @@ class ChatRequest(GenerationRequest, MediaRequest):
 
     @property
     def functions(self) -> list[Tool]:
-        return [tool for tool in self.tools or () if isinstance(tool, Tool)]
+        return self.tools or []
 
     @property
     def called(self) -> str | None:

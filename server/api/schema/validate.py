@@ -42,17 +42,6 @@ def default_type(name: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {**value, "type": name} if isinstance(value, dict) and value.get("type") is None else value)
 
 
-def tag_of(*types: str, default: str = "") -> Discriminator:
-    """Annotation of a union whose members have tags: an object's `type`, or "other" for types that are not among `types`."""
-
-    def choose(value: Any) -> str:
-        fields = vars(value) if isinstance(value, BaseModel) else value if isinstance(value, dict) else {}
-        kind = fields.get("type") or default
-        return kind if kind in types else "other"
-
-    return Discriminator(choose)
-
-
 def read_object(data: bytes) -> dict[str, Any]:
     """Return the JSON object of a body. RequestError 400, or 413 as in `check_number_of_values`."""
     check_number_of_values(data)

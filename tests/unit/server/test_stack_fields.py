@@ -10,7 +10,7 @@ from engine.wire.messages import EngineRequest, RequestOutput
 from engine.wire.params import TokenLogprobs
 from engine.wire.reports import PromptLogprobs
 from engine.wire.stats import Stages
-from server.errors import MAX_PROMPT_SCORES
+from server.processor.intake import MAX_PROMPT_SCORES
 from server.processor.text.detokenize import TokenTable
 from tests.unit.server.stack import FakeScheduler, Script, Stack, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of, user
@@ -206,8 +206,9 @@ def test_log_probabilities_of_the_prompt(stack: Stack, tokenizer: Tokenizer) -> 
     (choice,) = choices_of(ask(stack, prompt=prompt, prompt_logprobs=0))
     assert [list(place) for place in choice["prompt_logprobs"][1:]] and choice["text"] == SMILE
     check_refusal(stack.http.post("/v1/completions", json={"prompt": "x", "prompt_logprobs": 1, "stream": True}), "prompt_logprobs")
-    many = stack.http.post("/v1/completions", json={"prompt": "word " * 1000, "prompt_logprobs": 20, "n": 16})
-    assert many.status_code == 400 and f"{MAX_PROMPT_SCORES:,}" in many.json()["error"]["message"], many.text
+    for text, fields in (("word " * 1000, {"n": 16}), (["word " * 1000] * 16, {})):
+        many = stack.http.post("/v1/completions", json={"prompt": text, "prompt_logprobs": 20, **fields})
+        assert many.status_code == 400 and f"{MAX_PROMPT_SCORES:,}" in many.json()["error"]["message"], many.text
 
 
 def test_log_probabilities_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
