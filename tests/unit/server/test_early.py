@@ -162,13 +162,16 @@ class Announced:
         self.payloads.append(payload)
 
 
-async def test_an_image_is_announced_before_the_json_around_it_is_validated() -> None:
-    """Also one that arrives with the end of its body, as a single picture does."""
-    data, listener = body_of(os.urandom(3_000)), Announced()
+@pytest.mark.parametrize(("count", "announced"), [(1, 1), (3, 2)])
+async def test_images_are_announced_once_and_before_the_json_around_them_is_validated(count: int, announced: int) -> None:
+    """Also one that arrives with the end of its body, as a single picture does; none beyond the limit on images."""
+    data, listener = body_of(*(os.urandom(3_000) for _ in range(count))), Announced()
+    pieces = iter([(data[: len(data) // 2], True), (data[len(data) // 2 :], False)])
 
     async def receive() -> dict[str, object]:
-        return {"type": "http.request", "body": data, "more_body": False}
+        return {"type": "http.request"} | dict(zip(("body", "more_body"), next(pieces), strict=True))
 
-    body = await read_body(receive, len(data), Arena(create_memfd("api", 1 << 20), 1 << 20), EngineConfig(), listener)
-    (reference,) = body.scanner.references
-    assert listener.payloads == [Region(API_ARENA, body.region.offset + reference.offset, reference.length)]
+    config = EngineConfig(max_images_per_request=2)
+    body = await read_body(receive, len(data), Arena(create_memfd("api", 1 << 20), 1 << 20), config, listener)
+    references = body.scanner.references[:announced]
+    assert listener.payloads == [Region(API_ARENA, body.region.offset + each.offset, each.length) for each in references]

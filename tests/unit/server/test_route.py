@@ -64,6 +64,12 @@ def test_the_bound_holds_and_the_rest_goes_where_least_runs() -> None:
     assert Balancer(["http://a"]).take(b"") is None  # nothing is healthy yet
 
 
+def test_keys_are_remembered_by_their_hashes() -> None:
+    made = balancer(4)
+    homes(made, [key * 1000 for key in KEYS])
+    assert made._homes and all(len(key) == 32 for key in made._homes)
+
+
 # The key
 
 

@@ -1,13 +1,24 @@
 """Steps through graphs give the tokens of steps without: padding, shapes and what is copied where, with a stand-in for CUDA's capture."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.worker import graphs
 from engine.worker.rows import HostStep, Rows
+from engine.worker.staging import Staging
 from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.ops import Experts
+from models.kernels.reference.ops import TorchOps
 from models.kernels.step_sizes import StepSizes
-from tests.unit.worker.in_process import Engine, make_picture
+from models.kernels.stream import Normed, RowClass
+from models.scaffold import SHAPES, write_model_folder
+from tests.unit.worker import in_process
+from tests.unit.worker.in_process import Engine, load_model, make_picture, run_again
 
 # Few and small shapes, so that prompts of a tiny model meet every case: below, at and above a size.
 SIZES = StepSizes(
@@ -82,3 +93,90 @@ def test_pooled_rows_are_replayed(model: Qwen3VL, monkeypatch: pytest.MonkeyPatc
     found = pooled((), (5, 7), (), streams=1, replayed=True)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # a step of a graph is padded: some CPUs then round differently
     assert len(pooled((), (), streams=0)) == 2
+
+
+def test_padding_goes_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model_folder(tmp_path, SHAPES["tiny-moe"], weights="random", seed=0)
+    model = load_model(tmp_path)
+    limits = {"mixed_step_tokens": 25, "max_num_mixed_tokens": 17, "max_num_batched_tokens": 64}
+    plain = load(Engine(model, sizes=SIZES, **limits))
+    run, compute = graphs.StepGraphs.run, TorchOps.sparse_swiglu
+    given = []
+    padded = []
+
+    def noted(self: TorchOps, x: Normed, experts: Experts, rows: RowClass, real: torch.Tensor | None) -> torch.Tensor:
+        num_tokens = len(x.stream_TD)
+        given.append((num_tokens if real is None else int(real.sum()), num_tokens))
+        return compute(self, x, experts, rows, real)
+
+    def note(self: graphs.StepGraphs, step: HostStep) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TorchOps, "sparse_swiglu", noted)
+            given.clear()
+            result = run(self, step)
+        *layers, (last, _) = given
+        assert {real for real, _ in layers} == {len(step.ids) + len(step.gather)} and last >= len(step.logits_indices)
+        padded.append(any(real < total for real, total in layers))
+        return result
+
+    monkeypatch.setattr(graphs.StepGraphs, "run", note)
+    assert load(Engine(model, graphs=True, sizes=SIZES, **limits)) == plain and any(padded) and not all(padded)
+
+
+class Launches(TorchDispatchMode):
+    """Names of launches on a GPU, without views and what happens inside a replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = []
+        self._in_replay = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        if not func.is_view and not self._in_replay:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def record(self, forward: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        replay, result = run_again(forward)
+
+        def noted() -> None:
+            self.names.append("replay")
+            self._in_replay = True
+            replay()
+            self._in_replay = False
+
+        return noted, result
+
+
+def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, copy = Launches(), Staging.copy
+
+    def note(self: Staging) -> None:
+        launches.names.append("copy")
+        copy(self)
+
+    monkeypatch.setattr(in_process, "run_again", launches.record)
+    monkeypatch.setattr(Staging, "copy", note)
+    engine = Engine(model, graphs=True, sizes=SIZES, max_num_mixed_tokens=24, mixed_step_tokens=32, max_num_batched_tokens=40)
+    launches.names.clear()
+
+    def step() -> list[str]:
+        with launches:
+            engine.step()
+        names, launches.names = launches.names, []
+        return names
+
+    admit, embed, sample = ["index_put_"], ["embedding", "copy_", "fill_"], ["argmax", "index_copy_"]
+    engine.add(0, [list(range(20))])
+    engine.add(1, [[6] * 3, make_picture(0, 64, 64), [7]])
+    assert step()[-9:] == ["copy", *admit, *embed, "copy_", "replay", *sample]  # behind an encode
+    assert step() == ["copy", *embed, "copy_", "replay", *sample]
+    assert step() == ["copy", *embed, "copy_", "replay", *sample]
+    assert step() == ["copy", "replay", *sample]
+    engine.propose = lambda request: (7, 8) if request.rid else ()
+    verify = ["ne", "cumsum", "sub", "index", "eq", "__and__", "where"]
+    assert step() == ["copy", "index_put_", "replay", "index", "argmax", *verify, "index_copy_", "where"]
+    engine.propose = lambda request: ()
+    engine.add(2, [list(range(300, 350))])
+    assert step() == ["copy", *admit, *embed, "replay", *sample]
+    assert step() == ["copy", *embed, "replay", *sample]
