@@ -30,7 +30,6 @@ class AdapterDirectory:
         self._num_slots, self._num_ranks = num_slots, num_ranks
         self._next: AdapterRef | None = None  # the adapter that is read for the next slot
         self._num_read = 0  # ranks that have read it, or failed
-        self._is_claimed = False  # a request of this plan may start with it
         self._reads: list[ReadAdapter] = []  # not sent yet
         self._held: OrderedDict[int, Held] = OrderedDict()  # least recently started first
         self._loads: list[LoadAdapter] = []
@@ -38,7 +37,7 @@ class AdapterDirectory:
 
     def begin_plan(self) -> None:
         """Begin a plan, during which `may_start` is called once per request, in order."""
-        self._is_full = self._is_claimed = False
+        self._is_full = False
 
     def may_start(self, wire: EngineRequest) -> bool:
         adapter = wire.adapter
@@ -84,12 +83,11 @@ class AdapterDirectory:
         return UNREADABLE if number_of(wire.adapter) in self._failed else None
 
     def _is_read(self, adapter: AdapterRef) -> bool:
-        """Return whether all ranks have read the adapter. If not, it is read next, unless another one is read or claimed."""
+        """Return whether all ranks have read the adapter. If not, it is read next, unless another one is being read."""
         is_done = self._next is None or self._num_read == self._num_ranks
         if self._next is not None and self._next.number == adapter.number:
-            self._is_claimed = is_done
             return is_done
-        if is_done and not self._is_claimed:
+        if is_done:
             self._next, self._num_read = adapter, 0
             self._reads.append(ReadAdapter(adapter))
         return False
