@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import as_completed
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_
 READ_BUFFER = 1 << 26  # half of the maximum document size
 JSON = {"content-type": "application/json"}
 MEMORY = "/dev/shm"  # a file system in memory
-Params = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+Params = Mapping[str, Any] | None
 Errors = Literal["raise", "return"]
 Results = Generator[tuple[int, RequestOutput], None, None]
 Outputs = AsyncGenerator[RequestOutput, None]
@@ -64,11 +64,11 @@ class AsyncLLM:
         if self._session is not None:
             await self._session.close()
 
-    def chat(self, messages: Any, sampling_params: Mapping[str, Any] | None = None, **fields: Any) -> Outputs:
+    def chat(self, messages: Any, sampling_params: Params = None, **fields: Any) -> Outputs:
         """Yield the output again whenever it has grown."""
         return self._outputs(Ask(CHAT, messages, sampling_params, fields), is_streamed=True)
 
-    def generate(self, prompt: Any, sampling_params: Mapping[str, Any] | None = None, **fields: Any) -> Outputs:
+    def generate(self, prompt: Any, sampling_params: Params = None, **fields: Any) -> Outputs:
         """Continue a text or token ids; see `chat`."""
         return self._outputs(Ask(COMPLETIONS, prompt, sampling_params, fields), is_streamed=True)
 
@@ -204,11 +204,7 @@ class LLM:
 
 
 def _asks(path: str, prompts: Any, params: Params, fields: dict[str, Any]) -> list[Ask]:
-    prompts = listed(prompts)
-    of_each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-    if len(of_each) != len(prompts):
-        raise ValueError(f"got {len(of_each)} sampling_params for {len(prompts)} prompts")
-    return [Ask(path, prompt, one, fields, number) for number, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))]
+    return [Ask(path, prompt, params, fields, number) for number, prompt in enumerate(listed(prompts))]
 
 
 def write_tensors(tensors: Mapping[str, Any], path: str) -> None:
