@@ -10,7 +10,7 @@ import xgrammar
 from engine.grammar.compile import compiled, read_vocabulary
 from engine.wire.grammar import Grammar
 from models.demo import CHECKPOINT
-from server.api.schema.requests import _grammar_of
+from server.api.schema.formats import _grammar_of
 
 TOKENS = read_vocabulary(Path(CHECKPOINT))
 COMPILER = xgrammar.GrammarCompiler(TOKENS, cache_enabled=False)
