@@ -27,11 +27,6 @@ class AcceptingSource(Source):
         self._of, self._answer, self._probability, self._num_drafts = request, answer, probability, num_drafts
         self._rng = random.Random(request.rid)
 
-    @property
-    def lag(self) -> int:
-        """The recorded answer needs no reading."""
-        return 0
-
     def _find(self, most: int) -> Proposal:
         if self._num_drafts:
             self.trust = Trust(hits=2.0, num_known=self._of.num_known)

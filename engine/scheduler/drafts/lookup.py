@@ -35,8 +35,11 @@ class Source:
             self.trust.score(request)
             self._text[self._end + self._num_read : self._end + request.num_known] = request.known_ids()[self._num_read :]
             self._num_read = request.num_known
-            self.trust.proposal = find(self._text[: self._end + request.num_known], most)
+            self.trust.proposal = self._find(most)
         return self.trust.proposal
+
+    def _find(self, most: int) -> Proposal:
+        return find(self._text[: self._end + self._num_read], most)
 
 
 def find(text: npt.NDArray[np.int32], most: int) -> Proposal:

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch, floats
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, floats, kernel
 from models.kernels.triton.tuned import DELTA, DeltaTiles
 
 # Rows and starts are slices of a staging buffer: no recompilation for another alignment.
@@ -36,7 +36,7 @@ def _rates_of(gates: tensor, token: tensor, inside: tensor, head: tensor, HEADS:
     return tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["starts", "sources", "firsts"])
+@kernel(do_not_specialize=["num_tokens", "num_rows"], do_not_specialize_on_alignment=["starts", "sources", "firsts"])
 def _convolve(
     inputs: tensor, conv: tensor, before: tensor, accepted: tensor, starts: tensor, sources: tensor, firsts: tensor, out: tensor,
     num_tokens: tensor, num_rows: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr, DIM: constexpr, KEY_HEADS: constexpr,
@@ -72,7 +72,7 @@ def _convolve(
     tl.store(out + place, value.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
+@kernel(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
 def _keep(
     inputs: tensor, mixed: tensor, gates: tensor, before: tensor, kept_mixed: tensor, kept_gates: tensor, accepted: tensor, rows: tensor,
     starts: tensor, sources: tensor, firsts: tensor, first_row: tensor, stride: tensor, row_stride: tensor, CHANNELS: constexpr,
@@ -120,7 +120,7 @@ def _advance(
     return state + k[:, None] * change[None, :]
 
 
-@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts"])
+@kernel(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts"])
 def _step(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, memory: tensor, kept_mixed: tensor, kept_gates: tensor,
     accepted: tensor, rows: tensor, starts: tensor, out: tensor, first_row: tensor, row_stride: tensor, kept_stride: tensor,
@@ -194,7 +194,7 @@ def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr,
     return token, tl.sum(tl.where(mine, end, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts"])
+@kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts"])
 def _prepare(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, starts: tensor, u: tensor, w: tensor, p: tensor, sums: tensor,
     num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, SIZE: constexpr,
@@ -244,7 +244,7 @@ def _prepare(
         solved += (k, s, u_new, w_new)  # type: ignore[assignment]
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
+@kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
 def _scan(
     mixed: tensor, u: tensor, w: tensor, p: tensor, sums: tensor, memory: tensor, rows: tensor, starts: tensor, sources: tensor,
     firsts: tensor, out: tensor, num_rows: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr,
@@ -285,7 +285,7 @@ def _scan(
         end = tl.where(goes_on, tl.load(starts + row + 1, row < num_rows, 0), start)
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@kernel(do_not_specialize=["num_lines"])
 def _gated_norm(
     o: tensor, z: tensor, weight: tensor, out: tensor, eps: tensor, num_lines: tensor, stride: tensor, HEADS: constexpr, DIM: constexpr,
     LINES: constexpr, OVERLAP: constexpr,
@@ -311,12 +311,12 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     num_tokens, num_rows, stride = len(heads.inputs_TX), len(rows.rows_R), heads.inputs_TX.stride(0)
     channels, taps = heads.conv_CW.shape
     sizes = {"CHANNELS": channels, "HEADS": num_heads, "KEY_HEADS": heads.num_key_heads, "DIM": dim}
-    mixed_TC, early = heads.inputs_TX.new_empty((num_tokens, channels)), early_launch(memory)
+    mixed_TC = heads.inputs_TX.new_empty((num_tokens, channels))
     tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
     _convolve[(triton.cdiv(num_tokens, tokens), channels // dim)](
         heads.inputs_TX, heads.conv_CW, before, state.num_accepted_R, rows.starts_R1, *rows.origins, mixed_TC, num_tokens, num_rows,
         stride, before.stride(0), CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens,
-        ROWS=_padded(num_rows), **early,
+        ROWS=_padded(num_rows),
     )  # fmt: skip
     o_THV = mixed_TC.new_empty((num_tokens, num_heads, dim))
     if rows.num_prefill_rows:
@@ -325,18 +325,18 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
         columns = min(dim, tiles.step_columns)
         _step[(num_rows - rows.num_prefill_rows, num_heads, dim // columns)](
             mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, memory, *kept, rows.rows_R, rows.starts_R1, o_THV,
-            rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes, **early,
+            rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes,
         )  # fmt: skip
     _keep[(num_rows, triton.cdiv(channels, tiles.channels))](
         heads.inputs_TX, mixed_TC, heads.gates_TX, before, *kept, rows.rows_R, rows.starts_R1, *rows.origins, rows.num_prefill_rows,
         stride, before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=tiles.channels,
-        GATES=triton.next_power_of_2(2 * num_heads), **early,
+        GATES=triton.next_power_of_2(2 * num_heads),
     )  # fmt: skip
     out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
     _gated_norm[(triton.cdiv(lines, tiles.lines),)](
         o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride,
-        HEADS=num_heads, DIM=dim, LINES=tiles.lines, **early,
+        HEADS=num_heads, DIM=dim, LINES=tiles.lines,
     )  # fmt: skip
     return out_TX
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_previous_kernel, early_launch, floats
+from models.kernels.triton.launch import await_previous_kernel, floats, kernel
 
 BLOCK = 256  # messages per program
 MAX_PROGRAMS = 512  # programs per exchange: all must be resident, since each waits for its counterparts on the other ranks
@@ -65,7 +65,7 @@ def _receive(
     return message
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@kernel(do_not_specialize=["num_words"])
 def _sum(
     stream: tensor, parts: tensor, inboxes: tl.tuple, epochs: tensor, num_words: tensor, ADD: constexpr, PARTS: constexpr, RANK: constexpr,
     SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, NAPS: constexpr, OVERLAP: constexpr,
@@ -100,7 +100,7 @@ def _sum(
     tl.store(epochs + tl.program_id(0), epoch)
 
 
-@triton.jit(do_not_specialize=["num_words", "width"])
+@kernel(do_not_specialize=["num_words", "width"])
 def _gather(
     values: tensor, out: tensor, inboxes: tl.tuple, epochs: tensor, num_words: tensor, width: tensor, FIRST: constexpr, RANK: constexpr,
     SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr, NAPS: constexpr, OVERLAP: constexpr,
@@ -182,7 +182,7 @@ class TritonExchange:
         num_words = stream_TD.numel() // 2
         _sum[(triton.cdiv(num_words, BLOCK),)](
             stream_TD, parts_STD, self._inboxes, self._epochs, num_words,
-            ADD=add, PARTS=len(parts_STD), **self._ranks, **early_launch(stream_TD),
+            ADD=add, PARTS=len(parts_STD), **self._ranks,
         )  # fmt: skip
 
     def _launch_gather(self, values: torch.Tensor, out: torch.Tensor, first: bool) -> None:
@@ -190,7 +190,7 @@ class TritonExchange:
         words, width = values.view(torch.int32), values.shape[-1] * values.itemsize // 4
         _gather[(triton.cdiv(words.numel(), BLOCK),)](
             words, out.view(torch.int32), self._inboxes, self._epochs, words.numel(), width,
-            FIRST=first, **self._ranks, **early_launch(values),
+            FIRST=first, **self._ranks,
         )  # fmt: skip
 
 

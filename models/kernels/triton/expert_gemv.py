@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_previous_kernel, early_launch, floats, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, floats, kernel, num_multiprocessors
 from models.kernels.triton.tuned import EXPERT_GEMV
 from models.weights.plain import Plain
 
@@ -26,7 +26,7 @@ def _fetch(
     return tl.load(place, inside, 0.0), tl.load(place + INNER * WIDTH, inside, 0.0)
 
 
-@triton.jit
+@kernel()
 def _gate_up(
     x: tensor, matrices: tensor, chosen: tensor, inner: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr, ROWS: constexpr,
     BLOCK: constexpr, OVERLAP: constexpr,
@@ -54,7 +54,7 @@ def _rows_of_choice(
     return tl.load(place, (column < tl.where(expert < 0, 0, INNER))[None, :], 0.0)
 
 
-@triton.jit
+@kernel()
 def _down(
     inner: tensor, matrices: tensor, chosen: tensor, weights: tensor, out: tensor, CHOSEN: constexpr, WIDTH: constexpr, INNER: constexpr,
     ROWS: constexpr, BLOCK: constexpr, PREFETCH: constexpr, ADD: constexpr, OVERLAP: constexpr,
@@ -89,7 +89,7 @@ def expert_swiglu(x_1D: torch.Tensor, gate_up: Plain, chosen_K: torch.Tensor, nu
     assert x_1D.is_contiguous() and matrices.is_contiguous()
     _gate_up[(min(tiles.programs * num_multiprocessors(x_1D.device), chosen * inner // rows),)](
         x_1D, matrices, chosen_K, inner_KI,
-        CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=block, num_warps=tiles.up_warps, **early_launch(x_1D),
+        CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=block, num_warps=tiles.up_warps,
     )  # fmt: skip
     return inner_KI
 
@@ -104,5 +104,5 @@ def expert_sum(
     _down[(width // rows,)](
         inner_KI, down.values, chosen_K, weights_K, out_1D,
         CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=triton.next_power_of_2(inner),
-        PREFETCH=min(chosen, tiles.down_prefetch), ADD=adds, num_warps=tiles.down_warps, **early_launch(out_1D),
+        PREFETCH=min(chosen, tiles.down_prefetch), ADD=adds, num_warps=tiles.down_warps,
     )  # fmt: skip

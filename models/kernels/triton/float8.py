@@ -9,7 +9,7 @@ from triton.language import constexpr, tensor
 
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
-from models.kernels.triton.launch import await_previous_kernel, early_launch
+from models.kernels.triton.launch import await_previous_kernel, kernel
 from models.kernels.triton.products import ExpertOperands, TritonProducts
 from models.kernels.triton.text import quantized, swiglu_quantized
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
@@ -21,7 +21,7 @@ SPLITS = 4
 STAGES, WARPS = 4, 4
 
 
-@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
+@kernel(do_not_specialize=["num_tokens", "scale_stride"])
 def _multiply(
     x: tensor, x_scales: tensor, weight: tensor, weight_scales: tensor, out: tensor, num_tokens: tensor, scale_stride: tensor,
     OUT: constexpr, WIDTH: constexpr, PADDED: constexpr, BLOCKS: constexpr, ROWS: constexpr, TOKENS: constexpr, STAGES: constexpr,
@@ -68,7 +68,7 @@ def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) ->
         x_TK.padded, x_TK.scales, weight_NK.values, scales, out_STN, num_tokens, len(x_TK.padded),
         OUT=rows, WIDTH=x_TK.padded.shape[1], PADDED=scales.shape[1], BLOCKS=x_TK.padded.shape[1] // BLOCK // num_parts,
         ROWS=ROWS, TOKENS=tokens, STAGES=STAGES,
-        num_warps=WARPS, **early_launch(out_STN),
+        num_warps=WARPS,
     )  # fmt: skip
 
 

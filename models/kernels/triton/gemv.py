@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_previous_kernel, capability_of, early_launch, floats, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, capability_of, floats, kernel, num_multiprocessors
 from models.kernels.triton.tuned import gemv_tiles
 
 Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
@@ -80,7 +80,7 @@ def multiply_rows(
         row += step
 
 
-@triton.jit
+@kernel()
 def _gemv(
     x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr,
     NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
@@ -111,6 +111,6 @@ def gemv(
     _gemv[(min(tiles.programs * count, triton.cdiv(num_out, tiles.rows)),)](
         x_1D, norm_weight, weight_ND, out_1N, x_1D if normed_1D is None else normed_1D, eps,
         OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_1D is not None, GATED=gated, ADD=adds,
-        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps, **early_launch(x_1D),
+        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps,
     )  # fmt: skip
     return out_1N

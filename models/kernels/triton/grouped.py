@@ -14,7 +14,7 @@ from models.kernels.ops import Experts
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import values_of
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.launch import await_previous_kernel, early_launch, floats, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, floats, kernel, num_multiprocessors
 from models.kernels.triton.moe import weighted_sum
 from models.kernels.triton.products import Codes, ExpertGemv, ExpertOperands, TritonProducts
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
@@ -98,7 +98,7 @@ def _scales_of(
     return scale, zero
 
 
-@triton.jit
+@kernel()
 def _gemv(
     x: tensor, norm_weight: tensor, codes: tensor, scales: tensor, zeros: tensor, factors: tensor, chosen: tensor, out: tensor, eps: tensor,
     OUT: constexpr, WIDTH: constexpr, RUN: constexpr, PER: constexpr, GROUP: constexpr, GROUPS: constexpr, ELEMENT: constexpr,
@@ -158,7 +158,7 @@ def _gemv(
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _multiply(
     x: tensor, codes: tensor, scales: tensor, zeros: tensor, factors: tensor, out: tensor, num_tokens: tensor, OUT: constexpr,
     WIDTH: constexpr, RUN: constexpr, PER: constexpr, GROUP: constexpr, GROUPS: constexpr, ELEMENT: constexpr, MIDDLE: constexpr,
@@ -185,7 +185,7 @@ def _multiply(
     tl.store(place, total.to(out.dtype.element_ty), given[None, :])
 
 
-@triton.jit
+@kernel()
 def _dequantize(
     codes: tensor, scales: tensor, zeros: tensor, factors: tensor, out: tensor, WIDTH: constexpr, RUN: constexpr, PER: constexpr,
     GROUP: constexpr, GROUPS: constexpr, ELEMENT: constexpr, MIDDLE: constexpr, HAS_ZEROS: constexpr, HAS_FACTORS: constexpr,
@@ -236,7 +236,6 @@ def gemv(
         x_KX, norm_weight, *_tensors(matrix), matrix.codes if chosen_K is None else chosen_K, out_KN, eps,
         OUT=num_out, **_settings(matrix), NORM=norm is not None, GATED=gated, ADD=adds, CHOICES=choices, SHARED=len(x_KX) == 1,
         WHOLE=triton.next_power_of_2(matrix.shape[1]) if norm is not None else 1, ROWS=rows, WORDS=VECTOR_WORDS, num_warps=VECTOR_WARPS,
-        **early_launch(x_KX),
     )  # fmt: skip
     return out_KN
 
@@ -255,7 +254,6 @@ def multiply(x_TX: torch.Tensor, matrix: Grouped, out_STN: torch.Tensor) -> None
     _multiply[(matrix.shape[0] // rows, len(out_STN), triton.cdiv(num_tokens, tokens))](
         x_TX, *_tensors(matrix), out_STN, num_tokens, OUT=matrix.shape[0], **_settings(matrix),
         BLOCKS=num_words // words // len(out_STN), ROWS=rows, WORDS=words, TOKENS=tokens, STAGES=STAGES, num_warps=WARPS,
-        **early_launch(x_TX),
     )  # fmt: skip
 
 
@@ -263,7 +261,7 @@ def dequantize(matrix: Grouped, dtype: torch.dtype) -> torch.Tensor:
     """Return the values, (N, K)."""
     out_NK, rows = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device), math.gcd(matrix.shape[0], DENSE_ROWS)
     _dequantize[(matrix.shape[0] // rows, triton.cdiv(matrix.codes.shape[1], DENSE_WORDS))](
-        *_tensors(matrix), out_NK, **_settings(matrix), ROWS=rows, WORDS=DENSE_WORDS, num_warps=8, **early_launch(out_NK)
+        *_tensors(matrix), out_NK, **_settings(matrix), ROWS=rows, WORDS=DENSE_WORDS, num_warps=8
     )
     return out_NK
 

@@ -1,14 +1,38 @@
-"""Launch options and device helpers of Triton kernels."""
+"""Launches of Triton kernels, and helpers of kernels.
 
-from functools import cache
+Triton's own `kernel[grid](...)` takes 16 us of host time on a machine with H200s, since it specialises and hashes all arguments; a call of
+the driver takes 3 us.
+"""
+
+import ctypes
+import logging
+import re
+import struct
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+logger = logging.getLogger(__name__)
 
 OVERLAP_CAPABILITY = (9, 0)  # compute capability from which programmatic dependent launch is available
+CODES = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f"}  # of `struct` for types of Triton; pointers are "P"
+PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")  # of a kernel in PTX
+BITS = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)")
+CONFIG = "3I3IIPPI"  # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number
+OVERLAPS = ctypes.create_string_buffer(struct.pack("i4xi60x", 6, 1))  # CUlaunchAttribute: programmaticStreamSerialization
+REST = ((), (1, 1), (1,), ())  # dimensions that a grid of so many lacks
+WORD = 15  # Triton compiles a kernel anew for pointers and integers that are no multiples of 16
+NEVER = 1 << 62  # bit that no address has
+
+Launch = Callable[[tuple[int, ...], list[Any]], None]
 
 
 @cache
@@ -17,9 +41,109 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def early_launch(x: torch.Tensor) -> dict[str, bool]:
-    """Return launch options of a kernel that, with OVERLAP, waits for the previous kernel itself."""
-    return {"OVERLAP": True, "launch_pdl": True} if capability_of(x.device) >= OVERLAP_CAPABILITY else {"OVERLAP": False}
+class Kernel:
+    """A kernel of `triton.jit`. The first launch with arguments of such types is Triton's, later ones are calls of the driver.
+
+    A kernel that has OVERLAP waits for the previous kernel itself, where programmatic dependent launch is available. All launches of a
+    process are by one thread on one device."""
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted = jitted
+        self._overlaps = "OVERLAP" in jitted.arg_names
+        self._launches: dict[tuple[Any, ...], Launch | None] = {}  # None: Triton launches
+        self._masks: list[int] = []
+        if isinstance(jitted, JITFunction):
+            self._masks = [0 if p.do_not_specialize else NEVER if p.do_not_specialize_on_alignment else WORD for p in jitted.params]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        kinds, values, misaligned = [], [], 0
+        for x, mask in zip(args, self._masks, strict=False):
+            kind = x.__class__
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                values.append(address := x.data_ptr())
+                misaligned |= address & mask
+                kind = x.dtype
+            elif kind is tuple:
+                addresses = [each.data_ptr() for each in x]
+                values += addresses
+                misaligned |= sum(address & mask for address in addresses)
+                kind = x[0].dtype, len(x)
+            elif kind is int and mask and x == 1:
+                kind = 1  # Triton compiles it in
+            elif x is not None:
+                values.append(x)
+                if mask and kind is int and not x & WORD:
+                    kind = WORD
+            kinds.append(kind)
+        key = (*kinds, *options, *options.values())
+        launch = self._launches.get(key)
+        if launch is None or misaligned:
+            return self._launch_slowly(grid, args, options, None if misaligned or key in self._launches else key)
+        launch(grid, values)
+
+    def _launch_slowly(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any], key: tuple[Any, ...] | None) -> None:
+        """`key`: of the launches that are to be like this one."""
+        if self._overlaps and "OVERLAP" not in options:
+            device = next(each.device for each in args if isinstance(each, torch.Tensor))
+            options |= {"OVERLAP": True, "launch_pdl": True} if capability_of(device) >= OVERLAP_CAPABILITY else {"OVERLAP": False}
+        compiled = self.jitted[grid](*args, **options)
+        if key is not None and self._masks:
+            self._launches[key] = launch_of(compiled)
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
+    """Decorate a kernel, with options of `triton.jit`."""
+    return lambda function: Kernel(triton.jit(function, **options))
+
+
+def parameters_of(compiled: Any) -> str | None:
+    """Return codes of `struct` for the parameters of a compiled kernel, None if they are not what is expected: those of its signature and
+    the addresses of two scratch memories, which no kernel of ours uses."""
+    signature = [each for types in compiled.src.signature.values() for each in (types if isinstance(types, tuple) else (types,))]
+    codes = [CODES.get(each, "P" if each.startswith("*") else "") for each in signature if each != "constexpr"]
+    found = PARAMETERS.search(compiled.asm["ptx"])
+    bits = [] if found is None else [int(each) for each in BITS.findall(found[1])]
+    meta = compiled.metadata
+    is_plain = meta.num_ctas == 1 and not (meta.global_scratch_size or meta.profile_scratch_size or meta.launch_cooperative_grid)
+    codes += ["P", "P"]
+    return "".join(codes) if is_plain and all(codes) and bits == [8 * struct.calcsize(code) for code in codes] else None
+
+
+def launch_of(compiled: Any) -> Launch | None:
+    """Return a function that launches a kernel with a grid and its parameters, None (with one line in the log) if Triton must do it."""
+    codes, launch_kernel = parameters_of(compiled), driver_function()
+    if codes is None or launch_kernel is None:
+        logger.warning("Triton %s has other parameters of kernels than expected: launches take longer", triton.__version__)
+        return None
+    meta, function, name, places = compiled.metadata, compiled.function, compiled.metadata.name, []
+    packed = struct.Struct(CONFIG + codes)
+    memory = ctypes.create_string_buffer(packed.size)
+    for i, code in enumerate(codes, len(CONFIG) + 1):
+        places.append(ctypes.addressof(memory) + struct.calcsize((CONFIG + codes)[:i]) - struct.calcsize(code))
+    config, parameters = ctypes.addressof(memory), (ctypes.c_void_p * len(places))(*places)
+    block, overlaps = (32 * meta.num_warps, 1, 1, meta.shared), (ctypes.addressof(OVERLAPS), int(meta.launch_pdl))
+    pack, device, stream_of = packed.pack_into, driver.active.get_current_device(), driver.active.get_current_stream
+
+    def launch(grid: tuple[int, ...], values: list[Any]) -> None:
+        pack(memory, 0, *grid, *REST[len(grid)], *block, stream_of(device), *overlaps, *values, 0, 0)
+        if error := launch_kernel(config, function, parameters, None):
+            raise RuntimeError(f"the launch of {name} failed with CUDA's error {error}")
+
+    return launch
+
+
+@cache
+def driver_function() -> Any:
+    """Return the driver's `cuLaunchKernelEx`, None if it has none."""
+    try:
+        function = ctypes.PyDLL("libcuda.so.1").cuLaunchKernelEx
+    except AttributeError:
+        return None
+    function.argtypes = [ctypes.c_void_p] * 4
+    return function
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from triton.language import constexpr, tensor
 
 from models.kernels.stream import Activation, RowClass
 from models.kernels.triton.activations import single_of
-from models.kernels.triton.launch import await_previous_kernel, early_launch, floats, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, floats, kernel, num_multiprocessors
 from models.kernels.triton.lora_single import adapted_gemv
 from models.lora import targets
 from models.lora.low_rank import BLOCK_ROWS, LowRank, Out, Product, TokenSlots
@@ -52,7 +52,7 @@ class Tiles:
     shape: TileShape
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
+@kernel(do_not_specialize=["num_tokens", "num_tiles"])
 def _group(
     slots: tensor, tokens: tensor, slots_of_tiles: tensor, used: tensor, num_tokens: tensor, num_tiles: tensor, NUM_SLOTS: constexpr,
     KINDS: constexpr, SIZE: constexpr, BLOCK: constexpr,
@@ -101,7 +101,7 @@ def _tiles_of(slots: TokenSlots, num_slots: int) -> Tiles:
     return slots.tiles
 
 
-@triton.jit(do_not_specialize=["num_places"])
+@kernel(do_not_specialize=["num_places"])
 def _shrink(
     x: tensor, a: tensor, tokens: tensor, slots: tensor, ranks: tensor, out: tensor, num_places: tensor, WIDTH: constexpr,
     NUM_SLOTS: constexpr, GROUPS: constexpr, RANK: constexpr, RANKS: constexpr, SPLIT_WIDTH: constexpr, SIZE: constexpr,
@@ -165,7 +165,7 @@ def _plus_all(
     return total
 
 
-@triton.jit(do_not_specialize=["num_places"])
+@kernel(do_not_specialize=["num_places"])
 def _expand(
     shrunk: tensor, b: tensor, tokens: tensor, slots: tensor, used: tensor, ranks: tensor, blocks: tensor, groups: tensor, product: tensor,
     out: tensor, num_places: tensor, stride: tensor, OUT: constexpr, NUM_SLOTS: constexpr, GROUPS: constexpr, RANK: constexpr,
@@ -232,7 +232,7 @@ class TritonLowRank:
                 x_TK, low_rank.a_SGRK, tiles.tokens_X, tiles.slots_Y, low_rank.ranks_SG, shrunk_PXR, len(tiles.tokens_X), WIDTH=width,
                 NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=min(RANKS, triton.next_power_of_2(rank)),
                 SPLIT_WIDTH=triton.cdiv(triton.cdiv(width, splits), columns) * columns, SIZE=size, COLUMNS=columns, num_warps=WARPS,
-                num_stages=num_stages, **({"OVERLAP": False} if self._is_parallel(x_TK) else early_launch(x_TK)),
+                num_stages=num_stages, **({"OVERLAP": False} if self._is_parallel(x_TK) else {}),
             )  # fmt: skip
         return shrunk_PXR
 
@@ -269,7 +269,6 @@ class TritonLowRank:
             low_rank.groups_N, product_TN, out_TX, len(tiles.tokens_X), product_TN.stride(0), OUT=low_rank.b_SNR.shape[1],
             NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=RANK_STEP, SPLITS=len(shrunk_PXR),
             SIZE=tiles.shape.tokens, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS,
-            **early_launch(product_TN),
         )  # fmt: skip
 
     def _parallel(self, x_TK: torch.Tensor) -> AbstractContextManager[object]:

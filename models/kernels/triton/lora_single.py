@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.triton.gemv import Norm, multiply_rows
-from models.kernels.triton.launch import await_previous_kernel, capability_of, early_launch, floats, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, capability_of, floats, kernel, num_multiprocessors
 from models.kernels.triton.tuned import gemv_tiles
 from models.lora import low_rank as low_rank_module
 from models.lora.low_rank import LowRank
@@ -74,7 +74,7 @@ def _group_of(groups: tensor, ranks: tensor, slot: tensor, row: tensor, inside: 
     return group, tl.where(slot < 0, 0, tl.load(ranks + tl.maximum(slot, 0) * GROUPS + group, inside, 0))
 
 
-@triton.jit
+@kernel()
 def _adapted_gemv(
     x: tensor, norm_weight: tensor, weight: tensor, out: tensor, a: tensor, b: tensor, shrunk: tensor, raw: tensor, slots: tensor,
     ranks: tensor, groups: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr, GROUPS: constexpr, RANK: constexpr, PADDED: constexpr,
@@ -138,6 +138,6 @@ def adapted_gemv(
         PADDED=triton.next_power_of_2(rank), NORM=norm is not None, GATED=gated, ADD=adds, SHRINKING=shrinking,
         SHRINK_BLOCK=triton.next_power_of_2(width), ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block),
         LAST_ROWS=min(MOST_LAST_ROWS, triton.next_power_of_2(triton.cdiv(num_out, tiles.rows * programs) * tiles.rows)),
-        num_warps=tiles.warps, **early_launch(x_1D),
+        num_warps=tiles.warps,
     )  # fmt: skip
     return out_1N

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import Experts
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, capability_of, early_launch, floats
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, capability_of, floats, kernel
 from models.kernels.triton.products import ExpertProducts, triton_products
 from models.kernels.triton.routing import Choices, SortedChoices, route, sort
 from models.kernels.triton.text import swiglu
@@ -101,7 +101,7 @@ def _multiply(
         tl.store(out + part[:, None] * OUT + column[None, :], total.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
+@kernel(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
 def _multiply_experts(
     x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, zeros: tensor, weights: tensor, out: tensor, choices: tensor,
     experts: tensor, rows: tensor, num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr,
@@ -167,7 +167,7 @@ def _own_swiglu(own: ExpertProducts, x_TD: torch.Tensor, experts: Experts, choic
     return sum_TD[None]
 
 
-@triton.jit
+@kernel()
 def _weighted_sum(
     values: tensor, chosen: tensor, weights: tensor, out: tensor, CHOSEN: constexpr, WIDTH: constexpr, COLUMNS: constexpr, ADD: constexpr,
     OVERLAP: constexpr,
@@ -193,7 +193,6 @@ def weighted_sum(values_SD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: t
     assert all(tensor.is_contiguous() for tensor in (values_SD, chosen_TK, weights_TK, out_TD))
     _weighted_sum[(num_tokens, triton.cdiv(width, SUM_COLUMNS))](
         values_SD, chosen_TK, weights_TK, out_TD, CHOSEN=chosen, WIDTH=width, COLUMNS=SUM_COLUMNS, ADD=adds, num_warps=SUM_WARPS,
-        **early_launch(out_TD),
     )  # fmt: skip
 
 
@@ -222,5 +221,5 @@ def _launch(
         SLOTS=slots, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
         PER_WORD=per_word, MIDDLE=middle, HAS_ZEROS=codes is not None and codes.zeros is not None,
         CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
-        ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(out),
+        ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip

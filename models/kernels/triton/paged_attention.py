@@ -13,7 +13,7 @@ from models.cache.layout import AttentionLayout
 from models.kernels.heads import MAX_GROUP
 from models.kernels.ops import KVPool
 from models.kernels.paged import EagerAttention, Int32s, MakeFixed, PagedAttention, Piece
-from models.kernels.triton.launch import await_previous_kernel, early_launch, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, kernel, num_multiprocessors
 from models.kernels.triton.tuned import AttentionTiles, Tiles
 from models.kernels.work_items import WORK_ITEM_FIELDS, max_token_groups, max_work_items, plan_work_items, token_groups
 
@@ -38,7 +38,7 @@ def _scores_update(
     return new_largest, total, out
 
 
-@triton.jit
+@kernel()
 def _attend(
     q: tensor, k: tensor, v: tensor, out: tensor, items: tensor, pages: tensor, partials: tensor, sums: tensor, scale: tensor,
     FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, PAGE: constexpr, DIM: constexpr, ROWS: constexpr, KEYS: constexpr,
@@ -90,7 +90,7 @@ def _attend(
         tl.store(sums + line, largest + tl.log2(total))
 
 
-@triton.jit
+@kernel()
 def _merge(
     out: tensor, items: tensor, partials: tensor, sums: tensor, FIELDS: constexpr, KV_HEADS: constexpr, GROUP: constexpr, DIM: constexpr,
     ROWS: constexpr, OVERLAP: constexpr,
@@ -153,14 +153,12 @@ class PagedKernel:
             q_THK, k_pool, v_pool, out_THK, items, pages, self.partials, self.sums, self._scale,
             FIELDS=WORK_ITEM_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, PAGE=self.page_size, DIM=q_THK.shape[2],
             ROWS=tiles.rows, KEYS=tiles.keys, STAGES=tiles.stages, EXACT=q_THK.dtype == torch.float32, num_warps=tiles.warps,
-            **early_launch(q_THK),
         )  # fmt: skip
 
     def merge(self, out_THK: torch.Tensor, items: torch.Tensor) -> None:
         _merge[(len(items), self.kv_heads)](
             out_THK, items, self.partials, self.sums,
             FIELDS=WORK_ITEM_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, DIM=out_THK.shape[2], ROWS=self.tiles.few.rows, num_warps=4,
-            **early_launch(out_THK),
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import PIXEL_OFFSET, TAP_BITS, Taps
+from models.kernels.triton.launch import kernel
 
 BLOCK = 1024
 CHANNELS = 3
@@ -24,7 +25,7 @@ def _weigh(
     return tl.minimum(tl.maximum(total >> BITS, 0), 255)
 
 
-@triton.jit(do_not_specialize=["count", "old", "new", "inner", "taps"])
+@kernel(do_not_specialize=["count", "old", "new", "inner", "taps"])
 def _resample(
     source: tensor, first: tensor, weights: tensor, target: tensor, count: tensor, old: tensor, new: tensor, inner: tensor, taps: tensor,
     BITS: constexpr, BLOCK: constexpr,
@@ -39,7 +40,7 @@ def _resample(
     tl.store(target + n, value.to(tl.uint8), mask)
 
 
-@triton.jit(do_not_specialize=["count", "height", "width", "columns", "taps"])
+@kernel(do_not_specialize=["count", "height", "width", "columns", "taps"])
 def _resample_to_patches(
     source: tensor, first: tensor, weights: tensor, target: tensor, count: tensor, height: tensor, width: tensor, columns: tensor,
     taps: tensor, AXIS: constexpr, PATCH: constexpr, MERGE: constexpr, BITS: constexpr, CHANNELS: constexpr, OFFSET: constexpr,

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import Experts
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, kernel
 
 SORTED = 128  # choices per sorting program
 ROUTE_WARPS, SORT_WARPS = 1, 4
@@ -45,7 +45,7 @@ def _best(
     return (LOW - (found & LOW)).to(tl.int32), weight / tl.sum(weight, 0)
 
 
-@triton.jit
+@kernel()
 def _route(
     logits: tensor, is_real: tensor, chosen: tensor, weights: tensor, ranks: tensor, counts: tensor, parts: tensor, first: tensor,
     num_experts: tensor, LOGITS: constexpr, PADDED: constexpr, COUNTED: constexpr, EXPERTS: constexpr, BLOCK: constexpr, CHOSEN: constexpr,
@@ -79,7 +79,7 @@ def _route(
                     tl.store(parts + place + column, tl.zeros((STRIPE,), parts.dtype.element_ty), column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+@kernel(do_not_specialize=["num_slots", "num_blocks"])
 def _sort(
     chosen: tensor, ranks: tensor, counts: tensor, slots: tensor, experts: tensor, rows: tensor, end_of_all: tensor, num_slots: tensor,
     num_blocks: tensor, EXPERTS: constexpr, BLOCK: constexpr, ROWS: constexpr, FILLED: constexpr, SORTED: constexpr, OVERLAP: constexpr,
@@ -146,7 +146,6 @@ def route(
         LOGITS=logits_TE.shape[1], PADDED=valid_T is not None, COUNTED=counted, ZEROED=parts_KTD is not None, EXPERTS=experts.num_experts,
         BLOCK=triton.next_power_of_2(experts.num_experts), CHOSEN=experts.num_chosen, GIVEN=given, CHOICES=triton.next_power_of_2(given),
         BITS=8 * logits_TE.itemsize, WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS,
-        **early_launch(logits_TE),
     )  # fmt: skip
     return Choices(ints[0], weights_TK, experts.count, ints[1] if counted else None, counts_E)
 
@@ -163,6 +162,6 @@ def sort(choices: Choices, rows: int, is_filled: bool = False) -> SortedChoices:
     _sort[(triton.cdiv(num_slots, SORTED),)](
         experts_TK, ranks_TK, counts_E, slots, made.experts_B, made.rows_B, made.end_1, num_slots, num_blocks,
         EXPERTS=choices.num_experts, BLOCK=block, ROWS=rows, FILLED=triton.next_power_of_2(rows) if is_filled else 0, SORTED=SORTED,
-        num_warps=max(SORT_WARPS, block // SORTED_BY_WARP), **early_launch(slots),
+        num_warps=max(SORT_WARPS, block // SORTED_BY_WARP),
     )  # fmt: skip
     return made

@@ -14,7 +14,7 @@ from triton.language import constexpr, tensor
 
 from models.kernels.reference.sampling import sample_random
 from models.kernels.sampling import MASS_BITS, RowParams, SampleParams
-from models.kernels.triton.launch import await_kernel, early_launch
+from models.kernels.triton.launch import await_kernel, kernel
 
 # Rows of a table: no recompilation when their alignment changes with the number of rows.
 PARAMS = list(RowParams._fields)
@@ -51,7 +51,7 @@ def _index(rank: tensor) -> tensor:
     return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
+@kernel(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _scan(
     logits: tensor, inverse_temperature: tensor, top_k: tensor, key: tensor, maxima: tensor, best_score: tensor, best_token: tensor,
     stride: tensor, V: constexpr, TILES: constexpr, TILE: constexpr, GROUP: constexpr, MAX_TOP_K: constexpr, OVERLAP: constexpr,
@@ -77,7 +77,7 @@ def _scan(
         tl.store(best_token + row * TILES + tile, tl.min(tl.where((score == best) & inside, token, V - 1)))
 
 
-@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
+@kernel(do_not_specialize=["stride"], do_not_specialize_on_alignment=PARAMS)
 def _choose(
     logits: tensor, inverse_temperature: tensor, top_p: tensor, log_min_p: tensor, top_k: tensor, key: tensor, maxima: tensor,
     best_score: tensor, best_token: tensor, out: tensor, stride: tensor, V: constexpr, TILES: constexpr, TILES_POWER: constexpr,
@@ -111,7 +111,7 @@ def _choose(
         tl.store(out + row, tl.min(tl.where(is_best, token, V - 1)).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["stride"])
+@kernel(do_not_specialize=["stride"])
 def _penalise(
     logits: tensor, index: tensor, counts: tensor, rows: tensor, penalties: tensor, stride: tensor, V: constexpr, TILE: constexpr,
 ) -> None:  # fmt: skip
@@ -128,7 +128,7 @@ def _penalise(
     tl.store(place, logit - penalty, token < V)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@kernel(do_not_specialize=["stride"])
 def _mask(logits: tensor, index: tensor, allowed: tensor, stride: tensor, V: constexpr, WORDS: constexpr, TILE: constexpr) -> None:
     """One program: a tile of a row."""
     row, token = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -184,16 +184,16 @@ class TritonSampling:
         return out_S
 
     def _launch(self, logits_SV: torch.Tensor, rows: RowParams[torch.Tensor], largest_top_k: int, out_S: torch.Tensor) -> None:
-        tiles, stride, options = self._tiles, logits_SV.stride(0), early_launch(logits_SV)
+        tiles, stride = self._tiles, logits_SV.stride(0)
         scratch = self._maxima, self._best_score, self._best_token
         _scan[self._num_tiles, len(out_S)](
             logits_SV, rows.inverse_temperature, rows.top_k, rows.key, *scratch, stride, V=self._vocab_size, TILES=self._num_tiles,
-            TILE=tiles.tile, GROUP=tiles.group, MAX_TOP_K=self.max_top_k, num_warps=tiles.scan_warps, **options,
+            TILE=tiles.tile, GROUP=tiles.group, MAX_TOP_K=self.max_top_k, num_warps=tiles.scan_warps,
         )  # fmt: skip
         candidates = next(size for size in tiles.candidates if size >= largest_top_k)
         _choose[len(out_S),](
             logits_SV, *rows, *scratch, out_S, stride, V=self._vocab_size, TILES=self._num_tiles,
             TILES_POWER=triton.next_power_of_2(self._num_tiles), GROUPS=self._num_groups,
             GROUPS_POWER=max(triton.next_power_of_2(self._num_groups), candidates), GROUP=tiles.group, K=candidates, MASS=2.0**MASS_BITS,
-            num_warps=tiles.choose_warps, **options,
+            num_warps=tiles.choose_warps,
         )  # fmt: skip

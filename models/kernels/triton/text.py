@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import MOST_FLOAT8, KVPool, NewHeads
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, early_launch, floats
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, floats, kernel
 from models.weights.float8 import GroupScaled
 
 MAX_HEADS_PER_PROGRAM = 4
@@ -36,7 +36,7 @@ def _store(
         tl.store(out + token * WIDTH + column, value.to(out.dtype.element_ty), column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
+@kernel(do_not_specialize=["scale_stride"])
 def _rms_norm(
     x: tensor, weight: tensor, addends: tensor, out: tensor, scales: tensor, eps: tensor, addend_size: tensor, scale_stride: tensor,
     ADDENDS: constexpr, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
@@ -60,7 +60,7 @@ def _rms_norm(
     _store(value, out, scales, tl.program_id(0).to(tl.int64), 0, scale_stride, SCALED, WIDTH, BLOCK)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
+@kernel(do_not_specialize=["scale_stride"])
 def _swiglu(
     gate_up: tensor, out: tensor, scales: tensor, scale_stride: tensor, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr,
     OVERLAP: constexpr,
@@ -80,7 +80,7 @@ def _swiglu(
     _store(value, out, scales, token, first, scale_stride, SCALED, WIDTH, BLOCK)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
+@kernel(do_not_specialize=["scale_stride"])
 def _quantize(
     x: tensor, out: tensor, scales: tensor, scale_stride: tensor, WIDTH: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
@@ -92,7 +92,7 @@ def _quantize(
 
 
 # No recompilation for another alignment of a staging slice.
-@triton.jit(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["positions"])
+@kernel(do_not_specialize=["num_tokens", "stride"], do_not_specialize_on_alignment=["positions"])
 def _rotary_rows(
     positions: tensor, axis: tensor, inv_freq: tensor, out: tensor, num_tokens: tensor, stride: tensor, HALF: constexpr, TOKENS: constexpr,
     OVERLAP: constexpr,
@@ -117,7 +117,7 @@ def _squares(lower: tensor, upper: tensor, source: tensor, inside: tensor, DIM: 
     return squares
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])  # slots: as above
+@kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])  # slots: as above
 def _norm_rope_store(
     qkv: tensor, q_out: tensor, k_pool: tensor, v_pool: tensor, slots: tensor, cos_sin: tensor, q_weight: tensor, k_weight: tensor,
     eps: tensor, num_tokens: tensor, stride: tensor, HEADS: constexpr, KV_HEADS: constexpr, DIM: constexpr, HALF: constexpr,
@@ -162,7 +162,7 @@ def _norm_rope_store(
     tl.store(target + HALF, upper.to(q_out.dtype.element_ty), inside)
 
 
-@triton.jit
+@kernel()
 def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: constexpr, BLOCK: constexpr, OVERLAP: constexpr) -> None:
     """Program (t, i): BLOCK values of token t."""
     await_previous_kernel(OVERLAP)
@@ -194,7 +194,7 @@ def _launch_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends
         _rms_norm[(num_tokens,)](
             x_TD, weight_D, addends, values, x_TD if scales is None else scales, eps, x_TD.numel(), len(values),
             ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width),
-            num_warps=NORM_WARPS, **early_launch(x_TD),
+            num_warps=NORM_WARPS,
         )  # fmt: skip
     return values
 
@@ -214,7 +214,7 @@ def _launch_swiglu(gate_up_TX: torch.Tensor, out: Target) -> torch.Tensor:
     values, scales = out
     _swiglu[(len(gate_up_TX) * triton.cdiv(values.shape[1], SWIGLU_BLOCK),)](
         gate_up_TX, values, gate_up_TX if scales is None else scales, len(values),
-        SCALED=scales is not None, WIDTH=values.shape[1], BLOCK=SWIGLU_BLOCK, **early_launch(values),
+        SCALED=scales is not None, WIDTH=values.shape[1], BLOCK=SWIGLU_BLOCK,
     )  # fmt: skip
     return values
 
@@ -226,7 +226,7 @@ def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
     block = min(1024, triton.next_power_of_2(width))
     if num_tokens:
         _gate[(num_tokens, triton.cdiv(width, block))](
-            x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block, **early_launch(x_TX)
+            x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block
         )
 
 
@@ -237,7 +237,7 @@ def quantized(x_TD: torch.Tensor) -> GroupScaled:
     out = GroupScaled.empty(num_tokens, width, x_TD.device)
     _quantize[(num_tokens,)](
         x_TD, out.padded, out.scales, len(out.padded),
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **early_launch(x_TD),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS,
     )  # fmt: skip
     return out
 
@@ -250,23 +250,24 @@ def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: to
     if num_tokens:
         _rotary_rows[(triton.cdiv(num_tokens, ROTARY_TOKENS),)](
             positions_AT, axis_J, inv_freq_J, out_TK, num_tokens, positions_AT.stride(0),
-            HALF=half, TOKENS=ROTARY_TOKENS, **early_launch(out_TK),
+            HALF=half, TOKENS=ROTARY_TOKENS,
         )  # fmt: skip
     return out_TK
 
 
-@triton.jit
+@kernel()
 def _store_float8(
-    new: tensor, pool: tensor, slots: tensor, scales: tensor, SIZE: constexpr, PADDED: constexpr, MOST: constexpr, OVERLAP: constexpr
-) -> None:
+    new_k: tensor, new_v: tensor, k_pool: tensor, v_pool: tensor, slots: tensor, k_scale: tensor, v_scale: tensor, SIZE: constexpr,
+    PADDED: constexpr, MOST: constexpr, OVERLAP: constexpr,
+) -> None:  # fmt: skip
     """Program (t, i): keys (0) or values (1) of token t."""
     token, which, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
     inside = place < SIZE
     await_previous_kernel(OVERLAP)
     slot = tl.load(slots + token)
-    source, target, scale = new[0], pool[0], scales[0]
+    source, target, scale = new_k, k_pool, k_scale
     if which == 1:
-        source, target, scale = new[1], pool[1], scales[1]
+        source, target, scale = new_v, v_pool, v_scale
     values = floats(source + token * SIZE + place, inside) / scale
     values = tl.where(values == values, tl.minimum(tl.maximum(values, -MOST), MOST), 0.0)
     tl.store(target + slot * SIZE + place, values.to(target.dtype.element_ty), inside)
@@ -277,7 +278,7 @@ def store_float8(new: KVPool, pool: KVPool, slots_T: torch.Tensor, scales: tuple
     size = pool[0].shape[2] * pool[0].shape[3]
     assert all(each.is_contiguous() for each in (*new, *pool))
     _store_float8[(len(slots_T), 2)](
-        new, pool, slots_T, scales, SIZE=size, PADDED=triton.next_power_of_2(size), MOST=MOST_FLOAT8, num_warps=4, **early_launch(new[0])
+        *new, *pool, slots_T, *scales, SIZE=size, PADDED=triton.next_power_of_2(size), MOST=MOST_FLOAT8, num_warps=4
     )
 
 
@@ -296,6 +297,6 @@ def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
         qkv_TX, q_THK, k_pool, v_pool, heads.slots_T, cos_sin_TK, heads.q_weight_K, heads.k_weight_K, heads.eps, num_tokens,
         qkv_TX.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=head_dim, HALF=cos_sin_TK.shape[1] // 2, GROUP=group, TOKENS=tokens,
-        NORMED=heads.q_weight_K is not None, num_warps=2 if tokens == 1 else 4, **early_launch(qkv_TX),
+        NORMED=heads.q_weight_K is not None, num_warps=2 if tokens == 1 else 4,
     )  # fmt: skip
     return q_THK

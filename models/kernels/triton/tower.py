@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import floats
+from models.kernels.triton.launch import floats, kernel
 
 
-@triton.jit
+@kernel()
 def _rotate(kvq: tensor, cos_sin: tensor, HEADS: constexpr, HALF: constexpr, BLOCK_HALF: constexpr) -> None:
     """One program: the keys or the queries of one patch."""
     row = tl.program_id(0).to(tl.int64)
@@ -24,7 +24,7 @@ def _rotate(kvq: tensor, cos_sin: tensor, HEADS: constexpr, HALF: constexpr, BLO
     tl.store(place + HALF, (upper * cos + lower * sin).to(kvq.dtype.element_ty), inside)
 
 
-@triton.jit
+@kernel()
 def _layer_norm(
     x: tensor, offset: tensor, weight: tensor, bias: tensor, out: tensor, eps: tensor, WIDTH: constexpr, OFFSETS: constexpr,
     BLOCK: constexpr,

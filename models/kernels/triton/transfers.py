@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.transfers import Transfers
-from models.kernels.triton.launch import await_kernel, early_launch
+from models.kernels.triton.launch import await_kernel, kernel
 
 LINE = 128  # bytes
 LINES = 32  # per program
@@ -15,7 +15,7 @@ MOST_BYTES = 1 << 16  # a copy engine is faster for more
 ROWS = 128  # per program
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@kernel(do_not_specialize=["num_lines"])
 def _fetch(host: tensor, target: tensor, num_lines: tensor, LINES: constexpr) -> None:
     """One program: LINES lines of 16 int64."""
     place = tl.program_id(0) * LINES * 16 + tl.arange(0, LINES * 16)
@@ -23,7 +23,7 @@ def _fetch(host: tensor, target: tensor, num_lines: tensor, LINES: constexpr) ->
     tl.store(target + place, tl.load(host + place, inside, cache_modifier=".cv"), inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["tokens", "rows", "host"])
+@kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["tokens", "rows", "host"])
 def _deliver(
     tokens: tensor, rows: tensor, last_tokens: tensor, host: tensor, num_rows: tensor, ROWS: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
@@ -54,6 +54,5 @@ class TritonTransfers(Transfers):
     def deliver_(self, tokens_S: torch.Tensor, rows_S: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
         assert tokens_S.is_contiguous() and rows_S.is_contiguous() and last_tokens.is_contiguous()
         host_S = torch.empty(tokens_S.shape, dtype=tokens_S.dtype, pin_memory=tokens_S.is_cuda)
-        grid, options = (triton.cdiv(len(tokens_S), ROWS),), early_launch(tokens_S)
-        _deliver[grid](tokens_S, rows_S, last_tokens, host_S, len(tokens_S), ROWS=ROWS, **options)
+        _deliver[(triton.cdiv(len(tokens_S), ROWS),)](tokens_S, rows_S, last_tokens, host_S, len(tokens_S), ROWS=ROWS)
         return host_S

@@ -79,14 +79,14 @@ def type_of(value: Any) -> Any:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    from triton.runtime.jit import KernelInterface
+    from models.kernels.triton.launch import Kernel
 
     recorded: list[Launch] = []
 
-    def launcher(kernel: Any, grid: Any) -> Any:
-        return lambda *arguments, **options: recorded.append(Launch(kernel, arguments, options))
+    def launcher(kernel: Kernel, grid: Any) -> Any:
+        return lambda *arguments, **options: recorded.append(Launch(kernel.jitted, arguments, options))
 
-    monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
+    monkeypatch.setattr(Kernel, "__getitem__", launcher)
     yield recorded
 
 
@@ -299,6 +299,8 @@ def launch_all(capability: int) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch]) -> None:
+    from models.kernels.triton.launch import parameters_of
+
     launch_all(capability)
     for launch in launches:
         launch.options["OVERLAP"] = capability >= 90
@@ -306,6 +308,7 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
         assert compiled.metadata.shared <= SHARED_BYTES[capability], launch.name
         assert len(compiled.asm["cubin"]) and f".target sm_{capability}" in compiled.asm["ptx"], launch.name
         assert ("griddepcontrol" in compiled.asm["ptx"]) <= (capability >= 90), launch.name
+        assert parameters_of(compiled) is not None, f"{launch.name} cannot be launched by a call of the driver"
 
 
 def test_every_kernel_is_here(launches: list[Launch]) -> None:
