@@ -120,7 +120,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         graphs=graphs,
         prompts=arena,
         tp=loaded.tp,
-        head=make_head(model, attention, rows, staged) if text.has_head else None,
+        head=make_head(model, attention, rows, staged, graphs) if text.has_head else None,
         adapters=loaded.adapters,
     )
     ready = WorkerReady(

@@ -72,16 +72,16 @@ class StepGraphs:
         has_adapters: bool = False,
     ):
         self._model = model
-        self._make_attention = make_attention
+        self.make_attention = make_attention
         self._rows = rows
-        self._record = record or CudaRecorder()
+        self.record = record or CudaRecorder()
         self._device = rows.last_tokens.device
-        self._decode_sizes = sizes.up_to(sizes.decodes, max_samples)
+        self.decode_sizes = sizes.up_to(sizes.decodes, max_samples)
         self._chunk_sizes = sizes.chunks_by_rows(max_num_seqs)
         largest_prompt = max((chunks[-1] for chunks in self._chunk_sizes.values()), default=0)
         shape = (model.config.num_visual_levels, largest_prompt, model.config.text.hidden_size)
         self._embedding = torch.zeros(shape, dtype=model.dtype, device=self._device)  # of prompt tokens: graphs treat all as image tokens
-        num_logits = MAX_PREFILL_ROWS + max([self._decode_sizes[-1], *self._chunk_sizes])
+        num_logits = MAX_PREFILL_ROWS + max([self.decode_sizes[-1], *self._chunk_sizes])
         self._logits = torch.zeros((num_logits, model.config.text.vocab_size), device=self._device)  # output of all graphs
         self._hidden = torch.zeros((num_logits, model.config.text.hidden_size), dtype=model.dtype, device=self._device)
         self._staging = Staging(0, self._device)
@@ -92,9 +92,9 @@ class StepGraphs:
     def capture(self) -> int:
         """Capture every shape, the largest first so that all share one memory pool. Return their number."""
         mixed = [Shape(tokens, rows) for rows, sizes in self._chunk_sizes.items() for tokens in sizes]
-        shapes = sorted([*mixed, *(Shape(0, rows) for rows in self._decode_sizes)], key=sum, reverse=True)
+        shapes = sorted([*mixed, *(Shape(0, rows) for rows in self.decode_sizes)], key=sum, reverse=True)
         keys = [(shape, kind) for shape in shapes for kind in self._kinds]
-        backends = {key: self._make_attention(*key[0], _num_prefill_rows(key[0])) for key in keys}
+        backends = {key: self.make_attention(*key[0], _num_prefill_rows(key[0])) for key in keys}
         fixed = max(staged_bytes(self._fixed_arrays(self._pad(HostStep.empty(), *key), backend)) for key, backend in backends.items())
         pages = PAGE_BYTES * max(backend.max_pages for backend in backends.values())
         num_bytes = fixed + pages + BYTES_AFTER_PAGES * len(self._rows.last_tokens) + SLACK
@@ -109,10 +109,10 @@ class StepGraphs:
             return False
         num_prompts, num_prompt_tokens, num_decode = step.attention.num_prefill_rows, len(step.ids), len(step.gather)
         if not num_prompts:
-            return num_decode <= self._decode_sizes[-1]
+            return num_decode <= self.decode_sizes[-1]
         if num_prompts > MAX_PREFILL_ROWS or not self._chunk_sizes or num_decode > max(self._chunk_sizes):
             return False
-        return num_prompt_tokens <= self._chunk_sizes[_round_up(self._chunk_sizes, num_decode)][-1]
+        return num_prompt_tokens <= self._chunk_sizes[round_up(self._chunk_sizes, num_decode)][-1]
 
     def run(self, step: HostStep) -> tuple[torch.Tensor, torch.Tensor, Samples]:
         """Return (S, V) logits and (S, D) final hidden states of the step's `logits_indices`, valid until the next replay, and the sampling
@@ -140,9 +140,9 @@ class StepGraphs:
 
     def _shape_for(self, num_prefill: int, num_decode: int) -> Shape:
         if num_prefill == 0:
-            return Shape(0, _round_up(self._decode_sizes, num_decode))
-        padded = _round_up(self._chunk_sizes, num_decode)
-        return Shape(_round_up(self._chunk_sizes[padded], num_prefill), padded)
+            return Shape(0, round_up(self.decode_sizes, num_decode))
+        padded = round_up(self._chunk_sizes, num_decode)
+        return Shape(round_up(self._chunk_sizes[padded], num_prefill), padded)
 
     def _embed(self, ids_P: torch.Tensor, visual: Sequence[VisualSlice]) -> None:
         """Fill the embeddings of the graph's prompt tokens: text with zeros for the DeepStack levels, images with all levels."""
@@ -173,33 +173,9 @@ class StepGraphs:
         last, num_ends = _num_prompt_ends(shape), len(step.logits_indices) - num_decode
         logits_indices_S = np.arange(tokens - last, tokens + size)
         logits_indices_S[last - num_ends : last] = step.logits_indices[:num_ends]
-        layout = replace(self._pad_layout(step.attention, shape), slot_mapping_T=torch.from_numpy(slots_T))
+        layout = replace(pad_layout(step.attention, shape, self._rows), slot_mapping_T=torch.from_numpy(slots_T))
         step = replace(step, ids=ids_P, gather=gather_D, rows=rows_R, positions=positions_3T, adapters=adapters_T)
         return replace(step, attention=layout, logits_indices=logits_indices_S)
-
-    def _pad_layout(self, layout: AttentionLayout, shape: Shape) -> AttentionLayout:
-        """Pad the layout to `shape`: after the prompts' rows one row with the padding tokens and empty rows, after the decode rows rows of
-        one token and empty rows."""
-        rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
-        lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # rows between the prompts and the decode rows
-        lengths[:1] = shape.num_prefill_tokens - starts[rows]
-        padding = np.zeros(shape.num_decode_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # rows after the decode rows
-        padding[: shape.num_decode_tokens - (starts[-1] - starts[rows])] = 1
-        page_counts = -(-lengths // self._rows.block_size)
-        scratch = np.full(page_counts.sum(), self._rows.scratch_block, dtype=np.int32)
-
-        def spliced(values: Int32s, index: int, between: Int32s, last: Int32s) -> Int32s:
-            return np.concatenate((values[:index], between, values[index:], last))
-
-        pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, np.full(padding.sum(), self._rows.scratch_block, dtype=np.int32))
-        return AttentionLayout(
-            qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, padding)),
-            kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, padding)),
-            page_indptr_cpu=offsets_of(spliced(np.diff(page_starts), rows, page_counts, padding)),
-            pages=torch.from_numpy(pages),
-            slot_mapping_T=layout.slot_mapping_T,
-            num_prefill_rows=rows + len(lengths),
-        )
 
     def _capture(self, shape: Shape, has_adapters: bool, attention: PagedAttention) -> Graph:
         padded = self._pad(HostStep.empty(), shape, has_adapters)
@@ -226,13 +202,38 @@ class StepGraphs:
             self._hidden[: len(hidden_SD)].copy_(hidden_SD)  # after the logits: a copy between norm and product would prevent their overlap
             return logits_SV
 
-        replay, logits_SV = self._record(forward)
+        replay, logits_SV = self.record(forward)
         return Graph(replay, attention, logits_SV)
 
     def _fixed_arrays(self, padded: HostStep, attention: PagedAttention) -> list[npt.NDArray[np.integer]]:
         layout = padded.attention
         step: tuple[Int64s, ...] = padded.ids, padded.gather, padded.positions, layout.slot_mapping_T.numpy(), padded.logits_indices
         return [*step, padded.adapters, *self._rows.state_arrays(padded), *attention.plan_arrays(layout)]
+
+
+def pad_layout(layout: AttentionLayout, shape: Shape, of: Rows) -> AttentionLayout:
+    """Pad the layout to `shape`: after the prompts' rows one row with the padding tokens and empty rows, after the decode rows rows of
+    one token and empty rows."""
+    rows, starts, page_starts = layout.num_prefill_rows, layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
+    lengths = np.zeros(_num_prefill_rows(shape) - rows, dtype=np.int32)  # rows between the prompts and the decode rows
+    lengths[:1] = shape.num_prefill_tokens - starts[rows]
+    padding = np.zeros(shape.num_decode_tokens - (len(starts) - 1 - rows), dtype=np.int32)  # rows after the decode rows
+    padding[: shape.num_decode_tokens - (starts[-1] - starts[rows])] = 1
+    page_counts = -(-lengths // of.block_size)
+    scratch = np.full(page_counts.sum(), of.scratch_block, dtype=np.int32)
+
+    def spliced(values: Int32s, index: int, between: Int32s, last: Int32s) -> Int32s:
+        return np.concatenate((values[:index], between, values[index:], last))
+
+    pages = spliced(layout.pages.numpy(), page_starts[rows], scratch, np.full(padding.sum(), of.scratch_block, dtype=np.int32))
+    return AttentionLayout(
+        qo_indptr_cpu=offsets_of(spliced(np.diff(starts), rows, lengths, padding)),
+        kv_lens_cpu=torch.from_numpy(spliced(layout.kv_lens_cpu.numpy(), rows, lengths, padding)),
+        page_indptr_cpu=offsets_of(spliced(np.diff(page_starts), rows, page_counts, padding)),
+        pages=torch.from_numpy(pages),
+        slot_mapping_T=layout.slot_mapping_T,
+        num_prefill_rows=rows + len(lengths),
+    )
 
 
 class CudaRecorder:
@@ -263,5 +264,5 @@ def _num_prompt_ends(shape: Shape) -> int:
     return MAX_PREFILL_ROWS if shape.num_prefill_tokens else 0
 
 
-def _round_up(sizes: Iterable[int], count: int) -> int:
+def round_up(sizes: Iterable[int], count: int) -> int:
     return next(size for size in sizes if size >= count)

@@ -3,30 +3,123 @@
 Drafts are chained on the device, so every sample of a row is treated as its last: the head computes drafts after each. Only true last
 samples write keys and values where the next draft reads them; the others write to the scratch block. The next step overwrites the drafts'
 entries. A row without a block for them uses the scratch block, too; only its drafts get worse.
+
+After a step of few decode tokens the passes are CUDA graphs: launches would take the host longer than the device needs.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.wire.config import MAX_HEAD_DRAFTS
+from engine.worker.graphs import PAGE_BYTES, SLACK, Replay, Shape, StepGraphs, pad_layout, round_up
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.samples import HostSamples, Int64s
-from engine.worker.staging import Staging
+from engine.worker.staging import Staging, staged_bytes
 from models.cache.layout import AttentionLayout, offsets_of
 from models.decoders.batch import ForwardBatch, HeadTokens
 from models.decoders.contract import LanguageModel
-from models.kernels.paged import AttentionBackend
+from models.kernels.paged import AttentionBackend, PagedAttention
+
+MOST_TOKENS = 64  # of a graph: with more the device takes longer than the host
+
+Inputs = tuple[Int64s, AttentionLayout]  # positions (3, T) and layout of a pass
+
+
+class PassGraph(NamedTuple):
+    replay: Replay
+    attention: PagedAttention
+
+
+class HeadGraphs:
+    """The passes after a step of decode rows, all of whose tokens are samples, as CUDA graphs. All read the pages of the last pass."""
+
+    def __init__(self, model: LanguageModel, graphs: StepGraphs, rows: Rows) -> None:
+        assert model.predictor is not None and rows.hidden_TX is not None
+        self._model, self._predictor, self._of, self._rows, self._hidden_TX = model, model.predictor, graphs, rows, rows.hidden_TX
+        self._sizes = [size for size in graphs.decode_sizes if 1 < size <= MOST_TOKENS]
+        most = self._sizes[-1] if self._sizes else 0
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=model.device)  # inputs of a pass, then its drafts
+        self._hidden = torch.zeros((most, model.config.text.hidden_size), dtype=model.dtype, device=model.device)
+        self._is_last = torch.zeros(most, dtype=torch.bool, device=model.device)
+        self._graphs: dict[tuple[int, int], PassGraph] = {}  # by tokens and number of the pass
+        self._staging = Staging(0, model.device)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every pass, the largest first."""
+        empty = np.zeros((3, 0), dtype=np.int64), HostStep.empty().attention
+        for size in self._sizes[::-1]:
+            attention = self._of.make_attention(0, size, 0)
+            if not self._graphs:
+                fixed = staged_bytes(MAX_HEAD_DRAFTS * self._fixed_arrays(size, attention, empty))
+                self._staging = Staging(fixed + PAGE_BYTES * attention.max_pages + SLACK, self._model.device, self._rows.transfers)
+            graphs = [PassGraph(lambda: None, self._of.make_attention(0, size, 0)) for _ in range(MAX_HEAD_DRAFTS)]
+            inputs, pages = self._stage(size, graphs, [empty])
+            for i, ((positions_3T, slots_T, *plan), graph) in enumerate(zip(inputs, graphs, strict=True)):
+                graph.attention.read_from(plan, pages)
+                replay, _ = self._of.record(partial(self._forward, i > 0, positions_3T, slots_T, graph.attention))
+                self._graphs[size, i] = PassGraph(replay, graph.attention)
+
+    def takes(self, step: HostStep) -> bool:
+        return bool(self._sizes) and len(step.gather) == len(step.logits_indices) == step.positions.shape[1] <= self._sizes[-1]
+
+    def run(self, passes: Sequence[Inputs], tokens_S: torch.Tensor, is_last_S: torch.Tensor) -> torch.Tensor:
+        """See `Head.run`."""
+        size, count = round_up(self._sizes, len(tokens_S)), len(tokens_S)
+        graphs = [self._graphs[size, i] for i in range(MAX_HEAD_DRAFTS)]
+        self._stage(size, graphs, passes)
+        self._tokens[:count], self._is_last[:count] = tokens_S, is_last_S
+        drafts_SG = tokens_S.new_empty((count, len(passes)))
+        for i in range(len(passes)):
+            graphs[i].replay()
+            drafts_SG[:, i] = self._tokens[:count]
+        return drafts_SG
+
+    def _stage(self, size: int, graphs: Sequence[PassGraph], passes: Sequence[Inputs]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+        """Stage the passes, the last one also in place of those that do not run. Return the inputs of each and the pages."""
+        last = passes[-1][1]
+        whole = [*passes, *[passes[-1]] * (MAX_HEAD_DRAFTS - len(passes))]
+        whole = [(each, replace(layout, pages=last.pages, page_indptr_cpu=last.page_indptr_cpu)) for each, layout in whole]
+        self._staging.begin()
+        arrays = [self._fixed_arrays(size, graph.attention, each) for graph, each in zip(graphs, whole, strict=True)]
+        inputs, pages = [[self._staging.put(array) for array in each] for each in arrays], self._staging.rest(torch.int32)
+        self._staging.put(pad_layout(last, Shape(0, size), self._rows).pages.numpy())
+        self._staging.copy()
+        return inputs, pages
+
+    def _fixed_arrays(self, size: int, attention: PagedAttention, inputs: Inputs) -> list[npt.NDArray[np.integer]]:
+        positions, layout = inputs
+        positions_3T, slots_T = np.zeros((3, size), dtype=np.int64), np.full(size, self._rows.scratch_slot, dtype=np.int64)
+        count = positions.shape[1]
+        positions_3T[:, :count], slots_T[:count] = positions, layout.slot_mapping_T.numpy()
+        return [positions_3T, slots_T, *attention.plan_arrays(pad_layout(layout, Shape(0, size), self._rows))]
+
+    def _forward(self, is_later: bool, positions_3T: torch.Tensor, slots_T: torch.Tensor, attention: PagedAttention) -> torch.Tensor:
+        size, hidden_TX = len(slots_T), self._hidden if is_later else self._hidden_TX
+        if is_later:
+            slots_T = torch.where(self._is_last[:size], slots_T, self._rows.scratch_slot)
+        embedded_TD, tokens = self._predictor.embed(self._tokens[:size]), HeadTokens(positions_3T, slots_T)
+        hidden_TD = self._predictor.predict(embedded_TD, hidden_TX[:size], tokens, attention, slots_T)
+        self._tokens[:size] = self._model.tp.broadcast_(self._predictor.top_tokens(hidden_TD))
+        self._hidden[:size] = hidden_TD
+        return self._tokens
 
 
 class DraftHead:
-    """Draft head. It only launches work, and its attention is not part of a captured graph."""
+    """Draft head. It only launches work."""
 
-    def __init__(self, model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging) -> None:
+    def __init__(
+        self, model: LanguageModel, attention: AttentionBackend, rows: Rows, staging: Staging, graphs: HeadGraphs | None = None
+    ) -> None:
         assert model.predictor is not None and rows.hidden_TX is not None
         self._model, self._predictor, self._hidden_TX = model, model.predictor, rows.hidden_TX
-        self._attention, self._rows, self._staging = attention, rows, staging
+        self._attention, self._rows, self._staging, self._graphs = attention, rows, staging, graphs
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -44,13 +137,15 @@ class DraftHead:
 
     def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
         """See `Head`. A chunk that ends before an image is followed by its placeholder."""
+        later = [self._after(step.samples, distance) for distance in range(1, count if len(step.logits_indices) else 0)]
+        is_last_S = rows_S != self._rows.scratch_row
+        if self._graphs is not None and count and self._graphs.takes(step):
+            return self._graphs.run([(step.positions, step.attention), *later], tokens_S, is_last_S)
         put = self._staging.put
         self._staging.begin()
         next_T, hidden_T, sampled_S = put(self._next_ids(step)), put(indices_T), put(step.logits_indices)
         passes = [(put(step.positions), self._staged(step.attention))]
-        for distance in range(1, count if len(step.logits_indices) else 0):
-            positions, layout = self._after(step.samples, distance)
-            passes.append((put(positions), self._staged(layout)))
+        passes += [(put(positions), self._staged(layout)) for positions, layout in later]
         self._staging.copy()
         next_T[sampled_S] = tokens_S
         embedded_TD = self._predictor.embed(next_T)
@@ -61,7 +156,6 @@ class DraftHead:
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]
         hidden_TX, wanted_S = self._hidden_TX[hidden_T], sampled_S if count else sampled_S[:0]
-        is_last_S = rows_S != self._rows.scratch_row
         head_drafts: list[torch.Tensor] = []
         for positions_3T, layout in passes:
             slots_T = layout.slot_mapping_T
@@ -84,7 +178,7 @@ class DraftHead:
             next_ids[first : first + len(known)] = known
         return next_ids
 
-    def _after(self, samples: HostSamples, distance: int) -> tuple[Int64s, AttentionLayout]:
+    def _after(self, samples: HostSamples, distance: int) -> Inputs:
         """Return M-RoPE positions and attention layout of the tokens at this distance after the sampling tokens, one per sample."""
         counts = np.ones_like(samples.rows) if samples.proposed is None else samples.proposed.counts
         firsts = counts.cumsum() - counts
@@ -98,9 +192,13 @@ class DraftHead:
         return replace(layout, pages=pages, slot_mapping_T=slots_T)
 
 
-def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, staged_bytes: int) -> DraftHead:
-    head = DraftHead(model, attention, rows, Staging(MAX_HEAD_DRAFTS * staged_bytes, model.device))
+def make_head(model: LanguageModel, attention: AttentionBackend, rows: Rows, num_staged: int, step_graphs: StepGraphs | None) -> DraftHead:
+    """`num_staged`: bytes of a step."""
+    graphs = None if step_graphs is None else HeadGraphs(model, step_graphs, rows)
+    head = DraftHead(model, attention, rows, Staging(MAX_HEAD_DRAFTS * num_staged, model.device), graphs)
     head.warm_up()
+    if graphs is not None:
+        graphs.capture()
     return head
 
 

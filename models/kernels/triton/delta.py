@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, floats, kernel
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, floats, kernel, power_of_2
 from models.kernels.triton.tuned import DELTA, DeltaTiles
 
 # Rows and starts are slices of a staging buffer: no recompilation for another alignment.
@@ -313,7 +313,7 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     sizes = {"CHANNELS": channels, "HEADS": num_heads, "KEY_HEADS": heads.num_key_heads, "DIM": dim}
     mixed_TC = heads.inputs_TX.new_empty((num_tokens, channels))
     tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
-    _convolve[(triton.cdiv(num_tokens, tokens), channels // dim)](
+    _convolve[(cdiv(num_tokens, tokens), channels // dim)](
         heads.inputs_TX, heads.conv_CW, before, state.num_accepted_R, rows.starts_R1, *rows.origins, mixed_TC, num_tokens, num_rows,
         stride, before.stride(0), CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens,
         ROWS=_padded(num_rows),
@@ -327,14 +327,14 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
             mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, memory, *kept, rows.rows_R, rows.starts_R1, o_THV,
             rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes,
         )  # fmt: skip
-    _keep[(num_rows, triton.cdiv(channels, tiles.channels))](
+    _keep[(num_rows, cdiv(channels, tiles.channels))](
         heads.inputs_TX, mixed_TC, heads.gates_TX, before, *kept, rows.rows_R, rows.starts_R1, *rows.origins, rows.num_prefill_rows,
         stride, before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=tiles.channels,
-        GATES=triton.next_power_of_2(2 * num_heads),
+        GATES=power_of_2(2 * num_heads),
     )  # fmt: skip
     out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
-    _gated_norm[(triton.cdiv(lines, tiles.lines),)](
+    _gated_norm[(cdiv(lines, tiles.lines),)](
         o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride,
         HEADS=num_heads, DIM=dim, LINES=tiles.lines,
     )  # fmt: skip
@@ -343,7 +343,7 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
 
 def _padded(num_rows: int) -> int:
     """Round up to few sizes, since each is compiled at its first use."""
-    return 16 if num_rows <= 16 else max(128, triton.next_power_of_2(num_rows))
+    return 16 if num_rows <= 16 else max(128, power_of_2(num_rows))
 
 
 def _chunked(

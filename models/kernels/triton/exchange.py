@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_previous_kernel, floats, kernel
+from models.kernels.triton.launch import await_previous_kernel, cdiv, floats, kernel
 
 BLOCK = 256  # messages per program
 MAX_PROGRAMS = 512  # programs per exchange: all must be resident, since each waits for its counterparts on the other ranks
@@ -180,7 +180,7 @@ class TritonExchange:
     def _launch_sum(self, stream_TD: torch.Tensor, parts_STD: torch.Tensor, add: bool) -> None:
         assert stream_TD.is_contiguous() and parts_STD.is_contiguous() and stream_TD.shape == parts_STD.shape[1:]
         num_words = stream_TD.numel() // 2
-        _sum[(triton.cdiv(num_words, BLOCK),)](
+        _sum[(cdiv(num_words, BLOCK),)](
             stream_TD, parts_STD, self._inboxes, self._epochs, num_words,
             ADD=add, PARTS=len(parts_STD), **self._ranks,
         )  # fmt: skip
@@ -188,7 +188,7 @@ class TritonExchange:
     def _launch_gather(self, values: torch.Tensor, out: torch.Tensor, first: bool) -> None:
         assert values.is_contiguous() and out.is_contiguous()
         words, width = values.view(torch.int32), values.shape[-1] * values.itemsize // 4
-        _gather[(triton.cdiv(words.numel(), BLOCK),)](
+        _gather[(cdiv(words.numel(), BLOCK),)](
             words, out.view(torch.int32), self._inboxes, self._epochs, words.numel(), width,
             FIRST=first, **self._ranks,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_previous_kernel, floats, kernel, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, floats, kernel, num_multiprocessors, power_of_2
 from models.kernels.triton.tuned import EXPERT_GEMV
 from models.weights.plain import Plain
 
@@ -84,7 +84,7 @@ def expert_swiglu(x_1D: torch.Tensor, gate_up: Plain, chosen_K: torch.Tensor, nu
     """Return (K, I), silu(gate) * up of a token's chosen experts; undefined at a choice of -1."""
     matrices = gate_up.values
     inner, width, chosen = len(matrices) // num_experts // 2, matrices.shape[1], len(chosen_K)
-    inner_KI, tiles, block = x_1D.new_empty((chosen, inner)), EXPERT_GEMV, triton.next_power_of_2(width)
+    inner_KI, tiles, block = x_1D.new_empty((chosen, inner)), EXPERT_GEMV, power_of_2(width)
     rows = math.gcd(inner, max(1, tiles.up_values // (2 * block)))
     assert x_1D.is_contiguous() and matrices.is_contiguous()
     _gate_up[(min(tiles.programs * num_multiprocessors(x_1D.device), chosen * inner // rows),)](
@@ -103,6 +103,6 @@ def expert_sum(
     assert inner_KI.is_contiguous() and down.values.is_contiguous() and out_1D.is_contiguous()
     _down[(width // rows,)](
         inner_KI, down.values, chosen_K, weights_K, out_1D,
-        CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=triton.next_power_of_2(inner),
+        CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=power_of_2(inner),
         PREFETCH=min(chosen, tiles.down_prefetch), ADD=adds, num_warps=tiles.down_warps,
     )  # fmt: skip

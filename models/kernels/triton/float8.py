@@ -3,13 +3,12 @@
 import math
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
-from models.kernels.triton.launch import await_previous_kernel, kernel
+from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, power_of_2
 from models.kernels.triton.products import ExpertOperands, TritonProducts
 from models.kernels.triton.text import quantized, swiglu_quantized
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
@@ -62,9 +61,9 @@ def multiply_in_parts(x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor
 def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) -> None:
     num_parts, num_tokens, rows = out_STN.shape
     assert num_tokens and rows % ROWS == 0
-    tokens = min(MOST_TOKENS, max(LEAST_TOKENS, triton.next_power_of_2(num_tokens)))
+    tokens = min(MOST_TOKENS, max(LEAST_TOKENS, power_of_2(num_tokens)))
     scales = weight_NK.padded_scales
-    _multiply[(rows // ROWS, num_parts, triton.cdiv(num_tokens, tokens))](
+    _multiply[(rows // ROWS, num_parts, cdiv(num_tokens, tokens))](
         x_TK.padded, x_TK.scales, weight_NK.values, scales, out_STN, num_tokens, len(x_TK.padded),
         OUT=rows, WIDTH=x_TK.padded.shape[1], PADDED=scales.shape[1], BLOCKS=x_TK.padded.shape[1] // BLOCK // num_parts,
         ROWS=ROWS, TOKENS=tokens, STAGES=STAGES,

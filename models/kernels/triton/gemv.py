@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import await_previous_kernel, capability_of, floats, kernel, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, capability_of, cdiv, floats, kernel, num_multiprocessors
 from models.kernels.triton.tuned import gemv_tiles
 
 Norm = tuple[torch.Tensor, float]  # weight and eps of an RMSNorm
@@ -108,9 +108,9 @@ def gemv(
     count = num_multiprocessors(x_1D.device)
     tiles = gemv_tiles(num_out, width, gated, is_whole, (capability_of(x_1D.device), count))
     assert width <= tiles.block or not is_whole
-    _gemv[(min(tiles.programs * count, triton.cdiv(num_out, tiles.rows)),)](
+    _gemv[(min(tiles.programs * count, cdiv(num_out, tiles.rows)),)](
         x_1D, norm_weight, weight_ND, out_1N, x_1D if normed_1D is None else normed_1D, eps,
         OUT=num_out, WIDTH=width, NORM=norm is not None, KEPT=normed_1D is not None, GATED=gated, ADD=adds,
-        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block), num_warps=tiles.warps,
+        ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=cdiv(width, tiles.block), num_warps=tiles.warps,
     )  # fmt: skip
     return out_1N

@@ -14,7 +14,7 @@ from models.kernels.ops import Experts
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import values_of
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.launch import await_previous_kernel, floats, kernel, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, cdiv, floats, kernel, num_multiprocessors, power_of_2
 from models.kernels.triton.moe import weighted_sum
 from models.kernels.triton.products import Codes, ExpertGemv, ExpertOperands, TritonProducts
 from models.kernels.triton.tuned import ExpertTiles, expert_tiles
@@ -235,7 +235,7 @@ def gemv(
     _gemv[(num_out // rows, max(1, choices))](
         x_KX, norm_weight, *_tensors(matrix), matrix.codes if chosen_K is None else chosen_K, out_KN, eps,
         OUT=num_out, **_settings(matrix), NORM=norm is not None, GATED=gated, ADD=adds, CHOICES=choices, SHARED=len(x_KX) == 1,
-        WHOLE=triton.next_power_of_2(matrix.shape[1]) if norm is not None else 1, ROWS=rows, WORDS=VECTOR_WORDS, num_warps=VECTOR_WARPS,
+        WHOLE=power_of_2(matrix.shape[1]) if norm is not None else 1, ROWS=rows, WORDS=VECTOR_WORDS, num_warps=VECTOR_WARPS,
     )  # fmt: skip
     return out_KN
 
@@ -248,10 +248,10 @@ def has_tiles(matrix: Grouped) -> bool:
 def multiply(x_TX: torch.Tensor, matrix: Grouped, out_STN: torch.Tensor) -> None:
     """Write S split-K partial sums of x @ matrix.T to `out_STN`, (S, T, N)."""
     num_tokens, num_words = len(x_TX), matrix.codes.shape[1]
-    tokens = max(LEAST_TOKENS, min(MOST_TOKENS, triton.next_power_of_2(num_tokens)))
+    tokens = max(LEAST_TOKENS, min(MOST_TOKENS, power_of_2(num_tokens)))
     rows, words = math.gcd(matrix.shape[0], ROWS), math.gcd(num_words // len(out_STN), WORDS)
     assert rows >= LEAST_ROWS and words >= LEAST_WORDS, f"a tile of {rows} x {words} words is too small for a product"
-    _multiply[(matrix.shape[0] // rows, len(out_STN), triton.cdiv(num_tokens, tokens))](
+    _multiply[(matrix.shape[0] // rows, len(out_STN), cdiv(num_tokens, tokens))](
         x_TX, *_tensors(matrix), out_STN, num_tokens, OUT=matrix.shape[0], **_settings(matrix),
         BLOCKS=num_words // words // len(out_STN), ROWS=rows, WORDS=words, TOKENS=tokens, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
@@ -260,7 +260,7 @@ def multiply(x_TX: torch.Tensor, matrix: Grouped, out_STN: torch.Tensor) -> None
 def dequantize(matrix: Grouped, dtype: torch.dtype) -> torch.Tensor:
     """Return the values, (N, K)."""
     out_NK, rows = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device), math.gcd(matrix.shape[0], DENSE_ROWS)
-    _dequantize[(matrix.shape[0] // rows, triton.cdiv(matrix.codes.shape[1], DENSE_WORDS))](
+    _dequantize[(matrix.shape[0] // rows, cdiv(matrix.codes.shape[1], DENSE_WORDS))](
         *_tensors(matrix), out_NK, **_settings(matrix), ROWS=rows, WORDS=DENSE_WORDS, num_warps=8
     )
     return out_NK

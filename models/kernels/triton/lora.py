@@ -15,7 +15,7 @@ from triton.language import constexpr, tensor
 
 from models.kernels.stream import Activation, RowClass
 from models.kernels.triton.activations import single_of
-from models.kernels.triton.launch import await_previous_kernel, floats, kernel, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, cdiv, floats, kernel, num_multiprocessors, power_of_2
 from models.kernels.triton.lora_single import adapted_gemv
 from models.lora import targets
 from models.lora.low_rank import BLOCK_ROWS, LowRank, Out, Product, TokenSlots
@@ -95,8 +95,8 @@ def _tiles_of(slots: TokenSlots, num_slots: int) -> Tiles:
         slots.tiles = tiles = Tiles(tokens_X, slots_Y, used_2, shape)
         _group[(1,)](
             slots.slots_T, tiles.tokens_X, tiles.slots_Y, tiles.used_2, num_tokens, num_tiles,
-            NUM_SLOTS=num_slots, KINDS=triton.next_power_of_2(num_slots + 1), SIZE=size,
-            BLOCK=min(GROUPED_TOKENS, triton.next_power_of_2(num_tokens)),
+            NUM_SLOTS=num_slots, KINDS=power_of_2(num_slots + 1), SIZE=size,
+            BLOCK=min(GROUPED_TOKENS, power_of_2(num_tokens)),
         )  # fmt: skip
     return slots.tiles
 
@@ -220,18 +220,18 @@ class TritonLowRank:
 
     def shrink(self, x_TK: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> torch.Tensor:
         num_slots, groups, rank, width = low_rank.a_SGRK.shape
-        tiles, chunks = _tiles_of(slots, num_slots), triton.cdiv(rank, RANKS)
+        tiles, chunks = _tiles_of(slots, num_slots), cdiv(rank, RANKS)
         size, columns, num_stages = tiles.shape
         most_programs = SHRINK_PROGRAMS * num_multiprocessors(x_TK.device)
-        splits = most_programs // (triton.cdiv(len(x_TK), size) * groups)
+        splits = most_programs // (cdiv(len(x_TK), size) * groups)
         splits = max(1, min(splits, MOST_SPLITS, width // LEAST_SPLIT))
         assert x_TK.is_contiguous() and len(slots.slots_T) == len(x_TK) and low_rank.a_SGRK.numel() < MOST_VALUES
         shrunk_PXR = torch.empty((splits, len(tiles.tokens_X), groups * rank), dtype=torch.float32, device=x_TK.device)
         with self._parallel(x_TK):
             _shrink[(splits * groups * chunks, len(tiles.slots_Y))](
                 x_TK, low_rank.a_SGRK, tiles.tokens_X, tiles.slots_Y, low_rank.ranks_SG, shrunk_PXR, len(tiles.tokens_X), WIDTH=width,
-                NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=min(RANKS, triton.next_power_of_2(rank)),
-                SPLIT_WIDTH=triton.cdiv(triton.cdiv(width, splits), columns) * columns, SIZE=size, COLUMNS=columns, num_warps=WARPS,
+                NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=min(RANKS, power_of_2(rank)),
+                SPLIT_WIDTH=cdiv(cdiv(width, splits), columns) * columns, SIZE=size, COLUMNS=columns, num_warps=WARPS,
                 num_stages=num_stages, **({"OVERLAP": False} if self._is_parallel(x_TK) else {}),
             )  # fmt: skip
         return shrunk_PXR

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.triton.gemv import Norm, multiply_rows
-from models.kernels.triton.launch import await_previous_kernel, capability_of, floats, kernel, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, capability_of, cdiv, floats, kernel, num_multiprocessors, power_of_2
 from models.kernels.triton.tuned import gemv_tiles
 from models.lora import low_rank as low_rank_module
 from models.lora.low_rank import LowRank
@@ -130,14 +130,14 @@ def adapted_gemv(
     tiles = gemv_tiles(num_out, width, gated, is_whole, (capability_of(x_1D.device), count))
     tiles = replace(tiles, rows=tiles.rows * GATED_ROWS, programs=GATED_PROGRAMS) if gated else replace(tiles, programs=PROGRAMS)
     assert width <= tiles.block or not is_whole
-    shrinking, programs = min(count, groups * rank), min(tiles.programs * count, triton.cdiv(num_out, tiles.rows))
+    shrinking, programs = min(count, groups * rank), min(tiles.programs * count, cdiv(num_out, tiles.rows))
     raw_N = x_1D.new_empty(len(weight_ND), dtype=torch.float32)
     _adapted_gemv[(shrinking + programs,)](
         x_1D, norm_weight, weight_ND, out_1N, low_rank.a_SGRK, low_rank.b_SNR, low_rank.shrunk_GR, raw_N, slots_1,
         low_rank.ranks_SG, low_rank.groups_N, eps, OUT=num_out, WIDTH=width, GROUPS=groups, RANK=rank,
-        PADDED=triton.next_power_of_2(rank), NORM=norm is not None, GATED=gated, ADD=adds, SHRINKING=shrinking,
-        SHRINK_BLOCK=triton.next_power_of_2(width), ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=triton.cdiv(width, tiles.block),
-        LAST_ROWS=min(MOST_LAST_ROWS, triton.next_power_of_2(triton.cdiv(num_out, tiles.rows * programs) * tiles.rows)),
+        PADDED=power_of_2(rank), NORM=norm is not None, GATED=gated, ADD=adds, SHRINKING=shrinking,
+        SHRINK_BLOCK=power_of_2(width), ROWS=tiles.rows, BLOCK=tiles.block, BLOCKS=cdiv(width, tiles.block),
+        LAST_ROWS=min(MOST_LAST_ROWS, power_of_2(cdiv(num_out, tiles.rows * programs) * tiles.rows)),
         num_warps=tiles.warps,
     )  # fmt: skip
     return out_1N

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import Experts
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, capability_of, floats, kernel
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, capability_of, cdiv, floats, kernel
 from models.kernels.triton.products import ExpertProducts, triton_products
 from models.kernels.triton.routing import Choices, SortedChoices, route, sort
 from models.kernels.triton.text import swiglu
@@ -191,7 +191,7 @@ def weighted_sum(values_SD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: t
     """Write to `out_TD`, or add, the sum over each token's choices other than -1 of weight * value."""
     (num_tokens, chosen), width = chosen_TK.shape, out_TD.shape[1]
     assert all(tensor.is_contiguous() for tensor in (values_SD, chosen_TK, weights_TK, out_TD))
-    _weighted_sum[(num_tokens, triton.cdiv(width, SUM_COLUMNS))](
+    _weighted_sum[(num_tokens, cdiv(width, SUM_COLUMNS))](
         values_SD, chosen_TK, weights_TK, out_TD, CHOSEN=chosen, WIDTH=width, COLUMNS=SUM_COLUMNS, ADD=adds, num_warps=SUM_WARPS,
     )  # fmt: skip
 

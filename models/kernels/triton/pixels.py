@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import PIXEL_OFFSET, TAP_BITS, Taps
-from models.kernels.triton.launch import kernel
+from models.kernels.triton.launch import cdiv, kernel
 
 BLOCK = 1024
 CHANNELS = 3
@@ -72,7 +72,7 @@ def resample(image_HWC: torch.Tensor, axis: int, taps: Taps) -> torch.Tensor:
     old, new = shape[axis], len(taps.first)
     shape[axis] = new
     out_HWC = image_HWC.new_empty(shape)
-    _resample[(triton.cdiv(out_HWC.numel(), BLOCK),)](
+    _resample[(cdiv(out_HWC.numel(), BLOCK),)](
         image_HWC, taps.first, taps.weights, out_HWC, out_HWC.numel(), old, new, image_HWC.stride(axis), taps.weights.shape[1],
         BITS=TAP_BITS, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
@@ -84,7 +84,7 @@ def resample_to_patches_(image_HWC: torch.Tensor, axis: int, taps: Taps, patch_s
     height, width, channels = image_HWC.shape
     assert channels == CHANNELS and out_PX.is_contiguous()
     columns = (len(taps.first) if axis == 1 else width) // patch_size
-    _resample_to_patches[(triton.cdiv(out_PX.numel(), BLOCK),)](
+    _resample_to_patches[(cdiv(out_PX.numel(), BLOCK),)](
         image_HWC, taps.first, taps.weights, out_PX, out_PX.numel(), height, width, columns, taps.weights.shape[1],
         AXIS=axis, PATCH=patch_size, MERGE=merge_size, BITS=TAP_BITS,
         CHANNELS=CHANNELS, OFFSET=PIXEL_OFFSET, BLOCK=BLOCK, num_warps=4,

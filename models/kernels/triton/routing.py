@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import Experts
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, kernel
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, kernel, power_of_2
 
 SORTED = 128  # choices per sorting program
 ROUTE_WARPS, SORT_WARPS = 1, 4
@@ -144,7 +144,7 @@ def route(
         logits_TE, logits_TE if valid_T is None else valid_T, ints[0], weights_TK, ints[1], ints if counts_E is None else counts_E,
         logits_TE if parts_KTD is None else parts_KTD, experts.first, experts.count,
         LOGITS=logits_TE.shape[1], PADDED=valid_T is not None, COUNTED=counted, ZEROED=parts_KTD is not None, EXPERTS=experts.num_experts,
-        BLOCK=triton.next_power_of_2(experts.num_experts), CHOSEN=experts.num_chosen, GIVEN=given, CHOICES=triton.next_power_of_2(given),
+        BLOCK=power_of_2(experts.num_experts), CHOSEN=experts.num_chosen, GIVEN=given, CHOICES=power_of_2(given),
         BITS=8 * logits_TE.itemsize, WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS,
     )  # fmt: skip
     return Choices(ints[0], weights_TK, experts.count, ints[1] if counted else None, counts_E)
@@ -155,13 +155,13 @@ def sort(choices: Choices, rows: int, is_filled: bool = False) -> SortedChoices:
     experts_TK, ranks_TK, counts_E = choices.experts_TK, choices.ranks_TK, choices.counts_E
     assert ranks_TK is not None and counts_E is not None
     num_slots = experts_TK.numel()
-    num_blocks = triton.cdiv(num_slots, rows) + choices.num_experts  # upper bound: each expert may have one partial block
+    num_blocks = cdiv(num_slots, rows) + choices.num_experts  # upper bound: each expert may have one partial block
     slots, ints = experts_TK.new_empty(num_blocks * rows), experts_TK.new_empty(2 * num_blocks + 1)
     made = SortedChoices(rows, slots, ints[:num_blocks], ints[num_blocks:-1], ints[-1:])
-    block = triton.next_power_of_2(choices.num_experts)
-    _sort[(triton.cdiv(num_slots, SORTED),)](
+    block = power_of_2(choices.num_experts)
+    _sort[(cdiv(num_slots, SORTED),)](
         experts_TK, ranks_TK, counts_E, slots, made.experts_B, made.rows_B, made.end_1, num_slots, num_blocks,
-        EXPERTS=choices.num_experts, BLOCK=block, ROWS=rows, FILLED=triton.next_power_of_2(rows) if is_filled else 0, SORTED=SORTED,
+        EXPERTS=choices.num_experts, BLOCK=block, ROWS=rows, FILLED=power_of_2(rows) if is_filled else 0, SORTED=SORTED,
         num_warps=max(SORT_WARPS, block // SORTED_BY_WARP),
     )  # fmt: skip
     return made

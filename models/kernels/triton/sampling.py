@@ -14,7 +14,7 @@ from triton.language import constexpr, tensor
 
 from models.kernels.reference.sampling import sample_random
 from models.kernels.sampling import MASS_BITS, RowParams, SampleParams
-from models.kernels.triton.launch import await_kernel, kernel
+from models.kernels.triton.launch import await_kernel, cdiv, kernel, power_of_2
 
 # Rows of a table: no recompilation when their alignment changes with the number of rows.
 PARAMS = list(RowParams._fields)
@@ -158,7 +158,7 @@ class TritonSampling:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, tiles: Tiles = TILES):
         self.max_top_k = tiles.candidates[-1]
         self._vocab_size, self._tiles = vocab_size, tiles
-        self._num_tiles = triton.cdiv(vocab_size, tiles.tile)
+        self._num_tiles = cdiv(vocab_size, tiles.tile)
         self._num_groups = self._num_tiles * tiles.tile // tiles.group
         self._maxima = torch.empty((max_rows, self._num_groups), device=device)
         self._best_score = torch.empty((max_rows, self._num_tiles), device=device)
@@ -167,11 +167,11 @@ class TritonSampling:
     def penalise_(
         self, logits_SV: torch.Tensor, index_A: torch.Tensor, counts_RV: torch.Tensor, rows_A: torch.Tensor, penalties_A3: torch.Tensor
     ) -> None:
-        grid, stride = (triton.cdiv(self._vocab_size, ADJUSTED), len(index_A)), logits_SV.stride(0)
+        grid, stride = (cdiv(self._vocab_size, ADJUSTED), len(index_A)), logits_SV.stride(0)
         _penalise[grid](logits_SV, index_A, counts_RV, rows_A, penalties_A3, stride, V=self._vocab_size, TILE=ADJUSTED)
 
     def mask_(self, logits_SV: torch.Tensor, index_A: torch.Tensor, allowed_AW: torch.Tensor) -> None:
-        grid, words = (triton.cdiv(self._vocab_size, ADJUSTED), len(index_A)), allowed_AW.shape[1]
+        grid, words = (cdiv(self._vocab_size, ADJUSTED), len(index_A)), allowed_AW.shape[1]
         _mask[grid](logits_SV, index_A, allowed_AW, logits_SV.stride(0), V=self._vocab_size, WORDS=words, TILE=ADJUSTED)
 
     def sample(self, logits_SV: torch.Tensor, params: SampleParams) -> torch.Tensor:
@@ -193,7 +193,7 @@ class TritonSampling:
         candidates = next(size for size in tiles.candidates if size >= largest_top_k)
         _choose[len(out_S),](
             logits_SV, *rows, *scratch, out_S, stride, V=self._vocab_size, TILES=self._num_tiles,
-            TILES_POWER=triton.next_power_of_2(self._num_tiles), GROUPS=self._num_groups,
-            GROUPS_POWER=max(triton.next_power_of_2(self._num_groups), candidates), GROUP=tiles.group, K=candidates, MASS=2.0**MASS_BITS,
+            TILES_POWER=power_of_2(self._num_tiles), GROUPS=self._num_groups,
+            GROUPS_POWER=max(power_of_2(self._num_groups), candidates), GROUP=tiles.group, K=candidates, MASS=2.0**MASS_BITS,
             num_warps=tiles.choose_warps,
         )  # fmt: skip

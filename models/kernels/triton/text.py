@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import MOST_FLOAT8, KVPool, NewHeads
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, floats, kernel
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, floats, kernel, power_of_2
 from models.weights.float8 import GroupScaled
 
 MAX_HEADS_PER_PROGRAM = 4
@@ -193,7 +193,7 @@ def _launch_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends
     if num_tokens:
         _rms_norm[(num_tokens,)](
             x_TD, weight_D, addends, values, x_TD if scales is None else scales, eps, x_TD.numel(), len(values),
-            ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=triton.next_power_of_2(width),
+            ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=power_of_2(width),
             num_warps=NORM_WARPS,
         )  # fmt: skip
     return values
@@ -212,7 +212,7 @@ def swiglu_quantized(gate_up_TX: torch.Tensor) -> GroupScaled:
 def _launch_swiglu(gate_up_TX: torch.Tensor, out: Target) -> torch.Tensor:
     assert gate_up_TX.is_contiguous()
     values, scales = out
-    _swiglu[(len(gate_up_TX) * triton.cdiv(values.shape[1], SWIGLU_BLOCK),)](
+    _swiglu[(len(gate_up_TX) * cdiv(values.shape[1], SWIGLU_BLOCK),)](
         gate_up_TX, values, gate_up_TX if scales is None else scales, len(values),
         SCALED=scales is not None, WIDTH=values.shape[1], BLOCK=SWIGLU_BLOCK,
     )  # fmt: skip
@@ -223,9 +223,9 @@ def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
     """Implement `Ops.gate_`."""
     num_tokens, width = x_TX.shape
     assert x_TX.is_contiguous() and gate_TG.stride(1) == 1
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(1024, power_of_2(width))
     if num_tokens:
-        _gate[(num_tokens, triton.cdiv(width, block))](
+        _gate[(num_tokens, cdiv(width, block))](
             x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block
         )
 
@@ -237,7 +237,7 @@ def quantized(x_TD: torch.Tensor) -> GroupScaled:
     out = GroupScaled.empty(num_tokens, width, x_TD.device)
     _quantize[(num_tokens,)](
         x_TD, out.padded, out.scales, len(out.padded),
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS,
+        WIDTH=width, BLOCK=power_of_2(width), num_warps=NORM_WARPS,
     )  # fmt: skip
     return out
 
@@ -248,7 +248,7 @@ def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: to
     assert positions_AT.stride(1) == 1 or num_tokens <= 1
     out_TK = inv_freq_J.new_empty((num_tokens, 2 * half))
     if num_tokens:
-        _rotary_rows[(triton.cdiv(num_tokens, ROTARY_TOKENS),)](
+        _rotary_rows[(cdiv(num_tokens, ROTARY_TOKENS),)](
             positions_AT, axis_J, inv_freq_J, out_TK, num_tokens, positions_AT.stride(0),
             HALF=half, TOKENS=ROTARY_TOKENS,
         )  # fmt: skip
@@ -278,7 +278,7 @@ def store_float8(new: KVPool, pool: KVPool, slots_T: torch.Tensor, scales: tuple
     size = pool[0].shape[2] * pool[0].shape[3]
     assert all(each.is_contiguous() for each in (*new, *pool))
     _store_float8[(len(slots_T), 2)](
-        *new, *pool, slots_T, *scales, SIZE=size, PADDED=triton.next_power_of_2(size), MOST=MOST_FLOAT8, num_warps=4
+        *new, *pool, slots_T, *scales, SIZE=size, PADDED=power_of_2(size), MOST=MOST_FLOAT8, num_warps=4
     )
 
 
@@ -292,7 +292,7 @@ def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
     num_tokens, group = len(qkv_TX), math.gcd(num_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
     tokens = 1 if num_tokens < MANY_TOKENS else HEADS_OF_MANY // group
     q_THK = qkv_TX.new_empty((num_tokens, num_heads, head_dim))
-    grid = (triton.cdiv(num_tokens, tokens), (num_heads + 2 * kv_heads) // group)
+    grid = (cdiv(num_tokens, tokens), (num_heads + 2 * kv_heads) // group)
     _norm_rope_store[grid](
         qkv_TX, q_THK, k_pool, v_pool, heads.slots_T, cos_sin_TK, heads.q_weight_K, heads.k_weight_K, heads.eps, num_tokens,
         qkv_TX.stride(0),

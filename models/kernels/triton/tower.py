@@ -1,11 +1,10 @@
 """Memory-bound Triton kernels of the vision tower."""
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.triton.launch import floats, kernel
+from models.kernels.triton.launch import floats, kernel, power_of_2
 
 
 @kernel()
@@ -46,7 +45,7 @@ def rotate_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
     num_patches, _, num_heads, head_dim = kvq_P3HK.shape
     assert kvq_P3HK.is_contiguous() and cos_sin_PK.is_contiguous()
     _rotate[(num_patches, 2)](
-        kvq_P3HK, cos_sin_PK, HEADS=num_heads, HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=4
+        kvq_P3HK, cos_sin_PK, HEADS=num_heads, HALF=head_dim // 2, BLOCK_HALF=power_of_2(head_dim // 2), num_warps=4
     )
 
 
@@ -57,6 +56,6 @@ def layer_norm(x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bi
     out = torch.empty_like(x)
     _layer_norm[(num_rows,)](
         x, offset_D, weight, bias, out, eps,
-        WIDTH=width, OFFSETS=len(offset_D), BLOCK=triton.next_power_of_2(width), num_warps=2 if width <= 2048 else 8,
+        WIDTH=width, OFFSETS=len(offset_D), BLOCK=power_of_2(width), num_warps=2 if width <= 2048 else 8,
     )  # fmt: skip
     return out

@@ -2,12 +2,11 @@
 some microseconds around each."""
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.transfers import Transfers
-from models.kernels.triton.launch import await_kernel, kernel
+from models.kernels.triton.launch import await_kernel, cdiv, kernel
 
 LINE = 128  # bytes
 LINES = 32  # per program
@@ -49,10 +48,10 @@ class TritonTransfers(Transfers):
         if rest or device_B.nbytes > MOST_BYTES:
             super().fetch_(device_B, host_B)
         elif num_lines:
-            _fetch[(triton.cdiv(num_lines, LINES),)](host_B.view(torch.int64), device_B.view(torch.int64), num_lines, LINES=LINES)
+            _fetch[(cdiv(num_lines, LINES),)](host_B.view(torch.int64), device_B.view(torch.int64), num_lines, LINES=LINES)
 
     def deliver_(self, tokens_S: torch.Tensor, rows_S: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
         assert tokens_S.is_contiguous() and rows_S.is_contiguous() and last_tokens.is_contiguous()
         host_S = torch.empty(tokens_S.shape, dtype=tokens_S.dtype, pin_memory=tokens_S.is_cuda)
-        _deliver[(triton.cdiv(len(tokens_S), ROWS),)](tokens_S, rows_S, last_tokens, host_S, len(tokens_S), ROWS=ROWS)
+        _deliver[(cdiv(len(tokens_S), ROWS),)](tokens_S, rows_S, last_tokens, host_S, len(tokens_S), ROWS=ROWS)
         return host_S

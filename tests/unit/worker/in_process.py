@@ -34,7 +34,7 @@ from engine.wire.messages import (
 from engine.wire.stats import Stages
 from engine.worker.adapters import WorkerAdapters
 from engine.worker.graphs import StepGraphs
-from engine.worker.head import DraftHead
+from engine.worker.head import make_head
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
 from engine.worker.rows import Rows
@@ -156,7 +156,7 @@ class Engine:
         if self.graphs is not None:
             self.graphs.capture()
         sampler = Sampler(TorchSampling(), num_seqs, max_samples, config, CHECKPOINT, CPU)
-        head = DraftHead(model, attention, rows, Staging(1 << 22, CPU)) if config.text.has_head else None
+        head = make_head(model, attention, rows, 1 << 20, self.graphs) if config.text.has_head else None
         staging, more = Staging(1 << 22, CPU), {"head": head, "adapters": slots}
         self._runner = Runner(model, attention, rows, sampler, images, staging, self.graphs, self._arena, tp, **more)
         self._config, self._is_free = config, drafter is None

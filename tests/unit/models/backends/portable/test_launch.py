@@ -43,15 +43,15 @@ class Driver:
         params = ",".join(f".param .b{bits} p" for bits in self.bits)
         metadata = SimpleNamespace(name="_k", num_warps=4, shared=64, launch_pdl=False, num_ctas=1, global_scratch_size=0,
                                    profile_scratch_size=0, launch_cooperative_grid=False)  # fmt: skip
-        return SimpleNamespace(
-            src=SimpleNamespace(signature=self.signature), asm={"ptx": f".visible .entry _k({params})"}, metadata=metadata, function=FUNCTION
-        )
+        source, asm = SimpleNamespace(signature=self.signature), {"ptx": f".visible .entry _k({params})"}
+        return SimpleNamespace(src=source, asm=asm, metadata=metadata, function=FUNCTION)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    from models.kernels.triton import launch
     from triton.runtime.jit import KernelInterface
+
+    from models.kernels.triton import launch
 
     driver = Driver()
     active = SimpleNamespace(get_current_device=lambda: DEVICE, get_current_stream=lambda device: STREAM)
@@ -95,8 +95,7 @@ def test_triton_compiles_for_other_arguments(driver: Driver, kernel: Any, change
     CHANGES[change](args)
     for _ in range(2):
         kernel[(1,)](*args, BLOCK=8)
-    assert len(driver.asked) == (3 if change == "an address" else 2)
-    assert len(driver.calls) == 3 - len(driver.asked)
+    assert len(driver.asked) == 2 and len(driver.calls) == 1
 
 
 def test_triton_compiles_for_other_constants(driver: Driver, kernel: Any) -> None:
