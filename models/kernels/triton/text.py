@@ -225,9 +225,7 @@ def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
     assert x_TX.is_contiguous() and gate_TG.stride(1) == 1
     block = min(1024, power_of_2(width))
     if num_tokens:
-        _gate[(num_tokens, cdiv(width, block))](
-            x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block
-        )
+        _gate[(num_tokens, cdiv(width, block))](x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block)
 
 
 def quantized(x_TD: torch.Tensor) -> GroupScaled:
@@ -277,9 +275,7 @@ def store_float8(new: KVPool, pool: KVPool, slots_T: torch.Tensor, scales: tuple
     """Implement `Ops.store_float8_`."""
     size = pool[0].shape[2] * pool[0].shape[3]
     assert all(each.is_contiguous() for each in (*new, *pool))
-    _store_float8[(len(slots_T), 2)](
-        *new, *pool, slots_T, *scales, SIZE=size, PADDED=power_of_2(size), MOST=MOST_FLOAT8, num_warps=4
-    )
+    _store_float8[(len(slots_T), 2)](*new, *pool, slots_T, *scales, SIZE=size, PADDED=power_of_2(size), MOST=MOST_FLOAT8, num_warps=4)
 
 
 def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:

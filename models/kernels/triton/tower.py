@@ -44,9 +44,7 @@ def rotate_(kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> None:
     """Rotate keys and queries in place. H is a power of two."""
     num_patches, _, num_heads, head_dim = kvq_P3HK.shape
     assert kvq_P3HK.is_contiguous() and cos_sin_PK.is_contiguous()
-    _rotate[(num_patches, 2)](
-        kvq_P3HK, cos_sin_PK, HEADS=num_heads, HALF=head_dim // 2, BLOCK_HALF=power_of_2(head_dim // 2), num_warps=4
-    )
+    _rotate[(num_patches, 2)](kvq_P3HK, cos_sin_PK, HEADS=num_heads, HALF=head_dim // 2, BLOCK_HALF=power_of_2(head_dim // 2), num_warps=4)
 
 
 def layer_norm(x: torch.Tensor, offset_D: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
