@@ -45,7 +45,6 @@ class GenerateRequest(GenerationRequest):
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None  # -1: none of the prompt
     top_logprobs_num: NumLogprobs | None = None
     logprobs: Literal[False] | None = None  # `return_logprob` instead
-    rid: str | list[str] | None = None  # repeated as `meta_info.id`, one for all prompts or for each
 
     @model_validator(mode="before")
     @classmethod
@@ -82,8 +81,6 @@ class GenerateRequest(GenerationRequest):
         if (self.text is None) == (self.input_ids is None):
             raise bad_value("text", "either `text` or `input_ids` is required, and not both")
         check_prompts(self.prompts, self.field, vocab_size)
-        if isinstance(self.rid, list) and len(self.rid) != len(self.prompts):
-            raise bad_value("rid", "must have an entry per prompt")
 
     def images(self) -> list[list[str]]:
         num_prompts, given = len(self.prompts), self.image_data
@@ -99,8 +96,7 @@ class GenerateFormat(CompletionFormat):
 
     def __init__(self, options: ReplyOptions, asked: GenerateRequest):
         super().__init__(options)
-        self._ids = asked.rid if isinstance(asked.rid, list) else [asked.rid or secrets.token_hex(16)] * len(asked.prompts)
-        self._received, self._asked = options.received, asked
+        self._id, self._received, self._asked = secrets.token_hex(16), options.received, asked
         self._is_list = asked.is_batch or (asked.n or 1) > 1
         self._num_sent: Counter[int] = Counter()  # tokens of each choice in its last event
 
@@ -123,7 +119,7 @@ class GenerateFormat(CompletionFormat):
             matched = choice.token_ids[-1]
         endings: Json = {"length": {"length": usage.num_generated}, "stop": {"matched": matched}}
         meta: Json = {
-            "id": self._ids[choice.index // (self._asked.n or 1)],
+            "id": self._id,
             "finish_reason": reason and {"type": reason, **endings.get(reason, {})}, "matched_stop": matched,
             "prompt_tokens": usage.num_prompt, "completion_tokens": usage.num_generated, "cached_tokens": usage.num_cached,
             "weight_version": FIRST_VERSION, **extra.get("metadata", {}), **self._logprobs(choice),

@@ -1,14 +1,14 @@
 """Images in the content of messages, and references to media: payloads in the body, URLs, or names of earlier media."""
 
 import hashlib
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from engine.wire.messages import API_ARENA, MediaRef, Region
 from server.api.http.body import Body
-from server.api.schema.validate import Open, Strict, bad_value
+from server.api.schema.validate import Strict, bad_value
 
 LOW_DETAIL_PIXELS = 512 * 512
 URL_SCHEMES = ("http://", "https://", "file://", "data:")
@@ -53,21 +53,13 @@ class MediaRefs:
 class PixelLimits(Strict):
     """Limits on the area after resizing, in total over all frames. None: the checkpoint's limit."""
 
-    alternatives: ClassVar[frozenset[str]] = frozenset()  # mutually exclusive fields
-
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
 
     @classmethod
     def merged(cls, *options: "PixelLimits") -> dict[str, Any]:
-        """Return the fields of this class in all options; the first option that sets a field takes precedence. Of `alternatives`, only
-        those of one option apply."""
-        result: dict[str, Any] = {}
-        for one in reversed(options):
-            given = {name: value for name, value in one if name in cls.model_fields and value is not None}
-            excluded = cls.alternatives if given.keys() & cls.alternatives else ()
-            result = {name: value for name, value in result.items() if name not in excluded} | given
-        return result
+        """Return the fields of this class in all options; the first option that sets a field takes precedence."""
+        return {name: value for one in reversed(options) for name, value in one if name in cls.model_fields and value is not None}
 
 
 class PixelSizes(Strict):
@@ -79,7 +71,7 @@ class PixelSizes(Strict):
     longest_edge: Pixels | None = None
 
 
-class ImageUrl(PixelLimits, Open):
+class ImageUrl(PixelLimits):
     """Location of an image. `detail: low` is at most LOW_DETAIL_PIXELS, `high` and `auto` are as the checkpoint has it."""
 
     url: str | None = None
@@ -93,7 +85,7 @@ def url_object(value: object) -> object:
 NO_URL: Any = Field(default=None, validate_default=True)
 
 
-class ImagePart(PixelLimits, Open):
+class ImagePart(PixelLimits):
     """An image. Later requests with the same `uuid` may leave out the URL."""
 
     type: Literal["image_url", "input_image"]

@@ -3,42 +3,32 @@
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from engine.wire.messages import VideoRef
 from server.api.schema.media import NO_URL, MediaRefs, PixelLimits, Uuid, url_object
-from server.api.schema.validate import Open
+from server.api.schema.validate import bad_value
 
 JOINED_TYPE, JOINED_FPS = "video/jpeg", 1.0  # vLLM's format: images separated by commas, and their default rate
 MAX_FRAMES = 4096  # limit per video
-
-RATES = frozenset({"fps", "num_frames"})
 
 
 class VideoOptions(PixelLimits):
     """Sampling of a video's frames, `fps` per second or `num_frames` in all, and their size. With `do_sample_frames` false, all frames are
     used."""
 
-    alternatives = RATES
-
     fps: Annotated[float, Field(gt=0, le=1000)] | None = None
     num_frames: Annotated[int, Field(ge=1, le=MAX_FRAMES)] | None = None
     do_sample_frames: bool | None = None
 
-    @model_validator(mode="after")
-    def _one_way(self) -> "VideoOptions":
-        if self.fps is not None and self.num_frames is not None:
-            raise ValueError("takes `fps` or `num_frames`, not both")
-        return self
 
-
-class VideoUrl(VideoOptions, Open):
+class VideoUrl(VideoOptions):
     """Location of a video: a file, or `data:video/jpeg;base64,` with frames separated by commas."""
 
     url: str | None = None
 
 
-class VideoPart(VideoOptions, Open):
+class VideoPart(VideoOptions):
     """A video. Later requests with the same `uuid` may leave out the URL."""
 
     type: Literal["video_url", "input_video"]
@@ -46,7 +36,7 @@ class VideoPart(VideoOptions, Open):
     uuid: Uuid | None = None
 
 
-class FramesPart(VideoOptions, Open):
+class FramesPart(VideoOptions):
     """A video as a list of the URLs of its frames, taken at `fps`, or as the URL of a file."""
 
     type: Literal["video"]
@@ -70,6 +60,8 @@ def video_reference(part: VideoPart | FramesPart, name: str, refs: MediaRefs, li
     if refs.has_type(url or "", JOINED_TYPE):
         return _of_frames(VideoRef(file=file, holds_frames=True, fps=JOINED_FPS), own, limits)
     options = VideoOptions.merged(*own, limits)
+    if options.keys() >= {"fps", "num_frames"}:
+        raise bad_value(name, "a video takes `fps` or `num_frames`, not both")
     return VideoRef(file=file, samples=options.pop("do_sample_frames", None), **options)
 
 

@@ -38,7 +38,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (TEXT, {"prompt": "x", "echo": True, "logprobs": 0, "prompt_logprobs": 1}, {f"{CHOICE}.prompt_logprobs": list, f"{CHOICE}.text": str}),
     (TEXT, {"prompt": "x"}, {f"{CHOICE}.prompt_logprobs": None, f"{CHOICE}.prompt_token_ids": None}),
     (GENERATE, {"text": "x", "sampling_params": {"max_new_tokens": 0}}, {"text": "", "meta_info.completion_tokens": 0}),
-    (GENERATE, {"text": "x", "rid": "r1"}, {"meta_info.id": "r1", "meta_info.matched_stop": int, "meta_info.finish_reason.type": "stop"}),
+    (GENERATE, {"text": "x"}, {"meta_info.matched_stop": int, "meta_info.finish_reason.type": "stop"}),
     (GENERATE, {"text": "x", "return_logprob": True, "return_text_in_logprobs": True}, {"meta_info.output_token_logprobs.0.2": str}),
     (GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 1}, {"meta_info.output_token_logprobs.0.2": None}),
     ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}, {f"{LOGPROBS}.logprob": 0.0, f"{LOGPROBS}.bytes": list}),
@@ -65,7 +65,6 @@ def test_what_peers_accept(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
-    (GENERATE, {"text": ["x", "y"], "rid": ["r1"]}, 400, "rid: must have an entry per prompt"),
     ("/score", {"query": "x", "items": ["y"], "label_token_ids": [5]}, 400, "label_token_ids: this server does not support"),
     (CHAT, {"model": "gpt-x"}, 404, "This server has: test-model, other-name"),
     (CHAT, {"messages": user({"type": "image_url", "image_url": {"url": "cat.jpg"}})}, 400, "such as 'data:image/jpeg;base64,/9j/4AAQ...'"),
@@ -89,9 +88,3 @@ def test_the_token_itself_is_the_first_likely_one(stack: Stack, tokenizer: Token
     stack.script = tell(ended(tokenizer, "so"))
     (first, *_) = stack.http.post(TEXT, json={"prompt": "x", "logprobs": TOP}).json()["choices"][0]["logprobs"]["top_logprobs"]
     assert list(first.values()) == [0.0, -1.0, -2.0]
-
-
-def test_a_name_per_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
-    stack.script = tell(ended(tokenizer, "so"))
-    named = {"text": ["x", "y"], "rid": ["r1", "r2"], "sampling_params": {"n": 2}}
-    assert [one["meta_info"]["id"] for one in stack.http.post(GENERATE, json=named).json()] == ["r1", "r1", "r2", "r2"]

@@ -69,7 +69,7 @@ BAD: dict[str, list[object]] = {
     "top_logprobs": [5], "enable_thinking": ["no"], "chat_template_kwargs": ["x", {str(i): 1 for i in range(65)}],
     "continue_final_message": [True], "tools": [TOOLS * 2], "tool_choice": ["required"],
     "logit_bias": [{"x": 5}, {str(VOCAB_SIZE): 5}, [5]], "bad_words": ["x", ["x"] * 65], "messages": [[], "hello", HELLO * 10_001],
-    "mm_processor_kwargs": [{"fps": 2.0, "num_frames": 3}],
+    "mm_processor_kwargs": [5],
 }  # fmt: skip
 
 

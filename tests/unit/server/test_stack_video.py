@@ -71,7 +71,7 @@ URL = "https://x.org/a.mp4"
 
 
 OF_FILES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    ({}, {}, {}), ({"fps": 4.0}, {"mm_processor_kwargs": {"num_frames": 8}}, {"fps": 4.0}),
+    ({}, {}, {}), ({"fps": 4.0}, {"mm_processor_kwargs": {"fps": 8}}, {"fps": 4.0}),
     ({}, {"mm_processor_kwargs": {"num_frames": 8}}, {"num_frames": 8}),
     ({}, {"mm_processor_kwargs": {"fps": 2, "do_sample_frames": True}}, {"fps": 2.0, "samples": True}),
     ({}, {"mm_processor_kwargs": {"do_sample_frames": False}}, {"samples": False}),
@@ -99,6 +99,7 @@ def test_what_is_said_of_a_video() -> None:
         assert found == VideoRef(file=MediaRef(url=jpegs), holds_frames=True, **({"fps": 1.0} | expected))
     for part, fields in (
         ({"type": "video_url", "video_url": None}, {}), ({"type": "video", "video": ["a.mp4"]}, {}),
+        ({"type": "video", "video": URL, "fps": 4.0}, {"mm_processor_kwargs": {"num_frames": 8}}),
     ):  # fmt: skip
         with pytest.raises(RequestError) as caught:
             reads(part, **fields)
