@@ -183,12 +183,6 @@ class BlockHasher:
                 self.extend(token_ids[: min(num_links, max(1, 2 * i)) * self.block_size])
             yield self.links[i]
 
-    def adopt(self, other: "BlockHasher", num_links: int) -> None:
-        """Copy links from a sequence whose first `num_links` blocks are equal in namespace, ids and images."""
-        links = other.links[:num_links]
-        if len(links) > len(self.links):
-            self.links = links
-
     def extend(self, token_ids: np.ndarray) -> None:
         """Add the links of all full blocks of `token_ids` (int32, from the first token)."""
         first, size = len(self.links), self.block_size

@@ -366,6 +366,4 @@ def _prefix_hits(state: State, request: Request) -> list[int]:
         return []
     ids = request.known_ids()
     usable = min(request.num_tokens - 1, len(ids)) // state.blocks.block_size
-    if request.leader is not None:
-        request.hasher.adopt(request.leader.hasher, request.num_shared_blocks)
     return state.blocks.match(request.hasher.chain(ids, usable))

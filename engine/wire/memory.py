@@ -41,7 +41,7 @@ DECODER_BYTES_PER_PIXEL = 6  # of a JPEG that the GPU decodes: its pixels, and t
 GATHER_COPIES = 4  # copies of embeddings that ranks exchange: own padded, all padded and ordered, the cache's
 IMAGE_CACHE_SHARE = 4  # on a small GPU: a fourth of image cache and KV pool
 ENOUGH_TOKENS, ENOUGH_SNAPSHOTS = 8192, 8  # minimum KV pool; below it, steps become smaller
-SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}
+SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max_num_seqs": 16}  # of steps that are made smaller
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
 
 
