@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import functools
 import json
 import sys
@@ -122,7 +121,7 @@ def read_flags(argv: Sequence[str]) -> tuple[EngineConfig, list[str]]:
     parser.set_defaults(model=None)  # until it is known whether the model is given otherwise
     result, unknown = parser.parse_known_args([*words, *_rewrite(argv)], argparse.Namespace(unused=set()))
     if unknown:
-        raise BadFlags("; ".join(_nearest(parser, word) for word in unknown if word[0] == "-") or f"unknown argument {unknown[0]}")
+        raise BadFlags(f"unknown argument {unknown[0].partition('=')[0]}")
     values = vars(result)
     positional, unused = values.pop("positional"), values.pop("unused")
     for name, separator in SEPARATORS.items():
@@ -161,10 +160,3 @@ def _rewrite(argv: Sequence[str]) -> list[str]:
             name = bare if (bare := name.partition(".")[0]) in NAMES else name
         words.append(name + equals + value)
     return words
-
-
-def _nearest(parser: Parser, word: str) -> str:
-    name = word.partition("=")[0]
-    flags = [flag for flag in parser._option_string_actions if flag.startswith("--no-") == name.startswith("--no-")]
-    near = difflib.get_close_matches(name, flags, n=1)
-    return f"unknown flag {name}" + (f": did you mean {near[0]}?" if near else "")

@@ -166,7 +166,7 @@ async def test_streams_and_a_death() -> None:
 
 def test_a_bad_flag_or_model_is_an_error_and_leaves_nothing() -> None:
     others = set(children())
-    with pytest.raises(ValueError, match="did you mean --max-num-seqs"):
+    with pytest.raises(ValueError, match="unknown argument --max-num-seq"):
         LLM(max_num_seq=4)
     with pytest.raises(ValueError, match="neither a folder"):
         LLM(model="no-such-model", **FLAGS)

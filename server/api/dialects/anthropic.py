@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic_core import from_json
 from starlette.responses import JSONResponse
 
-from engine.wire.messages import ErrorInfo, Event
+from engine.wire.messages import ErrorInfo
 from engine.wire.params import NotEmpty, TokenCount, TopK
 from models.config.types import MEDIA_KINDS, MediaKind
 from server.api.chat.completions import DialectRequest, TranslatedChat, assistant_message
@@ -212,7 +212,7 @@ class MessageFormat(BlockFormat):
     def stop(self, status: str) -> bytes:
         return named_event("content_block_stop", index=self._index)
 
-    def delta(self, piece: str, event: Event) -> bytes:
+    def delta(self, piece: str) -> bytes:
         kind, name = ("input_json", "partial_json") if self._open == "call" else (self._open, self._open)
         return named_event("content_block_delta", index=self._index, delta={"type": f"{kind}_delta", name: piece})
 

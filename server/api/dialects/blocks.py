@@ -20,8 +20,8 @@ class BlockFormat(Format):
         ...
 
     @abstractmethod
-    def delta(self, piece: str, event: Event) -> bytes:
-        """Return a piece of the open block from this event."""
+    def delta(self, piece: str) -> bytes:
+        """Return a piece of the open block."""
 
     @abstractmethod
     def finish_chunk(self, choice: Choice, extra: dict[str, object]) -> bytes:
@@ -33,12 +33,12 @@ class BlockFormat(Format):
             kind = "thinking" if event.is_reasoning else "text"
             if self._open != kind:
                 chunks.append(self._begin(kind, None))
-            chunks.append(self.delta(event.text, event))
+            chunks.append(self.delta(event.text))
         for piece in event.calls:
             if piece.name is not None:
                 chunks.append(self._begin("call", choice.calls[piece.index]))
             if piece.arguments:
-                chunks.append(self.delta(piece.arguments, event))
+                chunks.append(self.delta(piece.arguments))
         if choice.finish_reason is not None:
             chunks.append(self.finish_chunk(choice, extra))
         return b"".join(chunks)

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from engine.wire.messages import ErrorInfo, Event
-from engine.wire.params import NumLogprobs, TokenCount
+from engine.wire.messages import ErrorInfo
+from engine.wire.params import TokenCount
 from server.api.chat.completions import DialectRequest, TranslatedChat, assistant_message
 from server.api.chat.endpoint import Endpoint, MakeFormat
-from server.api.chat.format import logprobs_json
 from server.api.dialects.blocks import BlockFormat, named_event
 from server.api.http.scan import Scanner
 from server.api.http.streaming import Call, Choice, ReplyOptions, Usage, encode
@@ -33,8 +32,7 @@ from server.api.schema.parts import (
 from server.api.schema.requests import MessageList, Reasoning
 from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type
 
-REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice", "top_logprobs"}  # fields that answers repeat
-LOGPROBS = "message.output_text.logprobs"
+REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice"}  # fields that answers repeat
 Json = dict[str, Any]
 
 
@@ -99,18 +97,15 @@ class ResponsesRequest(DialectRequest):
     input: Annotated[list[Item], MessageList] | str
     instructions: str | None = None
     max_tokens: TokenCount | None = Field(alias="max_output_tokens", default=None)
-    top_logprobs: NumLogprobs | None = None
     tools: Annotated[list[AnyTool], ToolList, client_tools(AnyTool, "function", "namespace", None)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None  # only LOGPROBS has an effect
     metadata: Json | None = None
 
     def chat_body(self, scanner: Scanner) -> Json:
-        chat = self.as_chat({"max_tokens", "top_logprobs", "parallel_tool_calls"})
-        chat["logprobs"] = bool(self.top_logprobs) or LOGPROBS in (self.include or ()) or None
+        chat = self.as_chat({"max_tokens", "parallel_tool_calls"})
         messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input)
         chat["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *messages]
         chat["tools"] = [tool.as_function(namespace) for namespace, tool in self.flat_tools()] or None
@@ -194,7 +189,7 @@ class ResponseFormat(BlockFormat):
 
     def begin(self, call: Call | None) -> bytes:
         kind = KINDS[self._open]
-        self._pieces, self._logprobs = list[str](), list[Json]()
+        self._pieces = list[str]()
         item = {"id": f"{kind.prefix}_{secrets.token_hex(16)}", "status": "in_progress", **kind.start}
         if call is not None:
             item |= {"call_id": call.id, **self._names.get(call.name, {"name": call.name}), kind.field: ""}
@@ -204,16 +199,14 @@ class ResponseFormat(BlockFormat):
     def stop(self, status: str) -> bytes:
         text, item, kind = "".join(self._pieces), self._items[-1], KINDS[self._open]
         named = {"name": item["name"]} if self._open == "call" else {}
-        done = self._open_event(f"{kind.delta}.done", self._logprobs, **named, **{kind.field or "text": text})
+        done = self._open_event(f"{kind.delta}.done", **named, **{kind.field or "text": text})
         done += self._part_event("done", text)
         item |= {"status": status, **({kind.field: text} if kind.field else {"content": [self._part(text)]})}
         return done + self._item_event("done")
 
-    def delta(self, piece: str, event: Event) -> bytes:
+    def delta(self, piece: str) -> bytes:
         self._pieces.append(piece)
-        entries = logprobs_json(event.logprobs) if self._open == "text" else []
-        self._logprobs += entries
-        return self._open_event(f"{KINDS[self._open].delta}.delta", entries, delta=piece)
+        return self._open_event(f"{KINDS[self._open].delta}.delta", delta=piece)
 
     def finish_chunk(self, choice: Choice, timings: Json) -> bytes:
         last_item, response = self._finish(choice, choice.usage, timings)
@@ -225,7 +218,7 @@ class ResponseFormat(BlockFormat):
     def document(self, choices: list[Choice], usage: Usage, timings: Json) -> bytes:
         for kind, text, call in choices[0].blocks():
             self._begin(kind, call)
-            self.delta(text, Event(0, logprobs=[*choices[0].logprobs][usage.num_reasoning :]))
+            self.delta(text)
         return encode(self._finish(choices[0], usage, timings)[1])
 
     def error_chunk(self, info: ErrorInfo) -> bytes:
@@ -247,16 +240,16 @@ class ResponseFormat(BlockFormat):
         return self._event(f"output_item.{step}", output_index=len(self._items) - 1, item=self._items[-1])
 
     def _part_event(self, step: str, text: str) -> bytes:
-        return b"" if KINDS[self._open].field else self._open_event(f"content_part.{step}", [], part=self._part(text))
+        return b"" if KINDS[self._open].field else self._open_event(f"content_part.{step}", part=self._part(text))
 
     def _part(self, text: str) -> Json:
-        shared = {"annotations": [], "logprobs": self._logprobs} if self._open == "text" else {}
+        shared: Json = {"annotations": [], "logprobs": []} if self._open == "text" else {}
         return {"type": KINDS[self._open].delta, "text": text, **shared}
 
-    def _open_event(self, name: str, logprobs: list[Json], /, **fields: object) -> bytes:
+    def _open_event(self, name: str, /, **fields: object) -> bytes:
         fields |= {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         fields |= {} if KINDS[self._open].field else {"content_index": 0}
-        return self._event(name, **fields, **({"logprobs": logprobs} if self._open == "text" else {}))
+        return self._event(name, **fields, **({"logprobs": []} if self._open == "text" else {}))
 
     def _event(self, name: str, /, **fields: object) -> bytes:
         self._num_events += 1

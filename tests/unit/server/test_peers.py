@@ -13,7 +13,7 @@ CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 HELLO = [{"role": "user", "content": "hello"}]
 PNG = {"type": "image_url", "image_url": {"url": URL}, "uuid": "u1"}
 SLOT = "<|vision_start|><|image_pad|><|vision_end|>"
-MESSAGE, CHOICE, LOGPROBS = "choices.0.message", "choices.0", "output.0.content.0.logprobs.0"
+MESSAGE, CHOICE = "choices.0.message", "choices.0"
 NONE = type(None)
 
 
@@ -41,8 +41,6 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (GENERATE, {"text": "x"}, {"meta_info.matched_stop": int, "meta_info.finish_reason.type": "stop"}),
     (GENERATE, {"text": "x", "return_logprob": True, "return_text_in_logprobs": True}, {"meta_info.output_token_logprobs.0.2": str}),
     (GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 1}, {"meta_info.output_token_logprobs.0.2": None}),
-    ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}, {f"{LOGPROBS}.logprob": 0.0, f"{LOGPROBS}.bytes": list}),
-    ("/v1/responses", {"input": "x", "top_logprobs": TOP}, {f"{LOGPROBS}.top_logprobs.1.logprob": -2.0, "top_logprobs": TOP}),
     ("/v1/tokenize", {"prompt": "x"}, {"count": 1, "tokens.0": int}), ("/tokenize", {"prompt": ""}, {"tokens": []}),
     ("/detokenize", {"tokens": []}, {"text": ""}), ("/v1/detokenize", {"tokens": [70]}, {"text": "g"}),
 ]  # fmt: skip
