@@ -27,6 +27,7 @@ from engine.wire.messages import (
     EngineRequest,
     ErrorInfo,
     FinishReason,
+    ImageSource,
     Pixels,
     RequestOutput,
     StepResult,
@@ -95,15 +96,14 @@ class SchedulerCore:
         if is_idle(self.state):
             self._last_progress = time.monotonic()
         self._num_prompt_tokens += len(prompt_ids)
-        siblings: list[Request] = []
-        for index in range(wire.n):
-            siblings.append(self._make_request(wire, prompt_ids, siblings, index))
-        self._requests[wire.rid] = list(siblings)
+        sources = {span.hash: span.source for span in wire.images if span.source.encoding != "file"}
+        requests = [self._make_request(wire, prompt_ids, sources, index) for index in range(wire.n)]
+        self._requests[wire.rid] = list(requests)
         if any(span.source.encoding == "file" for span in wire.images) and (
-            lacking := policy.lacking_pixels(self.state, siblings[0], policy.num_cached_tokens(self.state, siblings[0]))
+            lacking := policy.lacking_pixels(self.state, requests[0], policy.num_cached_tokens(self.state, requests[0]))
         ):
-            self.state.want_pixels(siblings, lacking)
-        for request in siblings:
+            self.state.want_pixels(requests, lacking)
+        for request in requests:
             if request not in self.state.loading:
                 self.state.add(request)
         if wire.deadline is not None:
@@ -212,7 +212,9 @@ class SchedulerCore:
                 return ErrorInfo(400, words, code="context_length_exceeded")
         return None
 
-    def _make_request(self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], siblings: list[Request], index: int) -> Request:
+    def _make_request(
+        self, wire: EngineRequest, prompt_ids: npt.NDArray[np.int32], sources: dict[bytes, ImageSource], index: int
+    ) -> Request:
         most = self._capacity - len(prompt_ids)
         params = wire.params.of_answer(index)
         max_tokens = most if params.max_tokens is None else min(most, max(1, params.max_tokens))
@@ -220,7 +222,6 @@ class SchedulerCore:
         token_ids[: len(prompt_ids)] = prompt_ids
         hasher = BlockHasher(self.state.blocks.block_size, wire.images, wire.namespace)
         self._num_arrived += 1
-        sources = siblings[0].sources if index else {span.hash: span.source for span in wire.images if span.source.encoding != "file"}
         is_stateful = self.state.limits.snapshot_blocks > 0
         return Request(
             wire=wire,
@@ -231,7 +232,6 @@ class SchedulerCore:
             hasher=hasher,
             params=params,
             order=self._num_arrived,
-            siblings=siblings,
             index=index,
             sources=sources,
             is_stateful=is_stateful,

@@ -26,7 +26,7 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One answer to a request; the others are its siblings, which share information about their images.
+    """One answer to a request; all its answers share `wire` and `sources`.
 
         0 ............ num_prompt ........ len(token_ids) ... num_tokens
         |-- prompt ids --|-- output ids, known --|-- sampled on the device, in flight --|
@@ -44,7 +44,6 @@ class Request:
     hasher: BlockHasher
     params: SamplingParams
     order: int  # of arrival
-    siblings: "list[Request]"  # all answers by index
     index: int = 0
     status: Status = Status.WAITING
     row: int = -1
@@ -62,7 +61,7 @@ class Request:
     first_needed: int = 0  # images before this index are done
     leader: "Request | None" = None  # while waiting: an older request that computes this one's beginning
     num_shared_blocks: int = 0  # blocks of that prefix
-    sources: dict[bytes, ImageSource] = field(default_factory=dict)  # by hash, without files; shared by siblings
+    sources: dict[bytes, ImageSource] = field(default_factory=dict)  # by hash, without files; of all answers
     reports: list[Report] = field(default_factory=list)  # consecutive parts received so far
     is_stateful: bool = False  # the model has recurrent states: a prefix needs a snapshot
     snapshot_points: tuple[int, ...] = ()  # ends of blocks at which states are kept
@@ -106,8 +105,8 @@ class Request:
 
     @property
     def has_started(self) -> bool:
-        """True if an answer to the same request has had a row."""
-        return any(other.num_cached >= 0 for other in self.siblings)
+        """True if an answer to the same request was in a plan."""
+        return self.wire.stages.admitted > 0
 
     @property
     def awaits_prefix(self) -> bool:

@@ -82,13 +82,10 @@ class State:
             if request.images[index].hash not in request.sources:
                 self._pin(request, index)
                 self.counters.images_hit += 1
-        first = request.siblings[0]
-        if request.num_cached < 0 and first.num_cached >= 0:
-            request.num_cached = first.num_cached  # the first answer's prefix was computed for the same request
-        elif request.num_cached < 0:
-            request.num_cached = min(request.num_computed, request.num_prompt)
+        if request.num_cached < 0:  # the prefix of further answers was computed for the first one
+            request.num_cached = 0 if request.index else min(request.num_computed, request.num_prompt)
             self.counters.cached_prompt_tokens += request.num_cached
-            self.counters.images_skipped += request.first_needed
+            self.counters.images_skipped += 0 if request.index else request.first_needed
 
     def preempt(self, request: Request) -> None:
         """Return a request to its place in the queue; it recomputes what the prefix cache evicts."""
@@ -107,10 +104,10 @@ class State:
         self.stopping.add(request)
 
     def release(self, request: Request) -> None:
-        """Drop all references to requests, itself included: a cycle would need the garbage collector."""
+        """Release everything, and the reference to another request."""
         self.stopping.remove(request)
         self._take_all(request)
-        request.siblings, request.leader = [], None
+        request.leader = None
 
     def follow(self, request: Request, leader: Request, num_shared_blocks: int) -> None:
         request.leader, request.num_shared_blocks = leader, num_shared_blocks
