@@ -8,9 +8,10 @@ import ctypes
 import logging
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from itertools import compress
+from typing import Any, cast
 
 import torch
 import triton
@@ -29,10 +30,8 @@ BITS = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)")
 CONFIG = "3I3IIPPI"  # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number
 OVERLAPS = ctypes.create_string_buffer(struct.pack("i4xi60x", 6, 1))  # CUlaunchAttribute: programmaticStreamSerialization
 REST = ((), (1, 1), (1,), ())  # dimensions that a grid of so many lacks
-WORD = 15  # Triton compiles a kernel anew for pointers and integers that are no multiples of 16
-NEVER = 1 << 62  # bit that no address has
 
-Launch = Callable[[tuple[int, ...], list[Any]], None]
+Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -54,51 +53,86 @@ class Kernel:
     """A kernel of `triton.jit`. The first launch with arguments of such types is Triton's, later ones are calls of the driver.
 
     A kernel that has OVERLAP waits for the previous kernel itself, where programmatic dependent launch is available. All launches of a
-    process are by one thread on one device."""
+    process are by one thread on one device, and integers have 32 bits."""
 
     def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
         self._overlaps = "OVERLAP" in jitted.arg_names
-        self._launches: dict[tuple[Any, ...], Launch | None] = {}  # None: Triton launches
-        self._masks: list[int] = []
-        if isinstance(jitted, JITFunction):
-            self._masks = [0 if p.do_not_specialize else NEVER if p.do_not_specialize_on_alignment else WORD for p in jitted.params]
+        self._launches: dict[Any, Launch | None] = {}  # None: Triton launches
+        self._functions: dict[str, Callable[..., None]] = {}  # by kinds of arguments
+        self._kinds = ""
+        self._launch: Callable[..., None] = self._learn if isinstance(jitted, JITFunction) else self._launch_by_triton
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        kinds, values = [], []
-        for x, mask in zip(args, self._masks, strict=False):
-            kind = x.__class__
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                values.append(address := x.data_ptr())
-                kind = (x.dtype,) if address & mask else x.dtype
-            elif kind is tuple:
-                addresses = [each.data_ptr() for each in x]
-                values += addresses
-                kind = *(each.dtype for each in x), *(address & mask == 0 for address in addresses)
-            elif kind is int and mask and x == 1:
-                kind = 1  # Triton compiles it in
-            elif x is not None:
-                values.append(x)
-                if mask and kind is int and not x & WORD:
-                    kind = WORD
-            kinds.append(kind)
-        key = (*kinds, *options, *options.values())
-        launch = self._launches.get(key)
-        if launch is None:
-            return self._launch_slowly(grid, args, options, None if key in self._launches else key)
-        launch(grid, values)
-
-    def _launch_slowly(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any], key: tuple[Any, ...] | None) -> None:
-        """`key`: of the launches that are to be like this one."""
+    def _launch_by_triton(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
         if self._overlaps and "OVERLAP" not in options:
             device = next(each.device for each in args if isinstance(each, torch.Tensor))
             options |= {"OVERLAP": True, "launch_pdl": True} if capability_of(device) >= OVERLAP_CAPABILITY else {"OVERLAP": False}
-        compiled = self.jitted[grid](*args, **options)
-        if key is not None and self._masks:
-            self._launches[key] = launch_of(compiled)
+        return self.jitted[grid](*args, **options)
+
+    def _learn(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Launch with arguments of any kinds, and expect the same kinds from now on."""
+        kinds = "".join(map(kind_of, args))
+        if kinds not in self._functions:
+            names = {"launches": self._launches, "learn": self._learn, "bind": self._bind, "launch_by_triton": self._launch_by_triton}
+            exec(source_of(kinds, self.jitted.params), names)
+            self._functions[kinds] = cast(Callable[..., None], names["launch"])
+        self._launch = self._functions[kinds]
+        self._launch(grid, *args, **options)
+
+    def _bind(self, key: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Launch for the first time with arguments of such types."""
+        launch = launch_of(self._launch_by_triton(grid, *args, **options))
+        params = self.jitted.params
+        kept = [not (kind_of(x) == "i" and x == 1 and not p.do_not_specialize) for x, p in zip(args, params, strict=False) if x is not None]
+        if launch is None or all(kept):
+            self._launches[key] = launch
+        else:  # Triton compiles ones in
+            self._launches[key] = lambda grid, values: launch(grid, tuple(compress(values, kept)))
+
+
+def kind_of(x: object) -> str:
+    """Return t for a tensor, s for several, i for an integer, n for None, v for another value."""
+    if isinstance(x, torch.Tensor | tuple):
+        return "s" if isinstance(x, tuple) else "t"
+    return "n" if x is None else "i" if type(x) is int else "v"
+
+
+def source_of(kinds: str, params: Sequence[Any]) -> str:
+    """Return the source of `launch(grid, *args, **options)` for arguments of these kinds. Written out, it takes 2 us, as a loop 5. The key
+    has what Triton compiles a kernel for."""
+    addresses, key, values = [], [], []
+    for i, (kind, param) in enumerate(zip(kinds, params, strict=False)):
+        is_divided = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+        if kind == "t":
+            addresses.append(f"p{i} = a{i}.data_ptr()")
+            key += [f"a{i}.dtype", *([f"p{i} & 15"] if is_divided else [])]
+        elif kind == "s":
+            addresses.append(f"p{i} = [x.data_ptr() for x in a{i}]")
+            key += [f"*(x.dtype for x in a{i})", f"any(x & 15 for x in p{i})"]
+        elif kind == "i" and not param.do_not_specialize:
+            key += [f"a{i} == 1", f"a{i} & 15 == 0"]
+        values += {"t": [f"p{i}"], "s": [f"*p{i}"], "n": []}.get(kind, [f"a{i}"])
+    names = ", ".join(f"a{i}" for i in range(len(kinds)))
+    return "\n    ".join(
+        (
+            f"def launch(grid, {names}, **options):",
+            "try:",
+            *(f"    {each}" for each in addresses),
+            f"    key = {', '.join(key)}, *options, *options.values()",
+            "except (AttributeError, TypeError):",
+            f"    return learn(grid, {names}, **options)",
+            f"if {' or '.join(f'a{i} is not None' for i, kind in enumerate(kinds) if kind == 'n') or False}:",
+            f"    return learn(grid, {names}, **options)",
+            "if key not in launches:",
+            f"    return bind(key, grid, ({names},), options)",
+            "if (found := launches[key]) is None:",
+            f"    return launch_by_triton(grid, {names}, **options)",
+            f"found(grid, ({', '.join(values)},))",
+        )
+    )
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
@@ -134,7 +168,7 @@ def launch_of(compiled: Any) -> Launch | None:
     block, overlaps = (32 * meta.num_warps, 1, 1, meta.shared), (ctypes.addressof(OVERLAPS), int(meta.launch_pdl))
     pack, device, stream_of = packed.pack_into, driver.active.get_current_device(), driver.active.get_current_stream
 
-    def launch(grid: tuple[int, ...], values: list[Any]) -> None:
+    def launch(grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
         pack(memory, 0, *grid, *REST[len(grid)], *block, stream_of(device), *overlaps, *values, 0, 0)
         if error := launch_kernel(config, function, parameters, None):
             raise RuntimeError(f"the launch of {name} failed with CUDA's error {error}")
