@@ -89,11 +89,11 @@ class EagerAttention:
     """See `AttentionBackend`: for any mix of rows, outside CUDA graphs. `make` chooses the pieces of a step."""
 
     def __init__(self, pools: Sequence[KVPool], make: Callable[[AttentionLayout], PagedAttention]) -> None:
-        self._pools, self._make = pools, make
+        self._pools, self.make = pools, make
         self._planned: PagedAttention | None = None
 
     def plan(self, layout: AttentionLayout) -> None:
-        self._planned = self._make(layout)
+        self._planned = self.make(layout)
         self._planned.plan(layout)
 
     def pool(self, layer: int) -> KVPool:

@@ -16,6 +16,7 @@ from tests.unit.models.backends.hopper.attention_step import Step
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 if IS_HOPPER:
     from models.kernels.hopper.attention import eager_attention, fixed_attention_factory
+    from models.kernels.hopper.backend import HopperBackend
     from models.kernels.hopper.flash_decoding import Split, SplitKernel
     from models.kernels.hopper.fused_decoding import FusedDecoding
     from models.kernels.hopper.prefill_attention import Prefill, PrefillKernel
@@ -74,6 +75,34 @@ def test_few_tokens_in_a_graph(heads: tuple[int, int], has_chunks: bool) -> None
         eager = eager_attention([step.pool], num_heads)
         eager.plan(step.layout)
         assert all_close(eager.run(0, q), expected)
+
+
+FLOAT8_STEPS: list[tuple[list[int], list[int], int]] = [  # lengths, new tokens, prefill rows
+    ([1, 15, 16, 17, 64, 65, 1000, 5000], [1] * 8, 0),
+    ([20_000, 384, 33, 4], [1, 4, 8, 4], 0),
+    ([28_000, 300, 700, 1], [200, 300, 1, 1], 2),
+    ([40_000, 90, 700], [100, 90, 1], 2),  # more pages than are copied
+]
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (64, 8), (32, 4), (16, 1)])
+@pytest.mark.parametrize("page", [8, 16, 256])
+def test_a_cache_in_float8(heads: tuple[int, int], page: int) -> None:
+    backend = HopperBackend(DEVICE)
+    for lengths, tokens, num_prefill_rows in FLOAT8_STEPS:
+        step = build(lengths, heads, 128, page, tokens=tokens)
+        step = replace(step, layout=replace(step.layout, num_prefill_rows=num_prefill_rows))
+        pool = tuple(part.clamp(-448, 448).to(torch.float8_e4m3fn) for part in step.pool)
+        expected = replace(step, pool=(pool[0].double(), pool[1].double())).expected()
+        eager = backend.attention([(pool[0], pool[1])], heads[0])
+        eager.plan(step.layout)
+        assert all_close(eager.run(0, step.q), expected), lengths
+        if not num_prefill_rows:
+            make = backend.fixed_attention([(pool[0], pool[1])], heads[0], 2, 32, 4096)
+            assert make is not None
+            fixed = make(0, 32, 0)
+            fixed.plan(step.layout)
+            assert all_close(fixed.run(0, step.q), expected), lengths
 
 
 FEW = [1, 2, 3, 4, 5, 9, 16, 17, 33]  # query tokens of rows: around a group of tokens

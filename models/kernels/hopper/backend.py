@@ -5,21 +5,24 @@ from collections.abc import Sequence
 import torch
 
 from models.kernels.heads import Heads, hopper_takes
+from models.kernels.hopper import float8_cache
 from models.kernels.hopper.attention import eager_attention, fixed_attention_factory
 from models.kernels.hopper.compile import NO_HEADS, load_kernels
 from models.kernels.hopper.tuned import SPLIT_COSTS, step_sizes
 from models.kernels.hopper.varlen_attention import HopperVarlen
-from models.kernels.ops import KVPool
+from models.kernels.ops import FLOAT8, KVPool
 from models.kernels.paged import AttentionBackend, MakeFixed
 from models.kernels.triton.backend import PortableBackend
 from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.varlen import VarlenAttention
 
+FLOAT8_HEAD_DIM = 128  # of a cache in float8
+
 
 def takes(pools: Sequence[KVPool], num_heads: int) -> bool:
     """Return whether our CUDA kernels support these heads."""
-    _, _, num_kv, head_dim = pools[0][0].shape
-    return pools[0][0].dtype == torch.bfloat16 and hopper_takes(Heads(num_heads, num_kv, head_dim, head_dim))
+    (_, _, num_kv, head_dim), dtype = pools[0][0].shape, pools[0][0].dtype
+    return hopper_takes(Heads(num_heads, num_kv, head_dim, head_dim)) and (dtype != FLOAT8 or head_dim == FLOAT8_HEAD_DIM)
 
 
 class HopperBackend(PortableBackend):
@@ -37,14 +40,21 @@ class HopperBackend(PortableBackend):
         super().load(heads, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        return eager_attention(pools, num_heads) if takes(pools, num_heads) else super().attention(pools, num_heads)
+        if not takes(pools, num_heads):
+            return super().attention(pools, num_heads)
+        if pools[0][0].dtype == FLOAT8:
+            return float8_cache.eager_attention(pools, num_heads, self.tiles_of(pools))
+        return eager_attention(pools, num_heads)
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, is_fusable: bool = True
     ) -> MakeFixed | None:
         if not takes(pools, num_heads):
             return super().fixed_attention(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks)
-        return fixed_attention_factory(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks, is_fusable)
+        sizes = max_prefill_rows, max_decode_rows, max_blocks
+        if pools[0][0].dtype == FLOAT8:
+            return float8_cache.fixed_attention_factory(pools, num_heads, self.tiles_of(pools), *sizes)
+        return fixed_attention_factory(pools, num_heads, *sizes, is_fusable)
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         return HopperVarlen(num_heads, head_dim, self.device)

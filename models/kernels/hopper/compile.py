@@ -11,11 +11,14 @@ ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"  # FlashInfer's other fla
 
 
 @cache
-def load_kernel(name: str, head_dim: int) -> Any:
-    """Return the module of `name`.cu for heads of `head_dim` values or NO_HEADS. RuntimeError if the compiler fails."""
+def load_kernel(name: str, head_dim: int, is_float8: bool = False) -> Any:
+    """Return the module of `name`.cu for heads of `head_dim` values or NO_HEADS, and for a cache in float8. RuntimeError if the compiler
+    fails."""
     from flashinfer.jit import gen_jit_spec  # not available on a CPU machine
 
     made, define = (name, []) if head_dim == NO_HEADS else (f"{name}_{head_dim}", [f"-DHEAD_DIM={head_dim}"])
+    if is_float8:
+        made, define = f"{made}_float8", [*define, "-DFLOAT8"]
     source = Path(__file__).with_name(f"{name}.cu")
     return gen_jit_spec(made, [source], extra_cuda_cflags=[ARCHITECTURE, *define]).build_and_load()
 

@@ -1,22 +1,29 @@
-// Attention of few query tokens over paged keys and values, for Hopper. Compiled with HEAD_DIM.
+// Attention of few query tokens over paged keys and values, for Hopper. Compiled with HEAD_DIM, for a cache in float8 also with FLOAT8.
 //
 // Memory-bound: keys and values are read once for as many query tokens as fill 16 rows of a matrix product. With 4 query heads per KV
 // head, row r is head r % 4 of token r / 4. A block has a work item (`work_items.py`) and a KV head; each of its 4 warps takes every fourth
 // tile of 16 keys through its own ring buffer, so that warps do not wait for each other. At the end warps are merged, then items of a group.
 //
+// Float8 values become halves, which hold them exactly, as queries do up to 65,504. Their 16-bit pairs are loaded like bfloat16, so that a
+// thread has four neighbouring values of a key where the product expects two and two: queries are loaded in that order, too. Of values, a
+// thread has two neighbouring columns for two keys, and results of even columns are apart from those of odd ones until they are stored.
+//
 // It may run concurrently with `prefill_attention.cu`, which leaves it some of the multiprocessors.
+
+#include <cuda_fp16.h>
 
 #include "hopper_copy.cuh"
 
 namespace split {
 
 using namespace hopper;
-static_assert(kHeadDim % kChunk == 0);
+static_assert(kStored % kChunk == 0);
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlocks = 3;  // blocks per multiprocessor
-constexpr int kStages = 2, kTile = 16, kRows = 16;  // tiles per ring buffer, keys per tile, rows of queries
+constexpr int kStages = kFloat8 ? 4 : 2, kTile = 16, kRows = 16;  // tiles per ring buffer, keys per tile, rows of queries
 constexpr int kChunkBytes = kTile * kChunk * sizeof(BFloat16), kMatrixBytes = kChunks * kChunkBytes, kStageBytes = 2 * kMatrixBytes;
 constexpr int kNewTokens = 64;  // maximum of a row in one step: older keys are in the pool before the preceding kernel has finished
+constexpr float kMaxHalf = 65504;
 constexpr int kMaxParts = 512;  // of a group, see `work_items.py`
 
 struct Params {
@@ -134,6 +141,25 @@ DEVICE void load_transposed(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
 }
 
+DEVICE uint2 to_halves(uint32_t four) {
+  uint2 pairs;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(pairs.x), "=r"(pairs.y)
+      : "r"(four));
+  return pairs;
+}
+
+DEVICE uint32_t halves_of(float low, float high) {
+  __half2 const pair = __floats2half2_rn(fmaxf(fminf(low, kMaxHalf), -kMaxHalf), fmaxf(fminf(high, kMaxHalf), -kMaxHalf));
+  return *reinterpret_cast<uint32_t const*>(&pair);
+}
+
+DEVICE void multiply_halves(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // A warp's queries and its running result.
 struct Rows {
   uint32_t q[kSteps][4];
@@ -148,9 +174,14 @@ struct Rows {
       int const row = lane / 4 + 8 * half;
       ends[half] = item.end(params, row);
       bool const is_query = row >> params.log2_group < item.num_tokens;
-      __nv_bfloat16 const* const from = params.q + item.place(params, row) + lane % 4 * 2;
+      __nv_bfloat16 const* const from = params.q + item.place(params, row) + lane % 4 * (kFloat8 ? 4 : 2);
 #pragma unroll
-      for (int i = 0; i < 2 * kSteps; ++i) q[i / 2][2 * (i % 2) + half] = is_query ? __ldcg(reinterpret_cast<uint32_t const*>(from + 8 * i)) : 0;
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        int const column = kFloat8 ? i / 2 * 16 + i % 2 * 2 : 8 * i;
+        uint32_t pair = is_query ? __ldcg(reinterpret_cast<uint32_t const*>(from + column)) : 0;
+        if constexpr (kFloat8) pair = halves_of(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+        q[i / 2][2 * (i % 2) + half] = pair;
+      }
     }
   }
 
@@ -162,11 +193,19 @@ struct Rows {
   DEVICE void attend(Params const& params, uint32_t tile, int key, int first_end) {
     float s[2][4] = {};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int i = 0; i < kStored / 16; ++i) {
       uint32_t k[4];
-      load_matrices(k, piece(tile, matrix / 2 * 8 + line, 2 * step + matrix % 2));
-      multiply(s[0], q[step], k[0], k[1]);
-      multiply(s[1], q[step], k[2], k[3]);
+      load_matrices(k, piece(tile, matrix / 2 * 8 + line, 2 * i + matrix % 2));
+      if constexpr (kFloat8) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          uint2 const pairs = to_halves(k[m]);
+          multiply_halves(s[m / 2], q[2 * i + m % 2], pairs.x, pairs.y);
+        }
+      } else {
+        multiply(s[0], q[i], k[0], k[1]);
+        multiply(s[1], q[i], k[2], k[3]);
+      }
     }
     if (key + kTile > first_end) {
 #pragma unroll
@@ -174,13 +213,27 @@ struct Rows {
         if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= ends[i % 4 / 2]) s[i / 4][i % 4] = -INFINITY;
     }
     to_weights(s, params.scale_log2);
-    uint32_t const weights[4] = {pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]), pack(s[1][2], s[1][3])};
+    uint32_t weights[4];
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 16; ++i) {
+    for (int i = 0; i < 4; ++i) {
+      float const low = s[i / 2][i % 2 * 2], high = s[i / 2][i % 2 * 2 + 1];
+      weights[i] = kFloat8 ? halves_of(low, high) : pack(low, high);
+    }
+#pragma unroll
+    for (int i = 0; i < kStored / 16; ++i) {
       uint32_t v[4];
       load_transposed(v, piece(tile + kMatrixBytes, matrix % 2 * 8 + line, 2 * i + matrix / 2));
-      multiply(out[2 * i], weights, v[0], v[1]);
-      multiply(out[2 * i + 1], weights, v[2], v[3]);
+      if constexpr (kFloat8) {
+#pragma unroll
+        for (int m = 0; m < 4; m += 2) {
+          uint2 const low = to_halves(__byte_perm(v[m], 0, 0x3120)), high = to_halves(__byte_perm(v[m + 1], 0, 0x3120));
+          multiply_halves(out[4 * i + m], weights, low.x, high.x);
+          multiply_halves(out[4 * i + m + 1], weights, low.y, high.y);
+        }
+      } else {
+        multiply(out[2 * i], weights, v[0], v[1]);
+        multiply(out[2 * i + 1], weights, v[2], v[3]);
+      }
     }
   }
 
@@ -213,8 +266,12 @@ struct Rows {
       float const total = over_lanes<1, 4, false>(sum[half]);
       if (lane % 4 == 0) shared.top[warp][row] = top[half], shared.sum[warp][row] = total;
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 8; ++i) {
-        *reinterpret_cast<float2*>(results + row * kHeadDim + 8 * i + lane % 4 * 2) = make_float2(out[i][2 * half], out[i][2 * half + 1]);
+      for (int i = 0; i < kHeadDim / 8; i += 2) {
+        float const (&a)[4] = out[i], (&b)[4] = out[i + 1];
+        float* const to = results + row * kHeadDim + 8 * i + lane % 4 * (kFloat8 ? 4 : 2);
+        int const low = 2 * half, high = low + 1;
+        *reinterpret_cast<float2*>(to) = make_float2(a[low], kFloat8 ? b[low] : a[high]);
+        *reinterpret_cast<float2*>(to + (kFloat8 ? 2 : 8)) = make_float2(kFloat8 ? a[high] : b[low], b[high]);
       }
     }
   }
@@ -334,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT P
   if (params.overlaps && blockIdx.x == 0 && blockIdx.y == 0) wait_for_preceding_kernel();
 }
 
-// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16, contiguous; the others: see `flash_decoding.py`.
+// q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, kStored) bfloat16, contiguous; the others: see `flash_decoding.py`.
 void run(View q, View k, View v, View out, View items, View pages,
          View partials, View sums, View arrivals, int64_t page_size, double scale, bool overlaps) {
   int const group = int(q.size(1) / k.size(1)), box_rows = int(std::min<int64_t>(page_size, kTile));

@@ -8,7 +8,7 @@ import torch
 from models.cache.layout import AttentionLayout
 from models.kernels.hopper.compile import load_kernel
 from models.kernels.hopper.tile_plan import num_blocks_of
-from models.kernels.ops import KVPool
+from models.kernels.ops import FLOAT8, KVPool
 from models.kernels.paged import Int32s
 from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.work_items import WORK_ITEM_FIELDS, group_tokens, max_work_items, plan_work_items, token_groups
@@ -23,9 +23,10 @@ class SplitKernel:
     `arrivals` are zero before and after."""
 
     def __init__(self, pools: Sequence[KVPool], num_heads: int) -> None:
-        self.pools, k_pool = pools, pools[0][0]
+        k_pool = pools[0][0]
         self.page_size, self.kv_heads, self.head_dim = k_pool.shape[1:]
-        self.kernel, self.scale = load_kernel("flash_decoding", self.head_dim), self.head_dim**-0.5
+        self.kernel, self.scale = load_kernel("flash_decoding", self.head_dim, k_pool.dtype == FLOAT8), self.head_dim**-0.5
+        self.slots = [[pool.flatten(0, 1).view(torch.bfloat16) for pool in pair] for pair in pools]  # of float8, pairs of values
         self.num_multiprocessors = num_multiprocessors(k_pool.device)
         self.group_tokens, self._num_heads, self._device = group_tokens(num_heads, self.kv_heads), num_heads, k_pool.device
         self._grow(0)
@@ -74,6 +75,5 @@ class Split:
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         of, own, overlaps = self._of, slice(self._num_prefill, None), self._num_prefill > 0
-        keys, values = (pool.flatten(0, 1) for pool in of.pools[layer])
         buffers = plan, pages, of.partials_WGHK, of.sums_WGH, of.arrivals_WN
-        of.kernel.run(q_THK[own], keys, values, out_THK[own], *buffers, of.page_size, of.scale, overlaps)
+        of.kernel.run(q_THK[own], *of.slots[layer], out_THK[own], *buffers, of.page_size, of.scale, overlaps)

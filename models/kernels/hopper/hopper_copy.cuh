@@ -1,4 +1,5 @@
 // Copies of heads to shared memory. A row is stored in chunks of 64 values with a 128-byte swizzle: piece p of 16 bytes of row r is at p ^ r % 8.
+// With FLOAT8, a stored value is a pair of float8 values.
 
 #pragma once
 
@@ -15,21 +16,27 @@ namespace hopper {
 using namespace cute;
 using BFloat16 = cutlass::bfloat16_t;
 
+#ifdef FLOAT8
+constexpr bool kFloat8 = true;
+#else
+constexpr bool kFloat8 = false;
+#endif
 constexpr int kSteps = (kHeadDim + 15) / 16;  // instructions along a head
-constexpr int kChunk = 64, kChunks = (kHeadDim + kChunk - 1) / kChunk;
-constexpr int kLastBox = kSteps * 16 - (kChunks - 1) * kChunk;  // columns copied into the last chunk
+constexpr int kStored = kFloat8 ? kHeadDim / 2 : kHeadDim;  // values of a row
+constexpr int kChunk = 64, kChunks = (kStored + kChunk - 1) / kChunk;
+constexpr int kLastBox = (kStored + 15) / 16 * 16 - (kChunks - 1) * kChunk;  // columns copied into the last chunk
 
-// Describes a tensor (rows, heads, kHeadDim) for TMA, chunk by chunk. Reads outside the tensor give zeros.
+// Describes a tensor (rows, heads, kStored) for TMA, chunk by chunk. Reads outside the tensor give zeros.
 struct Source {
   CUtensorMap chunks[kChunks];
 };
 
-// x (rows, heads, kHeadDim): strides are multiples of 16 bytes, values contiguous. A copy transfers a box.
+// x (rows, heads, kStored): strides are multiples of 16 bytes, values contiguous. A copy transfers a box.
 inline Source source_of(View x, int box_heads, int box_rows) {
-  TVM_FFI_ICHECK(x.size(2) == kHeadDim && x.stride(2) == 1);
+  TVM_FFI_ICHECK(x.size(2) == kStored && x.stride(2) == 1);
   void* const values = strided_values_of<__nv_bfloat16>(x);
   Source source;
-  cuuint64_t const shape[3] = {kHeadDim, cuuint64_t(x.size(1)), cuuint64_t(x.size(0))};
+  cuuint64_t const shape[3] = {kStored, cuuint64_t(x.size(1)), cuuint64_t(x.size(0))};
   cuuint64_t const strides[2] = {x.stride(1) * sizeof(BFloat16), x.stride(0) * sizeof(BFloat16)};  // of heads and rows
   cuuint32_t const steps[3] = {1, 1, 1};
   for (int chunk = 0; chunk < kChunks; ++chunk) {

@@ -21,7 +21,7 @@ from models.kernels.triton.paged_attention import eager_attention, fixed_attenti
 from models.kernels.triton.sampling import TritonSampling
 from models.kernels.triton.self_check import check_kernels
 from models.kernels.triton.transfers import TritonTransfers
-from models.kernels.triton.tuned import SPLIT_COSTS, STEP_SIZES, attention_tiles
+from models.kernels.triton.tuned import SPLIT_COSTS, STEP_SIZES, AttentionTiles, attention_tiles
 from models.kernels.triton.varlen_attention import DenseVarlen
 from models.kernels.varlen import VarlenAttention
 
@@ -47,13 +47,15 @@ class PortableBackend:
         check_kernels(self, heads.dim, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
-        return eager_attention(pools, num_heads, attention_tiles(self._capability, pools[0][0].shape[3]))
+        return eager_attention(pools, num_heads, self.tiles_of(pools))
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, is_fusable: bool = True
     ) -> MakeFixed | None:
-        tiles = attention_tiles(self._capability, pools[0][0].shape[3])
-        return fixed_attention_factory(pools, num_heads, tiles, max_prefill_rows, max_decode_rows, max_blocks)
+        return fixed_attention_factory(pools, num_heads, self.tiles_of(pools), max_prefill_rows, max_decode_rows, max_blocks)
+
+    def tiles_of(self, pools: Sequence[KVPool]) -> AttentionTiles:
+        return attention_tiles(self._capability, pools[0][0].shape[3])
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         return DenseVarlen()

@@ -13,11 +13,12 @@ from models.cache.layout import AttentionLayout
 from models.kernels.heads import MAX_GROUP
 from models.kernels.ops import KVPool
 from models.kernels.paged import EagerAttention, Int32s, MakeFixed, PagedAttention, Piece
-from models.kernels.triton.launch import await_previous_kernel, kernel, num_multiprocessors
+from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, num_multiprocessors
 from models.kernels.triton.tuned import AttentionTiles, Tiles
 from models.kernels.work_items import WORK_ITEM_FIELDS, max_token_groups, max_work_items, plan_work_items, token_groups
 
 MAX_SPLIT_TOKENS = 64  # up to so many prompt tokens of a step use split-KV, as decode rows do
+COPIED = 4096  # values that a program of `_copy` copies
 LOG2_E = 1.4426950408889634
 
 
@@ -116,6 +117,27 @@ def _merge(
     token = row // GROUP
     place = ((first + token).to(tl.int64) * KV_HEADS * GROUP + kv_head * GROUP + row % GROUP)[:, None] * DIM + dim[None, :]
     tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), (token < num_tokens)[:, None])
+
+
+@kernel()
+def _copy(
+    k: tensor, v: tensor, k_copy: tensor, v_copy: tensor, pages: tensor, SIZE: constexpr, BLOCK: constexpr, OVERLAP: constexpr
+) -> None:  # fmt: skip
+    """Program (i, j, w): the j-th BLOCK keys (w = 0) or values (1) of the i-th page."""
+    page, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source, target = k, k_copy
+    if tl.program_id(2) == 1:
+        source, target = v, v_copy
+    inside = place < SIZE
+    await_previous_kernel(OVERLAP)
+    values = tl.load(source + tl.load(pages + page).to(tl.int64) * SIZE + place, inside)
+    tl.store(target + page * SIZE + place, values.to(target.dtype.element_ty), inside)
+
+
+def copy_pages(pool: KVPool, copies: KVPool, pages: torch.Tensor) -> None:
+    """Copy these pages of keys and values to the first ones of `copies`, in their type."""
+    size = pool[0][0].numel()
+    _copy[(len(pages), cdiv(size, COPIED), 2)](*pool, *copies, pages, SIZE=size, BLOCK=COPIED, num_warps=4)
 
 
 class PagedKernel:

@@ -61,7 +61,7 @@ def test_keys_and_values_in_float8(tokens: tuple[int, ...]) -> None:
     from dataclasses import replace
 
     from models.kernels.reference.ops import TorchOps
-    from models.kernels.triton.paged_attention import eager_attention
+    from models.kernels.triton.paged_attention import copy_pages, eager_attention
     from models.kernels.triton.text import store_float8
 
     step = step_of(tokens, MIXES[tokens], (8, 2))
@@ -76,6 +76,9 @@ def test_keys_and_values_in_float8(tokens: tuple[int, ...]) -> None:
     for ours, expected in zip(*plain, strict=True):
         assert ours.isfinite().all() and ours.abs().max() <= 448
         assert ours.equal(expected)
+    copies, pages = (torch.zeros_like(plain[0][0]), torch.zeros_like(plain[0][1])), step.layout.pages.long()
+    copy_pages(pools[0], copies, step.layout.pages)  # type: ignore[arg-type]
+    assert all(copy[: len(pages)].equal(each[pages]) for copy, each in zip(copies, plain[0], strict=True))
     found = []
     for pool in (pools[0], plain[0]):
         attention = eager_attention([pool], 8, small_tiles())  # type: ignore[arg-type]

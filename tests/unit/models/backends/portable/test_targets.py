@@ -215,7 +215,7 @@ def launch_sampling() -> None:
 
 
 def launch_attention(capability: int) -> None:
-    from models.kernels.triton.paged_attention import eager_attention
+    from models.kernels.triton.paged_attention import copy_pages, eager_attention
     from models.kernels.triton.text import store_float8
     from models.kernels.triton.tuned import attention_tiles
     from tests.unit.models.backends.hopper.attention_step import Step
@@ -225,6 +225,7 @@ def launch_attention(capability: int) -> None:
         rounded = tuple(each.to(torch.float8_e4m3fn) for each in step.pool)
         if capability >= FLOAT8_FROM:
             store_float8((bf16(2, 1, heads[1], head_dim),) * 2, rounded, torch.zeros(2, dtype=torch.int64), (1.0, 1.0))
+            copy_pages(rounded, step.pool, step.layout.pages)
         for pool in (step.pool, rounded) if capability >= FLOAT8_FROM else (step.pool,):
             attention = eager_attention([pool], heads[0], attention_tiles((capability // 10, capability % 10), head_dim))
             attention.plan(replace(step.layout, num_prefill_rows=1))
