@@ -80,6 +80,7 @@ def test_few_tokens_in_a_graph(heads: tuple[int, int], has_chunks: bool) -> None
 FLOAT8_STEPS: list[tuple[list[int], list[int], int]] = [  # lengths, new tokens, prefill rows
     ([1, 15, 16, 17, 64, 65, 1000, 5000], [1] * 8, 0),
     ([20_000, 384, 33, 4], [1, 4, 8, 4], 0),
+    ([131_072, 32_768], [1, 1], 0),
     ([28_000, 300, 700, 1], [200, 300, 1, 1], 2),
     ([40_000, 90, 700], [100, 90, 1], 2),  # more pages than are copied
 ]
