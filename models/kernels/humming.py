@@ -206,7 +206,8 @@ class HummingProducts(TritonGrouped):
     def __init__(self) -> None:
         self._compiles = True
         self._ours, self._library = TritonGrouped(), HummingMatrices()
-        self._expected: dict[Key, tuple[torch.Tensor, torch.Tensor] | None] = {}  # tokens and our product; None: it was the library's
+        self._known: set[Key] = set()
+        self._unchecked: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}  # tokens and our product; empty after the first step
 
     def prepared(self, matrix: Any, count: int) -> Any:
         if not (self._compiles and takes(matrix, count)):
@@ -214,15 +215,16 @@ class HummingProducts(TritonGrouped):
         try:
             made = HummingMatrix.of(matrix, count)
         except (RuntimeError, OSError) as problem:
-            if self._expected or isinstance(problem, torch.OutOfMemoryError):
+            if self._known or isinstance(problem, torch.OutOfMemoryError):
                 raise
             self._compiles = False
             logger.warning("humming-kernels found no CUDA compiler, so low-bit matrices use slower kernels: %s", problem)
             return matrix
-        if made.key not in self._expected:
+        if made.key not in self._known:
+            self._known.add(made.key)
             rows, columns = matrix.shape
             x_TX = torch.randn((NUM_CHECKED, columns), device=matrix.codes.device).to(torch.bfloat16)
-            self._expected[made.key] = x_TX, self._ours.product(x_TX, matrix.rows(rows - rows // count, rows), RowClass.FEW, None)
+            self._unchecked[made.key] = x_TX, self._ours.product(x_TX, matrix.rows(rows - rows // count, rows), RowClass.FEW, None)
         return made
 
     def expert_gemv(self, experts: Experts) -> ExpertGemv | None:
@@ -254,8 +256,7 @@ class HummingProducts(TritonGrouped):
         if isinstance(matrix, Grouped):
             return self._ours
         library = self.library_of(matrix)
-        if (expected := self._expected[matrix.key]) is not None:
-            self._expected[matrix.key] = None
+        if self._unchecked and (expected := self._unchecked.pop(matrix.key, None)) is not None:
             x_TX, ours_TN = expected
             for count, rows in ((1, RowClass.SINGLE), (NUM_CHECKED, RowClass.FEW)):
                 if matrix.count == 1:
