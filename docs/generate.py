@@ -143,6 +143,8 @@ def translated() -> str:
     for name, field in compat.ALIASES.items():
         flag = _flag_of(field.removesuffix("=on")) if not field.endswith("=off") else _flag_of("no_" + field.removesuffix("=off"))
         rows.setdefault(f"`{flag}`", []).append(f"`{name}`")
+    for name, keys in compat.KEYS.items():
+        rows.setdefault(", ".join(f"`{_flag_of(field)} from {key}`" for key, field in keys.items()), []).append(f"`{name}`")
     return "\n".join(["| flag | here |", "|---|---|", *(f"| {', '.join(names)} | {here} |" for here, names in rows.items())])
 
 

@@ -1,7 +1,8 @@
 """Flags of vLLM and SGLang. `engine/launch/flags.py` accepts them; docs/generate.py lists them."""
 
 import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 # Names, then our field; `field=on` and `field=off` are switches.
@@ -36,7 +37,7 @@ NO_EFFECT = """
 --enable-mixed-chunk --enable-multimodal --enable-prompt-tokens-details --enable-request-id-headers
 --enable-tokenizer-info-endpoint --fully-sharded-loras --grammar-backend=
 --guided-decoding-backend= --is-embedding --keep-mm-feature-on-device --language-model-only
---limit-mm-data-per-request= --limit-mm-per-prompt= --log-level-http= --log-requests --lora-dtype=
+--log-level-http= --log-requests --lora-dtype=
 --mamba-cache-mode= --mamba-full-memory-ratio= --mamba-scheduler-strategy= --max-cpu-loras= --max-loaded-loras= --max-logprobs=
 --max-prefill-tokens= --media-io-kwargs= --mm-attention-backend= --mm-enable-dp-encoder --mm-encoder-tp-mode= --mm-max-concurrent-calls=
 --mm-processor-cache-gb= --mm-processor-cache-type= --model-impl= --moe-runner-backend= --page-size= --reasoning-parser= --runner=
@@ -51,8 +52,6 @@ REFUSED = """
 --nnodes --node-rank --master-addr --master-port --headless --dist-init-addr | one engine per host: docs/scaling.md
 --distributed-executor-backend | engine.launch.replicas runs engines on Ray
 --ep-size --expert-parallel-size | --ep places whole experts on GPUs
---speculative-config | --draft lookup, mtp or eagle3, --draft-model
---mm-processor-kwargs --mm-process-config | --min-pixels, --max-pixels
 --cpu-offload-gb | --quantization fp8 or --tp
 --no-enable-chunked-prefill | --max-num-batched-tokens
 --max-total-tokens --num-gpu-blocks-override | --kv-cache-memory-bytes
@@ -67,6 +66,15 @@ REFUSED = """
 --logprobs-mode | log-probabilities are those of the raw logits
 --reasoning-config | the field `thinking_token_budget` of requests
 """
+# Names, then keys of their JSON with the fields that these set.
+READ = """
+--limit-mm-per-prompt --limit-mm-data-per-request | image max_images_per_request image.count max_images_per_request
+--mm-processor-kwargs | min_pixels min_pixels max_pixels max_pixels size.shortest_edge min_pixels size.longest_edge max_pixels
+--mm-process-config | image.min_pixels min_pixels image.max_pixels max_pixels
+--speculative-config | method draft model draft_model
+"""
+METHODS = {"ngram": "lookup", "suffix": "lookup", "eagle3": "eagle3", "mtp": "mtp", "qwen3_next_mtp": "mtp", "qwen3_5_mtp": "mtp"}
+
 
 def _rows(table: str) -> Iterator[tuple[list[str], str]]:
     for line in table.strip().splitlines():
@@ -77,7 +85,8 @@ def _rows(table: str) -> Iterator[tuple[list[str], str]]:
 ALIASES = {name: field for (*names, field), _ in _rows(TRANSLATED) for name in names}
 IGNORED = {word.rstrip("="): word.endswith("=") for word in NO_EFFECT.split()}  # whether the flag takes a value
 REFUSALS = {name: instead for names, instead in _rows(REFUSED) for name in names}
-NAMES = {*IGNORED, *REFUSALS}
+KEYS = {name: dict(zip(words.split()[::2], words.split()[1::2], strict=True)) for names, words in _rows(READ) for name in names}
+NAMES = {*KEYS, *IGNORED, *REFUSALS}
 
 
 class Ignore(argparse.Action):
@@ -94,9 +103,34 @@ class Refuse(argparse.Action):
         parser.error(f"{self.option_strings[0]} is not supported; instead: {REFUSALS[self.option_strings[0]]}")
 
 
+class ReadKeys(argparse.Action):
+    """Set our fields from the keys of a flag's JSON."""
+
+    def __call__(self, parser: argparse.ArgumentParser, result: Any, values: Any, option_string: str | None = None) -> None:
+        name = self.option_strings[0]
+        try:
+            found = dict(_flatten(json.loads(values).items()))
+        except (ValueError, AttributeError):
+            parser.error(f"{name} {values}: must be a JSON object")
+        for key, value in found.items():
+            field = KEYS[name].get(key)
+            value = METHODS.get(str(value)) if field == "draft" else value
+            if field is None:
+                result.unused.add(f"{name}.{key}")
+            elif value is None or (field not in ("draft", "draft_model") and type(value) is not int):
+                parser.error(f"{name} {values}: {key} has no such value")
+            else:
+                setattr(result, field, value)
+
+
+def _flatten(items: Iterable[tuple[str, Any]], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in items:
+        yield from _flatten(value.items(), f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+
+
 def add_compatible(parser: argparse.ArgumentParser) -> None:
     """Add the flags that have no help text: those above but ALIASES."""
     for name in NAMES:
-        action = Ignore if name in IGNORED else Refuse
+        action = ReadKeys if name in KEYS else Ignore if name in IGNORED else Refuse
         values: Any = "*" if name in REFUSALS else 0 if IGNORED.get(name) is False else None
         parser.add_argument(name, action=action, nargs=values, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)

@@ -9,7 +9,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from engine.launch.compat import ALIASES, NAMES, add_compatible
+from engine.launch.compat import ALIASES, KEYS, NAMES, add_compatible
 from engine.wire.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problems, read_variables
 
 SUFFIXES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": KIB, "M": MIB, "G": GIB}
@@ -148,15 +148,22 @@ def variable_words(fields: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _rewrite(argv: Sequence[str]) -> list[str]:
-    """`--max_num_seqs=4` is `--max-num-seqs=4`, `--ep 8` is `--ep`. Drop keys after a dot of the flags in NAMES."""
+    """`--max_num_seqs=4` is `--max-num-seqs=4`, `--ep 8` is `--ep`, `--name.key.inner 4` is `--name {"key": {"inner": 4}}`. Drop such keys
+    of flags without effect."""
     words: list[str] = []
-    for word in argv:
+    rest = iter(argv)
+    for word in rest:
         name, equals, value = word.partition("=")
         if words[-1:] == ["--ep"] and word.isdigit():
             words[-1] = "--no-ep" if word == "1" else "--ep"
             continue
-        if name.startswith("--"):
-            name = name.replace("_", "-")
-            name = bare if (bare := name.partition(".")[0]) in NAMES else name
+        bare, *keys = name.split(".") if name.startswith("--") else [name]
+        if (bare := bare.replace("_", "-") if name.startswith("--") else bare) in KEYS and keys:
+            inner: Any = value if equals else next(rest, "")
+            with contextlib.suppress(ValueError):
+                inner = json.loads(inner)
+            words += [bare, json.dumps(functools.reduce(lambda found, key: {key: found}, reversed(keys), inner))]
+            continue
+        name = bare if bare in NAMES else ".".join([bare, *keys])
         words.append(name + equals + value)
     return words

@@ -107,11 +107,11 @@ def test_scripts_for_vllm_start_as_they_are(capsys: pytest.CaptureFixture[str]) 
         "--disable-uvicorn-access-log", "--enable-request-id-headers",
     ])  # fmt: skip
     unused = "--enable-auto-tool-choice, --enable-chunked-prefill, --enable-request-id-headers"
-    unused += ", --limit-mm-per-prompt, --reasoning-parser"
+    unused += ", --limit-mm-per-prompt.video, --reasoning-parser"
     note = f"engine.serve: flags without effect: {unused}, --tool-call-parser, --trust-remote-code (docs/moving.md)\n"
     assert capsys.readouterr().err == note
     assert config == EngineConfig(
-        model="m", tp=2, prefix_cache=True, generation_config="vllm", seed=0,
+        model="m", tp=2, prefix_cache=True, generation_config="vllm", seed=0, max_images_per_request=4,
         dtype="float32", max_num_seqs=4, allowed_origins="a,b", access_log=False,
     )  # fmt: skip
 
@@ -142,12 +142,17 @@ def test_scripts_for_sglang_start_as_they_are() -> None:
 def test_flags_of_eagle3_heads() -> None:
     flags = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "x", "--speculative-num-steps", "3"]
     assert parse_args(flags) == EngineConfig(draft="eagle3", draft_model="x")
+    assert parse_args(["--speculative-config", '{"method": "eagle3", "model": "x", "num_speculative_tokens": 3}']) == parse_args(flags)
+    assert parse_args(["--speculative-config.method", "mtp", "--limit-mm-per-prompt.image", "4"]) == EngineConfig(
+        draft="mtp", max_images_per_request=4
+    )
 
 
 def test_refused_flags_name_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, instead in (
         (["--kv-cache-dtype", "fp8_e5m2"], "not one of auto, bfloat16, fp8, fp8_e4m3"),
-        (["--speculative-config", '{"method": "mtp"}'], "--draft lookup, mtp or eagle3"),
+        (["--speculative-config", '{"method": "medusa"}'], "method has no such value"),
+        (["--limit-mm-per-prompt", "image=4"], "must be a JSON object"),
         (["--draft", "eagle3"], "needs --draft-model"),
         (["--draft-model", "x"], "--draft-model needs --draft eagle3"),
         (["--no-enable-chunked-prefill"], "--max-num-batched-tokens"),
@@ -194,6 +199,8 @@ false}'
 --disable-radix-cache
 
 --model-path Qwen/Qwen3.5-27B --mamba-scheduler-strategy extra_buffer --page-size 64 --tool-call-parser qwen3_coder
+
+Qwen/Qwen3.5-27B -tp 2 --speculative-config.method qwen3_next_mtp --speculative-config.num_speculative_tokens 2
 """
 OBSTACLES = """
 Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --attention-backend FLASH_ATTN --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --headless |
@@ -201,9 +208,6 @@ Qwen/Qwen3.5-35B-A3B --tensor-parallel-size 8 --attention-backend FLASH_ATTN --n
 
 Qwen/Qwen3-VL-8B-Instruct --rope-scaling '{"rope_type": "yarn"}' --kv-cache-dtype fp8 --max-model-len 1m | --rope-scaling
 config.json
-
-Qwen/Qwen3.5-27B -tp 2 --speculative-config.method qwen3_next_mtp --speculative-config.num_speculative_tokens 2 | --speculative-config
---draft
 """
 
 
@@ -211,7 +215,7 @@ def test_recipes_for_other_engines(capsys: pytest.CaptureFixture[str]) -> None:
     """Red if a command of the peers' recipes, unedited, does not reach the plan, or does not name an obstacle."""
     for line in RECIPES.split("\n\n"):
         config = parse_args([*shlex.split(line), "--plan"])
-        assert config.model in line and (config.draft == "mtp") == ("NEXTN" in line)
+        assert config.model in line and (config.draft == "mtp") == ("NEXTN" in line or "mtp" in line)
         assert config.ep == ("--ep 8" in line or "--enable-expert-parallel" in line)
         serve.print_plan(msgspec.structs.replace(config, gpu_memory=141 * GIB))
         assert config.model in capsys.readouterr().out
