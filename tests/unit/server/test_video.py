@@ -73,6 +73,7 @@ async def test_pixels_are_ffmpegs(loading: Loading, tmp_path: Path) -> None:
             assert video.plan.indices == np.linspace(0, len(expected) - 1, 6).round().astype(int).tolist()
             want = np.stack([resized(expected[index], video.plan.size) for index in video.plan.indices])
             assert np.array_equal(shown(loading, video), want), options
+            await loading.release()
 
 
 def ffmpeg(*arguments: str) -> bytes:
