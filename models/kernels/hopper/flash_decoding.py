@@ -25,8 +25,10 @@ class SplitKernel:
     def __init__(self, pools: Sequence[KVPool], num_heads: int) -> None:
         k_pool = pools[0][0]
         self.page_size, self.kv_heads, self.head_dim = k_pool.shape[1:]
-        self.kernel, self.scale = load_kernel("flash_decoding", self.head_dim, k_pool.dtype == FLOAT8), self.head_dim**-0.5
-        self.slots = [[pool.flatten(0, 1).view(torch.bfloat16) for pool in pair] for pair in pools]  # of float8, pairs of values
+        is_float8 = k_pool.dtype == FLOAT8
+        self.kernel, self.scale = load_kernel("flash_decoding", self.head_dim, is_float8), self.head_dim**-0.5
+        slots = [[pool.flatten(0, 1) for pool in pair] for pair in pools]
+        self.slots = [[pool.view(torch.bfloat16) for pool in pair] for pair in slots] if is_float8 else slots  # pairs of float8 values
         self.num_multiprocessors = num_multiprocessors(k_pool.device)
         self.group_tokens, self._num_heads, self._device = group_tokens(num_heads, self.kv_heads), num_heads, k_pool.device
         self._grow(0)

@@ -59,6 +59,6 @@ class PrefillKernel:
 def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from models.kernels.hopper import flash_decoding, fused_decoding, prefill_attention  # need triton
 
-    monkeypatch.setattr(flash_decoding, "load_kernel", lambda name, head_dim: SplitKernel())
+    monkeypatch.setattr(flash_decoding, "load_kernel", lambda name, head_dim, is_float8: SplitKernel())
     monkeypatch.setattr(fused_decoding, "load_kernel", lambda name, head_dim: None)
     monkeypatch.setattr(prefill_attention, "load_kernel", lambda name, head_dim: PrefillKernel())
