@@ -35,6 +35,7 @@ def num_cpus() -> int:
 
 
 MAX_HEAD_DRAFTS = 3  # draft tokens of a model's head per row
+HEAD_GRAPH_TOKENS = 64  # most of a head's pass in a graph: with more the device takes longer than the host
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

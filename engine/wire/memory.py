@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.config import GIB, MAX_HEAD_DRAFTS, MIB, EngineConfig
+from engine.wire.config import GIB, HEAD_GRAPH_TOKENS, MAX_HEAD_DRAFTS, MIB, EngineConfig
 from engine.wire.messages import MAX_EARLY_TOKENS
 from models.cache.spec import SPARE_ROWS, CacheSpec
 from models.config.formats import Format, entry_of, final_format
@@ -175,7 +175,7 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
         return 0
     chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_samples(config, sizes))
     num_graphs = (len(decodes) + sum(map(len, chunks.values()))) * (1 + (config.num_adapter_slots > 0))
-    num_graphs += MAX_HEAD_DRAFTS * len(decodes) * model.text.has_head
+    num_graphs += MAX_HEAD_DRAFTS * sum(size <= HEAD_GRAPH_TOKENS for size in decodes) * model.text.has_head
     tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
     logits = 2 * 4 * (max([*chunks, decodes[-1]]) + sizes.large_step) * model.text.vocab_size  # shared, and of the largest
     embeddings = model.num_visual_levels * tokens * model.text.hidden_size * VALUE_BYTES

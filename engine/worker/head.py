@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.wire.config import MAX_HEAD_DRAFTS
+from engine.wire.config import HEAD_GRAPH_TOKENS, MAX_HEAD_DRAFTS
 from engine.worker.graphs import PAGE_BYTES, SLACK, Replay, Shape, StepGraphs, pad_layout, round_up
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.samples import HostSamples, Int64s
@@ -25,8 +25,6 @@ from models.cache.layout import AttentionLayout, offsets_of
 from models.decoders.batch import ForwardBatch, HeadTokens
 from models.decoders.contract import LanguageModel
 from models.kernels.paged import AttentionBackend, PagedAttention
-
-MOST_TOKENS = 64  # of a graph: with more the device takes longer than the host
 
 Inputs = tuple[Int64s, AttentionLayout]  # positions (3, T) and layout of a pass
 
@@ -42,7 +40,7 @@ class HeadGraphs:
     def __init__(self, model: LanguageModel, graphs: StepGraphs, rows: Rows) -> None:
         assert model.predictor is not None and rows.hidden_TX is not None
         self._model, self._predictor, self._of, self._rows, self._hidden_TX = model, model.predictor, graphs, rows, rows.hidden_TX
-        self._sizes = [size for size in graphs.decode_sizes if 1 < size <= MOST_TOKENS]
+        self._sizes = [size for size in graphs.decode_sizes if 1 < size <= HEAD_GRAPH_TOKENS]
         most = self._sizes[-1] if self._sizes else 0
         self._tokens = torch.zeros(most, dtype=torch.int64, device=model.device)  # inputs of a pass, then its drafts
         self._hidden = torch.zeros((most, model.config.text.hidden_size), dtype=model.dtype, device=model.device)
@@ -55,16 +53,15 @@ class HeadGraphs:
         """Capture every pass, the largest first."""
         empty = np.zeros((3, 0), dtype=np.int64), HostStep.empty().attention
         for size in self._sizes[::-1]:
-            attention = self._of.make_attention(0, size, 0)
+            attentions = [self._of.make_attention(0, size, 0) for _ in range(MAX_HEAD_DRAFTS)]
             if not self._graphs:
-                fixed = staged_bytes(MAX_HEAD_DRAFTS * self._fixed_arrays(size, attention, empty))
-                self._staging = Staging(fixed + PAGE_BYTES * attention.max_pages + SLACK, self._model.device, self._rows.transfers)
-            graphs = [PassGraph(lambda: None, self._of.make_attention(0, size, 0)) for _ in range(MAX_HEAD_DRAFTS)]
-            inputs, pages = self._stage(size, graphs, [empty])
-            for i, ((positions_3T, slots_T, *plan), graph) in enumerate(zip(inputs, graphs, strict=True)):
-                graph.attention.read_from(plan, pages)
-                replay, _ = self._of.record(partial(self._forward, i > 0, positions_3T, slots_T, graph.attention))
-                self._graphs[size, i] = PassGraph(replay, graph.attention)
+                fixed = staged_bytes(MAX_HEAD_DRAFTS * self._fixed_arrays(size, attentions[0], empty))
+                self._staging = Staging(fixed + PAGE_BYTES * attentions[0].max_pages + SLACK, self._model.device, self._rows.transfers)
+            inputs, pages = self._stage(size, attentions, [empty])
+            for i, ((positions_3T, slots_T, *plan), attention) in enumerate(zip(inputs, attentions, strict=True)):
+                attention.read_from(plan, pages)
+                replay, _ = self._of.record(partial(self._forward, i > 0, positions_3T, slots_T, attention))
+                self._graphs[size, i] = PassGraph(replay, attention)
 
     def takes(self, step: HostStep) -> bool:
         return bool(self._sizes) and len(step.gather) == len(step.logits_indices) == step.positions.shape[1] <= self._sizes[-1]
@@ -73,7 +70,7 @@ class HeadGraphs:
         """See `Head.run`."""
         size, count = round_up(self._sizes, len(tokens_S)), len(tokens_S)
         graphs = [self._graphs[size, i] for i in range(MAX_HEAD_DRAFTS)]
-        self._stage(size, graphs, passes)
+        self._stage(size, [graph.attention for graph in graphs], passes)
         self._tokens[:count], self._is_last[:count] = tokens_S, is_last_S
         drafts_SG = tokens_S.new_empty((count, len(passes)))
         for i in range(len(passes)):
@@ -81,13 +78,15 @@ class HeadGraphs:
             drafts_SG[:, i] = self._tokens[:count]
         return drafts_SG
 
-    def _stage(self, size: int, graphs: Sequence[PassGraph], passes: Sequence[Inputs]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+    def _stage(
+        self, size: int, attentions: Sequence[PagedAttention], passes: Sequence[Inputs]
+    ) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
         """Stage the passes, the last one also in place of those that do not run. Return the inputs of each and the pages."""
         last = passes[-1][1]
         whole = [*passes, *[passes[-1]] * (MAX_HEAD_DRAFTS - len(passes))]
         whole = [(each, replace(layout, pages=last.pages, page_indptr_cpu=last.page_indptr_cpu)) for each, layout in whole]
         self._staging.begin()
-        arrays = [self._fixed_arrays(size, graph.attention, each) for graph, each in zip(graphs, whole, strict=True)]
+        arrays = [self._fixed_arrays(size, *each) for each in zip(attentions, whole, strict=True)]
         inputs, pages = [[self._staging.put(array) for array in each] for each in arrays], self._staging.rest(torch.int32)
         self._staging.put(pad_layout(last, Shape(0, size), self._rows).pages.numpy())
         self._staging.copy()

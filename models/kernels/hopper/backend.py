@@ -22,7 +22,8 @@ FLOAT8_HEAD_DIM = 128  # of a cache in float8
 def takes(pools: Sequence[KVPool], num_heads: int) -> bool:
     """Return whether our CUDA kernels support these heads."""
     (_, _, num_kv, head_dim), dtype = pools[0][0].shape, pools[0][0].dtype
-    return hopper_takes(Heads(num_heads, num_kv, head_dim, head_dim)) and (dtype != FLOAT8 or head_dim == FLOAT8_HEAD_DIM)
+    has_kernel = dtype == torch.bfloat16 or (dtype == FLOAT8 and head_dim == FLOAT8_HEAD_DIM)
+    return has_kernel and hopper_takes(Heads(num_heads, num_kv, head_dim, head_dim))
 
 
 class HopperBackend(PortableBackend):

@@ -10,8 +10,6 @@
 //
 // It may run concurrently with `prefill_attention.cu`, which leaves it some of the multiprocessors.
 
-#include <cuda_fp16.h>
-
 #include "hopper_copy.cuh"
 
 namespace split {
@@ -141,23 +139,9 @@ DEVICE void load_transposed(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
 }
 
-DEVICE uint2 to_halves(uint32_t four) {
-  uint2 pairs;
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
-      : "=r"(pairs.x), "=r"(pairs.y)
-      : "r"(four));
-  return pairs;
-}
-
 DEVICE uint32_t halves_of(float low, float high) {
   __half2 const pair = __floats2half2_rn(fmaxf(fminf(low, kMaxHalf), -kMaxHalf), fmaxf(fminf(high, kMaxHalf), -kMaxHalf));
   return *reinterpret_cast<uint32_t const*>(&pair);
-}
-
-DEVICE void multiply_halves(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // A warp's queries and its running result.

@@ -1,6 +1,6 @@
 """Attention over keys and values in float8 on Hopper. Decode rows and short chunks read them in `flash_decoding.cu`. Longer chunks outside
-graphs use `prefill_attention.cu` on a copy of their pages in bfloat16: for 720p images it takes about 1 % of a step. Others use the kernel
-of `portable`, which converts what it reads."""
+graphs use `prefill_attention.cu` on a copy of their pages in bfloat16. Others use the kernel of `portable`, which converts what it
+reads."""
 
 from collections.abc import Sequence
 

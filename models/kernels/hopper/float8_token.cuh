@@ -45,14 +45,6 @@ DEVICE uint4 load_weights(uint8_t const* from) {
   return x;
 }
 
-DEVICE uint2 to_halves(uint32_t four) {
-  uint2 pairs;
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
-      : "=r"(pairs.x), "=r"(pairs.y)
-      : "r"(four));
-  return pairs;
-}
-
 // Two float8 values.
 DEVICE uint32_t rounded_halves(float low, float high) {
   uint32_t pair;
@@ -60,20 +52,21 @@ DEVICE uint32_t rounded_halves(float low, float high) {
   return pair;
 }
 
-DEVICE void multiply_halves(float (&c)[4], uint2 upper, uint2 lower, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(b0), "r"(b1));
+// As `multiply`, for four values of each of two rows.
+DEVICE void multiply_values(float (&c)[4], uint32_t a, uint32_t b, uint32_t b0, uint32_t b1) {
+  uint2 const upper = to_halves(a), lower = to_halves(b);
+  uint32_t const rows[4] = {upper.x, lower.x, upper.y, lower.y};
+  multiply_halves(c, rows, b0, b1);
 }
 
 // Adds a step of this lane's two rows to c and d, two chains: a product waits for the previous one of its chain.
 DEVICE void multiply_step(float (&c)[4], float (&d)[4], uint4 a, uint4 b, __half const* token) {
   uint4 const* from = reinterpret_cast<uint4 const*>(token);
   uint4 const x = from[0], y = from[1];
-  multiply_halves(c, to_halves(a.x), to_halves(b.x), x.x, x.y);
-  multiply_halves(d, to_halves(a.y), to_halves(b.y), x.z, x.w);
-  multiply_halves(c, to_halves(a.z), to_halves(b.z), y.x, y.y);
-  multiply_halves(d, to_halves(a.w), to_halves(b.w), y.z, y.w);
+  multiply_values(c, a.x, b.x, x.x, x.y);
+  multiply_values(d, a.y, b.y, x.z, x.w);
+  multiply_values(c, a.z, b.z, y.x, y.y);
+  multiply_values(d, a.w, b.w, y.z, y.w);
 }
 
 DEVICE void to_floats(uint4 const& piece, float (&values)[kPiece]) {

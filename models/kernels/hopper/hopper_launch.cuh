@@ -99,6 +99,22 @@ DEVICE void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of halves.
+DEVICE void multiply_halves(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four float8 values as two pairs of halves.
+DEVICE uint2 to_halves(uint32_t four) {
+  uint2 pairs;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(pairs.x), "=r"(pairs.y)
+      : "r"(four));
+  return pairs;
+}
+
 DEVICE uint32_t pack(float low, float high) {
   __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<uint32_t const*>(&pair);

@@ -8,6 +8,7 @@ import ctypes
 import logging
 import re
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import compress
@@ -53,7 +54,7 @@ class Kernel:
     """A kernel of `triton.jit`. The first launch with arguments of such types is Triton's, later ones are calls of the driver.
 
     A kernel that has OVERLAP waits for the previous kernel itself, where programmatic dependent launch is available. All launches of a
-    process are by one thread on one device, and integers have 32 bits."""
+    process are on one device, and integers have 32 bits."""
 
     def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
@@ -101,8 +102,8 @@ def kind_of(x: object) -> str:
 
 
 def source_of(kinds: str, params: Sequence[Any]) -> str:
-    """Return the source of `launch(grid, *args, **options)` for arguments of these kinds. Written out, it takes 2 us, as a loop 5. The key
-    has what Triton compiles a kernel for."""
+    """Return the source of `launch(grid, *args, **options)` for arguments of these kinds. Written out, it takes half the time of a loop.
+    The key has what Triton compiles a kernel for."""
     addresses, key, values = [], [], []
     for i, (kind, param) in enumerate(zip(kinds, params, strict=False)):
         is_divided = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
@@ -159,7 +160,7 @@ def launch_of(compiled: Any) -> Launch | None:
     if codes is None or launch_kernel is None:
         logger.warning("Triton %s has other parameters of kernels than expected: launches take longer", triton.__version__)
         return None
-    meta, function, name, places = compiled.metadata, compiled.function, compiled.metadata.name, []
+    meta, function, name, places, packing = compiled.metadata, compiled.function, compiled.metadata.name, [], threading.Lock()
     packed = struct.Struct(CONFIG + codes)
     memory = ctypes.create_string_buffer(packed.size)
     for i, code in enumerate(codes, len(CONFIG) + 1):
@@ -169,8 +170,10 @@ def launch_of(compiled: Any) -> Launch | None:
     pack, device, stream_of = packed.pack_into, driver.active.get_current_device(), driver.active.get_current_stream
 
     def launch(grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
-        pack(memory, 0, *grid, *REST[len(grid)], *block, stream_of(device), *overlaps, *values, 0, 0)
-        if error := launch_kernel(config, function, parameters, None):
+        with packing:  # kernels are checked in a thread while weights are loaded
+            pack(memory, 0, *grid, *REST[len(grid)], *block, stream_of(device), *overlaps, *values, 0, 0)
+            error = launch_kernel(config, function, parameters, None)
+        if error:
             raise RuntimeError(f"the launch of {name} failed with CUDA's error {error}")
 
     return launch
