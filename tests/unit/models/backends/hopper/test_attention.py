@@ -58,3 +58,15 @@ def test_a_plan_is_read_where_it_is(steps: list[Step], num_tokens: int, num_deco
         torch.testing.assert_close(backend.run(0, q).double(), expected, rtol=1e-2, atol=1e-2)
         eager.plan(layout)
         torch.testing.assert_close(eager.run(0, q).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "expected"),
+    [(torch.bfloat16, 64, True), (torch.float8_e4m3fn, 128, True), (torch.float8_e4m3fn, 64, False), (torch.float32, 128, False)],
+)
+def test_other_caches_use_the_portable_attention(dtype: torch.dtype, head_dim: int, expected: bool) -> None:
+    pytest.importorskip("triton")
+    from models.kernels.hopper.backend import takes
+
+    pool = torch.zeros((1, 16, 8, head_dim), dtype=dtype)
+    assert takes([(pool, pool)], 32) is expected
