@@ -3,16 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from models.kernels.stream import Activation, RowClass
 from models.lora.targets import RANK_STEP
-
-Product = Literal["product", "swiglu", "add_to"]
-Out = torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +24,14 @@ class LowRank:
     ranges: tuple[tuple[int, int, int], ...]  # first, last, group
     blocks_B3: torch.Tensor  # int32: the ranges cut into blocks of at most BLOCK_ROWS rows
     groups_N: torch.Tensor  # int32: group of each row
-    shrunk_GR: torch.Tensor  # int32: scratch of the product of a single token: PENDING before it, then bits of float32
     alignment: int  # largest power of two, at most RANK_STEP, of which the ranges' bounds are multiples
 
 
 BLOCK_ROWS = 64
-PENDING = -1  # as float32 it is not a number, and not the one that a GPU computes
 
 
 def make_low_rank(
-    num_slots: int,
-    rank: int,
-    inputs: int,
-    ranges: tuple[tuple[int, int, int], ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    shrunk_GR: torch.Tensor | None = None,
+    num_slots: int, rank: int, inputs: int, ranges: tuple[tuple[int, int, int], ...], device: torch.device, dtype: torch.dtype
 ) -> LowRank:
     groups, outputs = 1 + max(group for _, _, group in ranges), max(last for _, last, _ in ranges)
     blocks = [(start, min(start + BLOCK_ROWS, last), group) for first, last, group in ranges for start in range(first, last, BLOCK_ROWS)]
@@ -54,7 +42,6 @@ def make_low_rank(
         ranges=ranges,
         blocks_B3=torch.tensor(blocks, dtype=torch.int32, device=device),
         groups_N=torch.cat([torch.full((last - first,), group, dtype=torch.int32) for first, last, group in ranges]).to(device),
-        shrunk_GR=torch.full((groups, rank), PENDING, dtype=torch.int32, device=device) if shrunk_GR is None else shrunk_GR,
         alignment=math.gcd(RANK_STEP, *(bound for first, last, _ in ranges for bound in (first, last))),
     )
 
@@ -80,12 +67,6 @@ class LowRankOps(Protocol):
     def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> torch.Tensor:
         """Return silu(g) * u of the halves g and u of what `expand_` makes of `gate_up_TN`, which may change. Its blocks of rows of both
         halves are alike."""
-
-    def fused(
-        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots: TokenSlots, out: Out
-    ) -> torch.Tensor | None:
-        """Return a product of `Matrix` with the adapters if one kernel computes both, otherwise None and change nothing. `out` is the
-        result, or the residual stream to which it is added; None: a new tensor."""
 
 
 def _tokens_of(slots_T: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -116,11 +97,6 @@ class TorchLowRank:
         self.expand_(gate_up_TN, shrunk_PTR, low_rank, slots)
         gate, up = gate_up_TN.chunk(2, dim=-1)
         return F.silu(gate) * up
-
-    def fused(
-        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots: TokenSlots, out: Out
-    ) -> torch.Tensor | None:
-        return None
 
 
 OPS = {  # by the name of the backend

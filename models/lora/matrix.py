@@ -4,23 +4,19 @@ import torch
 
 from models.kernels.ops import Ops
 from models.kernels.stream import Activation, Normed, Residual, Rounded, RowClass
-from models.lora.low_rank import PENDING, LowRank, LowRankOps, Product, TokenSlots
+from models.lora.low_rank import LowRank, LowRankOps, TokenSlots
 from models.weights.matrix import Matrix
 
 
 class StepSlots:
     """Slots of the tokens of the current forward pass."""
 
-    def __init__(self, scratch_XR: torch.Tensor | None = None) -> None:
-        """`scratch_XR` has `LowRank.shrunk_GR` of all matrices."""
+    def __init__(self) -> None:
         self._by_length: dict[int, TokenSlots] = {}
-        self._scratch_XR = scratch_XR
 
     def begin(self, slots_T: torch.Tensor | None, wanted_S: torch.Tensor) -> None:
         """Use these slots (int32, -1: no adapter); None: no token has an adapter. The last layer may continue with the tokens `wanted_S`
         only, which are then fewer: the number of a product's inputs tells which tokens they are."""
-        if self._scratch_XR is not None and slots_T is not None and 1 in (len(slots_T), len(wanted_S)):
-            self._scratch_XR.fill_(PENDING)
         self._by_length = {} if slots_T is None else {len(tokens_X): TokenSlots(tokens_X) for tokens_X in (slots_T[wanted_S], slots_T)}
 
     def end(self) -> None:
@@ -43,8 +39,6 @@ class AdaptedMatrix(Matrix):
     def product(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         if not self._slots:
             return super().product(x_TX, rows, out_TN)
-        if (fused_TN := self._fused("product", x_TX, rows, out_TN)) is not None:
-            return fused_TN
         x_TK, slots = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
         shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots)
         out_TN = super().product(x_TK, rows, out_TN)
@@ -54,8 +48,6 @@ class AdaptedMatrix(Matrix):
     def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
         if not self._slots:
             return super().swiglu(x_TX, rows)
-        if (fused_TN := self._fused("swiglu", x_TX, rows, None)) is not None:
-            return fused_TN
         x_TK, slots = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
         shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots)
         return self._low_rank_ops.expand_swiglu(super().product(x_TK, rows), shrunk_PTR, self.low_rank, slots)
@@ -65,16 +57,11 @@ class AdaptedMatrix(Matrix):
             super().add_to(residual, x_TX, rows)
             return
         assert residual.parts_STD is None, "the parts of the product before were not added"
-        if self._fused("add_to", x_TX, rows, residual.sum_TD) is not None:
-            return
         x_TK, slots = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
         shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots)
         super().add_to(residual, x_TK, rows)
         out_TN = residual.sum_TD if residual.parts_STD is None else residual.parts_STD[0]
         self._low_rank_ops.expand_(out_TN, shrunk_PTR, self.low_rank, slots)
-
-    def _fused(self, product: Product, x_TX: Activation, rows: RowClass, out: torch.Tensor | None) -> torch.Tensor | None:
-        return self._low_rank_ops.fused(product, x_TX, self.storage, self.low_rank, rows, self._slots.of(_num_tokens(x_TX)), out)
 
     def _values(self, x_TX: Activation) -> torch.Tensor:
         """Return the inputs; those of a norm are computed once for both products."""

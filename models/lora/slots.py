@@ -31,9 +31,7 @@ class AdapterSlots:
         self._model, self._backend, self._num_slots = model, backend, num_slots
         self._rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._ops: LowRankOps = imported(OPS[backend.name])()
-        num_groups = sum(map(_num_groups, dict(model.named_modules()).values()))
-        self._scratch_XR = torch.empty((num_groups, self._rank), dtype=torch.int32, device=model.device)
-        self._steps, self._num_taken = StepSlots(self._scratch_XR), 0
+        self._steps = StepSlots()
         self._writers: dict[str, Write] = {}
         for path, module in list(model.named_modules()):
             if path.startswith(DECODER) and isinstance(module, FusedColumnParallelLinear):
@@ -76,9 +74,7 @@ class AdapterSlots:
 
     def _wrap(self, module: FusedColumnParallelLinear | RowParallelLinear, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
         model = self._model
-        scratch_GR = self._scratch_XR[self._num_taken :][: 1 + max(group for _, _, group in ranges)]
-        self._num_taken += len(scratch_GR)
-        low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype, scratch_GR)
+        low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype)
         module.weight = AdaptedMatrix(module.weight, low_rank, self._steps, self._backend.ops, self._ops)
         return low_rank
 
@@ -96,13 +92,6 @@ class AdapterSlots:
                     adapted.b_SNR[slot, own, :rank].copy_(factors[1][stored], non_blocking=True)
 
         self._writers[path] = write
-
-
-def _num_groups(module: nn.Module) -> int:
-    """Return the number of matrices of the checkpoint that a decoder's layer has; other layers count too."""
-    if isinstance(module, FusedColumnParallelLinear):
-        return len({part.name for part in module.parts})
-    return int(isinstance(module, RowParallelLinear))
 
 
 def _writer(low_rank: LowRank, group: int, parts: list[tuple[slice, slice]], columns: slice) -> Write:

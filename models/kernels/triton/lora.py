@@ -13,13 +13,9 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.stream import Activation, RowClass
-from models.kernels.triton.activations import single_of
 from models.kernels.triton.launch import await_previous_kernel, cdiv, floats, kernel, num_multiprocessors, power_of_2
-from models.kernels.triton.lora_single import adapted_gemv
 from models.lora import targets
-from models.lora.low_rank import BLOCK_ROWS, LowRank, Out, Product, TokenSlots
-from models.weights.plain import Plain
+from models.lora.low_rank import BLOCK_ROWS, LowRank, TokenSlots
 
 RANK_STEP = targets.RANK_STEP  # ranks of one product of tiles when expanding: every slot's rank is a multiple
 MOST_VALUES = 1 << 31  # of the matrices, whose offsets are int32
@@ -243,16 +239,6 @@ class TritonLowRank:
         out_TI = gate_up_TN.new_empty((len(gate_up_TN), gate_up_TN.shape[1] // 2))
         self._expand(gate_up_TN, out_TI, shrunk_PXR, low_rank, slots, True)
         return out_TI
-
-    def fused(
-        self, product: Product, x_TX: Activation, storage: object, low_rank: LowRank, rows: RowClass, slots: TokenSlots, out: Out
-    ) -> torch.Tensor | None:
-        if not isinstance(storage, Plain) or (single := single_of(x_TX, rows)) is None:
-            return None
-        x_1X, norm = single
-        is_gated = product == "swiglu"
-        out_1N = x_1X.new_empty((1, len(storage.values) // (1 + is_gated))) if out is None else out
-        return adapted_gemv(x_1X, storage.values, out_1N, low_rank, slots.slots_T, norm, is_gated, adds=product == "add_to")
 
     def _expand(
         self, product_TN: torch.Tensor, out_TX: torch.Tensor, shrunk_PXR: torch.Tensor, low_rank: LowRank, slots: TokenSlots, is_gated: bool

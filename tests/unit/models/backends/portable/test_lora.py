@@ -2,12 +2,8 @@
 
 import pytest
 import torch
-from torch.nn.functional import silu
 
-from models.kernels.reference.norms import values_of
-from models.kernels.stream import Activation, Normed, RowClass
-from models.lora.low_rank import LowRank, LowRankOps, Product, TokenSlots, TorchLowRank, make_low_rank
-from models.weights.plain import Plain
+from models.lora.low_rank import LowRank, LowRankOps, TokenSlots, TorchLowRank, make_low_rank
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 RANKS = ((16, 0, 48), (32, 16, 0), (0, 0, 0), (48, 48, 48), (16, 16, 16))  # of the groups of each slot; more than share programs
@@ -70,26 +66,3 @@ def test_swiglu(num_tokens: int) -> None:
         slots = TokenSlots(slots_T)
         found.append(ops.expand_swiglu(gate_up.clone(), ops.shrink(x_TK, low_rank, slots), low_rank, slots))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
-
-
-@interpreted
-@pytest.mark.parametrize(("product", "slot", "inputs"), [
-    pytest.param("product", 0, 72, marks=in_gate), ("product", 1, 1032), ("product", -1, 72), ("swiglu", 3, 72), ("add_to", 1, 1032),
-])  # fmt: skip
-def test_products_of_one_token(product: Product, slot: int, inputs: int) -> None:
-    from models.kernels.triton.lora import TritonLowRank
-
-    generator = torch.Generator().manual_seed(2)
-    ranges = ((0, 96, 0), (96, 192, 1)) if product == "swiglu" else ((0, 80, 0), (80, 120, 1), (120, 192, 0))
-    low_rank = random_low_rank(inputs, ranges, generator)
-    stream, norm, residual = (torch.randn(shape, generator=generator) for shape in ((1, inputs), (inputs,), (1, 192)))
-    weight, slots = torch.randn((192, inputs), generator=generator), TokenSlots(torch.tensor([slot], dtype=torch.int32))
-    x: Activation = stream if product == "add_to" else Normed(stream, None, norm, 1e-3)
-    expected = values_of(x) @ weight.t()
-    reference = TorchLowRank()
-    reference.expand_(expected, reference.shrink(values_of(x), low_rank, slots), low_rank, slots)
-    expected = {"product": expected, "swiglu": silu(expected[:, :96]) * expected[:, 96:], "add_to": expected + residual}[product]
-    out = residual if product == "add_to" else None
-    ours = TritonLowRank().fused(product, x, Plain(weight), low_rank, RowClass.SINGLE, slots, out)
-    assert ours is not None and (product != "add_to" or ours is residual)
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)

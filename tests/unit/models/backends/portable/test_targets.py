@@ -254,7 +254,6 @@ def launch_hybrid() -> None:
 
 def launch_lora() -> None:
     from models.kernels.triton.lora import TritonLowRank
-    from models.kernels.triton.lora_single import adapted_gemv
     from models.lora.low_rank import TokenSlots, make_low_rank
 
     ranges = (0, 4096, 0), (4096, 5120, 1), (5120, 6144, 2)
@@ -263,15 +262,10 @@ def launch_lora() -> None:
         out_TN = bf16(num_tokens, 6144) if num_tokens > 1 else torch.zeros(1, 6144)
         slots = TokenSlots(torch.zeros(num_tokens, dtype=torch.int32))
         TritonLowRank().expand_(out_TN, TritonLowRank().shrink(bf16(num_tokens, 4096), low_rank, slots), low_rank, slots)
-    slot, norm = torch.zeros(1, dtype=torch.int32), (bf16(4096), 1e-6)
-    adapted_gemv(bf16(1, 4096), bf16(6144, 4096), bf16(1, 6144), low_rank, slot, norm)
     halves = make_low_rank(4, 64, 4096, ((0, 12_288, 0), (12_288, 24_576, 1)), torch.device("cpu"), torch.bfloat16)
-    for num_tokens in (64, 2000):
+    for num_tokens in (1, 64, 2000):
         slots, gate_up_TN = TokenSlots(torch.zeros(num_tokens, dtype=torch.int32)), bf16(num_tokens, 24_576)
         TritonLowRank().expand_swiglu(gate_up_TN, TritonLowRank().shrink(bf16(num_tokens, 4096), halves, slots), halves, slots)
-    adapted_gemv(bf16(1, 4096), bf16(24_576, 4096), bf16(1, 12_288), halves, slot, norm, gated=True)
-    down = make_low_rank(4, 64, 12_288, ((0, 4096, 0),), torch.device("cpu"), torch.bfloat16)
-    adapted_gemv(bf16(1, 12_288), bf16(4096, 12_288), bf16(1, 4096), down, slot, adds=True)
 
 
 def launch_transfers() -> None:
