@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "server.api.chat": ("engine.wire", "server", "server.api.http", "server.api.schema"),
     "server.api.dialects": ("engine.wire", "server", "server.api.http", "server.api.schema", "server.api.chat"),
     "server.api.page": ("server.api.chat",),
-    "server.processor": ("engine.wire", "engine.grammar", "server"),
+    "server.processor": ("engine.wire", "server"),
     "models": (),
 }
 ENTRY_POINTS = ("engine.serve", "engine.launch.replicas", "server.api.main", "server.proxy", "bench")

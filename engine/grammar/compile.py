@@ -1,17 +1,15 @@
-"""Guest that compiles grammars: it answers a Grammar with a Compiled. Importing xgrammar takes seconds and imports torch."""
+"""Guest that compiles a Grammar to a Compiled, which rank 0 reads. Importing xgrammar takes seconds and imports torch."""
 
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import xgrammar
 from tokenizers import Tokenizer
 
-from engine.grammar.client import Compiled
-from engine.wire.grammar import Grammar
+from engine.wire.grammar import Compiled, Grammar
 from models.config.huggingface import read_config
 
 NUM_THREADS = 4
@@ -41,33 +39,38 @@ def read_vocabulary(folder: Path) -> xgrammar.TokenizerInfo:
 
 
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> Compiled:
-    kinds: dict[str, Callable[[str], str | xgrammar.Grammar]] = {
-        "json_schema": schema_grammar,
-        "regex": xgrammar.Grammar.from_regex,
-        "ebnf": ebnf_of,
-        "structural_tag": lambda text: json_ebnf(xgrammar.Grammar.from_structural_tag(json.dumps(without_lark(json.loads(text))))),
-    }
     try:
-        done = compiler.compile_grammar(kinds[grammar.kind](grammar.text))
-        return Compiled(done.serialize_json().encode())
+        return Compiled(compiler.compile_grammar(rules_of(grammar)).serialize_json().encode())
     except (RuntimeError, ValueError, TypeError, AttributeError, MemoryError) as problem:
         return Compiled(error=PLACE_IN_SOURCE.sub("", str(problem)).strip()[:MAX_REASON] or "the grammar takes too much memory to compile")
 
 
-def schema_grammar(schema: str, separators: tuple[str, str] = (",", ":")) -> str:
-    """Return the EBNF of a schema without other white space, which a model could repeat forever. Raises ValueError or RuntimeError."""
-    return json_ebnf(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False, separators=separators))
+def rules_of(grammar: Grammar) -> xgrammar.Grammar:
+    """Raises ValueError or RuntimeError for a grammar that is not valid."""
+    match grammar.kind:
+        case "json_schema":
+            rules = schema_rules(grammar.text)
+        case "regex":
+            rules = xgrammar.Grammar.from_regex(grammar.text)
+        case "structural_tag":
+            rules = json_rules(xgrammar.Grammar.from_structural_tag(grammar.text))
+        case "ebnf":
+            rules = xgrammar.Grammar.from_ebnf(grammar.text) if "::=" in grammar.text else lark_rules(grammar.text)
+    return rules if grammar.otherwise is None else xgrammar.Grammar.union(rules, rules_of(grammar.otherwise))
 
 
-def json_ebnf(grammar: xgrammar.Grammar) -> str:
-    """Return the EBNF of a grammar whose strings are valid JSON."""
-    return BOUNDED.sub(lambda match: match[1] + CONTROL, str(grammar))
+def schema_rules(schema: str, separators: tuple[str, str] = (",", ":")) -> xgrammar.Grammar:
+    """Convert a schema without other white space, which a model could repeat forever."""
+    return json_rules(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False, separators=separators))
 
 
-def ebnf_of(grammar: str) -> str:
-    """Return EBNF from EBNF or Lark, also in guidance's form. Raises ValueError or RuntimeError."""
-    if "::=" in grammar:
-        return grammar
+def json_rules(grammar: xgrammar.Grammar) -> xgrammar.Grammar:
+    """Return a grammar whose strings are valid JSON."""
+    return xgrammar.Grammar.from_ebnf(BOUNDED.sub(lambda match: match[1] + CONTROL, str(grammar)))
+
+
+def lark_rules(grammar: str) -> xgrammar.Grammar:
+    """Convert Lark, also in guidance's form."""
     bare = LLGUIDANCE.sub("", grammar).replace("(?s:.*)", r"(.|\n)*")
     schemas: dict[str, xgrammar.Grammar | str] = {}
     while found := LARK_SCHEMA.search(bare):
@@ -75,17 +78,6 @@ def ebnf_of(grammar: str) -> str:
         options = schema.pop("x-guidance", {})
         separators = options.get("item_separator", ","), options.get("key_separator", ":")
         name = f"schema_{len(schemas)}"
-        schemas[name] = xgrammar.Grammar.from_ebnf(schema_grammar(json.dumps(schema), separators))
+        schemas[name] = schema_rules(json.dumps(schema), separators)
         bare = f"{bare[: found.start()]}@{name}{bare[end:]}"
-    return str(xgrammar.Grammar.from_lark(bare, named_grammars=schemas))
-
-
-def without_lark(tag: Any) -> Any:
-    """Return a part of a structural tag whose grammars are EBNF."""
-    if isinstance(tag, list):
-        return [without_lark(one) for one in tag]
-    if not isinstance(tag, dict):
-        return tag
-    if tag.get("type") == "grammar" and isinstance(tag.get("grammar"), str):
-        return tag | {"grammar": ebnf_of(tag["grammar"])}
-    return {name: one if name == "json_schema" else without_lark(one) for name, one in tag.items()}
+    return xgrammar.Grammar.from_lark(bare, named_grammars=schemas)

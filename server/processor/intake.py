@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from engine.grammar.client import GrammarCompiler
 from engine.wire.arena import ArenaFull, ArenaTooSmall
 from engine.wire.config import EngineConfig, num_cpus
 from engine.wire.ipc import Outbox
@@ -75,8 +74,8 @@ class Intake:
         self._prompts = PromptBuilder(checkpoint)
         self._tokens = TokenTable(self._prompts.tokenizer)
         self._think = ThinkTokens.of(self._prompts.tokenizer)
-        compiler, template = GrammarCompiler(model_folder, self.config.grammar_timeout), self._prompts.template.source
-        self.grammars = AnswerGrammars(compiler, self.allocator, template, self._think.end)
+        seconds, template = self.config.grammar_timeout, self._prompts.template.source
+        self.grammars = AnswerGrammars(model_folder, seconds, self.allocator, template, self._think.end)
         self._large_prompts = ThreadPoolExecutor(LARGE_MESSAGES_AT_ONCE, "prompt")
         self._early: dict[int, dict[int, Image]] = {}  # images of announced requests by the offset of their payload
         self._turn = asyncio.Lock()  # of requests that wait for memory for their payloads
@@ -87,7 +86,7 @@ class Intake:
         return len(self.requests) + len(self._early)
 
     async def close(self) -> None:
-        await self.grammars.compiler.pool.close()
+        await self.grammars.pool.close()
         self._large_prompts.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, message: Payload) -> None:

@@ -74,7 +74,7 @@ class Processor:
         self._output = Output(
             requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded, api=api, scheduler=scheduler, tasks=tasks,
         )  # fmt: skip
-        for pool in (self._intake.grammars.compiler.pool, *decoders.pools):
+        for pool in (self._intake.grammars.pool, *decoders.pools):
             tasks.create_task(pool.start())
 
     async def run(self) -> None:

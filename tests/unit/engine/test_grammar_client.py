@@ -10,8 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from engine.grammar.client import Compiled, GrammarCompiler, GrammarError
-from engine.wire.grammar import Grammar
+from engine.wire.grammar import Compiled, Grammar
 from engine.wire.guests import GuestDied, GuestPool
 from server.errors import RequestError
 from server.processor.grammar import AnswerGrammars
@@ -38,26 +37,11 @@ class ScriptedPool:
         return msgspec.msgpack.encode(answer or DONE)
 
 
-def compiler_of(*answers: Compiled | Exception | None) -> GrammarCompiler:
-    compiler = GrammarCompiler(Path(), 5)
-    compiler.pool = cast(Any, ScriptedPool(*answers))
-    return compiler
-
-
-@pytest.mark.parametrize("failure", [TimeoutError(), GuestDied()], ids=["wall-clock", "died"])
-async def test_interrupted_compilation_may_be_repeated(failure: Exception) -> None:
-    compiler = compiler_of(failure, DONE)
-    with pytest.raises(TimeoutError if isinstance(failure, TimeoutError) else GrammarError):
-        await compiler.compile(GRAMMAR)
-    assert await compiler.compile(GRAMMAR) == b"data"
-
-
-async def test_equal_grammars_are_compiled_once() -> None:
-    compiler = compiler_of(None)  # another job would find no answer
-    first, second = (asyncio.create_task(compiler.compile(GRAMMAR)) for _ in range(2))
-    await asyncio.wait_for(cast(Any, compiler.pool).is_asked.wait(), HANG_GUARD_S)
-    cast(Any, compiler.pool).may_answer.set()
-    assert await asyncio.gather(first, second) == [b"data"] * 2 and await compiler.compile(GRAMMAR) == b"data"
+def grammars_of(*answers: Compiled | Exception | None) -> AnswerGrammars:
+    allocator: Any = SimpleNamespace(allocate=lambda size: SimpleNamespace(append=lambda data: None))
+    grammars = AnswerGrammars(Path(), 5, allocator, "", None)
+    grammars.pool = cast(Any, ScriptedPool(*answers))
+    return grammars
 
 
 def request_with_a_grammar() -> Any:
@@ -65,11 +49,36 @@ def request_with_a_grammar() -> Any:
     return SimpleNamespace(submit=submit, regions={})
 
 
-async def test_interrupted_compilation_answers_503() -> None:
-    unused: Any = None
+@pytest.mark.parametrize(("failure", "status"), [(TimeoutError(), 503), (GuestDied(), 400)], ids=["wall-clock", "died"])
+async def test_interrupted_compilation_may_be_repeated(failure: Exception, status: int) -> None:
+    grammars, request = grammars_of(failure, DONE), request_with_a_grammar()
     with pytest.raises(RequestError) as error:
-        await AnswerGrammars(compiler_of(TimeoutError()), unused, "", None).prepare(request_with_a_grammar())
-    assert error.value.info.status == 503 and error.value.info.retry_after and error.value.info.message.startswith("regex: ")
+        await grammars.prepare(request)
+    assert error.value.info.status == status and bool(error.value.info.retry_after) == (status == 503)
+    assert error.value.info.message.startswith("regex: ")
+    await grammars.prepare(request)
+    assert request.regions
+
+
+async def test_equal_grammars_are_compiled_once() -> None:
+    grammars, requests = grammars_of(None), [request_with_a_grammar() for _ in range(3)]  # another job would find no answer
+    tasks = [asyncio.create_task(grammars.prepare(request)) for request in requests[:2]]
+    await asyncio.wait_for(cast(Any, grammars.pool).is_asked.wait(), HANG_GUARD_S)
+    cast(Any, grammars.pool).may_answer.set()
+    await asyncio.gather(*tasks, grammars.prepare(requests[2]))
+    assert all(request.regions for request in requests)
+
+
+async def test_a_known_grammar_waits_for_no_other() -> None:
+    grammars, request = grammars_of(DONE, None), request_with_a_grammar()
+    await grammars.prepare(request)
+    other = request_with_a_grammar()
+    other.submit.grammar = Grammar("regex", "b")
+    task = asyncio.create_task(grammars.prepare(other))
+    await asyncio.wait_for(cast(Any, grammars.pool).is_asked.wait(), HANG_GUARD_S)
+    await asyncio.wait_for(grammars.prepare(request), HANG_GUARD_S)
+    cast(Any, grammars.pool).may_answer.set()
+    await task
 
 
 async def test_the_guest_of_a_failed_job_is_replaced() -> None:
@@ -153,14 +162,3 @@ async def test_a_client_that_leaves_ends_no_job() -> None:
     guest.may_end.set()
     assert await asyncio.wait_for(last, HANG_GUARD_S) == b"last"
     assert leaver.cancelled()
-
-
-async def test_the_queue_of_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.grammar.client.MAX_WAITING", 2)
-    compiler = compiler_of(None, DONE)
-    waiting = [asyncio.create_task(compiler.compile(Grammar("regex", text))) for text in "ab"]
-    await asyncio.wait_for(cast(Any, compiler.pool).is_asked.wait(), HANG_GUARD_S)
-    with pytest.raises(TimeoutError):
-        await compiler.compile(Grammar("regex", "c"))
-    cast(Any, compiler.pool).may_answer.set()
-    assert await asyncio.gather(*waiting) == [b"data"] * 2

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import xgrammar
 
-from engine.grammar.client import GrammarCompiler
 from engine.grammar.compile import read_vocabulary
-from engine.wire.grammar import Grammar
+from engine.wire.grammar import Compiled, Grammar
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
     ChatPrompt,
@@ -21,7 +20,7 @@ from engine.wire.messages import (
     ToProcessor,
 )
 from engine.wire.params import OutputOptions, SamplingParams
-from server.processor.grammar import answer_grammar
+from server.processor.grammar import AnswerGrammars, answer_grammar
 from server.processor.text.calls import CallSplitter
 from tests.eventually import eventually
 from tests.unit.engine.test_grammar_compile import accepts
@@ -59,11 +58,10 @@ def test_grammars_reach_the_scheduler(stack: Stack, model_folder: Path) -> None:
 
 
 def test_a_grammar_holds_after_the_thoughts(stack_of: StackOf, thinking_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def compile(self: AnswerGrammars, key: bytes, job: bytes) -> Compiled:
+        return Compiled(b"compiled")
 
-    async def compile(self: GrammarCompiler, grammar: Grammar) -> bytes:
-        return b"compiled"
-
-    monkeypatch.setattr(GrammarCompiler, "compile", compile)
+    monkeypatch.setattr(AnswerGrammars, "_compile", compile)
     stack = stack_of(thinking_folder)
     for fields in (SHAPE, {"regex": "a+"}):
         assert stack.chat("x", **fields).status_code == 200
