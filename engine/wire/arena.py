@@ -15,7 +15,10 @@ import contextlib
 import mmap
 import os
 
+from engine.wire.messages import PROCESSOR_ARENA, Region
+
 ALIGNMENT = 64
+MIN_GROWTH = 1 << 20
 
 
 class ArenaFull(Exception):
@@ -147,3 +150,43 @@ class Arena(ArenaView):
 
 def _aligned(length: int) -> int:
     return max(ALIGNMENT, -(-length // ALIGNMENT) * ALIGNMENT)
+
+
+class GrowingRegion:
+    """One allocation and the position of its writer; its offset is final once it is complete. Raises ArenaFull or ArenaTooSmall."""
+
+    def __init__(self, arena: Arena, capacity: int):
+        self._arena = arena
+        self.offset = arena.alloc(capacity)
+        self.capacity = capacity
+        self.used = 0
+
+    @property
+    def unused(self) -> memoryview:
+        """Return the memory after the used bytes. Valid until the next `append`."""
+        return self._arena.view(self.offset + self.used, self.capacity - self.used)
+
+    @property
+    def view(self) -> memoryview:
+        """Return the used bytes. Valid until the next `append`."""
+        return self._arena.view(self.offset, self.used)
+
+    def wire(self) -> Region:
+        """Return a reference to the used bytes, in the processor's arena, for other processes."""
+        return Region(PROCESSOR_ARENA, self.offset, self.used)
+
+    def append(self, data: bytes) -> None:
+        """Append bytes. Capacity doubles, so that many small pieces cost no more than one large one."""
+        need = self.used + len(data)
+        if need > self.capacity:
+            capacity = max(need, min(max(2 * self.capacity, self.capacity + MIN_GROWTH), self._arena.size - self._arena.start))
+            self.offset, self.capacity = self._arena.grow(self.offset, self.used, capacity), capacity
+        self.unused[: len(data)] = data
+        self.used = need
+
+    def trim(self) -> None:
+        self._arena.shrink(self.offset, self.used)
+        self.capacity = self.used
+
+    def free(self) -> None:
+        self._arena.free(self.offset)

@@ -1,8 +1,8 @@
 """Grammars of requests with tools: calls in the notation of the model's template, or other allowed answers.
 
-    required, named ──▶ calls, nothing else
-    auto, strict    ──▶ text with calls in it, each by its schema
-    auto, a format  ──▶ the format, or calls
+required, named ──▶ calls, nothing else
+auto, strict    ──▶ text with calls in it, each by its schema
+auto, a format  ──▶ the format, or calls
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from engine.wire.grammar import Compiled, CompiledGrammar, Grammar
 from engine.wire.guests import GuestDied, GuestPool
 from engine.wire.params import OutputOptions
 from server.errors import RequestError, overloaded
+from server.processor.media.sources import RegionAllocator
 from server.processor.request import Request, tools_of
-from server.region import RegionAllocator
 
 Json = dict[str, Any]
 XML_MARK = "<function="  # in a template: the coder models' notation of calls

@@ -1,15 +1,15 @@
 """Intake of requests: images and prompt are prepared, then the request is sent to the scheduler.
 
-    Payload ──▶ image.start ─┐
-    Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler
-                     └──▶ an error, and the body is returned to the api
+Payload ──▶ image.start ─┐
+Submit ──▶ image.load, prompt ──▶ EngineRequest ──▶ scheduler
+                 └──▶ an error, and the body is returned to the api
 """
 
 import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from engine.wire.arena import ArenaFull, ArenaTooSmall
+from engine.wire.arena import ArenaFull, ArenaTooSmall, GrowingRegion
 from engine.wire.config import EngineConfig, num_cpus
 from engine.wire.ipc import Outbox
 from engine.wire.messages import (
@@ -38,15 +38,14 @@ from engine.wire.params import Prompt
 from server.checkpoint import Checkpoint
 from server.errors import RequestError, error_of, forget_frames, overloaded
 from server.processor.grammar import AnswerGrammars
-from server.processor.media.image import EarlyReads, Image
-from server.processor.media.video import Medium, Videos, release_all
+from server.processor.media.image import Image, Images
+from server.processor.media.sources import RegionAllocator, release_all, together
+from server.processor.media.video import Medium, Videos
 from server.processor.request import AnswerState, Prepared, Request, tools_of
 from server.processor.text.detokenize import TokenTable
 from server.processor.text.output_text import OutputText, ThinkTokens
 from server.processor.text.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.text.scores import PromptScores
-from server.processor.threads import together
-from server.region import GrowingRegion, RegionAllocator
 
 MAX_PROMPT_SCORES = 1 << 18  # log-probabilities of a request's prompts, alternatives included; each prompt has an equal share
 LARGE_MESSAGES_BYTES = 1 << 14  # larger prompts are tokenised in a thread
@@ -59,8 +58,7 @@ class Intake:
 
     requests: dict[int, Request]
     allocator: RegionAllocator
-    early: EarlyReads
-    new_image: Callable[..., Image]
+    images: Images
     videos: Videos
     api: Outbox[Events]
     scheduler: Outbox[ToScheduler]
@@ -92,7 +90,7 @@ class Intake:
     def begin(self, message: Payload) -> None:
         """Start an image of a body that is still arriving. A Submit follows, or an Abort with the body."""
         self._note_arrival(message.rid)
-        image = self.new_image(ref=MediaRef(message.payload))
+        image = Image(self.images, MediaRef(message.payload))
         self._early.setdefault(message.rid, {})[message.payload.offset] = image
         image.start()
 
@@ -132,9 +130,8 @@ class Intake:
                 request.task.cancel()
 
     def _medium(self, ref: AnyRef, early: dict[int, Image]) -> Medium:
-        def image_of(ref: MediaRef, is_frame: bool = False) -> Image:
-            known = early.pop(ref.payload.offset, None) if ref.payload else None
-            image = known or self.new_image(ref=ref, is_frame=is_frame)
+        def image_of(ref: MediaRef) -> Image:
+            image = (early.pop(ref.payload.offset, None) if ref.payload else None) or Image(self.images, ref)
             image.file.ref = ref  # an early one has no limits
             return image
 
@@ -146,7 +143,7 @@ class Intake:
 
     def _note_arrival(self, rid: int) -> None:
         if rid not in self._early:
-            self.early.arm(is_idle=not self.num_holders)
+            self.images.early.arm(is_idle=not self.num_holders)
 
     def _give_up(self, rid: int, body: int | None, error: ErrorInfo | None = None) -> None:
         async def end() -> None:

@@ -5,7 +5,6 @@
 """
 
 import asyncio
-import functools
 import logging
 import signal
 import warnings
@@ -30,13 +29,11 @@ from engine.wire.messages import (
 from server.checkpoint import read_checkpoint
 from server.processor.intake import Intake
 from server.processor.media.decoders import Decoders
-from server.processor.media.image import EarlyReads, Image
-from server.processor.media.inspect import Inspector
-from server.processor.media.sources import Sources
+from server.processor.media.image import Images
+from server.processor.media.sources import RegionAllocator, Sources
 from server.processor.media.video import Videos
 from server.processor.output import Output
 from server.processor.request import Request
-from server.region import RegionAllocator
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +54,14 @@ class Processor:
         gpu_decodes = child.runtime.gpu_decodes_jpegs
         worker: Outbox[Prefetch] | None = Outbox(child.run_dir, "worker-0") if gpu_decodes and checkpoint.model.placeholder_ids else None
         allocator = self._allocator = RegionAllocator(child.runtime.arena_fds[PROCESSOR_ARENA], child.arena_size(PROCESSOR_ARENA))
-        inspector = Inspector(child.config, checkpoint, gpu_decodes)
-        sources = Sources(child.config, bodies, allocator, inspector)
+        sources = Sources(child.config, bodies, allocator)
         decoders = Decoders(child.config, allocator.pixels)
-        early = EarlyReads(worker, checkpoint.model.geometry)
-        new_image = functools.partial(Image, sources=sources, inspector=inspector, decoders=decoders, early=early)
-        videos = Videos(child.config, checkpoint, inspector, sources, decoders, new_image)
+        images = Images(child.config, checkpoint.model.geometry, sources, decoders, worker)
         self._pools = sources, decoders
         max_model_len = child.runtime.max_model_len  # until the scheduler reports the size of the KV pool
         self._intake = Intake(
-            requests=requests, allocator=allocator, early=early, new_image=new_image,
-            videos=videos,
-            api=api, scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint, model_folder=folder,
-            max_model_len=max_model_len,
+            requests=requests, allocator=allocator, images=images, videos=Videos(child.config, checkpoint, images), api=api,
+            scheduler=scheduler, tasks=tasks, config=child.config, checkpoint=checkpoint, model_folder=folder, max_model_len=max_model_len,
         )  # fmt: skip
         self._output = Output(
             requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded, api=api, scheduler=scheduler, tasks=tasks,

@@ -1,8 +1,8 @@
 """Output of the scheduler: conversion of tokens to text, and decoding of requested pixels.
 
-    EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
-                 ├──▶ wanted ──▶ request.decode ──▶ Pixels ──▶ scheduler
-                 └──▶ released ──▶ memory is given back
+EngineOutputs ──▶ tokens ──▶ text, stop strings ──▶ Events ──▶ api
+             ├──▶ wanted ──▶ request.decode ──▶ Pixels ──▶ scheduler
+             └──▶ released ──▶ memory is given back
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from engine.wire.messages import (
 )
 from engine.wire.reports import Numbers
 from server.errors import ABORTED, error_of
+from server.processor.media.sources import RegionAllocator
 from server.processor.request import AnswerState, Request
-from server.region import RegionAllocator
 
 
 @dataclass(slots=True)

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from engine.wire.arena import GrowingRegion
 from engine.wire.messages import ChatPrompt, EngineRequest, ErrorInfo, Event, ImageSource, RequestOutput, Submit
 from engine.wire.stats import TokenDetails
 from server.errors import PROMPT, error_of, forget_frames
-from server.processor.media.video import Medium, release_all
+from server.processor.media.sources import RegionAllocator, release_all, together
+from server.processor.media.video import Medium
 from server.processor.text.output_text import OutputText
 from server.processor.text.scores import PromptScores, named
-from server.processor.threads import together
-from server.region import GrowingRegion, RegionAllocator
 
 Prepared = EngineRequest | Event | ErrorInfo  # for the scheduler; the only event of a request that is only counted; or its error
 

@@ -60,9 +60,9 @@ FAULTS: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "return positions, next_position - num_tokens + 1",
         ),
     },
-    ("server/processor/media/inspect.py", ("tests/unit/server/test_image.py",)): {
-        "an image's identity ignores its content": ("self._parameters, data)", "self._parameters)"),
-        "an image's identity ignores the processing parameters": ('b"rgb", self._parameters, data)', 'b"rgb", data)'),
+    ("server/processor/media/image.py", ("tests/unit/server/test_image.py",)): {
+        "an image's identity ignores its content": ("sha256(self.file.digest + limits)", "sha256(limits)"),
+        "an image's identity ignores the limits on its size": ("sha256(self.file.digest + limits)", "sha256(self.file.digest)"),
     },
     ("engine/scheduler/blocks.py", SCHEDULER): {
         "block hashes ignore images": ('parts.get(block, b"") + image.hash + offset', 'parts.get(block, b"") + offset'),

@@ -8,13 +8,12 @@ import time
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall
+from engine.wire.arena import Arena, ArenaFull, ArenaTooSmall, GrowingRegion
 from engine.wire.config import EngineConfig
 from engine.wire.messages import API_ARENA, Region
 from server.api.http.registry import RequestRegistry
 from server.api.http.scan import Scanner
 from server.errors import RequestError, overloaded
-from server.region import GrowingRegion
 
 FIRST_CAPACITY = 1 << 16  # reserved for a body without a Content-Length
 MAX_SPARE_REFERENCES = 1024  # so that requests with slightly too many images get the right error

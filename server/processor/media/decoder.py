@@ -29,7 +29,7 @@ TRANSPOSITIONS = {
     8: Image.Transpose.ROTATE_90,
 }
 
-Image.MAX_IMAGE_PIXELS = None  # `check_size` of inspect.py is the limit; Pillow's own would warn below it
+Image.MAX_IMAGE_PIXELS = None  # `Images.checked` is the limit; Pillow's own would warn below it
 
 T = TypeVar("T")
 

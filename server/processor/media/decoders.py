@@ -2,19 +2,18 @@
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 from cachetools import LRUCache
 
-from engine.wire.arena import Arena
+from engine.wire.arena import Arena, GrowingRegion
 from engine.wire.config import EngineConfig
 from engine.wire.guests import GuestDied, GuestPool
 from engine.wire.messages import ErrorInfo
 from server.errors import RequestError, invalid_image
 from server.processor.media.decoder import MEMORY_BYTES, Clip, Job, VideoJob, VideoLimits, invalid_video
-from server.processor.media.inspect import Header
-from server.region import GrowingRegion
 
 NUM_REMEMBERED = 4096  # files whose headers are kept
 LARGE_PIXELS = 1 << 23  # larger images leave one process to smaller ones
@@ -23,6 +22,20 @@ HEADER_CPU_S, DECODE_CPU_S, PIXELS_PER_CPU_S = 1, 2, 1 << 22  # ten times the va
 
 Size = tuple[int, int]  # height, width
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Header of an image; the size is after `orientation` (EXIF)."""
+
+    stays_encoded: bool
+    height: int
+    width: int
+    orientation: int = 1
+
+    @property
+    def num_pixels(self) -> int:
+        return self.height * self.width
 
 
 class Decoders:

@@ -4,13 +4,12 @@ that is a file: its frames are decoded if the scheduler requests the pixels.
 A pair's identity is that of its frames: their encoded bytes, or the file and their numbers in it.
 """
 
-import asyncio
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from engine.wire.arena import ArenaFull
@@ -22,13 +21,11 @@ from models.media.geometry import Grid
 from models.media.video import DEFAULT_SOURCE_FPS, VideoGeometry, time_text
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media.decoders import Decoders, Size
+from server.processor.media.decoders import Size
 from server.processor.media.fetch import too_large
-from server.processor.media.image import Image, naming
-from server.processor.media.inspect import PROCESSING_VERSION, Inspector, framed_hash
-from server.processor.media.sources import File, Sources, decoded_bytes
+from server.processor.media.image import Image, Images, naming
+from server.processor.media.sources import File, decoded_bytes, release_all, together
 from server.processor.text.prompt import Visual
-from server.processor.threads import run, together
 
 COMMA = ord(",")
 NOWHERE = Region(PROCESSOR_ARENA, 0, 0)  # no other process reads a file
@@ -53,23 +50,18 @@ class VideoPlan:
 class Videos:
     """Limits and geometry of videos, and maker of them."""
 
-    def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, inspector: Inspector, sources: Sources, decoders: Decoders,
-        new_image: Callable[..., Image],
-    ):  # fmt: skip
-        self.inspector, self.sources, self.decoders, self.new_image = inspector, sources, decoders, new_image
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, images: Images):
+        self.images, self.sources, self.decoders = images, images.sources, images.decoders
         self.max_bytes = config.max_video_bytes
         self._max_frames = config.max_video_frames
         self._usual = read_video_geometry(checkpoint.folder, checkpoint.model.geometry)
-        sizes = inspector.geometry.patch_size, inspector.geometry.merge_size, inspector.geometry.temporal_patch_size
-        self._parameters = msgspec.msgpack.encode((PROCESSING_VERSION, *sizes))
 
-    def make(self, ref: VideoRef, image_of: Callable[..., Image]) -> "VideoFile | FrameList":
+    def make(self, ref: VideoRef, image_of: Callable[[MediaRef], Image]) -> "VideoFile | FrameList":
         """Return a video; `image_of` returns the image of a reference."""
         if ref.file is not None and not ref.holds_frames:
             return VideoFile(self, ref, ref.file)
         frames = ref.frames[: self._max_frames + 1]  # more are refused when it is loaded
-        return FrameList(self, ref, [image_of(frame, is_frame=True) for frame in frames])
+        return FrameList(self, ref, [image_of(frame) for frame in frames])
 
     def geometry_of(self, ref: VideoRef) -> VideoGeometry:
         """Return the checkpoint's geometry with the request's limits; a rate replaces a number of frames. RequestError 400."""
@@ -82,10 +74,6 @@ class Videos:
         if ref.fps is not None:
             changes["num_frames"] = None
         return dataclasses.replace(usual, min_pixels=least, max_pixels=most, **changes)
-
-    def identity(self, size: Size, *sources: bytes) -> bytes:
-        """Return the hash of a pair of frames of this size from these sources."""
-        return framed_hash(b"pair", self._parameters, b"%dx%d" % size, *sources)
 
     def check_frames(self, num_frames: int) -> None:
         """Raise RequestError 400 for too many frames."""
@@ -103,7 +91,7 @@ class Videos:
             raise RequestError(400, str(error), code="invalid_video") from None
         return VideoPlan(
             indices=[*indices, *[indices[-1]] * (num_frames % PAIR)], size=(rows * video.patch_size, columns * video.patch_size),
-            grid=(1, rows, columns), num_tokens=self.inspector.geometry.num_tokens((1, rows, columns)),
+            grid=(1, rows, columns), num_tokens=self.images.geometry.num_tokens((1, rows, columns)),
             times=video.pair_times(times),
         )  # fmt: skip
 
@@ -159,14 +147,13 @@ class VideoFile(Video):
             if payload is not None and decoded_bytes(payload) > most + 3:
                 raise too_large(most)
             encoded = await self.file.load(most)
-            await self.file.keep()
             digest, clips = self.file.digest, videos.decoders.clips
             clip = clips[digest] = clips.get(digest) or await videos.decoders.look(encoded)
             fps = clip.fps or DEFAULT_SOURCE_FPS
             indices = geometry.sample(clip.num_frames, fps)
             self.plan = videos.plan(geometry, indices, [index / fps for index in indices], (clip.height, clip.width))
         pairs = range(len(self.plan.indices) // PAIR)
-        self.hashes = [videos.identity(self.plan.size, digest, b"%d %d" % tuple(self._pairs([pair]))) for pair in pairs]
+        self.hashes = [identity(self.plan.size, digest, b"%d %d" % tuple(self._pairs([pair]))) for pair in pairs]
 
     async def decode(self, items: Sequence[int], offset: int) -> list[ImageSource]:
         assert self.file.encoded is not None
@@ -193,20 +180,20 @@ class FrameList(Video):
         with naming(f"Video {self.index + 1}"):
             geometry = videos.geometry_of(ref)
             if ref.file is not None:
-                self._frames = [videos.new_image(ref=frame, is_frame=True) for frame in await self._cut(ref.file)]
+                self._frames = [Image(videos.images, frame) for frame in await self._cut(ref.file)]
                 if not self.start():
                     raise ArenaFull
             frames = self._frames
             videos.check_frames(len(ref.frames) or len(frames))
-            await together(*(frame.encode() for frame in frames))
-            first, *sizes = [(frame.header.height, frame.header.width) for frame in frames]
+            encoded = await together(*(frame.encode() for frame in frames))
+            first, *sizes = [(header.height, header.width) for _, header in encoded]
             if (other := next((size for size in sizes if size != first), None)) is not None:
                 words = f"its frames differ in size: {first[1]}x{first[0]} and {other[1]}x{other[0]} pixels"
                 raise RequestError(400, words, code="invalid_video")
             times = [index / (ref.fps or DEFAULT_SOURCE_FPS) for index in range(len(frames))]
             self.plan = videos.plan(geometry, list(range(len(frames))), times, first)
         pairs = range(len(self.plan.indices) // PAIR)
-        self.hashes = [videos.identity(self.plan.size, *(frames[i].file.digest for i in self._pairs([pair]))) for pair in pairs]
+        self.hashes = [identity(self.plan.size, *(frames[i].file.digest for i in self._pairs([pair]))) for pair in pairs]
 
     async def decode(self, items: Sequence[int], offset: int) -> list[ImageSource]:
         half, size = self.plan.pair_bytes // PAIR, self.plan.size
@@ -232,7 +219,7 @@ class FrameList(Video):
             videos.check_frames(1 + int(np.count_nonzero(is_comma)))
             return [int(position) for position in np.flatnonzero(is_comma)]
 
-        commas = await run(videos.sources.pool, find_commas)
+        commas = await videos.sources.run(find_commas)
         starts, ends = [0, *(comma + 1 for comma in commas)], [*commas, payload.length]
         return [MediaRef(Region(payload.arena, payload.offset + start, end - start)) for start, end in zip(starts, ends, strict=True)]
 
@@ -240,5 +227,6 @@ class FrameList(Video):
 Medium = Image | VideoFile | FrameList
 
 
-async def release_all(media: Iterable[Medium]) -> None:
-    await asyncio.gather(*(medium.release() for medium in media))
+def identity(size: Size, *sources: bytes) -> bytes:
+    """Return the hash of a pair of frames of this size from these sources: digests of two frames, or a file's digest and their numbers."""
+    return hashlib.sha256(b"pair of %dx%d " % size + b"".join(sources)).digest()

@@ -1,7 +1,6 @@
 """Images that are loaded between two real arenas, for tests."""
 
 import base64
-import functools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -9,17 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.wire.arena import ArenaTooSmall, ArenaView, create_memfd
+from engine.wire.arena import ArenaTooSmall, ArenaView, GrowingRegion, create_memfd
 from engine.wire.config import EngineConfig
 from engine.wire.messages import API_ARENA, MediaRef, Prefetch, Region, VideoRef
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
 from server.processor.media.decoders import Decoders
-from server.processor.media.image import EarlyReads, Image
-from server.processor.media.inspect import Inspector
-from server.processor.media.sources import Sources
-from server.processor.media.video import FrameList, Medium, VideoFile, Videos, release_all
-from server.region import GrowingRegion, RegionAllocator
+from server.processor.media.image import Image, Images
+from server.processor.media.sources import RegionAllocator, Sources, release_all
+from server.processor.media.video import FrameList, Medium, VideoFile, Videos
 from tests.unit.engine.arenas import check_arena
 
 SIZE = 16 << 20
@@ -34,12 +31,10 @@ class Loading:
         self.announced: list[Prefetch] = []
         worker: Any = SimpleNamespace(send=self.announced.append)
         config = EngineConfig(**settings)
-        self.early = EarlyReads(worker, checkpoint.model.geometry)
-        self.inspector = Inspector(config, checkpoint, True)
-        self.sources = Sources(config, ArenaView(self.bodies_fd, SIZE), allocator, self.inspector)
+        self.sources = Sources(config, ArenaView(self.bodies_fd, SIZE), allocator)
         self.decoders = Decoders(config, self.arena)
-        self.new_image = functools.partial(Image, sources=self.sources, inspector=self.inspector, decoders=self.decoders, early=self.early)
-        self.videos = Videos(config, checkpoint, self.inspector, self.sources, self.decoders, self.new_image)
+        self.images = Images(config, checkpoint.model.geometry, self.sources, self.decoders, worker)
+        self.videos = Videos(config, checkpoint, self.images)
         self._images: list[Medium] = []
         self._pixels: list[GrowingRegion] = []
         self._decoded: dict[Medium, np.ndarray] = {}
@@ -64,8 +59,11 @@ class Loading:
         self.bodies.view(0, len(text))[:] = text
         return MediaRef(Region(API_ARENA, 0, len(text)))
 
+    def new_image(self, ref: MediaRef) -> Image:
+        return Image(self.images, ref)
+
     async def load(self, ref: MediaRef) -> Image:
-        image = self.new_image(ref=ref)
+        image = self.new_image(ref)
         self._images.append(image)
         if not image.start():
             raise ArenaTooSmall

@@ -19,7 +19,7 @@ from engine.wire.messages import MediaRef
 from models.kernels.reference.ops import TorchOps
 from models.vision.preprocess import Preprocessor
 from server.checkpoint import Checkpoint
-from server.region import RegionAllocator
+from server.processor.media.sources import RegionAllocator
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.in_process import settle, virtual
 from tests.unit.server.loading import Loading
@@ -52,7 +52,7 @@ async def test_an_image_that_is_made_smaller_here_is_the_workers(checkpoint: Che
 
 
 async def test_large_jpegs_are_no_matter_for_a_worker(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.processor.media.inspect.MAX_JPEG_PIXELS", 700 * 900 - 1)
+    monkeypatch.setattr("server.processor.media.image.MAX_JPEG_PIXELS", 700 * 900 - 1)
     made = Loading(checkpoint)
     assert (await made.load_bytes(jpeg(LARGE))).source.encoding == "file"
     assert (await made.load_bytes(jpeg())).source.encoding == "jpeg"

@@ -151,8 +151,8 @@ NUM_COMMAS = 100_000
 async def test_too_many_frames_are_counted_before_they_become_images(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Loading(checkpoint, max_video_frames=3)
     created: list[MediaRef] = []
-    image_of = lambda ref, is_frame: created.append(ref) or made.new_image(ref=ref, is_frame=is_frame)  # noqa: E731
-    monkeypatch.setattr(made.videos, "new_image", image_of)
+    image_of = lambda ref: created.append(ref) or made.new_image(ref)  # noqa: E731
+    monkeypatch.setattr("server.processor.media.video.Image", lambda images, ref: image_of(ref))
     commas = b"," * NUM_COMMAS
     files = made.body(commas), MediaRef(url="data:video/jpeg;base64," + commas.decode())
     refs = [VideoRef(file=file, holds_frames=True) for file in files]
