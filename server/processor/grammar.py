@@ -68,11 +68,8 @@ class AnswerGrammars:
                     self._cache[key] = compiled
             return compiled
 
-    def of(self, request: Request) -> CompiledGrammar | None:
-        region = request.regions.get("grammar")
-        if region is None:
-            return None
-        return CompiledGrammar(region.wire(), self._think_end if request.answers[0].text.is_thinking else None)
+    def of(self, request: Request) -> CompiledGrammar:
+        return CompiledGrammar(request.regions["grammar"].wire(), self._think_end if request.answers[0].text.is_thinking else None)
 
 
 def answer_grammar(request_grammar: Grammar | None, tools: list[Json], options: OutputOptions, template: str) -> Grammar | None:

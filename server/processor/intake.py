@@ -42,8 +42,7 @@ from server.processor.media.image import Image, Images
 from server.processor.media.sources import RegionAllocator, release_all, together
 from server.processor.media.video import Medium, Videos
 from server.processor.request import AnswerState, Prepared, Request, tools_of
-from server.processor.text.detokenize import TokenTable
-from server.processor.text.output_text import OutputText, ThinkTokens
+from server.processor.text.output_text import OutputText, ThinkTokens, TokenTable
 from server.processor.text.prompt import MAX_TOKENS, PromptBuilder, too_long
 from server.processor.text.scores import PromptScores
 
@@ -193,7 +192,9 @@ class Intake:
                 return self._encode(request)
             return await asyncio.get_running_loop().run_in_executor(self._large_prompts, self._encode, request)
 
-        works: list[Coroutine[Any, Any, Any]] = [encode(), self.grammars.prepare(request), *(medium.load() for medium in media)]
+        works: list[Coroutine[Any, Any, Any]] = [encode(), *(medium.load() for medium in media)]
+        if submit.grammar is not None or submit.output.calls != "none":
+            works.append(self.grammars.prepare(request))
         (ids, echo), *_ = await together(*works)
         for answer in request.answers:
             answer.echo = echo
@@ -224,7 +225,7 @@ class Intake:
             prompt=request.regions["prompt"].wire(),
             images=spans,
             params=msgspec.structs.replace(submit.params, **changes),
-            grammar=self.grammars.of(request),
+            grammar=self.grammars.of(request) if "grammar" in request.regions else None,
         )
 
     def _put(self, ids: "array[int]") -> GrowingRegion:

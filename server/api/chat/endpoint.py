@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from server.api.http.metrics import Metrics
 from server.api.http.middleware import keys_of
 from server.api.http.registry import RequestRegistry
 from server.api.http.reply import GeneratedReply, Reply
-from server.api.http.streaming import Format, ReplyOptions
+from server.api.http.streaming import MakeFormat, ReplyOptions
 from server.api.schema.formats import read_grammar
 from server.api.schema.requests import AnyRequest, GenerationRequest, StreamOptions
 from server.api.schema.validate import check, read_object
@@ -35,7 +35,6 @@ from server.checkpoint import Checkpoint
 from server.errors import RequestError
 
 Checked = TypeVar("Checked", bound=AnyRequest)
-MakeFormat = Callable[[ReplyOptions], Format]
 
 MAX_NAMES = 20  # limit of model names in an error
 LARGE_JSON_BYTES = 1 << 16  # larger bodies are parsed in a thread
@@ -159,7 +158,7 @@ class GenerationEndpoint(Endpoint):
             drops_empty=rules.calls != "none",
             hides_reasoning=request.include_reasoning is False,
         )  # fmt: skip
-        return GeneratedReply(request, submits, format=format(options), options=options)
+        return GeneratedReply(request, submits, format=format, options=options)
 
 
 def unknown_model(name: str, served: Sequence[str]) -> RequestError:

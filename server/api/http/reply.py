@@ -18,7 +18,7 @@ from server.api.http.connection import connection_of
 from server.api.http.metrics import Metrics
 from server.api.http.middleware import Record, error_response, record_of
 from server.api.http.registry import RequestRegistry, Stream
-from server.api.http.streaming import Choice, Format, ReplyOptions, Usage, stage_times, timings_json
+from server.api.http.streaming import Choice, Format, MakeFormat, ReplyOptions, Usage, stage_times, timings_json
 from server.errors import ABORTED, error_of
 
 Show = Callable[[list[Event]], Response]  # makes a response of one event per choice, in order
@@ -92,20 +92,20 @@ class Reply(ABC):
 
 
 class GeneratedReply(Reply):
-    def __init__(self, request: Asked, submits: list[Submit], *, format: Format, options: ReplyOptions):
+    _format: Format
+
+    def __init__(self, request: Asked, submits: list[Submit], *, format: MakeFormat, options: ReplyOptions):
         super().__init__(request, submits)
-        self._options, self._format = options, format
+        self._options, self._make_format = options, format
         self._choices: dict[tuple[int, int], Choice] = {}
         self._stages = Stages(received=options.received)
         self._reason = "disconnect"  # replaced when all choices have ended
         self._has_first_token = False
 
-    def begin(self, stream: Stream, registry: RequestRegistry, metrics: Metrics) -> None:
-        super().begin(stream, registry, metrics)
-        self._choices = {answer: Choice(number) for answer, number in stream.choices.items()}
-
     async def respond(self, send: Send) -> Response | ErrorInfo | None:
         events = await self._stream.next()
+        self._format = self._make_format(self._options)
+        self._choices = {answer: Choice(number) for answer, number in self._stream.choices.items()}
         if self._options.is_streamed and events[0].error is None:
             await self._write_stream(events, send)
             return None

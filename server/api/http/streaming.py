@@ -2,7 +2,7 @@
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -184,3 +184,6 @@ class Format(ABC):
     @abstractmethod
     def error_chunk(self, info: ErrorInfo) -> bytes:
         """Return an error that occurs after the headers have been sent; it ends the stream."""
+
+
+MakeFormat = Callable[[ReplyOptions], Format]

@@ -97,7 +97,7 @@ class Images:
 
     def checked(self, header: Header) -> Header:
         """RequestError 400 for too many pixels."""
-        if header.num_pixels > self._max_pixels:
+        if header.height * header.width > self._max_pixels:
             words = f"it has {header.width}x{header.height} pixels, the limit is {self._max_pixels}"
             raise RequestError(400, words, code="image_too_large")
         return header

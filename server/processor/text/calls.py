@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, Never
 
 from engine.wire.messages import CallDelta
-from server.processor.text.detokenize import possible_start
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 XML_END, VALUE_END = "</function>", "</parameter>"
@@ -171,3 +170,13 @@ class CallSplitter:
             self._deltas.append(CallDelta(self.num_calls, arguments, name if self._name is None else None))
             self.num_calls += 1
             self._is_after_call = True
+
+
+def possible_start(text: str, marker: str) -> int:
+    """Return the start of the longest suffix of `text` that begins `marker`, or the text's length."""
+    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while start >= 0:
+        if marker.startswith(text[start:]):
+            return start
+        start = text.find(marker[0], start + 1)
+    return len(text)

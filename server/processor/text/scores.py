@@ -7,7 +7,7 @@ import numpy as np
 
 from engine.wire.messages import Event, Logprob, Submit
 from engine.wire.reports import PromptLogprobs, Report, TokenScores
-from server.processor.text.detokenize import TokenTable
+from server.processor.text.output_text import TokenTable
 
 Spelling = Callable[[int], bytes]
 

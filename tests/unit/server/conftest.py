@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from models.scaffold import SHAPES, write_model_folder
 from models.scaffold.tokenizer import chat_template
 from server.checkpoint import Checkpoint, read_checkpoint
-from server.processor.text.detokenize import TokenTable
+from server.processor.text.output_text import TokenTable
 from tests.unit.server.loading import Loading
 from tests.unit.server.stack import Stack, StackOf
 

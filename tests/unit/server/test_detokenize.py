@@ -16,8 +16,7 @@ from engine.wire.reports import PromptLogprobs
 from server.api.dialects.generate import GenerateFormat, GenerateRequest
 from server.api.http.streaming import Choice, ReplyOptions
 from server.processor.text import output_text
-from server.processor.text.detokenize import Detokenizer, StopMatcher, TokenTable
-from server.processor.text.output_text import OutputText, ThinkTokens
+from server.processor.text.output_text import Detokenizer, OutputText, StopMatcher, ThinkTokens, TokenTable
 from server.processor.text.scores import of_prompt
 
 

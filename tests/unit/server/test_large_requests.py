@@ -15,7 +15,7 @@ from server.api.schema import validate
 from server.api.schema.validate import MAX_VALUES, read_object
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.text.detokenize import NUM_AT_ONCE, TokenTable
+from server.processor.text.output_text import NUM_AT_ONCE, TokenTable
 from server.processor.text.prompt import PromptBuilder
 from tests.unit.server.in_process import MIB, hold, serving, settle, virtual
 from tests.unit.server.raw_http import packets, request_of

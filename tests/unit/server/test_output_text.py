@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 from engine.wire.messages import ChatPrompt
 from engine.wire.params import OutputOptions
 from server.checkpoint import Checkpoint, read_checkpoint
-from server.processor.text.detokenize import TokenTable
-from server.processor.text.output_text import OutputText, ThinkTokens
+from server.processor.text.output_text import OutputText, ThinkTokens, TokenTable
 from server.processor.text.prompt import PromptBuilder
 from tests.unit.server.test_detokenize import pieces_of
 from tests.unit.server.test_stack import ids_of

@@ -11,7 +11,7 @@ from engine.wire.params import TokenLogprobs
 from engine.wire.reports import PromptLogprobs
 from engine.wire.stats import Stages
 from server.processor.intake import MAX_PROMPT_SCORES
-from server.processor.text.detokenize import TokenTable
+from server.processor.text.output_text import TokenTable
 from tests.unit.server.stack import FakeScheduler, Script, Stack, answer_ids
 from tests.unit.server.test_stack import chunks_of, ids_of, user
 
