@@ -114,7 +114,6 @@ def _parameters() -> Iterator[Parameter]:
 
 PARAMETERS = {parameter.name: parameter for parameter in _parameters()}
 PENALISING = [name for name, parameter in PARAMETERS.items() if parameter.slot == "penalties"]  # in the order of the kernels
-UNSTREAMED = ("prompt_logprobs",)  # of requests that are not streamed
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

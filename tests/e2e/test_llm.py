@@ -37,7 +37,7 @@ HELLO = user("Hello")
 
 
 def ask(llm: LLM, chats: Any, params: SamplingParams = GREEDY, **options: Any) -> Any:
-    return llm.chat(chats, params, use_tqdm=False, **options)
+    return llm.chat(chats, params, **options)
 
 
 def children() -> list[int]:
@@ -79,12 +79,12 @@ def test_answers_are_those_over_http(llm: LLM, demo: Engine) -> None:
         assert output.num_prompt_tokens == answer["usage"]["prompt_tokens"] and output.finished
     body = {"prompt": "What number", "temperature": 0.9, "seed": 5, "n": 2, "logprobs": 1, "max_tokens": 6}
     over_http = demo.client.post("/v1/completions", json=body).json()["choices"]
-    (output,) = llm.generate("What number", SamplingParams(temperature=0.9, seed=5, n=2, logprobs=1, max_tokens=6), use_tqdm=False)
+    (output,) = llm.generate("What number", SamplingParams(temperature=0.9, seed=5, n=2, logprobs=1, max_tokens=6))
     assert [one.text for one in output.outputs] == [choice["text"] for choice in over_http]
     logprobs = output.outputs[1].logprobs
     assert logprobs and logprobs["token_logprobs"] == pytest.approx(over_http[1]["logprobs"]["token_logprobs"], abs=1e-4)
     vectors = demo.client.post("/v1/embeddings", json={"input": ["a", "b"]}).json()["data"]
-    for output_, entry in zip(llm.embed(["a", "b"], use_tqdm=False), vectors, strict=True):
+    for output_, entry in zip(llm.embed(["a", "b"]), vectors, strict=True):
         assert output_.outputs.embedding == pytest.approx(entry["embedding"], abs=1e-5)
 
 
@@ -92,19 +92,19 @@ def test_answers_are_those_over_http(llm: LLM, demo: Engine) -> None:
 def test_lists_of_texts(llm: LLM) -> None:
     """Many share a request: a bad one fails alone, equal ones are sampled apart unless they have a seed."""
     prompts = ["Once", [1, 2, 3], "What number", "", *["Once"] * 40]
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, errors="return")
-    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts[:3]]
+    outputs = llm.generate(prompts, GREEDY, errors="return")
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts[:3]]
     assert [output.outputs[0].token_ids for output in outputs[:3]] == [output.outputs[0].token_ids for output in alone]
     assert [output.prompt_token_ids for output in outputs[:3]] == [output.prompt_token_ids for output in alone]
     assert [output.num_prompt_tokens for output in outputs[:3]] == [output.num_prompt_tokens for output in alone] != [0] * 3
     assert isinstance(outputs[3].error, ValueError) and all(output.finished and not output.error for output in outputs[4:])
     chats = [*prompts[::2], HELLO, [{"role": "nobody"}]]
-    together = llm.chat(chats, GREEDY, use_tqdm=False, errors="return")
-    alone = [llm.chat(chat, GREEDY, use_tqdm=False)[0] for chat in chats[:-1]]
+    together = llm.chat(chats, GREEDY, errors="return")
+    alone = [llm.chat(chat, GREEDY)[0] for chat in chats[:-1]]
     assert [output.outputs[0].text for output in together[:-1]] == [output.outputs[0].text for output in alone]
     assert isinstance(together[-1].error, ValueError)
     for seed in (None, 7):
-        random = llm.generate(["Once"] * 20, SamplingParams(seed=seed, temperature=2, max_tokens=8), use_tqdm=False)
+        random = llm.generate(["Once"] * 20, SamplingParams(seed=seed, temperature=2, max_tokens=8))
         assert (len({output.outputs[0].text for output in random}) > 1) == (seed is None)
 
 
@@ -113,8 +113,8 @@ def test_pictures_as_programs_hold_them(llm: LLM, demo: Engine, tmp_path: Path) 
     path = drawn(tmp_path)[0]
     image = Image.open(path)
     forms = [
-        path, path.read_bytes(), image, image.convert("RGBA"), {"type": "image", "image": image}, {"type": "image_pil", "image_pil": image},
-        {"type": "image", "path": str(path)}, {"type": "image_url", "image_url": {"url": path}}, {"type": "image_url", "image_url": image},
+        path, path.read_bytes(), image, image.convert("RGBA"), {"type": "image", "image": image},
+        {"type": "image", "image": str(path)}, {"type": "image_url", "image_url": {"url": path}}, {"type": "image_url", "image_url": image},
     ]  # fmt: skip
     question = {"type": "text", "text": "What number is in picture 1?"}
     outputs = ask(llm, [user(form, question) for form in forms])

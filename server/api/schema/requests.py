@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, UNSTREAMED, NumLogprobs, OutputOptions, TokenCount, TokenId
+from engine.wire.params import MAX_TOP_LOGPROBS, PARAMETERS, NumLogprobs, OutputOptions, TokenCount, TokenId
 from server.api.schema.formats import GrammarFields
 from server.api.schema.parts import FIRST, MediaOptions, Message, NamedTool, Tool, ToolList, client_tools
 from server.api.schema.validate import Open, Strict, bad_value, check_refused
@@ -116,9 +116,8 @@ class GenerationRequest(GrammarFields, ListedFields):
                 raise bad_value("logit_bias", f"'{name[:64]}' is not a token id below {vocab_size}")
         if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
             raise bad_value("min_tokens", "must not exceed the maximum number of tokens")
-        for name in UNSTREAMED if self.stream else ():
-            if getattr(self, name) is not None:
-                raise bad_value(name, "is for requests without `stream: true`")
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_value("prompt_logprobs", "is for requests without `stream: true`")
 
 
 class ChatRequest(GenerationRequest, MediaRequest):
