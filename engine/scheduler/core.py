@@ -299,15 +299,9 @@ class SchedulerCore:
             self._end(request)
 
     def _give_up(self, step: PlannedStep) -> None:
-        """Fail the requests of a step that was not computed, and those that rely on images of that step. The caches drop these."""
-        made = set(step.made.values())
-        rids = {request.rid for request in step.requests}
-        rids |= {request.rid for request in self.state.running if any(request.images[index].hash in made for index in request.pins)}
-        for later in self._in_flight:
-            pairs = zip(later.requests, later.plan.chunks, strict=True)
-            rids |= {request.rid for request, chunk in pairs if any(ref.image_id in step.made for ref in chunk.visual)}
-        self.state.forget_images(made)
-        for rid in rids:
+        """Fail all running requests after a step that was not computed. The caches drop its images."""
+        self.state.forget_images(set(step.made.values()))
+        for rid in {request.rid for request in (*step.requests, *self.state.running)}:
             for request in self._live(rid):
                 self._fail(request, OUT_OF_MEMORY)
 

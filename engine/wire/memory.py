@@ -3,12 +3,10 @@
     memory  x  --gpu-memory-utilization  =
         weights + runtime + activations + step graphs + tower + states of rows   +   image cache + KV pool
 
-A worker measures the first six (`engine/worker/profile.py`); formulas fitted to measurements estimate them for others.
+`plan_memory` divides what a worker has measured (`engine/worker/profile.py`), or what `estimate` computes without one.
 """
 
-import logging
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +23,6 @@ from models.config.types import ModelConfig, TextConfig
 from models.kernels.step_sizes import StepSizes
 from models.kernels.triton.tuned import STEP_SIZES
 from models.lora.targets import TOWER, slot_bytes, targets
-
-logger = logging.getLogger(__name__)
 
 VALUE_BYTES = 2  # bfloat16
 GRAPH_BYTES = 4 * MIB  # launches of one captured step
@@ -45,31 +41,31 @@ SMALLEST = {"max_num_batched_tokens": 1024, "max_num_encoder_tokens": 4096, "max
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GiB
 
 
-class Needs(NamedTuple):
-    """Bytes on each GPU in addition to the image cache and the KV pool."""
+class Used(NamedTuple):
+    """Bytes on a GPU that a worker measures: `encode` and `step` are the peaks of an encode, and of a step or its sampling, which run
+    concurrently with it."""
 
-    weights: int = 0
-    runtime: int = 0
-    activations: int = 0
-    step_graphs: int = 0
-    tower: int = 0  # tables, graphs, and one image that was encoded early
-    states: int = 0  # of rows
+    weights: int
+    runtime: int
+    encode: int
+    step: int
+    tower: int  # tables and graphs
 
 
 class Plan(NamedTuple):
-    """Division of memory. `spare` is negative by the lacking bytes."""
+    """Bytes of each part by its name in the table, and the blocks of the KV pool. `spare` is negative by the lacking bytes."""
 
-    needs: Needs
-    image_cache: int
-    kv_pool: int
+    parts: dict[str, int]
     num_blocks: int
     spare: int
 
     @property
-    def parts(self) -> dict[str, str]:
-        """Return GiB by the names of the table."""
-        parts = {**self.needs._asdict(), "image_cache": self.image_cache, "KV_pool": self.kv_pool}
-        return {name.replace("_", " "): f"{size / GIB:.1f}" for name, size in parts.items()}
+    def image_cache(self) -> int:
+        return self.parts["image cache"]
+
+    @property
+    def in_gib(self) -> dict[str, str]:
+        return {name: f"{size / GIB:.1f}" for name, size in self.parts.items()}
 
 
 def num_values(model: ModelConfig, of_tower: bool) -> int:
@@ -107,25 +103,26 @@ def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
     return int(split / tp) + VALUE_BYTES * whole
 
 
-class Activations(NamedTuple):
-    """Peak bytes of an encode, and of a step or its sampling, which run concurrently with it."""
-
-    encode: int
-    step: int
-
-
-def estimate_activations(model: ModelConfig, config: EngineConfig) -> Activations:
-    text, vision, encode = model.text, model.vision, 0
+def estimate(model: ModelConfig, config: EngineConfig) -> Used:
+    """Estimate the memory of a model that is not loaded, by formulas fitted to measurements."""
+    text, vision, encode, tower = model.text, model.vision, 0, 0
     if vision is not None:
         of_token = PATCH_VALUES * vision.hidden_size * vision.merge_size**2 + model.num_visual_levels * vision.out_hidden_size
-        encode = WORKSPACE_BYTES + int(VALUE_BYTES * of_token * config.max_num_encoder_tokens)
+        encode, tower = WORKSPACE_BYTES + int(VALUE_BYTES * of_token * config.max_num_encoder_tokens), TOWER_BYTES * vision.hidden_size
     inner = 3 * text.intermediate_size // config.tp
     if text.moe is not None:
         inner = (text.moe.num_experts_per_tok + text.moe.has_shared) * (text.moe.intermediate_size // config.tp + text.hidden_size)
     step = VALUE_BYTES * (inner + 3 * text.hidden_size) * config.max_num_batched_tokens + dequantized_bytes(config, text)
     hidden = VALUE_BYTES * text.head_input_size * max_hidden(config, STEP_SIZES) if text.has_head else 0
     samples = LOGITS_BYTES * max_samples(config, STEP_SIZES) * text.vocab_size
-    return Activations(max(encode, gather_bytes(model, config)), WORKSPACE_BYTES + hidden + max(step, samples))
+    adapters = config.num_adapter_slots * slot_bytes(model, config.tp, config.max_lora_rank, VALUE_BYTES)
+    return Used(
+        weights=weight_bytes(model, config.tp, decoder_format(config, text)) + adapters,
+        runtime=RUNTIME_BYTES + (RANKS_BYTES if config.tp > 1 else 0),
+        encode=max(encode, gather_bytes(model, config)),
+        step=WORKSPACE_BYTES + hidden + max(step, samples),
+        tower=tower,
+    )
 
 
 def gather_bytes(model: ModelConfig, config: EngineConfig) -> int:
@@ -141,10 +138,6 @@ def dequantized_bytes(config: EngineConfig, text: TextConfig) -> int:
         return 0
     inner = text.intermediate_size if text.moe is None else text.moe.num_experts * text.moe.intermediate_size
     return VALUE_BYTES * 2 * inner * text.hidden_size // config.tp
-
-
-def state_bytes(config: EngineConfig, spec: CacheSpec) -> int:
-    return (config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(config.max_drafts)
 
 
 def max_samples(config: EngineConfig, sizes: StepSizes) -> int:
@@ -183,62 +176,56 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
     return num_graphs * GRAPH_BYTES + logits + embeddings + fixed + max(0, step - fixed) * tokens // config.max_num_batched_tokens
 
 
-def early_image_bytes(model: ModelConfig) -> int:
-    return MAX_EARLY_TOKENS * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
-
-
-def divide(config: EngineConfig, spec: CacheSpec, needs: Needs, free: int) -> Plan:
-    """Divide what `needs` leaves of the `free` bytes."""
-    decoder = DECODER_BYTES_PER_PIXEL * config.max_image_pixels if needs.tower else 0  # from the memory that is not planned, if it suffices
-    left = min(int(free * config.gpu_memory_utilization), free - decoder) - sum(needs)
-    usual = min(GPU_IMAGE_CACHE_BYTES, left // IMAGE_CACHE_SHARE) if needs.tower else 0
+def plan_memory(config: EngineConfig, model: ModelConfig, spec: CacheSpec, sizes: StepSizes, used: Used, free: int) -> Plan:
+    """Divide `free` bytes of a GPU, which has the efficient `sizes`."""
+    early = 0 if model.vision is None else MAX_EARLY_TOKENS * model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
+    parts = {
+        "weights": used.weights,
+        "runtime": used.runtime,
+        "activations": used.encode + used.step,
+        "step graphs": step_graph_bytes(model, sizes, config, used.step),
+        "tower": used.tower + early,
+        "states": (config.max_num_seqs + 1 + SPARE_ROWS) * spec.row_bytes(config.max_drafts),
+    }
+    decoder = DECODER_BYTES_PER_PIXEL * config.max_image_pixels if model.vision else 0  # of the memory that is not planned
+    left = min(int(free * config.gpu_memory_utilization), free - decoder) - sum(parts.values())
+    usual = min(GPU_IMAGE_CACHE_BYTES, left // IMAGE_CACHE_SHARE) if model.vision else 0
     image_cache = config.image_cache_bytes or max(0, usual)
     kv_pool = left - image_cache if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
     num_blocks = max(0, kv_pool) // spec.block_bytes(config.block_size)
-    return Plan(needs, image_cache, kv_pool, num_blocks, min(kv_pool, left - image_cache - kv_pool))
+    spare = min(kv_pool, left - image_cache - kv_pool)
+    return Plan(parts | {"image cache": image_cache, "KV pool": kv_pool}, num_blocks, spare)
 
 
-def plan_memory(config: EngineConfig, spec: CacheSpec, needs: Needs | None, free: int) -> Plan:
-    """Plan a worker's memory. `needs`: None on a CPU. ValueError if no block fits."""
-    if needs is None:
-        sizes = {"image_cache_bytes": config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES}
-        sizes["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes or CPU_KV_BYTES
-        config, needs, free = msgspec.structs.replace(config, **sizes), Needs(), sys.maxsize
-    free = min(free, config.gpu_memory or free)
-    plan = divide(config, spec, needs, free)
-    logger.info("memory in GiB: %s", ", ".join(map(" ".join, plan.parts.items())))
-    if plan.num_blocks < 1 or plan.image_cache + plan.kv_pool > free - sum(needs):  # may exceed --gpu-memory-utilization only
+def plan_host(config: EngineConfig, spec: CacheSpec) -> Plan:
+    """Return the plan of a worker on a CPU, where nothing is measured."""
+    parts = {"image cache": config.image_cache_bytes or CPU_IMAGE_CACHE_BYTES, "KV pool": config.kv_cache_memory_bytes or CPU_KV_BYTES}
+    return Plan(parts, parts["KV pool"] // spec.block_bytes(config.block_size), 0)
+
+
+def check_plan(plan: Plan, free: float) -> None:
+    """ValueError if no block fits. Caches of a given size may exceed --gpu-memory-utilization."""
+    if plan.num_blocks < 1 or sum(plan.parts.values()) > free:
         flags = "--gpu-memory-utilization, --kv-cache-memory-bytes, --max-num-batched-tokens, --max-num-encoder-tokens or --max-num-seqs"
-        raise ValueError(f"a KV pool of {plan.kv_pool / GIB:.2f} GiB does not fit, or has no block: change {flags}")
-    return plan
+        raise ValueError(f"a KV pool of {plan.parts['KV pool'] / GIB:.2f} GiB does not fit, or has no block: change {flags}")
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan:
     """Plan a GPU for a model that is not loaded. Kernels are those of `portable`; those of `hopper` have more graphs, of up to 0.5 GiB."""
-    spec = model.text.cache_spec(config.tp, VALUE_BYTES)
-    activations = estimate_activations(model, config)
-    adapters = config.num_adapter_slots * slot_bytes(model, config.tp, config.max_lora_rank, VALUE_BYTES)
-    needs = Needs(
-        weights=weight_bytes(model, config.tp, decoder_format(config, model.text)) + adapters,
-        runtime=RUNTIME_BYTES + (RANKS_BYTES if config.tp > 1 else 0),
-        activations=sum(activations),
-        step_graphs=step_graph_bytes(model, sizes_for(config, model, STEP_SIZES), config, activations.step),
-        tower=0 if model.vision is None else TOWER_BYTES * model.vision.hidden_size + early_image_bytes(model),
-        states=state_bytes(config, spec),
-    )
-    return divide(config, spec, needs, gpu_memory)
+    spec, sizes = model.text.cache_spec(config.tp, VALUE_BYTES), sizes_for(config, model, STEP_SIZES)
+    return plan_memory(config, model, spec, sizes, estimate(model, config), gpu_memory)
 
 
 def fit(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> EngineConfig:
-    """Make steps smaller if the KV pool does not fit. Non-default values are kept."""
+    """Halve the sizes of steps that have their defaults until the KV pool fits, or all are SMALLEST."""
     free = [name for name in SMALLEST if getattr(config, name) == getattr(EngineConfig(), name)]
     snapshots = ENOUGH_SNAPSHOTS * model.text.cache_spec(config.tp, VALUE_BYTES).snapshot_blocks(config.block_size)
     enough = 0 if config.kv_cache_memory_bytes is not None else snapshots + ENOUGH_TOKENS // config.block_size
     while (plan := make_plan(config, model, gpu_memory)).spare < 0 or plan.num_blocks < enough:
-        name = max(free, key=lambda name: getattr(config, name) / SMALLEST[name], default=None)
-        if name is None or getattr(config, name) <= SMALLEST[name]:
+        smaller = {name: max(SMALLEST[name], getattr(config, name) // 2) for name in free}
+        if all(getattr(config, name) == size for name, size in smaller.items()):
             return config
-        config = msgspec.structs.replace(config, **{name: getattr(config, name) // 2})
+        config = msgspec.structs.replace(config, **smaller)
     return config
 
 
@@ -253,7 +240,7 @@ def describe(config: EngineConfig, model: ModelConfig, name: str) -> str:
     for memory in (config.gpu_memory,) if config.gpu_memory else tuple(size * GIB for size in CARDS):
         fitted = fit(config, model, memory)
         plan = make_plan(fitted, model, memory)
-        line = {"GPU": f"{memory / GIB:.0f}", **plan.parts, "context": "does not fit", "smaller steps": ""}
+        line = {"GPU": f"{memory / GIB:.0f}", **plan.in_gib, "context": "does not fit", "smaller steps": ""}
         if plan.num_blocks and plan.spare >= 0:
             line["context"] = f"{min(plan.num_blocks * config.block_size, model.text.max_position_embeddings):,}"
             line["smaller steps"] = cuts(config, fitted)

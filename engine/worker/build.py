@@ -3,6 +3,7 @@ step has no branches for it."""
 
 import io
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,17 +21,7 @@ from engine.wire.arena import ArenaView
 from engine.wire.child import Child
 from engine.wire.config import GIB, MIB, EngineConfig
 from engine.wire.ipc import Outbox
-from engine.wire.memory import (
-    Needs,
-    decoder_format,
-    early_image_bytes,
-    max_hidden,
-    max_samples,
-    plan_memory,
-    sizes_for,
-    state_bytes,
-    step_graph_bytes,
-)
+from engine.wire.memory import Plan, check_plan, decoder_format, max_hidden, max_samples, plan_host, plan_memory, sizes_for
 from engine.wire.messages import MAX_PROPOSED, PROCESSOR_ARENA, Prefetch, WorkerReady
 from engine.wire.updates import Order
 from engine.worker.adapters import WorkerAdapters
@@ -38,7 +29,7 @@ from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
 from engine.worker.head import make_head
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
-from engine.worker.profile import free_bytes, profile_peak
+from engine.worker.profile import free_bytes, measure
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
@@ -94,7 +85,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     hidden_TX = None  # allocated before the weights are measured
     if text.has_head:
         hidden_TX = torch.zeros((max_hidden(config, backend.step_sizes), text.head_input_size), dtype=model.dtype, device=device)
-    memory = plan_memory(config, spec, measure_needs(loaded, config, captured, free), free)
+    memory = divide_memory(loaded, config, step_sizes, free)
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, model.dtype, device)  # the last block is scratch
     attention = backend.attention(pools, text.num_heads // loaded.tp.size)
     max_blocks = -(-(child.runtime.max_model_len + MAX_PROPOSED) // config.block_size) + 1
@@ -209,23 +200,17 @@ def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[N
     pool.shutdown()
 
 
-def measure_needs(loaded: Loaded, config: EngineConfig, captured: StepSizes | None, free: int) -> Needs | None:
-    """Return the memory of this rank's GPU, with `free` bytes free at the start, without KV pool and image cache; None on a CPU.
-    `captured`: sizes of graphs to capture later."""
-    model, stream = loaded.model, loaded.tower_stream
+def divide_memory(loaded: Loaded, config: EngineConfig, sizes: StepSizes, free: int) -> Plan:
+    """Plan this rank's device, of which `free` bytes were free at the start. ValueError if the model does not fit."""
+    model, stream, limit = loaded.model, loaded.tower_stream, math.inf
     if stream is None:
-        return None
-    weights = torch.cuda.memory_allocated(model.device)
-    activations = profile_peak(model, loaded.backend, loaded.sampling, config, stream)
-    torch.cuda.empty_cache()  # the cached memory of the profiling pass does not fit the KV pool
-    return Needs(
-        weights=weights,
-        runtime=free - free_bytes(model.device) - weights,
-        activations=sum(activations),
-        step_graphs=0 if captured is None else step_graph_bytes(model.config, captured, config, activations.step),
-        tower=0 if model.tower is None else model.tower.kept_bytes() + early_image_bytes(model.config),
-        states=state_bytes(config, model.cache_spec),
-    )
+        plan = plan_host(config, model.cache_spec)
+    else:
+        limit, used = min(free, config.gpu_memory or free), measure(model, loaded.backend, loaded.sampling, config, stream, free)
+        plan = plan_memory(config, model.config, model.cache_spec, sizes, used, limit)
+    check_plan(plan, limit)
+    logger.info("memory in GiB: %s", ", ".join(map(" ".join, plan.in_gib.items())))
+    return plan
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

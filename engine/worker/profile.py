@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from engine.wire.config import EngineConfig
-from engine.wire.memory import Activations, gather_bytes, max_samples
+from engine.wire.memory import Used, gather_bytes, max_samples
 from engine.wire.messages import SamplingParams
 from engine.worker.head import run_head
 from engine.worker.sampling.samples import samples_of
@@ -40,10 +40,26 @@ def _peak_of(run: Callable[[], None], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def measure(
+    model: LanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream, free: int
+) -> Used:
+    """Measure a loaded model on a GPU, of which `free` bytes were free at the start."""
+    weights = torch.cuda.memory_allocated(model.device)
+    encode, step = _peaks(model, backend, sampling, config, tower_stream)
+    torch.cuda.empty_cache()  # the cached memory of the peaks does not fit the KV pool
+    return Used(
+        weights=weights,
+        runtime=free - free_bytes(model.device) - weights,
+        encode=max(encode, gather_bytes(model.config, config)),
+        step=step,
+        tower=0 if model.tower is None else model.tower.kept_bytes(),
+    )
+
+
 @torch.inference_mode()
-def profile_peak(
+def _peaks(
     model: LanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream
-) -> Activations:
+) -> tuple[int, int]:
     """Measure an encoder budget of images (on `tower_stream`), then a full batch of tokens whose rows all sample by sorting. Pools and
     states of rows are not counted."""
     device, num_tokens, spec = model.device, config.max_num_batched_tokens, model.cache_spec
@@ -68,7 +84,7 @@ def profile_peak(
         sampling.sample(logits_SV, samples_of(rows_to_sort, range(len(logits_SV)), 0, device).params)
         torch.cuda.synchronize(device)
 
-    return Activations(max(encode_bytes, gather_bytes(model.config, config)), _peak_of(step, device))
+    return encode_bytes, _peak_of(step, device)
 
 
 def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:

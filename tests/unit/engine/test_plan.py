@@ -16,13 +16,16 @@ import torch
 
 from engine.wire.config import GIB, EngineConfig
 from engine.wire.memory import (
+    CPU_KV_BYTES,
     ENOUGH_TOKENS,
     SMALLEST,
-    Needs,
+    Used,
+    check_plan,
     cuts,
     dequantized_bytes,
     fit,
     make_plan,
+    plan_host,
     plan_memory,
     sizes_for,
     weight_bytes,
@@ -70,10 +73,12 @@ def test_the_plan_is_what_workers_measured() -> None:
     for free, size, tp, quantization, max_num_seqs, held, others in MEASURED:
         config = EngineConfig(tp=tp, quantization=quantization, max_num_seqs=max_num_seqs)
         plan = make_plan(config, config_of(size), int(free * GIB))
-        assert (plan.needs.weights + plan.needs.runtime) / GIB == pytest.approx(held, rel=0.05)
-        assert sum(plan.needs) / GIB == pytest.approx(held + others, rel=0.06)
+        parts = plan.parts
+        needs = sum(parts.values()) - parts["image cache"] - parts["KV pool"]
+        assert (parts["weights"] + parts["runtime"]) / GIB == pytest.approx(held, rel=0.05)
+        assert needs / GIB == pytest.approx(held + others, rel=0.06)
         pool = int(free * GIB * config.gpu_memory_utilization) - int((held + others) * GIB) - plan.image_cache
-        assert plan.kv_pool == pytest.approx(pool, rel=0.05)
+        assert parts["KV pool"] == pytest.approx(pool, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -93,21 +98,18 @@ def test_steps_beside_many_decodes_have_graphs_if_launches_take_longest(name: st
     assert sizes.max_prefill(24) == limit
 
 
-def test_gpu_memory_limits_the_pool() -> None:
-    spec, needs = config_of("8B").text.cache_spec(1, 2), Needs(weights=16 * GIB)
-    plan = plan_memory(EngineConfig(gpu_memory=24 * GIB), spec, needs, 139 * GIB)
-    assert plan == plan_memory(EngineConfig(), spec, needs, 24 * GIB) and plan.kv_pool < 8 * GIB
-
-
 def test_advice_fits_the_cause() -> None:
-    spec, needs = config_of("8B").text.cache_spec(1, 2), Needs(weights=20 * GIB)
-    for flags, of_gpu, advice in (
-        ({"kv_cache_memory_bytes": 4096}, None, "has no block: change --gpu-memory-utilization, --kv-cache-memory-bytes"),
-        ({"kv_cache_memory_bytes": 8 * GIB}, needs, "does not fit.*: change --gpu-memory-utilization, --kv-cache-memory-bytes"),
-        ({}, needs, "a KV pool of -2.*.*: change --gpu-memory-utilization"),
+    model, used = config_of("8B"), Used(weights=19 * GIB, runtime=0, encode=0, step=0, tower=0)
+    spec, sizes = model.text.cache_spec(1, 2), sizes_for(EngineConfig(enforce_eager=True), model, HOPPER_SIZES)
+    check_plan(plan := plan_host(EngineConfig(), spec), math.inf)
+    assert plan.num_blocks == CPU_KV_BYTES // spec.block_bytes(16)
+    for flags, advice in (
+        ({"kv_cache_memory_bytes": 4096}, "has no block: change --gpu-memory-utilization, --kv-cache-memory-bytes"),
+        ({"kv_cache_memory_bytes": 8 * GIB}, "does not fit.*: change --gpu-memory-utilization, --kv-cache-memory-bytes"),
+        ({}, "a KV pool of -1.*.*: change --gpu-memory-utilization"),
     ):
         with pytest.raises(ValueError, match=advice):
-            plan_memory(EngineConfig(**flags), spec, of_gpu, 20 * GIB)  # type: ignore[arg-type]
+            check_plan(plan_memory(EngineConfig(enforce_eager=True, **flags), model, spec, sizes, used, 20 * GIB), 20 * GIB)  # type: ignore[arg-type]
 
 
 def test_weights_are_counted_as_they_lie() -> None:
@@ -151,7 +153,7 @@ def test_drafts_of_rows_with_states_are_counted() -> None:
     """Red if the plan leaves out what drafts are repeated from: 13 MiB a row of 27B, which a GPU that is full by plan does not have."""
     model, config = config_of("3.5-27B"), EngineConfig(max_num_seqs=64)
     configs = (msgspec.structs.replace(config, draft=draft) for draft in ("off", "lookup", "mtp"))
-    plain, *drafting = (make_plan(each, model, 80 * GIB).needs.states for each in configs)
+    plain, *drafting = (make_plan(each, model, 80 * GIB).parts["states"] for each in configs)
     assert [states - plain for states in drafting] == [67 * 48 * count * 2 * (2 * 10_240 + 2 * 48) for count in (7, 3)]
     (group,) = model.text.cache_spec(1, 2).states
     assert plain == RowStates(group, 64, torch.device("meta")).values.nbytes, "a worker allocates something else"
