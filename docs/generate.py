@@ -140,11 +140,10 @@ def _names_of(names: Iterable[str]) -> str:
 
 def translated() -> str:
     rows: dict[str, list[str]] = {}
-    for name, field in compat.ALIASES.items():
-        flag = _flag_of(field.removesuffix("=on")) if not field.endswith("=off") else _flag_of("no_" + field.removesuffix("=off"))
+    for name, flag in compat.ALIASES.items():
         rows.setdefault(f"`{flag}`", []).append(f"`{name}`")
     for name, keys in compat.KEYS.items():
-        rows.setdefault(", ".join(f"`{_flag_of(field)} from {key}`" for key, field in keys.items()), []).append(f"`{name}`")
+        rows.setdefault(", ".join(f"`{flag} from {key}`" for key, flag in keys.items()), []).append(f"`{name}`")
     return "\n".join(["| flag | here |", "|---|---|", *(f"| {', '.join(names)} | {here} |" for here, names in rows.items())])
 
 

@@ -1,33 +1,32 @@
-"""Flags of vLLM and SGLang. `engine/launch/flags.py` accepts them; docs/generate.py lists them."""
+"""Flags of vLLM and SGLang. docs/generate.py lists them."""
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# Names, then our field; `field=on` and `field=off` are switches.
+# Names, then our flag.
 TRANSLATED = """
---model-path model
---tensor-parallel-size -tp --tp-size tp
---data-parallel-size -dp --dp-size dp
---enable-expert-parallel ep
--q quantization
---enable-prefix-caching prefix_cache
---disable-radix-cache prefix_cache=off
---context-length max_model_len
---max-running-requests max_num_seqs
---chunked-prefill-size max_num_batched_tokens
---mem-fraction-static gpu_memory_utilization
---disable-cuda-graph enforce_eager=on
---disable-custom-all-reduce symmetric_memory=off
---watchdog-timeout wedge_timeout
---random-seed seed
---fastapi-root-path root_path
---disable-uvicorn-access-log access_log=off
---lora-paths lora_modules
---max-loras-per-batch max_loras
---speculative-algorithm --speculative-algo draft
---speculative-draft-model-path --speculative-draft-model draft_model
+--model-path --model
+--tensor-parallel-size -tp --tp-size --tp
+--data-parallel-size -dp --dp-size --dp
+--enable-expert-parallel --ep
+-q --quantization
+--enable-prefix-caching --prefix-cache
+--disable-radix-cache --no-enable-prefix-caching --no-prefix-cache
+--context-length --max-model-len
+--max-running-requests --max-num-seqs
+--chunked-prefill-size --max-num-batched-tokens
+--mem-fraction-static --gpu-memory-utilization
+--disable-cuda-graph --enforce-eager
+--disable-custom-all-reduce --no-symmetric-memory
+--watchdog-timeout --wedge-timeout
+--random-seed --seed
+--fastapi-root-path --root-path
+--disable-uvicorn-access-log --no-access-log
+--lora-paths --lora-modules
+--max-loras-per-batch --max-loras
+--speculative-algorithm --speculative-algo --draft
+--speculative-draft-model-path --speculative-draft-model --draft-model
 """
 # `=` marks flags that take a value.
 NO_EFFECT = """
@@ -66,14 +65,17 @@ REFUSED = """
 --logprobs-mode | log-probabilities are those of the raw logits
 --reasoning-config | the field `thinking_token_budget` of requests
 """
-# Names, then keys of their JSON with the fields that these set.
+# Names, then keys of their JSON with the flags that these set.
 READ = """
---limit-mm-per-prompt --limit-mm-data-per-request | image max_images_per_request image.count max_images_per_request
---mm-processor-kwargs | min_pixels min_pixels max_pixels max_pixels size.shortest_edge min_pixels size.longest_edge max_pixels
---mm-process-config | image.min_pixels min_pixels image.max_pixels max_pixels
---speculative-config | method draft model draft_model
+--limit-mm-per-prompt --limit-mm-data-per-request | image --max-images-per-request image.count --max-images-per-request
+--mm-processor-kwargs | min_pixels --min-pixels max_pixels --max-pixels size.shortest_edge --min-pixels size.longest_edge --max-pixels
+--mm-process-config | image.min_pixels --min-pixels image.max_pixels --max-pixels
+--speculative-config | method --draft model --draft-model
 """
-METHODS = {"ngram": "lookup", "suffix": "lookup", "eagle3": "eagle3", "mtp": "mtp", "qwen3_next_mtp": "mtp", "qwen3_5_mtp": "mtp"}
+
+
+class BadFlags(ValueError):
+    """Error in the flags, as one line."""
 
 
 def _rows(table: str) -> Iterator[tuple[list[str], str]]:
@@ -82,55 +84,45 @@ def _rows(table: str) -> Iterator[tuple[list[str], str]]:
         yield names.split(), rest
 
 
-ALIASES = {name: field for (*names, field), _ in _rows(TRANSLATED) for name in names}
+ALIASES = {name: flag for (*names, flag), _ in _rows(TRANSLATED) for name in names}
 IGNORED = {word.rstrip("="): word.endswith("=") for word in NO_EFFECT.split()}  # whether the flag takes a value
 REFUSALS = {name: instead for names, instead in _rows(REFUSED) for name in names}
 KEYS = {name: dict(zip(words.split()[::2], words.split()[1::2], strict=True)) for names, words in _rows(READ) for name in names}
-NAMES = {*KEYS, *IGNORED, *REFUSALS}
 
 
-class Ignore(argparse.Action):
-    """Note a flag without effect in `unused` of the result."""
-
-    def __call__(self, parser: argparse.ArgumentParser, result: Any, values: Any, option_string: str | None = None) -> None:
-        result.unused.add(self.option_strings[0])
-
-
-class Refuse(argparse.Action):
-    """Stop with the nearest equivalent of a flag."""
-
-    def __call__(self, parser: argparse.ArgumentParser, result: Any, values: Any, option_string: str | None = None) -> None:
-        parser.error(f"{self.option_strings[0]} is not supported; instead: {REFUSALS[self.option_strings[0]]}")
-
-
-class ReadKeys(argparse.Action):
-    """Set our fields from the keys of a flag's JSON."""
-
-    def __call__(self, parser: argparse.ArgumentParser, result: Any, values: Any, option_string: str | None = None) -> None:
-        name = self.option_strings[0]
-        try:
-            found = dict(_flatten(json.loads(values).items()))
-        except (ValueError, AttributeError):
-            parser.error(f"{name} {values}: must be a JSON object")
-        for key, value in found.items():
-            field = KEYS[name].get(key)
-            value = METHODS.get(str(value)) if field == "draft" else value
-            if field is None:
-                result.unused.add(f"{name}.{key}")
-            elif value is None or (field not in ("draft", "draft_model") and type(value) is not int):
-                parser.error(f"{name} {values}: {key} has no such value")
-            else:
-                setattr(result, field, value)
-
-
-def _flatten(items: Iterable[tuple[str, Any]], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in items:
-        yield from _flatten(value.items(), f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+def translate(argv: Iterable[str]) -> tuple[list[str], set[str]]:
+    """Return our flags for a command line, and the names of flags without effect. `--max_num_seqs` is `--max-num-seqs`, `--ep 8` is `--ep`,
+    `--name.key 4` is `--name {"key": 4}`. Raises BadFlags."""
+    words: list[str] = []
+    unused: set[str] = set()
+    rest = iter(argv)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        bare, *keys = name.split(".")
+        bare = bare.replace("_", "-") if word.startswith("-") else bare
+        if bare in REFUSALS:
+            raise BadFlags(f"{bare} is not supported; instead: {REFUSALS[bare]}")
+        if not equals and (bare in KEYS or IGNORED.get(bare)):
+            value = next(rest, "")
+        if bare in IGNORED:
+            unused.add(bare)
+        elif bare in KEYS:
+            try:
+                found = [(".".join(keys), value)] if keys else list(_members(json.loads(value)))
+            except (ValueError, AttributeError):
+                raise BadFlags(f"{bare} {value}: must be a JSON object") from None
+            for key, inner in found:
+                if flag := KEYS[bare].get(key):
+                    words.append(f"{flag}={inner}")
+                else:
+                    unused.add(f"{bare}.{key}")
+        elif words[-1:] == ["--ep"] and word.isdigit():
+            words[-1] = "--no-ep" if word == "1" else "--ep"
+        else:
+            words.append(".".join([ALIASES.get(bare, bare), *keys]) + equals + value)
+    return words, unused
 
 
-def add_compatible(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that have no help text: those above but ALIASES."""
-    for name in NAMES:
-        action = ReadKeys if name in KEYS else Ignore if name in IGNORED else Refuse
-        values: Any = "*" if name in REFUSALS else 0 if IGNORED.get(name) is False else None
-        parser.add_argument(name, action=action, nargs=values, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+def _members(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        yield from _members(inner, f"{prefix}{key}.") if isinstance(inner, dict) else [(prefix + key, inner)]

@@ -6,10 +6,10 @@ import functools
 import json
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from engine.launch.compat import ALIASES, KEYS, NAMES, add_compatible
+from engine.launch.compat import BadFlags, translate
 from engine.wire.config import GIB, KIB, MIB, VERSION, EngineConfig, find_problems, read_variables
 
 SUFFIXES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": KIB, "M": MIB, "G": GIB}
@@ -26,15 +26,11 @@ GROUPS = {
 }
 HINTS, DEFAULTS = get_type_hints(EngineConfig, include_extras=True), EngineConfig()
 SEPARATORS = {"served_model_name": ",", "lora_modules": " "}  # of fields with several words
-SAME_VALUES = {  # aliases
-    ("dtype", "float"): "float32", ("load_format", "safetensors"): "auto", ("kv_cache_dtype", "bf16"): "bfloat16",
-    ("draft", "NEXTN"): "mtp", ("draft", "NGRAM"): "lookup", ("draft", "EAGLE3"): "eagle3",
+SAME_VALUES = {  # aliases of choices
+    "float": "float32", "bf16": "bfloat16", "safetensors": "auto", "ngram": "lookup", "suffix": "lookup", "nextn": "mtp",
+    "qwen3_next_mtp": "mtp", "qwen3_5_mtp": "mtp",
 }  # fmt: skip
 METAVARS = {int: "N", float: "FRACTION", str: "TEXT"}
-
-
-class BadFlags(ValueError):
-    """Error in the flags, as one line."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,11 +57,6 @@ def make_parser() -> Parser:
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument("--version", action="version", version=VERSION)
     add_flags(parser, EngineConfig.__struct_fields__)
-    hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    for name, (field, _, value) in ((name, field.partition("=")) for name, field in ALIASES.items()):
-        how = {"action": "store_const", "const": value == "on"} if value else _argument(field)
-        parser.add_argument(name, dest=field, **(how | hidden))
-    add_compatible(parser)
     return parser
 
 
@@ -97,8 +88,7 @@ def _read_text(name: str, choices: Sequence[str], text: str) -> str:
     if name.startswith("allowed_") and text.startswith("["):
         with contextlib.suppress(ValueError):
             return ",".join(json.loads(text))
-    text = SAME_VALUES.get((name, text), text)
-    if choices and text not in choices:
+    if choices and (text := SAME_VALUES.get(text.lower(), text.lower())) not in choices:
         raise argparse.ArgumentTypeError(f"{text} is not one of {', '.join(choices)} ({get_args(HINTS[name])[1]})")
     return text
 
@@ -117,13 +107,13 @@ def parse_args(argv: list[str] | None = None) -> EngineConfig:
 
 def read_flags(argv: Sequence[str]) -> tuple[EngineConfig, list[str]]:
     """Return the configuration and notes on flags and variables without effect. Raises BadFlags."""
-    parser, (words, strangers) = make_parser(), variable_words(EngineConfig.__struct_fields__)
+    parser, (words, strangers), (given, unused) = make_parser(), variable_words(EngineConfig.__struct_fields__), translate(argv)
     parser.set_defaults(model=None)  # until it is known whether the model is given otherwise
-    result, unknown = parser.parse_known_args([*words, *_rewrite(argv)], argparse.Namespace(unused=set()))
+    result, unknown = parser.parse_known_args([*words, *given])
     if unknown:
         raise BadFlags(f"unknown argument {unknown[0].partition('=')[0]}")
     values = vars(result)
-    positional, unused = values.pop("positional"), values.pop("unused")
+    positional = values.pop("positional")
     for name, separator in SEPARATORS.items():
         values[name] = separator.join(values[name] or ()) or None
     if positional is not None and values["model"] not in (None, positional):
@@ -139,31 +129,18 @@ def read_flags(argv: Sequence[str]) -> tuple[EngineConfig, list[str]]:
 def variable_words(fields: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags that environment variables set, and the names of other variables."""
     variables = {name.removeprefix("ENGINE_").lower(): value for name, value in read_variables().items()}
-    words = []
-    for name in variables.keys() & fields:
-        is_off = get_args(HINTS[name])[0] is bool and variables[name].lower() in ("0", "false", "no", "off")
-        flag = f"--{'no-' if is_off else ''}{name.replace('_', '-')}"
-        words.append(flag if get_args(HINTS[name])[0] is bool else f"{flag}={variables[name]}")
-    return words, sorted(f"ENGINE_{name.upper()}" for name in variables.keys() - fields)
+    flags = {name: variables[name] for name in variables.keys() & fields}
+    switches = {name: text.lower() not in ("0", "false", "no", "off") for name, text in flags.items() if get_args(HINTS[name])[0] is bool}
+    return words_of(flags | switches), sorted(f"ENGINE_{name.upper()}" for name in variables.keys() - fields)
 
 
-def _rewrite(argv: Sequence[str]) -> list[str]:
-    """`--max_num_seqs=4` is `--max-num-seqs=4`, `--ep 8` is `--ep`, `--name.key.inner 4` is `--name {"key": {"inner": 4}}`. Drop such keys
-    of flags without effect."""
+def words_of(flags: Mapping[str, Any]) -> list[str]:
+    """Format values as a command line: `prefix_cache=False` is `--no-prefix-cache`, a dictionary is JSON, None nothing."""
     words: list[str] = []
-    rest = iter(argv)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if words[-1:] == ["--ep"] and word.isdigit():
-            words[-1] = "--no-ep" if word == "1" else "--ep"
-            continue
-        bare, *keys = name.split(".") if name.startswith("--") else [name]
-        if (bare := bare.replace("_", "-") if name.startswith("--") else bare) in KEYS and keys:
-            inner: Any = value if equals else next(rest, "")
-            with contextlib.suppress(ValueError):
-                inner = json.loads(inner)
-            words += [bare, json.dumps(functools.reduce(lambda found, key: {key: found}, reversed(keys), inner))]
-            continue
-        name = bare if bare in NAMES else ".".join([bare, *keys])
-        words.append(name + equals + value)
+    for name, value in ((name.replace("_", "-"), value) for name, value in flags.items()):
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{name}")
+        elif value is not None:
+            text = json.dumps(value) if isinstance(value, Mapping) else ",".join(value) if isinstance(value, list | tuple) else value
+            words.append(f"--{name}={text}")
     return words

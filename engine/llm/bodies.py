@@ -1,7 +1,6 @@
 """JSON of the API: requests from conversations and prompts in Python, whose pictures become `data:` URIs, and outputs by vLLM's names."""
 
 import io
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,18 +67,6 @@ def _json(value: Any, name: str = "") -> Any:
     elif isinstance(value, os.PathLike) or (name in MEDIA_NAMES and isinstance(value, str) and not value.lower().startswith(URL_SCHEMES)):
         value = Path(value).expanduser().read_bytes()
     return f"data:;base64,{pybase64.b64encode_as_string(value)}" if isinstance(value, bytes | bytearray) else value
-
-
-def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """Format keyword arguments as a command line: `prefix_cache=False` is `--no-prefix-cache`, a dictionary is JSON."""
-    words: list[str] = []
-    for name, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{'' if value else 'no-'}{name}")
-        elif value is not None:
-            text = json.dumps(value) if isinstance(value, Mapping) else ",".join(value) if isinstance(value, list | tuple) else value
-            words.append(f"--{name}={text}")
-    return words
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ import aiohttp
 import msgspec
 from anyio.from_thread import start_blocking_portal
 
-from engine.launch.flags import read_flags
+from engine.launch.flags import read_flags, words_of
 from engine.launch.process import ServerProcess
-from engine.llm.bodies import CHAT, COMPLETIONS, EMBEDDINGS, CompletionOutput, RequestOutput, body_of, listed, words_of
+from engine.llm.bodies import CHAT, COMPLETIONS, EMBEDDINGS, CompletionOutput, RequestOutput, body_of, listed
 from engine.wire.config import UNIX_HOST
 
 RETRY_S = 0.05

@@ -11,6 +11,7 @@ from typing import Any
 
 from bench import tables
 from bench.flags import FLAGS
+from engine.launch.compat import ALIASES, IGNORED, KEYS, REFUSALS
 from engine.launch.flags import make_parser
 from engine.wire.config import EngineConfig
 from engine.wire.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED, MAX_STOP_IDS, MAX_TOP_LOGPROBS
@@ -92,6 +93,7 @@ def test_flags_of_pages_exist() -> None:
     known = {"--gpus", "--init", "--shm-size", "--target", "--build", "--build-arg", "--hypothesis-profile", "--dist"}  # of other programs
     known |= {"--profile", "--from-literal", "--local-dir", "--wheel-dir", "--no-deps", "--tasks", "--apply_chat_template", "--model_args"}
     known |= {"--confcutdir", *(f"--{name}" for name in FLAGS)}  # of benchmarks
+    known |= {*ALIASES, *IGNORED, *KEYS, *REFUSALS}
     known |= {*make_parser()._option_string_actions, *ADDED.findall(source_text("engine", "server", "models", "bench", "tests"))}
     for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
         text = page.read_text(encoding="utf-8")
