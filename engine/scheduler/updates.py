@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.state import is_idle
-from engine.wire.updates import Order, OrderDone, OrderResult, Pause, Resume
+from engine.wire.updates import Order, OrderDone, OrderResult
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +14,7 @@ MAX_UPDATE_S = 600.0  # that workers may take for an update before it counts as 
 
 
 class UpdateControl:
-    """Executes the api's orders, one update at a time. `send` reaches every worker, `answer` the api. RuntimeError if only some ranks have
+    """Executes the api's orders, one after the other. `send` reaches every worker, `answer` the api. RuntimeError if only some ranks have
     written an update."""
 
     def __init__(self, core: SchedulerCore, num_ranks: int, send: Callable[[Order], object], answer: Callable[[OrderDone], None]):
@@ -31,12 +31,10 @@ class UpdateControl:
     def take(self, message: Order | OrderResult) -> None:
         if isinstance(message, OrderResult):
             self._land(message)
-        elif isinstance(message.task, Pause | Resume):
-            self._is_paused = isinstance(message.task, Pause)
+        elif isinstance(message.task, str):
+            self._is_paused = message.task == "pause"
             self._close(aborts=True) if self._is_paused else self._open()
-            self._done(message.number)
-        elif self._update is not None:
-            self._done(message.number, "another update is in progress")
+            self._done()
         else:
             self._update = message
             self._close(message.aborts)
@@ -61,7 +59,7 @@ class UpdateControl:
             self._core.state.weight_version = order.version or self._core.state.weight_version
         self._update, self._results, self._is_sent = None, [], False
         self._open()
-        self._done(order.number, next(iter(problems), None))
+        self._done(next(iter(problems), None))
 
     def _close(self, aborts: bool) -> None:
         self._core.state.is_open = False
@@ -69,11 +67,11 @@ class UpdateControl:
             self._core.abort(None)
 
     def _open(self) -> None:
-        if not (self._is_paused or self._update):
+        if not self._is_paused:
             self._core.state.is_open = True
             self._core.note_progress()
 
-    def _done(self, number: int, problem: str | None = None) -> None:
+    def _done(self, problem: str | None = None) -> None:
         version = self._core.state.weight_version
-        logger.info("order %d for weights: %s", number, problem or f"done, version {version}")
-        self._answer(OrderDone(number, version, problem))
+        logger.info("order for weights: %s", problem or f"done, version {version}")
+        self._answer(OrderDone(version, problem))

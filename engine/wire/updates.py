@@ -8,17 +8,12 @@
 | worker -> scheduler | OrderResult |
 """
 
+from typing import Literal
+
 import msgspec
 
 UPDATES_INBOX = "updates"  # name of the api's inbox
 FIRST_VERSION = "default"
-
-
-class Pause(msgspec.Struct, tag=True, frozen=True):
-    """End all requests, and start none until a Resume."""
-
-
-class Resume(msgspec.Struct, tag=True, frozen=True): ...
 
 
 class FromFolder(msgspec.Struct, tag=True, frozen=True):
@@ -26,16 +21,15 @@ class FromFolder(msgspec.Struct, tag=True, frozen=True):
 
 
 class FromGroup(msgspec.Struct, tag=True, frozen=True):
-    """Tensors that rank 0 of a group broadcasts in this order, with checkpoints' names and torch's dtypes."""
+    """Tensors that rank 0 of the group broadcasts in this order, with checkpoints' names and torch's dtypes."""
 
-    group_name: str
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
 
 
 class JoinGroup(msgspec.Struct, tag=True, frozen=True):
-    """Join a process group as ranks `rank_offset`, ...; rank 0, a trainer, listens at the address."""
+    """Join a process group, instead of an earlier one, as ranks `rank_offset`, ...; rank 0, a trainer, listens at the address."""
 
     group_name: str
     backend: str
@@ -45,15 +39,11 @@ class JoinGroup(msgspec.Struct, tag=True, frozen=True):
     world_size: int
 
 
-class LeaveGroup(msgspec.Struct, tag=True, frozen=True):
-    group_name: str
-
-
 class Order(msgspec.Struct, tag=True, frozen=True):
-    """Task, executed when the running requests have finished, or were aborted. Afterwards the weights have the version, if any."""
+    """Task, executed when the running requests have finished, or were aborted. Afterwards the weights have the version, if any. A pause
+    ends all requests, and starts none until "resume"."""
 
-    number: int
-    task: Pause | Resume | FromFolder | FromGroup | JoinGroup | LeaveGroup
+    task: Literal["pause", "resume"] | FromFolder | FromGroup | JoinGroup
     aborts: bool = False
     version: str | None = None
 
@@ -67,6 +57,5 @@ class OrderResult(msgspec.Struct, tag=True, frozen=True):
 class OrderDone(msgspec.Struct, tag=True, frozen=True):
     """Result of an order, with the version of the weights."""
 
-    number: int
     version: str
     problem: str | None = None

@@ -1,7 +1,7 @@
-"""Worker's part of weight updates. An update is checked before anything is written; a failure while weights are written ends the engine."""
+"""Worker's part of weight updates. An update is checked before anything is written; a failure while it is written ends the engine."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from engine.wire.child import Child
 from engine.wire.ipc import Outbox
-from engine.wire.updates import FromFolder, FromGroup, JoinGroup, LeaveGroup, Order, OrderResult
+from engine.wire.updates import FromFolder, FromGroup, JoinGroup, Order, OrderResult
 from engine.worker.failure import explain
 from models.checkpoint.load import opened
 from models.checkpoint.names import Stored
@@ -31,7 +31,7 @@ class UpdateWorker:
     def __init__(self, child: Child, rank: int, model: LanguageModel, forget: Callable[[], None]) -> None:
         self._child, self._rank, self._model, self._forget = child, rank, model, forget
         self._scheduler: Outbox[OrderResult] = Outbox(child.run_dir, "scheduler")
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._group: dist.ProcessGroup | None = None
 
     @torch.inference_mode()
     def execute(self, order: Order) -> None:
@@ -39,34 +39,31 @@ class UpdateWorker:
         try:
             match order.task:
                 case FromFolder():
-                    self._load(Path(order.task.path))
+                    self._load(order.task.path)
                 case FromGroup():
                     self._receive(order.task)
                 case JoinGroup():
                     self._join(order.task)
-                case LeaveGroup():
-                    dist.destroy_process_group(self._group(order.task.group_name))
-                    del self._groups[order.task.group_name]
         except FAILURES as failure:
             problem = explain(failure)
         self._scheduler.send(OrderResult(problem))
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: str) -> None:
         with ExitStack() as stack:
             try:
-                tensors = stack.enter_context(opened(folder, self._model.config.architecture))
-            except (ValueError, OSError) as problem:  # it contains the path, which clients must not see
-                reason = str(problem).replace(str(folder), "it") if isinstance(problem, ValueError) else type(problem).__name__
-                raise ValueError(f"the folder cannot be read: {reason}") from None
-            update = self._checked(tensors, is_whole=True)
+                tensors = stack.enter_context(opened(Path(folder), self._model.config.architecture))
+            except (ValueError, OSError) as problem:
+                raise ValueError(str(problem).replace(folder, "the folder")) from None
+            update = WeightUpdate(self._model, tensors, is_whole=True)
             self._write(update, ((name, tensors[name]) for name in update.names))
 
     def _receive(self, task: FromGroup) -> None:
         """Receive each tensor into one buffer, which is allocated before anything is written."""
-        group = self._group(task.group_name)
+        if (group := self._group) is None:
+            raise ValueError("there is no group: create it with /init_weights_update_group")
         announced = {spec[0]: empty_like(*spec) for spec in zip(task.names, task.dtypes, task.shapes, strict=True)}
         names = self._model.config.architecture.names_of(announced)  # the model's to the sender's
-        update = self._checked({known: InMemory(announced[name]) for known, name in names.items()}, is_whole=False)
+        update = WeightUpdate(self._model, {known: InMemory(announced[name]) for known, name in names.items()}, is_whole=False)
         size = max(each.nbytes for each in announced.values())
         buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
         known_of = {name: known for known, name in names.items()}
@@ -79,14 +76,8 @@ class UpdateWorker:
 
         self._write(update, received())
 
-    def _checked(self, tensors: Mapping[str, Stored], is_whole: bool) -> WeightUpdate:
-        """Return the update. ValueError or OutOfMemoryError if it cannot be written."""
-        update = WeightUpdate(self._model, tensors, is_whole)
-        self._synchronize()
-        torch.empty(update.extra_bytes, dtype=torch.uint8, device=self._model.device)
-        return update
-
     def _write(self, update: WeightUpdate, tensors: Iterable[tuple[str, Stored]]) -> None:
+        self._synchronize()
         try:
             for name, tensor in tensors:
                 update.write(name, tensor)
@@ -98,19 +89,14 @@ class UpdateWorker:
         self._forget()
 
     def _join(self, task: JoinGroup) -> None:
-        """Join a group, instead of an earlier one of this name."""
-        name, rank = task.group_name, task.rank_offset + self._rank
-        if name in self._groups:
-            dist.destroy_process_group(self._groups.pop(name))
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+        rank = task.rank_offset + self._rank
         try:
-            self._groups[name] = join(name, task.backend, task.master_address, task.master_port, rank, task.world_size)
+            self._group = join(task.group_name, task.backend, task.master_address, task.master_port, rank, task.world_size)
         except dist.DistError as problem:
-            raise ValueError(f"the group could not be joined: is its rank 0 running? {str(problem).partition(chr(10))[0]}") from None
-
-    def _group(self, name: str) -> dist.ProcessGroup:
-        if name not in self._groups:
-            raise ValueError(f"group {name} does not exist: create it with /init_weights_update_group")
-        return self._groups[name]
+            raise ValueError(f"the group could not be joined: is its rank 0 running? {problem}") from None
 
     def _synchronize(self) -> None:
         if self._model.device.type == "cuda":

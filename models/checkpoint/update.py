@@ -1,7 +1,6 @@
 """Replacement of a model's weights in place: everything is checked first, then tensors are written one by one, in any order.
 
-A matrix that is stored in another format than the checkpoint's is opened with its first tensor and converted after its last one, so that
-the additional memory is that of one layer's matrix if tensors come layer by layer.
+A matrix that is stored in another format than the checkpoint's is opened with its first tensor and converted after its last one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +64,6 @@ class WeightUpdate:
         although `is_whole`."""
         self._model, self._source = model, source
         self._leaves_of: dict[str, list[_Leaf]] = {}
-        self.extra_bytes = 0  # memory that converting the largest layer needs
         expected: set[str] = set()
         for module, path in _leaves(model):
             expected |= self._note(module, path)
@@ -96,7 +94,6 @@ class WeightUpdate:
                     matrix.finish()
 
     def finish(self) -> None:
-        assert not any(leaf.lacking for leaves_ in self._leaves_of.values() for leaf in leaves_), "a tensor was not written"
         self._model.finish()
 
     def _note(self, module: nn.Module, path: str) -> set[str]:
@@ -106,8 +103,6 @@ class WeightUpdate:
             matrix.reopen(META)
         try:
             slots = _slots(module, path, self._source)
-            loaded = (each.tensor for matrix in leaf.matrices for each in matrix.storage.stored)
-            self.extra_bytes = max(self.extra_bytes, 2 * sum(tensor.nbytes for tensor in loaded if tensor.is_meta))
         finally:
             for matrix in leaf.matrices:
                 matrix.close()

@@ -76,7 +76,9 @@ class Api:
         config = self._child.config
         routes: list[BaseRoute] = [BodyRoute(path, endpoint(self._service), endpoint.kinds) for path, endpoint in ENDPOINTS.items()]
         routes += [*adapter_routes(self._service), *self._status.routes()]
-        routes += [*updates.weight_routes(self._child, self.registry), page_route()]
+        if config.enable_weight_updates:
+            routes += updates.WeightUpdates(self._child.run_dir, self.registry).routes()
+        routes.append(page_route())
 
         @functools.cache
         def document() -> bytes:

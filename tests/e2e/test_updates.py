@@ -120,8 +120,8 @@ def test_all_sources_on_two_ranks(altered: Path) -> None:
         give(engine, "/update_weights_from_disk", {"model_path": str(CHECKPOINT), "weight_version": "2"})
         assert logprobs(engine) == before
 
+        give(engine, "/update_weights_from_distributed", announced(second), 400)
         group = trainer(engine, 3)
-        give(engine, "/update_weights_from_distributed", {**announced(second), "group_name": "other"}, 400)
         with alongside(lambda: give(engine, "/update_weights_from_distributed", {**announced(second), "weight_version": "3"})):
             for value in second.values():
                 groups.broadcast(group, value)
@@ -132,7 +132,6 @@ def test_all_sources_on_two_ranks(altered: Path) -> None:
                 groups.broadcast(group, value)
         for _ in range(2):
             dist.destroy_process_group(group)
-            give(engine, "/destroy_weights_update_group")
             group = trainer(engine, 3)
         dist.destroy_process_group(group)
         meta = give(engine, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})["meta_info"]

@@ -1,14 +1,12 @@
 """Weight updates on GPUs: decoder and tower of 8B with few layers, through graphs, against an engine that starts with the new weights."""
 
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from engine.worker import updates as groups
@@ -87,7 +85,3 @@ def test_from_a_group(folders: tuple[Path, Path]) -> None:
             for tensor in tensors.values():
                 groups.broadcast(group, tensor)
         assert_equal(seen(engine), expected)
-        leaving = threading.Thread(target=dist.destroy_process_group, args=(group,))
-        leaving.start()
-        give(engine, "/destroy_weights_update_group")
-        leaving.join(60)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from engine.llm.client import write_tensors
 from engine.wire.ipc import Inbox
 from engine.wire.messages import ToScheduler
-from engine.wire.updates import FromFolder, FromGroup, LeaveGroup, Order, OrderResult
+from engine.wire.updates import FromFolder, FromGroup, Order, OrderResult
 from engine.worker import updates
 from engine.worker.updates import UpdateWorker
 from models.decoders.qwen3_vl import Qwen3VL
@@ -37,7 +37,7 @@ class Rank:
 
     def give(self, task: Any) -> str | None:
         """Return the problem of an order, if any."""
-        self.worker.execute(Order(1, task))
+        self.worker.execute(Order(task))
         result = self.inbox.recv(60)
         assert isinstance(result, OrderResult)
         self.last = result
@@ -73,17 +73,16 @@ def test_folders(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
 def test_tensors_of_a_group(rank: Rank, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them replace the model, some a part of it."""
     tensors = load_file(alter(tiny_folder, tmp_path / "altered") / FILE)
-    rank.worker._groups["g"] = cast(Any, None)
+    rank.worker._group = cast(Any, object())
     for names in (list(tensors)[:1], list(tensors)):
         values = iter([tensors[name] for name in names])
         monkeypatch.setattr(updates, "broadcast", lambda group, tensor, values=values: tensor.copy_(next(values)))
         dtypes, shapes = [str(tensors[name].dtype) for name in names], [list(tensors[name].shape) for name in names]
-        assert rank.give(FromGroup("g", names, dtypes, shapes)) is None
+        assert rank.give(FromGroup(names, dtypes, shapes)) is None
     assert_same(rank.worker._model, load(tmp_path / "altered"))
 
 
 def test_refused_jobs(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
-    """Reasons name no path."""
     write_model_folder(tmp_path / "narrow", replace(SHAPES["tiny"], intermediate=384), weights="random", seed=1)
     write_model_folder(tmp_path / "tied", replace(SHAPES["tiny"], tied=True), weights="random", seed=1)
     write_model_folder(tmp_path / "float8", SHAPES["tiny"], weights="random", seed=1, format="float8")
@@ -95,14 +94,13 @@ def test_refused_jobs(rank: Rank, tiny_folder: Path, tmp_path: Path) -> None:
     cases = {
         "the model requires": [FromFolder(str(tmp_path / folder)) for folder in ("narrow", "float8")],
         "misses": [FromFolder(str(tmp_path / "tied"))],
-        "the folder cannot be read": [FromFolder(str(tmp_path / "empty")), FromFolder(str(tmp_path / "none")), FromFolder("\0")],
-        "contains no safetensors weights": [FromFolder(str(tmp_path / "piped"))],
-        "dtype float64 is not": [FromGroup("g", [name], ["float64"], [[128]])],
-        "has shape (8,), the model requires (128,)": [FromGroup("g", [name], ["float32"], [[8]])],
-        "group h does not exist": [FromGroup("h", [name], ["float32"], [[128]]), LeaveGroup("h")],
+        "contains no safetensors weights": [FromFolder(str(tmp_path / folder)) for folder in ("empty", "none", "piped", "\0")],
+        "dtype float64 is not": [FromGroup([name], ["float64"], [[128]])],
+        "has shape (8,), the model requires (128,)": [FromGroup([name], ["float32"], [[8]])],
     }
     before = {path: tensor.clone() for path, tensor in stored_tensors(cast(Any, rank.worker._model)).items()}
-    rank.worker._groups["g"] = cast(Any, None)
+    assert "there is no group" in str(rank.give(FromGroup([name], ["float32"], [[128]])))
+    rank.worker._group = cast(Any, object())
     for words, tasks in cases.items():
         for task in tasks:
             problem = rank.give(task)
