@@ -53,7 +53,13 @@ FLOAT8_SETTINGS = {METHOD: "fp8", "weight_block_size": [128, 128], "activation_s
 
 FORMATS: Mapping[Format, FormatEntry] = {
     "plain": FormatEntry(
-        "models.weights.plain:Plain", {"torch": "models.weights.plain:TorchPlain", "portable": "models.kernels.triton.plain:TritonPlain"}, 2
+        "models.weights.plain:Plain",
+        {
+            "torch": "models.weights.plain:TorchPlain",
+            "portable": "models.kernels.triton.plain:TritonPlain",
+            "hopper": "models.kernels.hopper.few_rows:HopperPlain",
+        },
+        2,
     ),
     "float8": FormatEntry(
         "models.weights.float8:BlockScaled",

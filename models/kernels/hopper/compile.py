@@ -28,7 +28,7 @@ def load_kernels(text_head_dim: int, vision_head_dim: int) -> None:
     tower."""
     names = ["prefill_attention", "flash_decoding"] if text_head_dim else []
     names += ["fused_decoding"] if text_head_dim == FUSED_HEAD_DIM else []
-    kernels = [*((name, text_head_dim) for name in names), ("float8_gemv", NO_HEADS), ("int4_gemv", NO_HEADS)]
+    kernels = [*((name, text_head_dim) for name in names), *((name, NO_HEADS) for name in ("few_rows", "float8_gemv", "int4_gemv"))]
     kernels += [("varlen_attention", vision_head_dim)] if vision_head_dim else []
     with ThreadPoolExecutor(len(kernels)) as pool:
         list(pool.map(lambda kernel: load_kernel(*kernel), kernels))

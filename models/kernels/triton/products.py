@@ -77,9 +77,12 @@ class TritonProducts(Products[S]):
 
     def swiglu(self, x_TX: Activation, matrix: S, rows: RowClass) -> torch.Tensor | Rounded:
         if self.gemv is None or (single := single_of(x_TX, rows)) is None:
-            return self.activated(self.product_of_many(x_TX, matrix, rows, None))
+            return self.swiglu_of_many(x_TX, matrix, rows)
         x_1X, norm = single
         return self.gemv(x_1X, matrix, x_1X.new_empty((1, width_of(matrix) // 2)), norm, gated=True)
+
+    def swiglu_of_many(self, x_TX: Activation, matrix: S, rows: RowClass) -> torch.Tensor | Rounded:
+        return self.activated(self.product_of_many(x_TX, matrix, rows, None))
 
     def add_to(self, residual: Residual, x_TX: Activation, matrix: S, rows: RowClass) -> None:
         if self.gemv is None or (single := single_of(x_TX, rows)) is None:

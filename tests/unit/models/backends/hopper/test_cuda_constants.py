@@ -4,13 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from models.kernels import work_items
 from models.kernels.hopper import compile
+from models.kernels.stream import RowClass
 
 pytest.importorskip("triton")  # beside the kernels
 from models.kernels import humming
-from models.kernels.hopper import attention, flash_decoding, float8_gemv
+from models.kernels.hopper import attention, few_rows, flash_decoding, float8_gemv
 
 FOLDER = Path(compile.__file__).parent
 
@@ -35,6 +37,11 @@ def test_tokens_that_the_float8_kernel_takes() -> None:
     assert constant("kMaxChosen", "float8_token.cuh") == float8_gemv.MAX_CHOSEN
 
 
+def test_products_that_the_kernel_of_few_rows_takes() -> None:
+    assert constant("kMostTokens", "few_rows.cu") == RowClass.HANDFUL and constant("kRows", "few_rows.cu") == few_rows.ROWS
+    assert constant("kChunk", "few_rows.cu") == few_rows.COLUMNS * torch.bfloat16.itemsize
+
+
 def test_matrices_that_the_int4_kernel_takes() -> None:
     assert constant("kRows", "int4_gemv.cu") == humming.ROWS and constant("kChunk", "int4_gemv.cu") == humming.COLUMNS
 
@@ -44,7 +51,7 @@ def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compile, "load_kernel", lambda name, head_dim: loaded.append((f"{name}.cu", head_dim)))
     compile.load_kernels(128, 72)
     text = [(f"{name}.cu", 128) for name in ("flash_decoding", "fused_decoding", "prefill_attention")]
-    others = [("float8_gemv.cu", compile.NO_HEADS), ("int4_gemv.cu", compile.NO_HEADS), ("varlen_attention.cu", 72)]
+    others = [*((f"{name}.cu", compile.NO_HEADS) for name in ("few_rows", "float8_gemv", "int4_gemv")), ("varlen_attention.cu", 72)]
     assert sorted(loaded) == sorted([*text, *others])
     assert {name for name, _ in loaded} == {path.name for path in FOLDER.glob("*.cu")}
     loaded.clear()
