@@ -13,7 +13,7 @@ import socket
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import aiohttp
 import uvloop
@@ -56,34 +56,28 @@ FLAGS = ("host", "port", "max_connections", "idle_timeout")
 
 @dataclass(slots=True, eq=False)
 class Backend:
-    """A replica. `num_in_flight`: requests from the choice to the end of the answer."""
+    """A replica. `num_in_flight`: requests from `take` to the end of the answer."""
 
     url: str
     healthy: bool = False
     num_in_flight: int = 0
     num_taken: int = 0
 
-    @property
-    def state(self) -> dict[str, int]:
-        """Return what any client may see: no address."""
-        return {"healthy": self.healthy, "num_in_flight": self.num_in_flight, "num_taken": self.num_taken}
-
 
 class Balancer:
-    """Assigns keys to replicas. A key stays with its replica until that leaves, has `bound` times the mean number of requests, or MAX_KEYS
+    """Assigns keys to replicas. A key stays with its replica until that leaves, has BOUND times the mean number of requests, or MAX_KEYS
     other keys were seen. Otherwise, and without a key, the replica with the fewest requests is chosen."""
 
-    def __init__(self, urls: Sequence[str], bound: float = BOUND):
-        self.backends = [Backend(url) for url in urls]
-        self._bound = bound
+    def __init__(self, urls: Sequence[str]):
+        self.backends = [Backend(url.rstrip("/")) for url in urls]
         self._homes: LRUCache[bytes, Backend] = LRUCache(MAX_KEYS)
 
     def take(self, key: bytes) -> Backend | None:
-        """Return a replica, to be passed to `release`; None if none is healthy. b"" is no key."""
+        """Return a replica with one more request, None if none is healthy. b"" is no key."""
         healthy = [one for one in self.backends if one.healthy]
         if not healthy:
             return None
-        most = max(MIN_BOUND, self._bound * (sum(one.num_in_flight for one in healthy) + 1) / len(healthy))
+        most = max(MIN_BOUND, BOUND * (sum(one.num_in_flight for one in healthy) + 1) / len(healthy))
         digest = hashlib.sha256(key).digest()
         chosen = self._homes.get(digest)
         if chosen not in healthy or chosen.num_in_flight >= most:
@@ -94,20 +88,15 @@ class Balancer:
         chosen.num_taken += 1
         return chosen
 
-    def release(self, backend: Backend) -> None:
-        backend.num_in_flight -= 1
-
-
-Answering = contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]
-
 
 class Body:
     """A request's body. `held`: bytes that were read and not yet forwarded."""
 
-    def __init__(self, receive: Receive, is_empty: bool):
+    def __init__(self, receive: Receive, scope: Scope):
         self.held = bytearray()
+        self.exists = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
         self._receive, self._is_whole = receive, asyncio.Event()
-        if is_empty:
+        if not self.exists:
             self._is_whole.set()
 
     async def read(self) -> bytes:
@@ -160,10 +149,6 @@ def passed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in lower if name not in HOP_BY_HOP | named]
 
 
-def has_body(scope: Scope) -> bool:
-    return any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
-
-
 def make_session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
     """Return a session that changes neither requests nor answers."""
     return aiohttp.ClientSession(
@@ -172,12 +157,14 @@ def make_session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
     )  # fmt: skip
 
 
-def request_at(session: aiohttp.ClientSession, url: str, scope: Scope, body: Body | None, **forwarding: str) -> Answering:
+def request_at(
+    session: aiohttp.ClientSession, url: str, scope: Scope, body: Body, **forwarding: str
+) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
     """Return the context of a server's answer to the client's request."""
     target = (scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")).decode("utf-8", "replace")
     headers = CIMultiDict((name.decode(), value.decode("utf-8", "surrogateescape")) for name, value in passed(scope["headers"]))
     headers.update(forwarding)
-    data = None if body is None else body.all()
+    data = body.all() if body.exists else None
     return session.request(scope["method"], URL(url + target, encoded=True), headers=headers, data=data, allow_redirects=False)
 
 
@@ -200,18 +187,18 @@ class Forwarder:
         return make_session(aiohttp.UnixConnector(self._path, limit=0))  # in the event loop of the requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = Body(receive, not has_body(scope))
+        body = Body(receive, scope)
         async with body.watched():
             try:
-                async with request_at(self.session, "http://engine", scope, body if has_body(scope) else None) as upstream:
+                async with request_at(self.session, "http://engine", scope, body) as upstream:
                     await answer(upstream, send)
             except aiohttp.ClientConnectorError:
                 await error_response(NONE_LEFT, scope)(scope, receive, send)
 
 
 class Proxy:
-    def __init__(self, urls: Sequence[str], bound: float = BOUND):
-        self.balancer = Balancer(urls, bound=bound)
+    def __init__(self, urls: Sequence[str]):
+        self.balancer = Balancer(urls)
         self._session: aiohttp.ClientSession
         self._num_silent: dict[Backend, int] = defaultdict(int)  # polls without an answer, in a row
         self._waits: dict[Backend, set[CancelScope]] = defaultdict(set)  # of the requests of a replica
@@ -230,9 +217,10 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/health":
             healthy = any(backend.healthy for backend in self.balancer.backends)
-            states = {"status": "ok" if healthy else "unavailable", "backends": [backend.state for backend in self.balancer.backends]}
-            return await JSONResponse(states, 200 if healthy else 503)(scope, receive, send)
-        body = Body(receive, not has_body(scope))
+            states = [{name: value for name, value in asdict(backend).items() if name != "url"} for backend in self.balancer.backends]
+            shown = {"status": "ok" if healthy else "unavailable", "backends": states}
+            return await JSONResponse(shown, 200 if healthy else 503)(scope, receive, send)
+        body = Body(receive, scope)
         async with body.watched():
             await self._handle(scope, body, send)
 
@@ -260,8 +248,7 @@ class Proxy:
         key = received.get(SESSION_HEADER) or await body.find_image()
         addresses = [value.decode("utf-8", "surrogateescape") for value in received.getall("x-forwarded-for", ())]
         forwarding = {"X-Forwarded-For": ", ".join([*addresses, address_of(scope)])}  # a replica trusts this proxy
-        if "x-forwarded-proto" not in received:
-            forwarding["X-Forwarded-Proto"] = scope["scheme"]
+        forwarding["X-Forwarded-Proto"] = received.get("x-forwarded-proto", b"").decode("latin-1") or scope["scheme"]
         upstream: aiohttp.ClientResponse | None = None
         for _ in self.balancer.backends:
             if (backend := self.balancer.take(key)) is None:
@@ -269,7 +256,7 @@ class Proxy:
             try:
                 with CancelScope() as wait:
                     self._waits[backend].add(wait)
-                    async with request_at(self._session, backend.url, scope, body if has_body(scope) else None, **forwarding) as upstream:
+                    async with request_at(self._session, backend.url, scope, body, **forwarding) as upstream:
                         return await answer(upstream, send)
                 error = DIED
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # nothing has been sent
@@ -280,7 +267,7 @@ class Proxy:
                 error = DIED
             finally:
                 self._waits[backend].discard(wait)
-                self.balancer.release(backend)
+                backend.num_in_flight -= 1
             break
         if upstream is None:
             await error_response(error, scope)(scope, body.read, send)  # type: ignore[arg-type]
@@ -292,7 +279,7 @@ class Proxy:
 
 async def serve(args: argparse.Namespace) -> None:
     config = EngineConfig(**{name: getattr(args, name) for name in FLAGS})
-    proxy = Proxy(list(dict.fromkeys(args.backends)), args.bound)
+    proxy = Proxy(args.backends)
     server = make_server(proxy, connection_limit(config, NUM_OTHER_FILES, FILES_PER_CLIENT), config, DRAIN_SECONDS, is_proxy=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
@@ -303,23 +290,12 @@ async def serve(args: argparse.Namespace) -> None:
         await server.listen(listener)
 
 
-def backend_url(text: str) -> str:
-    if not re.fullmatch(r"https?://[^/?#\s]+[^?#\s]*", text):
-        raise ValueError
-    return text.rstrip("/")
-
-
-def make_parser() -> argparse.ArgumentParser:
+def main() -> None:
     parser = argparse.ArgumentParser("server.proxy", description=__doc__)
-    parser.add_argument("--backends", type=backend_url, nargs="+", required=True, metavar="URL", help="servers")
-    parser.add_argument("--bound", type=float, default=BOUND, help="maximum load of a replica as a multiple of the mean")
+    parser.add_argument("--backends", nargs="+", required=True, metavar="URL", help="servers")
     parser.add_argument("--fd", type=int, help="an inherited socket to listen on")
     add_flags(parser, FLAGS)
-    return parser
-
-
-def main() -> None:
-    args = make_parser().parse_args([*variable_words(FLAGS)[0], *sys.argv[1:]])
+    args = parser.parse_args([*variable_words(FLAGS)[0], *sys.argv[1:]])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     raise_file_limit()
     uvloop.run(serve(args))

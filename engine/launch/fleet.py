@@ -27,19 +27,13 @@ from models.kernels.choose import Gpu
 
 logger = logging.getLogger(__name__)
 
-OF_THE_PROXY = ("host", "port", "dp")  # fields for the proxy instead of the engines
 RESTART_S = 5.0
 PROXY_GRACE_S = 20
 POLL_S = 0.05
 CPUS = Path("/sys/devices/system/cpu")
 
 
-class Ended(Exception):
-    """Ends the fleet; `code` is the launcher's exit code."""
-
-    def __init__(self, code: int, reason: str = ""):
-        super().__init__(reason)
-        self.code = code
+End = tuple[int, str]  # exit code of the launcher, and its reason
 
 
 class Fleet:
@@ -63,62 +57,56 @@ class Fleet:
         port = self._listener.getsockname()[1]
         ports = list(range(port + 1, port + 1 + config.dp)) if config.port else _free_ports(config.dp)
         keeping = (self._keep(index, own, cpus, bool(gpus)) for index, (own, cpus) in enumerate(divide(config, ports)))
-        try:
-            async with asyncio.TaskGroup() as group:
-                for task in (self._end_when_stopped(), self._route(ports), *keeping):
-                    group.create_task(task)
-        except* Ended as ends:
-            end = ends.exceptions[0]
-        assert isinstance(end, Ended)
-        if end.code:
-            logger.error("%s", end)
-        return end.code
+        tasks = [asyncio.create_task(task) for task in (self._end_when_stopped(), self._route(ports), *keeping)]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        code, reason = done.pop().result()
+        if code:
+            logger.error("%s", reason)
+        return code
 
     def _interrupt(self) -> None:
-        """Stop; the second call ends the engines' wait for running requests."""
+        """Stop; the second call ends this process, and its end is the engines' second signal."""
         if self._stop.is_set():
-            for server in self._servers.values():
-                server.interrupt()
+            os._exit(0)
         self._stop.set()
 
-    async def _end_when_stopped(self) -> None:
+    async def _end_when_stopped(self) -> End:
         await self._stop.wait()
         logger.info("stopping: running requests have %d s to finish; a second signal stops immediately", self._config.shutdown_timeout)
-        raise Ended(0)
+        return 0, ""
 
-    async def _keep(self, index: int, config: EngineConfig, cpus: frozenset[int], has_gpus: bool) -> None:
+    async def _keep(self, index: int, config: EngineConfig, cpus: list[int], has_gpus: bool) -> End:
         while True:
             server = self._servers[index] = ServerProcess(config, cpus, index if has_gpus else None, index)
             try:
                 with contextlib.suppress(ValueError, ChildDied):
                     await server.start()
-                    self._note_ready(index)
+                    self._ready.add(index)
+                    if self._all_ready.is_set():
+                        logger.info("engine %d is serving again", index)
+                    elif len(self._ready) == self._config.dp:
+                        self._all_ready.set()
                     await server.wait()
             finally:
                 await server.stop()
                 del self._servers[index]
             self._ready.discard(index)
             if not self._all_ready.is_set():
-                raise Ended(server.code, f"engine {index} did not start: {server.death}")
+                return server.code, f"engine {index} did not start: {server.death}"
             if not self._ready:
-                raise Ended(1, f"engine {index}: {server.death}, and no other is left")
-            text = "engine %d: %s; %d of %d are still serving; restarting it in %d s"
-            logger.error(text, index, server.death, len(self._ready), self._config.dp, RESTART_S)
+                return 1, f"engine {index}: {server.death}, and no other is left"
+            logger.error("engine %d: %s; restarting it in %d s", index, server.death, RESTART_S)
             await asyncio.sleep(RESTART_S)
 
-    def _note_ready(self, index: int) -> None:
-        self._ready.add(index)
-        if self._all_ready.is_set():
-            logger.info("engine %d is serving again", index)
-        elif len(self._ready) == self._config.dp:
-            self._all_ready.set()
-
-    async def _route(self, ports: Sequence[int]) -> None:
+    async def _route(self, ports: Sequence[int]) -> End:
         """Run the proxy when every engine is ready; it is the last process to end."""
         await self._all_ready.wait()
         fd, name = self._listener.fileno(), self._servers[0].ready.rpartition(" serves ")[2]
         urls = (f"http://127.0.0.1:{port}" for port in ports)
-        command = command_of(frozenset(os.sched_getaffinity(0)), "server.proxy", "--fd", str(fd), "--backends", *urls)
+        command = command_of((), "server.proxy", "--fd", str(fd), "--backends", *urls)
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, env=server_environment(self._config), pass_fds=(fd,), process_group=0
         )
@@ -134,27 +122,23 @@ class Fleet:
                 await asyncio.sleep(POLL_S)
             await end_process(process, PROXY_GRACE_S)
             raise
-        raise Ended(1, f"the proxy {how_it_ended(code)}")
+        return 1, f"the proxy {how_it_ended(code)}"
 
 
-def divide(config: EngineConfig, ports: Sequence[int]) -> list[tuple[EngineConfig, frozenset[int]]]:
+def divide(config: EngineConfig, ports: Sequence[int]) -> list[tuple[EngineConfig, list[int]]]:
     """Return the settings and the CPUs of each engine."""
-    defaults, cpus = EngineConfig(), _neighbouring_cpus()
-    own = msgspec.structs.replace(config, **{name: getattr(defaults, name) for name in OF_THE_PROXY})
+    cpus, host = sorted(os.sched_getaffinity(0), key=_place_of), EngineConfig().host
     bounds = [index * len(cpus) // len(ports) for index in range(len(ports) + 1)]
     shares = (cpus[start:end] or cpus for start, end in itertools.pairwise(bounds))
-    return [(msgspec.structs.replace(own, port=port), frozenset(share)) for port, share in zip(ports, shares, strict=True)]
+    return [(msgspec.structs.replace(config, host=host, port=port, dp=1), share) for port, share in zip(ports, shares, strict=True)]
 
 
-def _neighbouring_cpus() -> list[int]:
-    def place(cpu: int) -> tuple[int, int, int]:
-        topology = CPUS / f"cpu{cpu}" / "topology"
-        try:
-            return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text()), cpu
-        except OSError:
-            return 0, 0, cpu
-
-    return sorted(os.sched_getaffinity(0), key=place)
+def _place_of(cpu: int) -> list[int]:
+    files = (CPUS / f"cpu{cpu}" / "topology" / name for name in ("physical_package_id", "core_id"))
+    try:
+        return [*(int(file.read_text()) for file in files), cpu]
+    except OSError:
+        return [0, 0, cpu]
 
 
 def _free_ports(count: int) -> list[int]:

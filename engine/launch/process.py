@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Collection
 
 import msgspec
 
@@ -21,8 +22,8 @@ READY = "ready after "
 MAX_LINE = 1 << 20  # characters of a log line
 
 
-def command_of(cpus: frozenset[int], module: str, *arguments: str) -> list[str]:
-    """Return a command that uses these CPUs and ends with this process."""
+def command_of(cpus: Collection[int], module: str, *arguments: str) -> list[str]:
+    """Return a command that uses these CPUs (none: all) and ends with this process."""
     return python_command("engine.launch.process", str(os.getpid()), ",".join(map(str, sorted(cpus))), module, *arguments)
 
 
@@ -41,11 +42,11 @@ class ServerProcess:
     """`python -m engine.serve` on a Unix socket that only this program uses or, as engine `index` of several, on its port, with its share
     of the GPUs and log lines that begin with its number. It ends by `stop`, or with the thread that started it."""
 
-    def __init__(self, config: EngineConfig, cpus: frozenset[int] | None = None, gpus: int | None = None, index: int | None = None):
+    def __init__(self, config: EngineConfig, cpus: Collection[int] = (), gpus: int | None = None, index: int | None = None):
         if index is None:
             config = msgspec.structs.replace(config, host=UNIX_HOST)
         self._config, self._index = config, index
-        self._command = command_of(cpus or frozenset(os.sched_getaffinity(0)), "engine.serve")
+        self._command = command_of(cpus, "engine.serve")
         self._environment = server_environment(config, gpus)
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[None] | None = None
@@ -55,7 +56,6 @@ class ServerProcess:
 
     @property
     def path(self) -> str:
-        """Path of the Unix socket."""
         return self.ready.removeprefix(UNIX_HOST)
 
     @property
@@ -82,14 +82,8 @@ class ServerProcess:
             undo.pop_all()
 
     async def wait(self) -> None:
-        """Wait until the server and its processes have ended."""
         assert self._ended is not None
         await asyncio.shield(self._ended)
-
-    def interrupt(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
 
     async def stop(self) -> None:
         """End the server. Every caller waits until it has ended; cancelling a caller interrupts nothing."""
@@ -134,7 +128,8 @@ def main() -> None:
     die_with_parent(signal.SIGTERM)
     if os.getppid() != int(parent):  # the parent has already ended
         sys.exit(1)
-    os.sched_setaffinity(0, map(int, cpus.split(",")))
+    if cpus:
+        os.sched_setaffinity(0, map(int, cpus.split(",")))
     sys.argv[1:4] = []
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -14,10 +14,10 @@ from engine.wire.config import GIB, EngineConfig, find_problems, server_environm
 from models.kernels.choose import Gpu
 
 
-def shares(config: EngineConfig, cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[frozenset[int]], list[EngineConfig]]:
+def shares(config: EngineConfig, cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[set[int]], list[EngineConfig]]:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
     members = divide(config, range(8001, 8001 + config.dp))
-    return [share for _, share in members], [own for own, _ in members]
+    return [set(share) for _, share in members], [own for own, _ in members]
 
 
 @pytest.mark.parametrize(("dp", "cpus", "sizes"), [(2, 32, [16, 16]), (4, 6, [1, 2, 1, 2]), (3, 2, [2, 1, 1]), (8, 192, [24] * 8)])
