@@ -45,11 +45,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_share: ClassVar[float] = 0.75  # maximum share of the KV pool for snapshots of recurrent states
     grammar_timeout: ClassVar[int] = 5  # seconds of CPU time that compiling a grammar may take
     media_pool_size: ClassVar[int] = max(2, min(16, num_cpus()))  # threads that fetch, decode base64 and hash
-    processing_pool_size: ClassVar[int] = max(1, min(16, num_cpus()))  # processes for non-baseline images; threads for JPEGs on CPUs
-    video_pool_size: ClassVar[int] = max(1, min(4, num_cpus() // 4))  # processes that decode videos, at the lowest priority
-    decode_timeout: ClassVar[int] = 30  # seconds that decoding an image other than a baseline JPEG may take
-    video_timeout: ClassVar[int] = 60  # seconds that a video may take to decode
-    max_video_memory: ClassVar[int] = 2 * GIB  # of each process that decodes videos
+    processing_pool_size: ClassVar[int] = max(1, min(16, num_cpus()))  # processes that decode files; threads for baseline JPEGs
+    large_at_once: ClassVar[int] = max(1, min(4, num_cpus() // 4))  # videos and large images that are decoded at once
+    decode_timeout: ClassVar[int] = 60  # seconds that decoding a video, or an image other than a baseline JPEG, may take
+    max_decoder_memory: ClassVar[int] = 4 * GIB  # of each process that decodes them
     max_video_frame_pixels: ClassVar[int] = 1 << 26  # of a frame before resizing
     max_video_file_frames: ClassVar[int] = 500_000
     download_connect_timeout: ClassVar[int] = 5  # seconds to connect, and to wait for the next bytes

@@ -57,7 +57,7 @@ class Processor:
         sources = Sources(child.config, bodies, allocator)
         decoders = Decoders(child.config, allocator.pixels)
         images = Images(child.config, checkpoint.model.geometry, sources, decoders, worker)
-        self._pools = sources, decoders
+        self._sources, self._decoders = sources, decoders
         max_model_len = child.runtime.max_model_len  # until the scheduler reports the size of the KV pool
         self._intake = Intake(
             requests=requests, allocator=allocator, images=images, videos=Videos(child.config, checkpoint, images), api=api,
@@ -66,7 +66,7 @@ class Processor:
         self._output = Output(
             requests=requests, allocator=allocator, num_decoded=lambda: decoders.num_decoded, api=api, scheduler=scheduler, tasks=tasks,
         )  # fmt: skip
-        for pool in (self._intake.grammars.pool, *decoders.pools):
+        for pool in (self._intake.grammars.pool, decoders.pool):
             tasks.create_task(pool.start())
 
     async def run(self) -> None:
@@ -90,8 +90,8 @@ class Processor:
                             self._log_leak()
         finally:
             await self._intake.close()
-            for pool in self._pools:
-                await pool.close()
+            await self._sources.close()
+            await self._decoders.pool.close()
 
     def _log_leak(self) -> None:
         """Log a region of a request that was never released."""

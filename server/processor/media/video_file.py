@@ -1,4 +1,4 @@
-"""Guest that reads video files in the processor's arena by PyAV: it inspects them and writes the wanted frames there as RGB.
+"""Video files in the processor's arena, read by PyAV in a guest: they are inspected, and wanted frames are written there as RGB.
 
 Frames are counted as by the reference's decoder: packets that are presented, in the order of their times. The rate is their number divided
 by the time from the start of the first frame to the end of the last one."""
@@ -7,14 +7,13 @@ import contextlib
 import io
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
 import av
 import av.error
-import msgspec
 import numpy as np
 from av.container import InputContainer
 from av.video.frame import VideoFrame
@@ -23,7 +22,7 @@ from PIL import Image
 
 from engine.wire.arena import ArenaView
 from server.errors import RequestError
-from server.processor.media.decoder import Clip, VideoJob, VideoLimits, arena_guest, invalid_video
+from server.processor.media.decoders import Clip, Limits, VideoJob, invalid_video
 
 CODECS = "h264,hevc,vp8,libvpx,vp9,libvpx-vp9,av1,libdav1d,mpeg4,mjpeg,gif"  # FFmpeg's decoders that files may use
 SKIPPING = frozenset({"h264", "hevc"})  # codecs with one frame per packet, whose non-reference frames can be skipped
@@ -45,13 +44,7 @@ class Scan:
     fps: float | None
 
 
-def prepare(arena_fd: str, arena_size: str, limits: str) -> Callable[[bytes], bytes]:
-    """Return the guest's function. `limits`: JSON of VideoLimits."""
-    read_limits = msgspec.json.decode(limits, type=VideoLimits)
-    return arena_guest(arena_fd, arena_size, VideoJob, lambda arena, job: answer(arena, read_limits, job))
-
-
-def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> Clip | None:
+def answer(arena: ArenaView, job: VideoJob, limits: Limits) -> Clip | None:
     """Return the result of an inspection, or None after decoding. RequestError."""
     data, size = arena.view(*job.encoded), 3 * job.size[0] * job.size[1]
     try:
@@ -63,7 +56,7 @@ def answer(arena: ArenaView, limits: VideoLimits, job: VideoJob) -> Clip | None:
     return None
 
 
-def look(data: memoryview, limits: VideoLimits) -> Clip:
+def look(data: memoryview, limits: Limits) -> Clip:
     """Inspect a file; decode one frame. RequestError 400, 413 or 422 with a text that follows "Video n: "."""
     with _opened(data, limits) as (container, stream):
         scan = _scan(container, stream, limits)
@@ -74,7 +67,7 @@ def look(data: memoryview, limits: VideoLimits) -> Clip:
         return Clip(len(scan.times), scan.fps, height, width)
 
 
-def read_frames(data: memoryview, limits: VideoLimits, wanted: list[int], size: tuple[int, int], target: memoryview) -> None:
+def read_frames(data: memoryview, limits: Limits, wanted: list[int], size: tuple[int, int], target: memoryview) -> None:
     """Write the frames `wanted` (ascending) consecutively to `target`, upright and resized to `size` (height, width). Several threads
     resize while further frames are decoded. Errors as in `look`."""
     frame_bytes = len(target) // len(wanted)
@@ -97,7 +90,7 @@ def read_frames(data: memoryview, limits: VideoLimits, wanted: list[int], size: 
 
 
 @contextlib.contextmanager
-def _opened(data: memoryview, limits: VideoLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
+def _opened(data: memoryview, limits: Limits) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open the file. Every error of FFmpeg becomes a RequestError with our own text."""
     try:
         opened = av.open(io.BytesIO(data), options=ONLY)
@@ -114,7 +107,7 @@ def _opened(data: memoryview, limits: VideoLimits) -> Iterator[tuple[InputContai
         raise invalid_video("it is damaged") from error
 
 
-def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
+def _stream_of(container: InputContainer, limits: Limits) -> VideoStream:
     covers = av.stream.Disposition.attached_pic
     stream = next((stream for stream in container.streams.video if not stream.disposition & covers), None)
     if stream is None:
@@ -131,7 +124,7 @@ def _stream_of(container: InputContainer, limits: VideoLimits) -> VideoStream:
     return stream
 
 
-def _scan(container: InputContainer, stream: VideoStream, limits: VideoLimits) -> Scan:
+def _scan(container: InputContainer, stream: VideoStream, limits: Limits) -> Scan:
     times: list[int] = []
     keys: list[tuple[int, int]] = []
     end = 0

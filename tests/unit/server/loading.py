@@ -40,8 +40,8 @@ class Loading:
         self._decoded: dict[Medium, np.ndarray] = {}
 
     async def close(self) -> None:
-        for one in (self.sources, self.decoders):
-            await one.close()
+        await self.sources.close()
+        await self.decoders.pool.close()
         await self.release()
         check_arena(self.allocator.inputs)
         check_arena(self.allocator.pixels)

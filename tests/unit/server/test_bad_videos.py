@@ -79,7 +79,7 @@ async def test_what_a_server_does_not_take(checkpoint: Checkpoint, monkeypatch: 
     with pytest.raises(RequestError, match=r"4 of its frames would be sampled, the limit is 3"):
         await few.load_video(b"AA==,AA==,AA==,AA==", holds_frames=True)
     assert "20 of its frames would be sampled, the limit is 3" in (await refusal(few, CLIP, samples=False)).info.message
-    monkeypatch.setattr(EngineConfig, "max_video_memory", 192 << 20)
+    monkeypatch.setattr(EngineConfig, "max_decoder_memory", 192 << 20)
     monkeypatch.setattr(EngineConfig, "max_video_frame_pixels", 1 << 27)
     small = Loading(checkpoint)
     error = await refusal(small, long_gif(3, 8000, 8000), samples=False)
@@ -93,14 +93,14 @@ def test_ten_clients_at_once(stack_of: StackOf, model_folder: Path) -> None:
     """Red if text waits for decoders, answers are swapped, or clips do not wait for each other's memory."""
     small = stack_of(model_folder, max_video_bytes=1 << 20)
     assert small.chat([video(CLIP)]).status_code == 200
-    pool = small.local.processor._pools[1]._videos
-    started = [guest.process.pid for guest in pool.guests if guest.process is not None]
+    decoders = small.local.processor._decoders
+    started = [guest.process.pid for guest in decoders.pool.guests if guest.process is not None]
     for pid in started:
         os.kill(pid, signal.SIGSTOP)
     files = [encode(frames_of(40, 320, 480, first=i)) if i % 2 else encode(frames_of(40, first=i))[:-200] for i in range(10)]
     with ThreadPoolExecutor(10) as clients:
         answers = [clients.submit(small.chat, [video(data)]) for data in files]
-        eventually(lambda: not pool.idle, "all decoders are busy")
+        eventually(decoders._large.locked, "as many videos as may be decoded at once")
         assert small.chat("text").status_code == 200
         for pid in started:
             os.kill(pid, signal.SIGCONT)

@@ -63,7 +63,7 @@ async def test_a_decoder_may_end_at_any_time(checkpoint: Checkpoint) -> None:
     """Fails if a decoder that hangs, crashes, ends while idle, or works for a client that left, harms another image."""
     made = Loading(checkpoint)
     made.decoders._timeout = int(HANG_GUARD_S)
-    decoders, pool = made.decoders, made.decoders._images
+    decoders, pool = made.decoders, made.decoders.pool
     heights = itertools.count(700)  # known images are not decoded again
 
     def new_image() -> MediaRef:

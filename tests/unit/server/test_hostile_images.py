@@ -20,7 +20,8 @@ from engine.wire.arena import ArenaView, create_memfd
 from engine.wire.jpeg import parse_plain_jpeg
 from server.checkpoint import Checkpoint
 from server.errors import RequestError
-from server.processor.media.decoder import Job, answer
+from server.processor.media.decoder import answer
+from server.processor.media.decoders import Job, Limits
 from tests.eventually import HANG_GUARD_S, eventually_async
 from tests.unit.server.loading import Loading
 from tests.unit.server.pictures import DECODED, animation, jpeg, pixels, png_chunk, png_header, save
@@ -56,7 +57,7 @@ def test_a_job_has_its_own_time() -> None:
     arena = ArenaView(create_memfd("test", len(data)), len(data), writable=True)
     arena.view(0, len(data))[:] = data
     limits = resource.getrlimit(resource.RLIMIT_CPU)
-    assert answer(arena, Job((0, len(data))))[0]
+    assert answer(arena, Job((0, len(data))), Limits(1, 1, 1, 1)) == (48, 80, 1)
     assert resource.getrlimit(resource.RLIMIT_CPU) == limits
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
@@ -103,7 +104,7 @@ async def test_what_is_dear_to_read_costs_no_other(
     data, statuses = make(), []
     loading = Loading(checkpoint)
     loading.decoders._timeout = int(HANG_GUARD_S)
-    pool = loading.decoders._images
+    pool = loading.decoders.pool
     monkeypatch.setattr(Image, "open", None)  # decoders are other processes
     processes = [(await guest.start()).pid for guest in pool.guests]
     text = base64.b64encode(data)

@@ -65,7 +65,7 @@ def test_a_client_that_leaves_aborts_its_request(stack: Stack) -> None:
 def test_a_client_that_leaves_while_its_image_loads(stack: Stack) -> None:
     processor, may_go_on = stack.local.processor, threading.Event()
     for _ in range(stack.config.media_pool_size):
-        processor._pools[0].pool.submit(may_go_on.wait)
+        processor._sources.pool.submit(may_go_on.wait)
     count = len(stack.scheduler.requests)
     try:
         client = sent(stack, HELLO)
