@@ -30,7 +30,7 @@ from engine.wire.messages import API_ARENA, ErrorInfo, Events, ToProcessor
 from server.api.chat import completions as chat
 from server.api.chat.adapters import adapter_routes
 from server.api.chat.endpoint import Endpoint, Service
-from server.api.chat.routes import JSON, BodyRoute, DescribedRoute, describe
+from server.api.chat.routes import BodyRoute, DescribedRoute, describe
 from server.api.chat.status import StatusRoutes
 from server.api.dialects import anthropic, generate, pooling, responses, tokens, updates
 from server.api.http.connection import BACKLOG, connection_limit, make_server, url_of
@@ -74,7 +74,7 @@ class Api:
 
     def build(self) -> ASGIApp:
         config = self._child.config
-        routes: list[BaseRoute] = [BodyRoute(path, endpoint(self._service), endpoint.kinds) for path, endpoint in ENDPOINTS.items()]
+        routes: list[BaseRoute] = [BodyRoute(path, endpoint(self._service)) for path, endpoint in ENDPOINTS.items()]
         routes += [*adapter_routes(self._service), *self._status.routes()]
         if config.enable_weight_updates:
             routes += updates.WeightUpdates(self._child.run_dir, self.registry).routes()
@@ -86,7 +86,7 @@ class Api:
 
         async def description() -> Response:
             """This description."""
-            return Response(await asyncio.to_thread(document), media_type=JSON)
+            return Response(await asyncio.to_thread(document), media_type="application/json")
 
         routes.append(DescribedRoute("/openapi.json", description))
         app = FastAPI(routes=routes, openapi_url=None, redirect_slashes=False, exception_handlers={

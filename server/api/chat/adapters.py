@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from engine.wire.adapters import AdapterRef, checked
 from models.config.huggingface import read_config
 from server.api.chat.endpoint import Service
-from server.api.chat.routes import TEXT, BodyRoute, Command, DescribedRoute, Run
+from server.api.chat.routes import BodyRoute, Command, DescribedRoute, Run
 from server.api.schema.validate import Strict, bad_value
 from server.errors import RequestError
 
@@ -39,7 +39,7 @@ class AdapterRoutes:
 
     def routes(self) -> list[DescribedRoute]:
         commands: dict[str, Run] = {"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload}
-        return [BodyRoute(path, Command(run), [TEXT]) for path, run in commands.items()]
+        return [BodyRoute(path, Command(run)) for path, run in commands.items()]
 
     async def load(self, asked: LoadRequest) -> Response:
         """Serve the adapter of a folder below --lora-root under a new name."""

@@ -21,7 +21,6 @@ from engine.wire.messages import Submit
 from engine.wire.params import PARAMETERS, Prompt, SamplingParams
 from engine.wire.stats import Stages
 from models.config.types import SamplingDefaults
-from server.api.chat.routes import EVENTS, JSON
 from server.api.http.body import Body, check_text_bytes, read_body
 from server.api.http.metrics import Metrics
 from server.api.http.middleware import keys_of
@@ -71,7 +70,6 @@ class Endpoint(ABC):
     `/openapi.json` shows the docstrings of endpoints."""
 
     takes: Any  # type of the body
-    kinds: Sequence[str] = (JSON,)  # media types of answers
 
     def __init__(self, service: Service):
         self.service = service
@@ -137,8 +135,6 @@ class Endpoint(ABC):
 
 
 class GenerationEndpoint(Endpoint):
-    kinds = (JSON, EVENTS)
-
     def reply_to(
         self, request: GenerationRequest, body: Body, prompts: Sequence[Prompt], field: str, format: MakeFormat, **output: Any
     ) -> Reply:

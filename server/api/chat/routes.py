@@ -15,41 +15,39 @@ from server.api.schema.validate import check, read_object
 from server.errors import RequestError
 
 Run = Callable[..., Awaitable[Any]]
-JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 
 
 class DescribedRoute(Route):
-    """Route to a function of the path's parameters, whose result is sent as JSON unless it is a Response; `kinds` are the media types of
-    its answers."""
+    """Route to a function of the path's parameters, whose result is sent as JSON unless it is a Response."""
 
     takes: Any = None
 
-    def __init__(self, path: str, run: Any, method: str = "GET", kinds: Iterable[str] = (JSON,)):
+    def __init__(self, path: str, run: Any, method: str = "GET"):
         async def answer(request: Request) -> Response:
             return _response(await run(**request.path_params))
 
         super().__init__(path, run if isinstance(self, BodyRoute) else answer, methods=[method])
-        self.method, self.kinds, self.summary = method.lower(), kinds, (run.__doc__ or "").partition("\n")[0]
+        self.method, self.summary = method.lower(), (run.__doc__ or "").partition("\n")[0]
 
     def describe(self, body: Any) -> dict[str, Any]:
         """Return the OpenAPI description; `body` is the schema of the body, if there is one."""
         name = re.sub(r"\W+", "_", self.path_format).strip("_") or "page"
-        error = {"description": "An error", "content": {JSON: {}}}
-        answer = {"description": "The answer; events with `stream: true`", "content": {kind: {} for kind in self.kinds}}
-        shown = {"operationId": f"{self.method}_{name}", "summary": self.summary, "responses": {"200": answer, "4XX": error, "5XX": error}}
+        texts = {"200": "The answer; events with `stream: true`", "4XX": "An error", "5XX": "An error"}
+        answers = {status: {"description": text, "content": {"*/*": {}}} for status, text in texts.items()}
+        shown = {"operationId": f"{self.method}_{name}", "summary": self.summary, "responses": answers}
         if self.param_convertors:
             text = {"in": "path", "required": True, "schema": {"type": "string"}}
             shown["parameters"] = [{"name": parameter, **text} for parameter in self.param_convertors]
         if body is not None:
-            shown["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
+            shown["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
         return shown
 
 
 class BodyRoute(DescribedRoute):
     """A route to an `Endpoint` or a `Command`, which reads its body itself."""
 
-    def __init__(self, path: str, app: Any, kinds: Iterable[str] = (JSON,)):
-        super().__init__(path, app, "POST", kinds)
+    def __init__(self, path: str, app: Any):
+        super().__init__(path, app, "POST")
         self.takes = app.takes
 
 

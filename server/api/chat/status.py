@@ -10,7 +10,7 @@ from engine.wire.config import VERSION
 from engine.wire.messages import Forget
 from engine.wire.updates import FIRST_VERSION
 from server.api.chat.endpoint import Service
-from server.api.chat.routes import TEXT, DescribedRoute
+from server.api.chat.routes import DescribedRoute
 
 Json = dict[str, Any]
 SECRETS = frozenset({"api_key"})
@@ -28,13 +28,13 @@ class StatusRoutes:
             *(DescribedRoute(path, self.health) for path in ("/health", "/health_generate", "/ping")),
             DescribedRoute("/ping", self.health, "POST"),
             DescribedRoute("/health/live", self.live),
-            DescribedRoute("/metrics", self.metrics, kinds=[TEXT]),
+            DescribedRoute("/metrics", self.metrics),
             DescribedRoute("/version", self.version),
             *(DescribedRoute(path, self.server_info) for path in ("/server_info", "/get_server_info")),
             *(DescribedRoute(path, self.model_info) for path in ("/model_info", "/get_model_info")),
             DescribedRoute("/load", self.load),
-            DescribedRoute("/reset_prefix_cache", self.reset_prefix_cache, "POST", kinds=[]),
-            DescribedRoute("/flush_cache", self.flush_cache, "POST", kinds=[TEXT]),
+            DescribedRoute("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
+            DescribedRoute("/flush_cache", self.flush_cache, "POST"),
         ]
 
     async def models(self) -> Json:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from engine.wire.messages import ErrorInfo
 from engine.wire.params import TokenCount
@@ -30,7 +30,7 @@ from server.api.schema.parts import (
     client_tools,
 )
 from server.api.schema.requests import MessageList, Reasoning
-from server.api.schema.validate import BY_TYPE, Strict, bad_value, default_type
+from server.api.schema.validate import BY_TYPE, Strict, bad_value
 
 REPEATED = {"instructions", "max_tokens", "metadata", "reasoning", "text", "tool_choice"}  # fields that answers repeat
 Json = dict[str, Any]
@@ -63,7 +63,11 @@ class ReasoningItem(Strict):
     content: Annotated[list[TextPart], FIRST] | None = None
 
 
-Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, BY_TYPE, default_type("message")]
+def _typed(item: object) -> object:
+    return {**item, "type": item.get("type") or "message"} if isinstance(item, dict) else item
+
+
+Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, BY_TYPE, BeforeValidator(_typed)]
 
 
 class FlatTool(FunctionDefinition):

@@ -29,7 +29,7 @@ def page_route() -> DescribedRoute:
         """Return the chat page. It is served without an API key; it asks the user for the key and sends it with requests."""
         return HTMLResponse(content, headers=headers)
 
-    return DescribedRoute("/", show, kinds=["text/html"])
+    return DescribedRoute("/", show)
 
 
 def _text(name: str) -> str:

@@ -4,7 +4,7 @@ the types do not have, those of REFUSED would change the answer; all others are 
 import re
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from server.errors import RequestError
@@ -37,28 +37,17 @@ class Open(Strict):
     model_config = ConfigDict(extra="allow")
 
 
-def default_type(name: str) -> BeforeValidator:
-    """Annotation of a union that is discriminated by `type`: objects without one have this type."""
-    return BeforeValidator(lambda value: {**value, "type": name} if isinstance(value, dict) and value.get("type") is None else value)
-
-
 def read_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body. RequestError 400, or 413 as in `check_number_of_values`."""
-    check_number_of_values(data)
+    """Return the JSON object of a body. RequestError 400, or 413: parsing millions of values would block the event loop."""
+    if data.count(b"[") + data.count(b"{") + data.count(b":") > MAX_VALUES:
+        raise RequestError(413, f"The request has more than {MAX_VALUES} lists, objects and members.")
     try:
         value = from_json(data, cache_strings="keys")  # the default also caches values
     except ValueError as error:
-        words = "nested too deeply" if str(error).startswith("recursion limit") else "not valid JSON"
-        raise RequestError(400, f"The request body is {words}.") from None
+        raise RequestError(400, f"The request body is not valid JSON: {str(error)[:MAX_SHOWN]}") from None
     if not isinstance(value, dict):
         raise RequestError(400, "The request body must be a JSON object.")
     return value
-
-
-def check_number_of_values(data: bytes) -> None:
-    """Raise RequestError 413 for more than MAX_VALUES brackets and colons: parsing millions of values would block the event loop."""
-    if data.count(b"[") + data.count(b"{") + data.count(b":") > MAX_VALUES:
-        raise RequestError(413, f"The request has more than {MAX_VALUES} lists, objects and members.")
 
 
 def check(model: type[Model], value: dict[str, Any]) -> Model:
@@ -81,14 +70,12 @@ def bad_value(name: str, words: str, code: str = INVALID) -> RequestError:
 def _path(error: ErrorDetails, value: Any) -> str:
     """Return the path of a field. pydantic's location also has the members of unions, which are not found in the value."""
     names, location = list[str](), error["loc"]
-    for i, step in enumerate(location):
-        if isinstance(value, dict) and step == value.get("type") and i + 1 < len(location) and location[i + 1] in value:
-            continue  # the tag of a part that has a field of this name
-        is_member = isinstance(value, dict | list) and (step in value if isinstance(value, dict) else isinstance(step, int))
-        if is_member or isinstance(step, int) or i == 0 or (i == len(location) - 1 and error["type"] == "missing"):
+    for step, following in zip(location, (*location[1:], None), strict=True):
+        is_tag = isinstance(value, dict) and step == value.get("type") and following in value
+        if not is_tag and (isinstance(step, int) if isinstance(value, list) else isinstance(value, dict) and step in value):
             names.append(str(step)[:MAX_SHOWN])
-            value = value[step] if is_member else None
-    return ".".join(names)
+            value = value[step]
+    return ".".join([*names, str(location[-1])] if error["type"] == "missing" else names)
 
 
 # Fields of other servers that would change the answer.
