@@ -1,6 +1,8 @@
 """State of one request in the processor."""
 
 import asyncio
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,24 +47,17 @@ class Request:
     num_prompt_tokens: int = 0
 
     async def decode(self, indexes: Sequence[int], allocator: RegionAllocator) -> dict[int, ImageSource]:
-        """Decode these items, files, to one region, waiting for its memory. RequestError or ArenaTooSmall."""
-        found: list[tuple[Medium, list[int], list[int]]] = []
-        start = 0
-        for medium in self.media:
-            end = start + len(medium.visual.lengths)
-            if mine := [index for index in indexes if start <= index < end and index not in self.pixels]:
-                found.append((medium, mine, [index - start for index in mine]))
-            start = end
-        if found:
-            region = await allocator.reserve(sum(len(items) * medium.item_bytes for medium, _, items in found))
+        """Decode these items (ascending), files, to one region, waiting for its memory. RequestError or ArenaTooSmall."""
+        items = [(medium, k) for medium in self.media for k in range(len(medium.visual.lengths))]
+        if lacking := [index for index in indexes if index not in self.pixels]:
+            region = await allocator.reserve(sum(items[index][0].item_bytes for index in lacking))
             self.regions[f"pixels {len(self.regions)}"] = region
-            offset = region.offset
-            works = []
-            for medium, _, items in found:
-                works.append(medium.decode(items, offset))
-                offset += len(items) * medium.item_bytes
-            for (_, mine, _), sources in zip(found, await together(*works), strict=True):
-                self.pixels.update(zip(mine, sources, strict=True))
+            offset, works = region.offset, []
+            for medium, group in itertools.groupby((items[index] for index in lacking), key=operator.itemgetter(0)):
+                mine = [k for _, k in group]
+                works.append(medium.decode(mine, offset))
+                offset += len(mine) * medium.item_bytes
+            self.pixels.update(zip(lacking, itertools.chain(*await together(*works)), strict=True))
         return {index: self.pixels[index] for index in indexes}
 
     def end(self, answer: AnswerState) -> None:

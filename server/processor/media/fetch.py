@@ -36,12 +36,12 @@ class ForbiddenAddress(OSError):
 
 
 def is_public(host: str) -> bool:
-    """Return whether a literal address, or the IPv4 address embedded in it, is globally routable."""
+    """Return whether a literal address, or the IPv4 address embedded in it by NAT64, is globally routable. Other notations of IPv4
+    addresses are not."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
-        inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in NAT64 else address.ipv4_mapped
-        if inner is not None:
-            return is_public(str(inner))
+        if address in NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)))
         if address not in GLOBAL_UNICAST or address.sixtofour is not None:
             return False
     return address.is_global and not address.is_multicast
@@ -126,9 +126,10 @@ class Fetcher:
         if self._folder is None or parsed.host not in (None, "", "localhost"):
             raise not_allowed("file URLs are not allowed on this server")
         try:
-            self._check_path(path := Path(parsed.path).resolve())
+            path = Path(parsed.path).resolve()
+            if not path.is_relative_to(self._folder):
+                raise not_allowed("its path is outside the allowed folder")
             with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:  # a FIFO must not block
-                self._check_path(Path(os.readlink(f"/proc/self/fd/{file.fileno()}")))  # a link created since the first check
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise unavailable("it is not a regular file")
@@ -137,10 +138,6 @@ class Fetcher:
                 return file.read(max_bytes)
         except (OSError, ValueError, RuntimeError) as error:  # the last one for links that form a circle
             raise error if isinstance(error, RequestError) else unavailable("it could not be read") from None
-
-    def _check_path(self, path: Path) -> None:
-        if self._folder is None or not path.is_relative_to(self._folder):
-            raise not_allowed("its path is outside the allowed folder")
 
 
 def too_large(max_bytes: int) -> RequestError:
