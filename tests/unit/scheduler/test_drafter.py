@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.scheduler.drafts import lookup
 from engine.scheduler.drafts.lookup import CONTEXTS, LONGEST, Source
+from engine.scheduler.drafts.mtp import RETRY_STEPS
 from engine.scheduler.policy import PlannedStep
 from engine.wire.config import MAX_HEAD_DRAFTS
 from tests.unit.scheduler.simulation import PLACEHOLDER, Sequence, Simulation, make_core, make_request
@@ -60,7 +61,20 @@ def test_a_head_with_wrong_drafts_is_rarely_used() -> None:
         patch.setattr(Sequence, "peek", lambda self, count: [777] * count)
         asked = [sim.core.state.num_proposed for _ in range(300) if sim.step()]
         sim.run()
-    assert 1 < sim.core.state.counters.drafts < 10 and asked[0] == MAX_HEAD_DRAFTS and {*asked[50:]} == {1}
+    assert 1 < sim.core.state.counters.drafts < 10 and asked[0] == MAX_HEAD_DRAFTS
+    assert {*asked[50:]} == {0, 1} and abs(sum(asked[50:]) - 250 / RETRY_STEPS) <= 1
+
+
+def test_a_head_whose_drafts_become_right_is_used_again() -> None:
+    sim = simulate_head()
+    sim.worker.refuse_rate = 1.0
+    add(sim, 0, max_tokens=800)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "peek", lambda self, count: [777] * count)
+        for _ in range(100):
+            sim.step()
+    sim.worker.refuse_rate, wasted = 0.0, sim.core.state.counters.drafts
+    assert num_steps(sim) < 10 * RETRY_STEPS + 700 // 3 and sim.core.state.counters.drafts > wasted + 100
 
 
 def test_many_rows_get_fewer_drafts_and_at_last_none() -> None:
