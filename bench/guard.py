@@ -21,7 +21,6 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from yarl import URL
 
 from bench.client import ChatClient, chat_body, text_of, user_message, watch_health
 from bench.flags import make_parser
@@ -128,21 +127,6 @@ def requests(path: str, *bodies: dict[str, Any], clients: int = 1) -> Measure:
     return repeatedly(send, clients)
 
 
-def raw(data: bytes, connections: int) -> Measure:
-    """Return an attack without an API key: connections that send these bytes and leave with the answer. Status 0: there was none."""
-
-    async def send(target: Target) -> AsyncIterator[int]:
-        url, line = URL(target.url), b""
-        reader, writer = await asyncio.open_connection(url.host, url.port)
-        with contextlib.suppress(OSError, TimeoutError):
-            writer.write(data)
-            line = await asyncio.wait_for(reader.readline(), target.seconds)
-        writer.transport.abort()
-        yield int(line.split()[1]) if line else 0
-
-    return repeatedly(send, connections)
-
-
 def ask(*uris: str, kind: str = "image", **fields: Any) -> dict[str, Any]:
     return {"messages": [user_message([*uris], "What is it?", kind)], "max_tokens": 4, "temperature": 0} | fields
 
@@ -174,15 +158,11 @@ async def growth(target: Target) -> str:
     return ", ".join(f"{role} {size:+d} MiB" for role, size in grown.items()) or "unknown without --pid"
 
 
-CHUNKED = f"POST /{CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
 SLOW_REGEX = "(.*.*.*){1,100}=(.*.*.*){1,100}"
-PLAIN = requests(CHAT, {"messages": "x" * (4 << 20)})
 
 # Name, promised value, and factory of the probe: bodies are made before the clock starts.
 PROBES: tuple[tuple[str, str, Callable[[], Measure]], ...] = (
     ("idle engine", "", lambda: idle),
-    ("4 MiB of blank lines before a request", STALL, lambda: stall(raw(b"\r\n" * (2 << 20), 1), PLAIN)),
-    ("refused body in chunks of one byte, 4 connections", STALL, lambda: stall(raw(CHUNKED + b"1\r\n\n\r\n" * 700_000, 4), PLAIN)),
     ("1 MiB shared by 1,000 documents", STALL, lambda: stall(*(requests("rerank", shared(count)) for count in (1000, 1)))),
     ("video of 3,000,000 commas", STALL, lambda: stall(requests(CHAT, ask("data:video/jpeg;base64," + "," * 3_000_000, kind="video")))),
     ("1,000 embeddings", STALL, lambda: stall(requests("v1/embeddings", {"input": [f"Text {i}" for i in range(1000)]}))),
