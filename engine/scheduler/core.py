@@ -187,7 +187,6 @@ class SchedulerCore:
             max_model_len=self._capacity,
             num_running=len(state.running),
             num_waiting=len(state.waiting) + len(state.loading),
-            num_loading=len(state.loading),
             num_blocks=state.blocks.num_blocks,
             num_free_blocks=state.blocks.num_free,
             num_pinned_images=state.images.num_pinned,

@@ -61,7 +61,6 @@ class EngineStats(msgspec.Struct):
     max_model_len: Annotated[int, Gauge("maximum tokens of a prompt and its output, limited by the KV pool")] = 0
     num_running: Annotated[int, Gauge("running requests", "num_requests_running")] = 0
     num_waiting: Annotated[int, Gauge("requests that wait for their first step or after a preemption", "num_requests_waiting")] = 0
-    num_loading: Annotated[int, Gauge("waiting requests whose pixels are being decoded")] = 0
     num_blocks: Annotated[int, Gauge("KV blocks in the pool")] = 0
     num_free_blocks: Annotated[int, Gauge("KV blocks not held by a request: free or only cached")] = 0
     num_pinned_images: Annotated[int, Gauge("images pinned in the cache until their tokens are computed")] = 0

@@ -79,7 +79,7 @@ def test_a_guest_of_each_kind_starts_and_ends_with_the_processor(model_folder: P
     def children() -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-    eventually(lambda: len(children()) == 3, "the compiler, the decoder of images and that of videos")
+    eventually(lambda: len(children()) == 2, "the compiler and the decoder")
     guests = children()
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: not any(Path(f"/proc/{guest}/stat").exists() for guest in guests), "the end of the guests")
