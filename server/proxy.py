@@ -56,7 +56,7 @@ FLAGS = ("host", "port", "max_connections", "idle_timeout")
 
 @dataclass(slots=True, eq=False)
 class Backend:
-    """A replica. `num_in_flight`: requests from `take` to the end of the answer."""
+    """A replica. `num_in_flight`: from `take` to the end of the answer."""
 
     url: str
     healthy: bool = False
@@ -69,7 +69,7 @@ class Balancer:
     other keys were seen. Otherwise, and without a key, the replica with the fewest requests is chosen."""
 
     def __init__(self, urls: Sequence[str]):
-        self.backends = [Backend(url.rstrip("/")) for url in urls]
+        self.backends = [Backend((url if "://" in url else f"http://{url}").rstrip("/")) for url in urls]
         self._homes: LRUCache[bytes, Backend] = LRUCache(MAX_KEYS)
 
     def take(self, key: bytes) -> Backend | None:
@@ -200,7 +200,7 @@ class Proxy:
     def __init__(self, urls: Sequence[str]):
         self.balancer = Balancer(urls)
         self._session: aiohttp.ClientSession
-        self._num_silent: dict[Backend, int] = defaultdict(int)  # polls without an answer, in a row
+        self._num_silent: dict[Backend, int] = defaultdict(int)  # polls in a row
         self._waits: dict[Backend, set[CancelScope]] = defaultdict(set)  # of the requests of a replica
 
     @contextlib.asynccontextmanager

@@ -4,7 +4,7 @@
              │     └──▶ python -m engine.serve     127.0.0.1, --port + 1     its CPUs, GPUs 0 .. tp-1
              └────────▶ python -m engine.serve     127.0.0.1, --port + 2     the next ones
 
-An engine that ends is restarted. All ends when an engine does not start at first, when none is left, or when the proxy ends.
+An engine that ends is restarted. All end if an engine does not start at first, if none is left, or with the proxy.
 """
 
 import asyncio

@@ -120,7 +120,7 @@ class MaskThread(threading.Thread):
             self._limit += TOKEN_S * (1 + len(session.waiting) + len(session.proposed))
             try:
                 session.fill()
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 logger.exception("a grammar could not be evaluated")
                 session.error = BROKEN
             with self._lock:

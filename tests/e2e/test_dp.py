@@ -92,6 +92,22 @@ def test_a_stop_lets_running_requests_end(fleet: Fleet) -> None:
     assert "Traceback" not in fleet.log()
 
 
+def test_a_second_signal_ends_running_requests(tiny: Path) -> None:
+    running = Fleet(tiny, "--max-model-len", "4200", "--shutdown-timeout", "3600")
+    try:
+        answer = LongAnswer(running.url)
+        running.process.send_signal(signal.SIGTERM)
+        eventually(lambda: answer.outcome or running.client.get("/health").status_code == 503, "an unhealthy fleet")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(HANG_GUARD_S) == 0
+        running.client.close()
+        eventually(lambda: not any(is_alive(pid) for pid in running.children), "the end of all processes")
+        assert answer.join() != "whole"
+    finally:
+        running.kill()
+    running.log_path.unlink()
+
+
 @pytest.mark.parametrize("victim", ["proxy", "both engines", "launcher"])
 def test_the_launcher_ends_when_no_engine_is_left(tiny: Path, victim: str) -> None:
     running = Fleet(tiny)

@@ -62,6 +62,7 @@ def test_the_bound_holds_and_the_rest_goes_where_least_runs() -> None:
         backend.num_in_flight -= 1
     assert few.take(KEYS[0]) is taken[-1]  # what went on stays: its images are there now
     assert Balancer(["http://a"]).take(b"") is None  # nothing is healthy yet
+    assert [backend.url for backend in Balancer(["https://a/b/", "a:1"]).backends] == ["https://a/b", "http://a:1"]
 
 
 def test_keys_are_remembered_by_their_hashes() -> None:
