@@ -81,10 +81,6 @@ class Arena(ArenaView):
     def is_empty(self) -> bool:
         return not self._allocated
 
-    @property
-    def num_free(self) -> int:
-        return sum(self._free_ends) - sum(self._free_starts)
-
     def alloc(self, length: int) -> int:
         """Return the offset of a new region of at least `length` bytes. Raises ArenaTooSmall (never fits) or ArenaFull (not now)."""
         if (need := _aligned(length)) > self.size - self.start:
