@@ -72,10 +72,11 @@ def _path(error: ErrorDetails, value: Any) -> str:
     names, location = list[str](), error["loc"]
     for step, following in zip(location, (*location[1:], None), strict=True):
         is_tag = isinstance(value, dict) and step == value.get("type") and following in value
-        if not is_tag and (isinstance(step, int) if isinstance(value, list) else isinstance(value, dict) and step in value):
+        is_found = isinstance(step, int) if isinstance(value, list) else isinstance(value, dict) and step in value
+        if not is_tag and (is_found or not names or (following is None and error["type"] == "missing")):
             names.append(str(step)[:MAX_SHOWN])
-            value = value[step]
-    return ".".join([*names, str(location[-1])] if error["type"] == "missing" else names)
+            value = value[step] if is_found else None
+    return ".".join(names)
 
 
 # Fields of other servers that would change the answer.
