@@ -58,7 +58,7 @@ def check(model: type[Model], value: dict[str, Any]) -> Model:
         errors = failure.errors(include_url=False)
     error = max(errors, key=lambda error: len(error["loc"]))  # of a union, the member that fits best
     code = CODES.get(error["type"], "invalid_type" if error["type"].endswith("_type") else INVALID)
-    raise bad_value(_path(error, value) or str((*error["loc"], "body")[0])[:MAX_SHOWN], error["msg"][: 8 * MAX_SHOWN], code) from None
+    raise bad_value(_path(error, value) or "body", error["msg"][: 8 * MAX_SHOWN], code) from None
 
 
 def bad_value(name: str, words: str, code: str = INVALID) -> RequestError:
